@@ -1,0 +1,28 @@
+"""One small family of errors: what went wrong, and what to do about it, in one line."""
+
+
+class SpesError(Exception):
+    """Base of every error that a user or a remote peer can cause.
+
+    The message is one line that names the value and the remedy; entry scripts print it and exit with 2.
+    """
+
+
+class ConfigError(SpesError):
+    """A flag, environment variable, file or path is wrong; nothing was started or written."""
+
+
+class DataError(SpesError):
+    """A corpus, tokenizer or checkpoint cannot be read or is too small."""
+
+
+class JoinError(SpesError):
+    """The swarm cannot be reached, does not know the run, or runs something else."""
+
+
+class RecordError(SpesError):
+    """A record or message of another peer is malformed, unsigned, too large or expired."""
+
+
+class ExchangeError(SpesError):
+    """A version could not be fetched whole, or its bytes do not match its digest."""

@@ -1,0 +1,177 @@
+"""From a run's ModelConfig to a stock Hugging Face model, and to one with expert banks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+from spes_p2p.config import ModelConfig
+from spes_p2p.errors import ConfigError
+from spes_p2p.model.bank import ExpertBank, is_stock_experts
+from spes_p2p.model.kernels import kernel as kernel_named
+from spes_p2p.model.slot_model import SlotModel
+
+FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
+    "olmoe": (OlmoeConfig, OlmoeForCausalLM),
+    "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+}
+
+
+def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> PretrainedConfig:
+    """The stock configuration of `model`.
+
+    Special tokens are left unset, since the stock defaults may lie outside a small vocabulary, and so is the stock
+    balance loss, which pools the layers.
+
+    Raises:
+        ConfigError: heads of odd width, which rotary position embeddings cannot halve.
+    """
+    head_dim = model.hidden_size // model.num_heads
+    if head_dim % 2:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of odd width "
+            f"{head_dim}; choose another number of heads"
+        )
+    fields: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "intermediate_size": model.intermediate_size,
+        "num_experts_per_tok": model.top_k,
+        "max_position_embeddings": sequence_length,
+        "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
+        "tie_word_embeddings": model.tie_embeddings,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+        "pad_token_id": None,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": "float32",
+    }
+    fields |= _family_fields(model, head_dim)
+    return FAMILIES[model.family][0](**fields)
+
+
+def _family_fields(model: ModelConfig, head_dim: int) -> dict[str, Any]:
+    """What the families spell differently."""
+    if model.family == "mixtral":
+        return {"num_local_experts": model.num_experts, "head_dim": head_dim, "sliding_window": None}
+    fields: dict[str, Any] = {"num_experts": model.num_experts, "norm_topk_prob": model.norm_topk_prob}
+    if model.family == "qwen3_moe":
+        fields |= {
+            "moe_intermediate_size": model.intermediate_size,
+            "head_dim": head_dim,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    return fields
+
+
+def stock_model(model: ModelConfig, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
+    """The stock model with stock initial weights, drawn from `seed` alone; the caller's random state is left as it was.
+
+    Equal seeds give equal weights to those of `build_slot_model`, whatever is claimed there.
+    """
+    module = _meta_model(model, vocab_size, sequence_length)
+    for _ in _initialise(module, seed):
+        pass
+    return module
+
+
+def build_slot_model(
+    model: ModelConfig,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    seed: int,
+    claimed: Sequence[int],
+    storage: str,
+    kernel: str = "loop",
+) -> SlotModel:
+    """The model with an `ExpertBank` in every layer, on the CPU.
+
+    Layers are initialised and split one by one, so no more than one layer's experts are ever held whole.
+
+    Args:
+        model: Shape of the model.
+        vocab_size: Entries of the tokenizer.
+        sequence_length: Longest sequence in tokens.
+        seed: Seed of the initial weights; equal seeds give equal weights, whatever is claimed.
+        claimed: Slots to train; may be empty, or all.
+        storage: Precision of the others, `fp32` or `bf16`.
+        kernel: Name of the expert kernel.
+
+    Raises:
+        ConfigError: a claimed slot lies outside the model or comes twice, or `storage` or `kernel` is unknown.
+    """
+    _check_claimed(model, claimed)
+    chosen = kernel_named(kernel)
+    module = _meta_model(model, vocab_size, sequence_length)
+    banks: dict[str, ExpertBank] = {}
+    for name, experts in _initialise(module, seed):
+        if is_stock_experts(experts):
+            banks[name] = ExpertBank(experts, claimed, storage, chosen)
+            module.set_submodule(name, banks[name])
+            experts.to("meta")
+    return SlotModel(module, banks)
+
+
+def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:
+    for slot in claimed:
+        if not 0 <= slot < model.num_experts:
+            raise ConfigError(
+                f"claimed slot {slot} is not in a model with model.num_experts={model.num_experts}; "
+                f"choose from 0 to {model.num_experts - 1}"
+            )
+    if len(set(claimed)) != len(claimed):
+        raise ConfigError(f"claimed slots {list(claimed)} contain a slot twice; name each once")
+
+
+def _meta_model(model: ModelConfig, vocab_size: int, sequence_length: int) -> PreTrainedModel:
+    config = hf_config(model, vocab_size, sequence_length)
+    # A stock model's default grouped kernel refuses rows that are not aligned to 16 bytes, also on CPUs.
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        return FAMILIES[model.family][1](config)
+
+
+def _initialise(module: PreTrainedModel, seed: int) -> Iterator[tuple[str, nn.Module]]:
+    """Gives a model on the meta device its stock initial weights, one submodule at a time, and yields each when done.
+
+    The caller may replace what was yielded. Draws come from torch's CPU generator, so its state is swapped around
+    every submodule.
+    """
+    generator = torch.random.default_generator
+    state = torch.Generator().manual_seed(seed).get_state()
+    tied = set(module.all_tied_weights_keys)
+    for name, child in list(module.named_modules()):
+        own = [f"{name}.{key}" for key, _ in child.named_parameters(recurse=False)]
+        own += [key for key, _ in child.named_buffers(recurse=False)]
+        if not own or tied.issuperset(own):
+            continue
+        child.to_empty(device="cpu", recurse=False)
+        outer = generator.get_state()
+        generator.set_state(state)
+        with torch.no_grad():
+            module._init_weights(child)
+        state = generator.get_state()
+        generator.set_state(outer)
+        yield name, child
+    module.tie_weights(recompute_mapping=False)
+    module.train()

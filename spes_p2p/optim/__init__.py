@@ -1,0 +1,1 @@
+"""How the model learns: schedule, inner optimizer, outer optimizer, expert merging."""

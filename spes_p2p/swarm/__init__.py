@@ -1,0 +1,1 @@
+"""How peers meet: identity, records, claims, rosters, averaging, exchange. Knows tensors, not models."""

@@ -1,0 +1,107 @@
+"""The seam of the house: what training needs of a swarm. Two implementations: hivemind's and an in-memory one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from torch import Tensor
+
+from spes_p2p.swarm.records import Archived, Metrics, Record
+from spes_p2p.swarm.roster import Member
+from spes_p2p.swarm.versions import Version
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What a peer brings to a round.
+
+    Attributes:
+        member: Its roster entry.
+        deltas: Flat fp32 delta by group, for `shared` and each of the member's slots.
+    """
+
+    member: Member
+    deltas: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class RoundResult:
+    """What came of a round, as seen by one member.
+
+    Attributes:
+        roster: Everybody's entries, the same on all members; only this peer's own if it was alone.
+        committed: Averaged flat delta by group; bit-identical on all members of the group.
+        dropped: Reason by group, for groups that this peer was in and that go back to their anchor.
+        is_behind: This peer's shared anchor is not the majority's: it must catch up.
+        matchmaking_seconds: Time until the roster stood.
+        averaging_seconds: Time from there to the last confirmed digest.
+    """
+
+    roster: tuple[Member, ...]
+    committed: Mapping[str, Tensor] = field(default_factory=dict)
+    dropped: Mapping[str, str] = field(default_factory=dict)
+    is_behind: bool = False
+    matchmaking_seconds: float = 0.0
+    averaging_seconds: float = 0.0
+
+
+class Swarm(Protocol):
+    """One peer's view of the swarm. Every call returns within the run's deadlines."""
+
+    peer_id: str
+
+    def now(self) -> float:
+        """Return the DHT time, in seconds since the epoch."""
+
+    def announce(self, *records: Record) -> None:
+        """Store the peer's records and keep renewing the latest of each kind until `close`."""
+
+    def report(self, record: Metrics | Archived) -> None:
+        """Store a record once."""
+
+    def read(self, kind: type[Record]) -> Mapping[str, Record]:
+        """Return everybody's unexpired records of a kind, by peer id."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, for records of others to change; return at once, and True, when the swarm is closed."""
+
+    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        """Meet the others and average.
+
+        Args:
+            contribution: This peer's deltas and roster entry; deltas are left as they are.
+            expected: Peers to wait for; as soon as so many have met, the roster stands.
+            starts_at: DHT time at which the roster may stand without the rest.
+        """
+
+    def publish(self, round: int, bundles: Mapping[str, Tensor]) -> Mapping[str, Version]:
+        """Sign and serve flat bundles as this round's versions, replacing older ones of the same name."""
+
+    def versions(self) -> Mapping[str, Version]:
+        """Return the newest version of each name that this peer has, its own and pulled ones."""
+
+    def load(self, name: str) -> Tensor:
+        """Return the flat bundle of the newest version of `name` that this peer has, as a new tensor."""
+
+    def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
+        """Fetch versions of at least `min_round` from peers that have them.
+
+        Args:
+            wanted: Peers to ask, by version name; tried in an order of the swarm's choosing.
+            min_round: Older versions are waited over: a peer that is about to publish is given time to.
+            timeout: Seconds for all of it.
+
+        Returns:
+            Reason by name, for versions that could not be had; their old ones stay.
+        """
+
+    def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
+        """Ask peers which versions they have; silent peers are left out."""
+
+    def traffic(self) -> tuple[int, int]:
+        """Return payload bytes received and sent since the start."""
+
+    def close(self) -> None:
+        """Leave: stop renewing and serving. Idempotent."""

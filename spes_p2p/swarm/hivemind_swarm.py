@@ -1,0 +1,219 @@
+"""The swarm over Hivemind: DHT records, one matchmaking per round, versions over libp2p streams."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hivemind.utils.timed_storage import get_dht_time
+from torch import Tensor
+
+from spes_p2p.codecs import from_bytes, to_bytes
+from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.averager import Attempt, SparseAverager
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.exchange import Exchange
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Archived, Metrics, Record
+from spes_p2p.swarm.roster import SHARED, derive_groups
+from spes_p2p.swarm.versions import Version, VersionStore
+
+log = logging.getLogger(__name__)
+
+REPORT_SECONDS = 300.0
+"""Lifetime of a metrics record: long enough for a monitor that was away for some rounds."""
+ATTEMPTS = 2
+DOCUMENT_BYTES = 64 * 2**20
+
+
+class HivemindSwarm:
+    """A peer's swarm over a Node; implements `Swarm`.
+
+    Start it before CUDA and before threads that hold locks: the averager is a forked process.
+
+    Args:
+        node: The peer's host and DHT; closed with the swarm.
+        directory: Where versions are kept.
+        serve: Serve versions to others.
+    """
+
+    def __init__(self, node: Node, directory: Path, *, serve: bool = True) -> None:
+        self.node, self.peer_id = node, node.peer_id
+        self._store = VersionStore(directory, node.run_id)
+        self.exchange = Exchange(node, self._store, serve=serve)
+        self._averager: SparseAverager | None = None
+        self._rounds = RoundConfig()
+        self._bundle_numel: Mapping[str, int] = {}
+        self._averaged_bytes = 0
+        self._renewed: dict[type[Record], Record] = {}
+        self._stopped = threading.Event()
+        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+
+    def enter(
+        self, rounds: RoundConfig, *, bundle_numel: Mapping[str, int], delta_numel: Mapping[str, int], max_slots: int
+    ) -> None:
+        """Become able to average, once the run's manifest is known, and start renewing records.
+
+        Args:
+            rounds: The run's deadlines.
+            bundle_numel: Elements of a published bundle, for `shared` and for `slot`.
+            delta_numel: Elements of a delta, likewise.
+            max_slots: Slots this peer may ever hold at once; 0 with `delta_numel` empty for a monitor.
+        """
+        self._rounds, self._bundle_numel = rounds, bundle_numel
+        if delta_numel:
+            self._averager = SparseAverager(
+                self.node.dht,
+                run_id=self.node.run_id,
+                shared_numel=delta_numel[SHARED],
+                slot_numel=delta_numel["slot"],
+                max_slots=max_slots,
+                deadlines=rounds,
+            )
+            self._averager.run_in_background(timeout=rounds.averaging_seconds)
+        self._heart.start()
+
+    # ------------------------------------------------------------------ records
+
+    def now(self) -> float:
+        return get_dht_time()
+
+    def announce(self, *records: Record) -> None:
+        for record in records:
+            self._renewed[type(record)] = record
+            self._store_record(record, self._rounds.lease_seconds)
+
+    def report(self, record: Metrics | Archived) -> None:
+        self._store_record(record, REPORT_SECONDS)
+
+    def read(self, kind: type[Record]) -> Mapping[str, Record]:
+        return self.node.read(kind)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, for records of others to change; return at once, and True, when the swarm is closed."""
+        return self._stopped.wait(seconds)
+
+    def _store_record(self, record: Record, lifetime_seconds: float) -> None:
+        try:
+            if not self.node.store(record, lifetime_seconds):
+                log.warning("nobody took our %s record; it is renewed in a while", record.kind)
+        except TimeoutError:
+            log.warning("the DHT took too long to store our %s record; it is renewed in a while", record.kind)
+
+    def _beat(self) -> None:
+        while not self._stopped.wait(self._rounds.heartbeat_seconds):
+            for record in list(self._renewed.values()):
+                self._store_record(record, self._rounds.lease_seconds)
+
+    # ------------------------------------------------------------------ rounds
+
+    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        """Average, once more if `shared` failed: a dead member costs its own work, not everybody's."""
+        assert self._averager is not None
+        member, started = contribution.member, time.monotonic()
+        result = RoundResult(roster=(member,))
+        for _ in range(ATTEMPTS):
+            if expected <= 1:
+                return _alone(contribution)
+            attempt = self._averager.attempt(member, contribution.deltas, expected=expected, starts_at=starts_at)
+            result = self._judge(attempt, contribution, expected, started)
+            if not attempt.roster or result.is_behind or SHARED in result.committed or not member.tokens:
+                return result
+            log.warning("round %d: %s; trying again", member.round, result.dropped[SHARED])
+            starts_at = self.now()
+        return result
+
+    def _judge(self, attempt: Attempt, contribution: Contribution, expected: int, started: float) -> RoundResult:
+        member, elapsed = contribution.member, time.monotonic() - started
+        if not attempt.roster:
+            dropped = {name: attempt.failure for name in contribution.deltas}
+            return RoundResult(roster=(member,), dropped=dropped, matchmaking_seconds=elapsed)
+        groups = derive_groups(attempt.roster)
+        committed = dict(attempt.averaged)
+        dropped = {name: reason for name, reason in attempt.status.items() if reason}
+        if len(attempt.roster) * 2 < expected:
+            reason = f"only {len(attempt.roster)} of {expected} peers met"
+            committed, dropped = {}, dict.fromkeys(contribution.deltas, reason)
+        for name in contribution.deltas:
+            if name not in committed:
+                dropped.setdefault(name, "this peer's anchor is not the majority's")
+        if SHARED not in committed:  # a slot trained against a router that was rolled back would no longer fit it
+            dropped.update(dict.fromkeys(committed, "shared was dropped"))
+            committed = {}
+        averaging = max(0.0, min(self.now() - attempt.met_at, elapsed))
+        self._count_bytes(groups.members, committed, contribution.deltas)
+        return RoundResult(
+            roster=attempt.roster,
+            committed=committed,
+            dropped=dropped,
+            is_behind=self.peer_id in groups.behind,
+            matchmaking_seconds=elapsed - averaging,
+            averaging_seconds=averaging,
+        )
+
+    def _count_bytes(self, members, committed, deltas) -> None:
+        """Count an all-reduce's bytes: each member sends, and receives, 2 (n - 1) / n of the tensor."""
+        for name in committed:
+            n = len(members[name])
+            self._averaged_bytes += int(2 * (n - 1) / n * deltas[name].nbytes)
+
+    # ------------------------------------------------------------------ versions
+
+    def publish(self, round: int, bundles: Mapping[str, Tensor]) -> Mapping[str, Version]:
+        items = {name: (to_bytes(flat_N), "fp32") for name, flat_N in bundles.items()}
+        return self._publish(round, items)
+
+    def publish_document(self, name: str, data: bytes) -> Version:
+        """Serve a document (`manifest`, `tokenizer`) as it is."""
+        return self._publish(0, {name: (data, "raw")})[name]
+
+    def _publish(self, round: int, items) -> Mapping[str, Version]:
+        signed = {
+            name: (Version.sign(self.node.identity, self.node.run_id, name, round, data, codec), data)
+            for name, (data, codec) in items.items()
+        }
+        self._store.add(signed)
+        return {name: version for name, (version, _) in signed.items()}
+
+    def versions(self) -> Mapping[str, Version]:
+        return self._store.newest()
+
+    def load(self, name: str) -> Tensor:
+        numel = self._bundle_numel[SHARED if name == SHARED else "slot"]
+        return from_bytes(self._store.read(name), numel)
+
+    def load_document(self, name: str) -> bytes:
+        """Return a document that was pulled or published."""
+        return self._store.read(name)
+
+    def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
+        limits = {
+            name: DOCUMENT_BYTES
+            if name in ("manifest", "tokenizer")
+            else 4 * self._bundle_numel[SHARED if name == SHARED else "slot"]
+            for name in wanted
+        }
+        return self.exchange.pull(wanted, min_round=min_round, timeout=timeout, max_bytes=limits)
+
+    def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
+        return self.exchange.inventory(peers)
+
+    def traffic(self) -> tuple[int, int]:
+        return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes
+
+    def close(self) -> None:
+        self._stopped.set()
+        if self._averager is not None and self._averager.is_alive():
+            self._averager.shutdown()
+        self.node.close()
+
+
+def _alone(contribution: Contribution) -> RoundResult:
+    if not contribution.member.tokens:
+        return RoundResult(
+            roster=(contribution.member,), dropped=dict.fromkeys(contribution.deltas, "nobody trained")
+        )
+    return RoundResult(roster=(contribution.member,), committed=dict(contribution.deltas))

@@ -1,0 +1,82 @@
+"""One key per peer: it names the peer on libp2p and signs its records and versions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+
+import multihash
+from cryptography.hazmat.primitives import serialization
+from hivemind.p2p import PeerID
+from hivemind.proto import crypto_pb2
+from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
+
+from spes_p2p.errors import ConfigError
+
+
+class Identity:
+    """A peer's RSA key, kept in a file that only its owner can read.
+
+    Args:
+        path: Identity file in libp2p's protobuf form, as `p2pd` reads it.
+
+    Raises:
+        ConfigError: the file cannot be read or written, is no identity, or others can read it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.is_new = not path.exists()
+        if self.is_new:
+            _create(path)
+        try:
+            data = path.read_bytes()
+            if path.stat().st_mode & 0o077:
+                raise ConfigError(f"identity {path} can be read by others; run: chmod 600 {path}")
+            self.peer_id = PeerID.from_identity(data).to_base58()
+            der = crypto_pb2.PrivateKey.FromString(data).data
+        except ConfigError:
+            raise
+        except Exception as error:  # protobuf and cryptography raise a dozen types for a damaged file
+            raise ConfigError(f"{path} is not a readable identity file; name another one or delete it") from error
+        self.private_key = RSAPrivateKey.__new__(RSAPrivateKey)
+        self.private_key._private_key = serialization.load_der_private_key(der, password=None)
+        self.public_key = self.private_key.get_public_key().to_bytes()
+
+    def sign(self, data: bytes) -> bytes:
+        """Return this peer's signature of `data` (RSA-PSS over SHA-256, base64)."""
+        return self.private_key.sign(data)
+
+
+def _create(path: Path) -> None:
+    key = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=RSAPrivateKey().to_bytes())
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # O_EXCL with the final mode: at no moment can anybody else read or replace the key.
+        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(key.SerializeToString())
+    except OSError as error:
+        raise ConfigError(f"cannot write identity {path}: {error.strerror}; choose a writable --output") from error
+
+
+def peer_id_of(public_key: bytes) -> str:
+    """Return the libp2p peer id (base58) that belongs to an OpenSSH-encoded RSA public key.
+
+    Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
+
+    Raises:
+        ValueError: not such a key.
+    """
+    key = serialization.load_ssh_public_key(public_key)
+    der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
+    return PeerID(multihash.encode(hashlib.sha256(encoded).digest(), 0x12)).to_base58()
+
+
+def is_signed_by(peer_id: str, public_key: bytes, data: bytes, signature: bytes) -> bool:
+    """Tell whether `signature` of `data` is by the peer whose libp2p id is `peer_id`."""
+    try:
+        return peer_id_of(public_key) == peer_id and bool(RSAPublicKey.from_bytes(public_key).verify(data, signature))
+    except Exception:  # noqa: BLE001 - hostile keys make cryptography raise any of a dozen types; all mean "no"
+        return False

@@ -1,0 +1,112 @@
+"""What a run is: its founder's signed document, which every peer passes on and nobody can change."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections import Counter
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spes_p2p.codecs import digest
+from spes_p2p.config import RunConfig
+from spes_p2p.errors import ExchangeError, JoinError
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.records import Digest, ManifestRecord, PeerId
+
+log = logging.getLogger(__name__)
+
+SEARCH_SECONDS = 20.0
+PULL_SECONDS = 60.0
+MANIFEST, TOKENIZER = "manifest", "tokenizer"
+
+
+class Manifest(BaseModel):
+    """Everything a newcomer must know, in one document of a few kilobytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    run_id: Annotated[str, Field(max_length=64)]
+    founder: PeerId
+    software: Annotated[str, Field(max_length=64)]
+    """The founder's spes_p2p version."""
+    config: RunConfig
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)]
+    """Rows of the embedding: the tokenizer's size."""
+    tokenizer_digest: Digest
+    """SHA-256 of the tokenizer document, which travels beside the manifest."""
+
+    def encode(self) -> bytes:
+        """Return the canonical JSON that the founder signs."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical JSON."""
+        return digest(self.encode())
+
+
+def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> None:
+    """Found a run: sign, serve and declare its manifest and tokenizer."""
+    swarm.publish_document(MANIFEST, manifest.encode())
+    swarm.publish_document(TOKENIZER, tokenizer)
+    declare_manifest(swarm, manifest)
+
+
+def declare_manifest(swarm: HivemindSwarm, manifest: Manifest) -> None:
+    """Declare in the DHT, and keep declaring, that this peer serves the run's manifest."""
+    record = ManifestRecord(peer_id=swarm.peer_id, digest=manifest.digest, num_bytes=len(manifest.encode()))
+    swarm.announce(record)
+
+
+def fetch_manifest(swarm: HivemindSwarm) -> tuple[Manifest, bytes]:
+    """Return the run's manifest and tokenizer from peers that serve them.
+
+    Raises:
+        JoinError: no peer knows the run, peers disagree about it, or it cannot be fetched and verified.
+    """
+    run_id, records = swarm.node.run_id, _find(swarm)
+    digests = Counter(record.digest for record in records.values())
+    if len(digests) > 1:
+        raise JoinError(f"peers disagree about run {run_id!r} ({len(digests)} manifests); use another --run-id")
+    peers = sorted(records)
+    failures = swarm.pull({MANIFEST: peers, TOKENIZER: peers}, min_round=0, timeout=PULL_SECONDS)
+    if failures:
+        raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {'; '.join(failures.values())}; try again")
+    version = swarm.versions()[MANIFEST]
+    manifest = read_manifest(swarm)
+    if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:
+        raise JoinError(f"manifest of run {run_id!r} is not what its peers declare; do not join through these peers")
+    tokenizer = swarm.load_document(TOKENIZER)
+    if digest(tokenizer) != manifest.tokenizer_digest:
+        raise JoinError(f"tokenizer of run {run_id!r} does not match its manifest; join through other peers")
+    return manifest, tokenizer
+
+
+def read_manifest(swarm: HivemindSwarm) -> Manifest:
+    """Return the manifest that this peer already has.
+
+    Raises:
+        JoinError: it has none, or one that this software cannot read.
+    """
+    try:
+        return Manifest.model_validate_json(swarm.load_document(MANIFEST))
+    except ExchangeError as error:
+        raise JoinError(f"nothing to resume: {error}") from error
+    except ValidationError as error:
+        problem = error.errors()[0]
+        where = ".".join(map(str, problem["loc"]))
+        raise JoinError(f"manifest setting {where}: {problem['msg']}; update spes_p2p") from error
+
+
+def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
+    deadline = time.monotonic() + SEARCH_SECONDS
+    while True:
+        records = {peer: record for peer, record in swarm.read(ManifestRecord).items() if peer != swarm.peer_id}
+        if records:
+            return records  # type: ignore[return-value]
+        if time.monotonic() > deadline:
+            raise JoinError(f"the peers reached know no run {swarm.node.run_id!r}; check --run-id")
+        swarm.wait(1.0)

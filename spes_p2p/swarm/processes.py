@@ -1,0 +1,45 @@
+"""Child processes that do not outlive their parent, not even when it is killed."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+from hivemind import DHT
+from hivemind.p2p import P2P
+
+_PR_SET_PDEATHSIG = 1
+# Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
+_EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """Ask the kernel to kill this process when its parent dies (Linux; elsewhere a no-op).
+
+    Args:
+        parent_pid: The parent's id as it was before the fork, so that a parent already dead is noticed.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent_pid:
+            os._exit(1)
+
+
+class BoundP2P(P2P):
+    """hivemind's P2P with a p2pd that dies with us."""
+
+    @staticmethod
+    def _make_process_args(*args, **kwargs) -> list[str]:
+        command = P2P._make_process_args(*args, **kwargs)
+        return [sys.executable, "-I", "-S", "-c", _EXEC, *command] if sys.platform == "linux" else command
+
+
+class BoundDHT(DHT):
+    """hivemind's DHT process, dying with us."""
+
+    def run(self) -> None:
+        die_with_parent(self._parent_pid)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        super().run()

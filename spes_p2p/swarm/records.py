@@ -1,0 +1,163 @@
+"""Everything the DHT may hold: strict, small, signed by its owner, and short-lived.
+
+One record per (key, owner): `{run}.v1.claims.{bucket}` holds one subkey per peer, and so on. The value is JSON,
+because every node parses it before it trusts it, and JSON has no types that can surprise a parser.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from spes_p2p.errors import RecordError
+
+PROTOCOL = "v1"
+NUM_BUCKETS = 4
+"""Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
+MAX_RECORD_BYTES = 1024
+MAX_LIFETIME_SECONDS = 600.0
+
+PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, le=2**53)]
+Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
+Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
+Slot = Annotated[int, Field(ge=0, lt=4096)]
+
+
+class Record(BaseModel):
+    """Base of records; `peer_id` must be the signer's libp2p id."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    kind: ClassVar[str]
+    bucketed: ClassVar[bool] = True
+
+    peer_id: PeerId
+
+    @classmethod
+    def keys(cls, run_id: str) -> list[str]:
+        """Return every DHT key under which records of this kind may lie."""
+        prefix = f"{run_id}.{PROTOCOL}.{cls.kind}"
+        return [f"{prefix}.{bucket}" for bucket in range(NUM_BUCKETS)] if cls.bucketed else [prefix]
+
+    def key(self, run_id: str) -> str:
+        """Return the DHT key under which this record lies."""
+        keys = self.keys(run_id)
+        return keys[hashlib.sha256(self.peer_id.encode()).digest()[0] % len(keys)]
+
+    def encode(self) -> bytes:
+        """Return the record as bytes.
+
+        Raises:
+            RecordError: larger than MAX_RECORD_BYTES.
+        """
+        data = self.model_dump_json().encode()
+        if len(data) > MAX_RECORD_BYTES:
+            raise RecordError(f"{self.kind} record of {len(data)} bytes exceeds {MAX_RECORD_BYTES}; claim fewer slots")
+        return data
+
+    @classmethod
+    def decode(cls, data: bytes):
+        """Return the record that `data` encodes.
+
+        Raises:
+            RecordError: too large, or not such a record.
+        """
+        if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
+            raise RecordError(f"{cls.kind} record is not bytes of at most {MAX_RECORD_BYTES}")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise RecordError(f"malformed {cls.kind} record: {error.errors()[0]['msg']}") from error
+
+
+class ManifestRecord(Record):
+    """Points to the run's manifest; the document itself comes over the exchange."""
+
+    kind: ClassVar[str] = "manifest"
+    bucketed: ClassVar[bool] = False
+
+    digest: Digest
+    """SHA-256 of the manifest document."""
+    num_bytes: Count
+
+
+class Claim(Record):
+    """A lease: this peer trains these slots until the record expires."""
+
+    kind: ClassVar[str] = "claims"
+
+    state: Literal["joining", "active"]
+    slots: tuple[Slot, ...] = Field(default=(), max_length=128)
+    """Slots this peer trains, ascending."""
+    max_slots: Annotated[int, Field(ge=0, le=128)]
+    """Slots it could train."""
+    since: Seconds
+    """DHT time of joining."""
+
+    @model_validator(mode="after")
+    def _check_slots(self) -> Claim:
+        if list(self.slots) != sorted(set(self.slots)) or len(self.slots) > self.max_slots:
+            raise ValueError("slots must ascend and number at most max_slots")
+        return self
+
+
+class Progress(Record):
+    """Where a peer is in its round."""
+
+    kind: ClassVar[str] = "progress"
+
+    round: Count
+    """Round being trained."""
+    ends_at: Seconds
+    """DHT time at which this round's training ends; 0 while unknown."""
+    is_done: bool = False
+    """All local steps of this round are made."""
+
+
+class Metrics(Record):
+    """One peer's report of one finished round, for the monitor."""
+
+    kind: ClassVar[str] = "metrics"
+
+    round: Count
+    step: Count
+    """Local optimizer steps since the peer joined."""
+    tokens: Count
+    """Tokens trained in this round."""
+    total_tokens: Count
+    """Tokens trained since the peer joined."""
+    loss: Number
+    """Mean cross entropy over the round, nats per token."""
+    tokens_per_second: Number
+    slots: tuple[Slot, ...] = Field(max_length=128)
+    num_members: Count
+    """Members of the round's roster."""
+    committed: Count
+    """Groups that this peer committed."""
+    dropped: Count
+    """Groups that this peer dropped."""
+    shared_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+    """First half of the shared anchor's digest: equal on all members after a commit."""
+    train_seconds: Seconds
+    matchmaking_seconds: Seconds
+    averaging_seconds: Seconds
+    exchange_seconds: Seconds
+    other_seconds: Seconds
+    """Rest of the round's wall time: outer step, publishing, claims, checkpoint."""
+    bytes_in: Count
+    bytes_out: Count
+
+
+class Archived(Record):
+    """A monitor has pulled the whole model of this round."""
+
+    kind: ClassVar[str] = "archived"
+
+    round: Count
+
+
+RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived)

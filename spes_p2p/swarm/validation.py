@@ -1,0 +1,112 @@
+"""The one gate through which a record passes on every node, when it is written and when it is read."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+
+import msgpack
+from hivemind.dht.crypto import RSASignatureValidator
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord, RecordValidatorBase
+
+from spes_p2p.errors import RecordError
+from spes_p2p.swarm.identity import Identity, peer_id_of
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, RECORD_TYPES, Record
+
+log = logging.getLogger(__name__)
+
+MAX_SUBKEY_BYTES = 1024
+MAX_SIGNATURE_BYTES = 512
+CLOCK_SKEW_SECONDS = 5.0
+
+
+class RecordValidator(RecordValidatorBase):
+    """Signs this peer's records and refuses everybody's bad ones.
+
+    A record is accepted if its key belongs to the run, its subkey is the owner's public key, the signature is the
+    owner's, the owner's libp2p id is the record's `peer_id`, it lives at most MAX_LIFETIME_SECONDS, and it parses
+    strictly. Hivemind's matchmaking keys (a peer id and a flag, no owner key) are admitted with size and lifetime
+    checked.
+
+    Args:
+        run_id: The run whose keys are valid.
+        identity: Signs what this node stores.
+    """
+
+    def __init__(self, run_id: str, identity: Identity) -> None:
+        self._types: dict[bytes, type[Record]] = {
+            DHTID.generate(source=key).to_bytes(): kind for kind in RECORD_TYPES for key in kind.keys(run_id)
+        }
+        self._matchmaking = {DHTID.generate(source=f"{matchmaking_prefix(run_id)}.0b").to_bytes()}
+        self._signer = RSASignatureValidator(identity.private_key)
+
+    @property
+    def subkey(self) -> bytes:
+        """The subkey under which this peer's records lie."""
+        return self._signer.local_public_key
+
+    def validate(self, record: DHTRecord) -> bool:
+        try:
+            self._check(record)
+        except RecordError as error:
+            log.debug("refused a record: %s", error)
+            return False
+        except Exception as error:  # noqa: BLE001 - a stranger's bytes must never take the DHT node down
+            log.warning("refused a record that broke the validator: %r", error)
+            return False
+        return True
+
+    def sign_value(self, record: DHTRecord) -> bytes:
+        return self._signer.sign_value(record)
+
+    def strip_value(self, record: DHTRecord) -> bytes:
+        return self._signer.strip_value(record)
+
+    def merge_with(self, other: RecordValidatorBase) -> bool:
+        return isinstance(other, RecordValidator)
+
+    def _check(self, record: DHTRecord) -> None:
+        if not math.isfinite(record.expiration_time):
+            raise RecordError("expiration is not finite")
+        if record.expiration_time > time.time() + MAX_LIFETIME_SECONDS + CLOCK_SKEW_SECONDS:
+            raise RecordError(f"lives longer than {MAX_LIFETIME_SECONDS:.0f} s")
+        if len(record.subkey) > MAX_SUBKEY_BYTES:
+            raise RecordError("subkey is too long")
+        if record.key in self._matchmaking:
+            if len(record.value) > 64:
+                raise RecordError("matchmaking record is too long")
+            return
+        kind = self._types.get(record.key)
+        if kind is None:
+            raise RecordError("key does not belong to this run")
+        if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:
+            raise RecordError("value is too long")
+        owner = owner_of(msgpack.unpackb(record.subkey, raw=False))
+        if not self._signer.validate(record):
+            raise RecordError("signature is missing or wrong")
+        stripped = dataclasses.replace(record, value=self._signer.strip_value(record))
+        if kind.decode(msgpack.unpackb(stripped.value, raw=False)).peer_id != owner:
+            raise RecordError("signer is not the peer that the record names")
+
+
+def owner_of(subkey: object) -> str:
+    """Return the peer id of the owner whose public key a subkey carries.
+
+    Raises:
+        RecordError: the subkey carries no key.
+    """
+    prefix, suffix = RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
+    if not isinstance(subkey, bytes) or not (subkey.startswith(prefix) and subkey.endswith(suffix)):
+        raise RecordError("subkey is not an owner's key")
+    try:
+        return peer_id_of(subkey[len(prefix) : -len(suffix)])
+    except ValueError as error:
+        raise RecordError("subkey holds no RSA key") from error
+
+
+def matchmaking_prefix(run_id: str) -> str:
+    """Return the name under which hivemind's matchmaking declares members of a run."""
+    return f"{run_id}-rounds"

@@ -1,0 +1,38 @@
+"""What all tests share: no network, one thread per process, fresh random draws, markers."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+# Before anything imports torch or transformers, which read these once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+from hypothesis import settings
+
+# Machines that share their cores make any deadline per example a coin toss; pytest-timeout bounds the test.
+settings.register_profile("spes", deadline=None, max_examples=50, print_blob=True)
+settings.load_profile("spes")
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed for this test's random draws, printed with a failure; SPES_TEST_SEED repeats one."""
+    value = int(os.environ.get("SPES_TEST_SEED") or secrets.randbits(31))
+    print(f"SPES_TEST_SEED={value}")
+    return value
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_tests:
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_tests:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device"))

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.config import TrainConfig
+from spes_p2p.optim.schedule import learning_rate
+
+
+def test_warms_up_linearly_then_follows_the_cosine_to_the_final_ratio() -> None:
+    train = TrainConfig(lr=1.0, warmup_rounds=2, final_lr_ratio=0.1)
+    points = {0.0: 0.0, 0.5: 0.25, 2.0: 1.0, 6.0: 0.55, 10.0: 0.1}
+    points[4.0] = 0.1 + 0.9 * (1 + math.cos(math.pi / 4)) / 2
+    for rounds, expected in points.items():
+        assert learning_rate(train, rounds, 10) == pytest.approx(expected)
+
+
+def test_matches_torch_cosine_annealing() -> None:
+    import torch
+
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.3)
+    reference = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=8, eta_min=0.03)
+    train = TrainConfig(lr=0.3, warmup_rounds=0, final_lr_ratio=0.1)
+    for rounds in range(9):
+        assert learning_rate(train, rounds, 8) == pytest.approx(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        reference.step()
+
+
+def test_constant_keeps_the_peak_after_the_warm_up() -> None:
+    train = TrainConfig(lr=0.5, schedule="constant", warmup_rounds=1)
+    assert [learning_rate(train, rounds, 4) for rounds in (0.5, 1, 3, 99)] == [0.25, 0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_past_the_end_the_rate_stays(schedule: str) -> None:
+    train = TrainConfig.model_validate({"schedule": schedule})
+    assert learning_rate(train, 10, 10) == learning_rate(train, 10.5, 10) == learning_rate(train, 1e9, 10)
+
+
+def test_a_warm_up_longer_than_the_run_is_cut_off() -> None:
+    train = TrainConfig(lr=1.0, warmup_rounds=8)
+    assert [learning_rate(train, rounds, 4) for rounds in (2, 4, 100)] == [0.25, 0.5, 0.5]
+    assert learning_rate(TrainConfig(lr=1.0, warmup_rounds=4), 4, 4) == 1.0
+
+
+@given(rounds=st.floats(-5, 100), total=st.integers(1, 50), warmup=st.floats(0, 20))
+def test_stays_between_zero_and_the_peak(rounds: float, total: int, warmup: float) -> None:
+    train = TrainConfig(lr=0.7, warmup_rounds=warmup)
+    assert 0 <= learning_rate(train, rounds, total) <= 0.7
