@@ -20,11 +20,12 @@ print(hashlib.sha256(b"\0".join([*parts, sys.version.encode(), str(pathlib.Path.
 }
 
 create() {
-    local base="" candidate
+    local base="" candidate found
     for candidate in python3.11 python3; do
         if supported "$candidate"; then base=$candidate; break; fi
     done
-    [ -n "$base" ] || fail "needs Python 3.11, 3.12 or 3.13, found $(python3 --version 2>&1 || true); install python3.11"
+    found=$(python3 --version 2>/dev/null || true)
+    [ -n "$base" ] || fail "needs Python 3.11, 3.12 or 3.13, found ${found:-none}; install python3.11"
     "$base" -c 'import ensurepip, venv' 2>/dev/null ||
         fail "$base cannot make virtual environments; install its venv package (Debian, Ubuntu: apt install python3-venv)"
     if [ -e "$venv/pyvenv.cfg" ]; then
@@ -45,7 +46,7 @@ fi
 "$python" -m pip --version >/dev/null 2>&1 || create
 
 echo "setup.sh: installing into $venv; the first time takes some minutes" >&2
-"$python" -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]' ||
+"$python" -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[all,dev]' ||
     fail "pip could not install the requirements; its message stands above"
 stamp > "$stamp_file.new"
 mv "$stamp_file.new" "$stamp_file"

@@ -128,7 +128,7 @@ def build_slot_model(
         if is_stock_experts(experts):
             banks[name] = ExpertBank(experts, claimed, storage, chosen)
             module.set_submodule(name, banks[name])
-            experts.to("meta")
+            experts.to("meta")  # the walk still refers to it; its memory must go now
     return SlotModel(module, banks)
 
 
@@ -161,9 +161,8 @@ def _initialise(module: PreTrainedModel, seed: int) -> Iterator[tuple[str, nn.Mo
     state = torch.Generator().manual_seed(seed).get_state()
     tied = set(module.all_tied_weights_keys)
     for name, child in list(module.named_modules()):
-        own = [f"{name}.{key}" for key, _ in child.named_parameters(recurse=False)]
-        own += [key for key, _ in child.named_buffers(recurse=False)]
-        if not own or tied.issuperset(own):
+        tensors = (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))
+        if tied.issuperset(f"{name}.{key}" for key, _ in tensors):  # also where there is nothing to initialise
             continue
         child.to_empty(device="cpu", recurse=False)
         outer = generator.get_state()
@@ -174,4 +173,3 @@ def _initialise(module: PreTrainedModel, seed: int) -> Iterator[tuple[str, nn.Mo
         generator.set_state(outer)
         yield name, child
     module.tie_weights(recompute_mapping=False)
-    module.train()

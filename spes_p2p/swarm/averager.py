@@ -7,7 +7,7 @@ import contextlib
 import hashlib
 import logging
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import msgpack
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor
 from spes_p2p.codecs import digest
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.outcome import Attempt
 from spes_p2p.swarm.processes import BoundDHT, die_with_parent
 from spes_p2p.swarm.reduce import WholeRunner
 from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
@@ -108,6 +109,7 @@ class SparseAverager(DecentralizedAverager):
         names = [SHARED, *map(slot_name, member.slots)]
         for buffer, name in zip(self._inputs, names, strict=False):
             buffer.copy_(deltas[name])
+        started = get_dht_time()
         scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
         patience = scheduled - get_dht_time() + self.matchmaking_kwargs["min_matchmaking_time"]
         control = self.step(
@@ -121,14 +123,20 @@ class SparseAverager(DecentralizedAverager):
             outcome = control.result(timeout=patience + 2 * self._attempt_seconds)
         except Exception as error:  # noqa: BLE001 - hivemind reports "nobody came" by a dozen types
             control.cancel()
-            return Attempt(failure=f"no roster: {error!r}")
+            return Attempt(failure=f"no roster: {error!r}", matchmaking_seconds=get_dht_time() - started)
         averaged = {
             name: buffer.clone()
             for buffer, name in zip(self._outputs, names, strict=False)
             if outcome["status"].get(name) == ""
         }
         roster = tuple(Member.decode(peer, data) for peer, data in outcome["roster"])
-        return Attempt(roster=roster, status=outcome["status"], averaged=averaged, met_at=outcome["met_at"])
+        return Attempt(
+            roster=roster,
+            status=outcome["status"],
+            averaged=averaged,
+            matchmaking_seconds=outcome["met_at"] - started,
+            averaging_seconds=get_dht_time() - outcome["met_at"],
+        )
 
     async def _step(self, *, step, future_for_init) -> None:
         expected = _user_part(step.data_for_gather)[0]
@@ -158,7 +166,9 @@ class SparseAverager(DecentralizedAverager):
         groups = derive_groups(roster)
         me = self.peer_id.to_base58()
         slots = next(member.slots for member in roster if member.peer_id == me)
-        buffers = dict(zip([SHARED, *map(slot_name, slots)], zip(self._inputs, self._outputs, strict=True), strict=False))
+        buffers = dict(
+            zip([SHARED, *map(slot_name, slots)], zip(self._inputs, self._outputs, strict=True), strict=False)
+        )
         mine = [name for name, members in groups.members.items() if me in members]
         reasons = await asyncio.gather(
             *(self._average_group(group_info, name, groups, roster, buffers[name], **kwargs) for name in mine)
@@ -221,9 +231,7 @@ class SparseAverager(DecentralizedAverager):
         except Exception as error:  # noqa: BLE001 - libp2p errors have no common base
             raise AllreduceException(f"{peer} did not confirm: {error!r}") from error
 
-    async def rpc_confirm(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> runtime_pb2.ExpertResponse:
+    async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         """Tell a member the digest of our result in a group, once there is one; empty if we failed."""
         future = self._digests.get(bytes.fromhex(request.uid[:256]))
         if future is None:
@@ -239,29 +247,6 @@ class SparseAverager(DecentralizedAverager):
             ]
         except (RecordError, ValueError, TypeError, IndexError) as error:
             raise AllreduceException(f"roster refused: {error}") from error
-
-
-class Attempt:
-    """Outcome of one attempt at a round.
-
-    Attributes:
-        roster: Entries of everybody who met; empty when nobody did.
-        status: Reason of failure by group that this peer was in; "" for success.
-        averaged: Mean delta by group, for the successes.
-        met_at: DHT time at which the roster stood.
-        failure: Why there is no roster.
-    """
-
-    def __init__(
-        self,
-        roster: Sequence[Member] = (),
-        status: Mapping[str, str] | None = None,
-        averaged: Mapping[str, Tensor] | None = None,
-        met_at: float = 0.0,
-        failure: str = "",
-    ) -> None:
-        self.roster, self.status, self.averaged = tuple(roster), dict(status or {}), dict(averaged or {})
-        self.met_at, self.failure = met_at, failure
 
 
 def _group_id(group_info: GroupInfo, name: str) -> bytes:

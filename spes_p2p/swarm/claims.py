@@ -6,7 +6,7 @@ Neither clock, network nor randomness in here.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from spes_p2p.swarm.records import Claim
 
@@ -45,7 +45,10 @@ def allocate(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Alloca
         held[peer] = {slot for slot in claim.slots if slot < num_slots}
     counts = coverage({peer: tuple(slots) for peer, slots in held.items()}, num_slots)
     _fill(run_id, held, capacity, counts)
-    _rescue_orphans(run_id, held, counts)
+    # Slots given only now cost nothing to exchange, so they level the coverage; slots in training move for orphans alone.
+    given = {(peer, slot) for peer in held for slot in held[peer] if slot not in claims[peer].slots}
+    _level(run_id, held, counts, lambda peer, slot, gap: (peer, slot) in given and gap >= 2)
+    _level(run_id, held, counts, lambda peer, slot, gap: counts[slot] >= 2 and gap == counts[slot])
     return {peer: tuple(sorted(slots)) for peer, slots in held.items()}
 
 
@@ -64,12 +67,22 @@ def _fill(run_id: str, held: dict[str, set[int]], capacity: dict[str, int], coun
         counts[slot] += 1
 
 
-def _rescue_orphans(run_id: str, held: dict[str, set[int]], counts: list[int]) -> None:
-    for orphan in [slot for slot, count in enumerate(counts) if count == 0]:
-        swaps = [(peer, slot) for peer in held for slot in held[peer] if counts[slot] >= 2]
+def _level(
+    run_id: str, held: dict[str, set[int]], counts: list[int], may_give: Callable[[str, int, int], bool]
+) -> None:
+    """Exchange slots for less covered ones until no peer may give one up; every exchange narrows the spread."""
+    while True:
+        least = min(range(len(counts)), key=lambda slot: (counts[slot], _lot(run_id, slot)))
+        swaps = [
+            (peer, slot)
+            for peer, slots in held.items()
+            if least not in slots
+            for slot in slots
+            if may_give(peer, slot, counts[slot] - counts[least])
+        ]
         if not swaps:
             return
-        peer, given_up = min(swaps, key=lambda swap: (-counts[swap[1]], _lot(run_id, orphan, *swap)))
-        held[peer] = (held[peer] - {given_up}) | {orphan}
+        peer, given_up = min(swaps, key=lambda swap: (-counts[swap[1]], _lot(run_id, least, *swap)))
+        held[peer] = (held[peer] - {given_up}) | {least}
         counts[given_up] -= 1
-        counts[orphan] += 1
+        counts[least] += 1

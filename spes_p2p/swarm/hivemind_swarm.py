@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -13,10 +12,11 @@ from torch import Tensor
 
 from spes_p2p.codecs import from_bytes, to_bytes
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.averager import Attempt, SparseAverager
+from spes_p2p.swarm.averager import SparseAverager
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.exchange import Exchange
 from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.outcome import alone, judge
 from spes_p2p.swarm.records import Archived, Metrics, Record
 from spes_p2p.swarm.roster import SHARED, derive_groups
 from spes_p2p.swarm.versions import Version, VersionStore
@@ -113,52 +113,26 @@ class HivemindSwarm:
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
         """Average, once more if `shared` failed: a dead member costs its own work, not everybody's."""
         assert self._averager is not None
-        member, started = contribution.member, time.monotonic()
-        result = RoundResult(roster=(member,))
-        for _ in range(ATTEMPTS):
-            if expected <= 1:
-                return _alone(contribution)
+        member = contribution.member
+        if expected <= 1:
+            return judge(alone(contribution), contribution, expected)
+        for remaining in reversed(range(ATTEMPTS)):
             attempt = self._averager.attempt(member, contribution.deltas, expected=expected, starts_at=starts_at)
-            result = self._judge(attempt, contribution, expected, started)
-            if not attempt.roster or result.is_behind or SHARED in result.committed or not member.tokens:
-                return result
-            log.warning("round %d: %s; trying again", member.round, result.dropped[SHARED])
+            result = judge(attempt, contribution, expected)
+            if SHARED in result.committed or result.is_behind or not attempt.roster or not member.tokens:
+                break
+            if remaining:
+                log.warning("round %d: %s; trying again", member.round, result.dropped[SHARED])
             starts_at = self.now()
+        self._count_bytes(result, contribution)
         return result
 
-    def _judge(self, attempt: Attempt, contribution: Contribution, expected: int, started: float) -> RoundResult:
-        member, elapsed = contribution.member, time.monotonic() - started
-        if not attempt.roster:
-            dropped = {name: attempt.failure for name in contribution.deltas}
-            return RoundResult(roster=(member,), dropped=dropped, matchmaking_seconds=elapsed)
-        groups = derive_groups(attempt.roster)
-        committed = dict(attempt.averaged)
-        dropped = {name: reason for name, reason in attempt.status.items() if reason}
-        if len(attempt.roster) * 2 < expected:
-            reason = f"only {len(attempt.roster)} of {expected} peers met"
-            committed, dropped = {}, dict.fromkeys(contribution.deltas, reason)
-        for name in contribution.deltas:
-            if name not in committed:
-                dropped.setdefault(name, "this peer's anchor is not the majority's")
-        if SHARED not in committed:  # a slot trained against a router that was rolled back would no longer fit it
-            dropped.update(dict.fromkeys(committed, "shared was dropped"))
-            committed = {}
-        averaging = max(0.0, min(self.now() - attempt.met_at, elapsed))
-        self._count_bytes(groups.members, committed, contribution.deltas)
-        return RoundResult(
-            roster=attempt.roster,
-            committed=committed,
-            dropped=dropped,
-            is_behind=self.peer_id in groups.behind,
-            matchmaking_seconds=elapsed - averaging,
-            averaging_seconds=averaging,
-        )
-
-    def _count_bytes(self, members, committed, deltas) -> None:
+    def _count_bytes(self, result: RoundResult, contribution: Contribution) -> None:
         """Count an all-reduce's bytes: each member sends, and receives, 2 (n - 1) / n of the tensor."""
-        for name in committed:
+        members = derive_groups(result.roster).members
+        for name in result.committed:
             n = len(members[name])
-            self._averaged_bytes += int(2 * (n - 1) / n * deltas[name].nbytes)
+            self._averaged_bytes += int(2 * (n - 1) / n * contribution.deltas[name].nbytes)
 
     # ------------------------------------------------------------------ versions
 
@@ -209,11 +183,3 @@ class HivemindSwarm:
         if self._averager is not None and self._averager.is_alive():
             self._averager.shutdown()
         self.node.close()
-
-
-def _alone(contribution: Contribution) -> RoundResult:
-    if not contribution.member.tokens:
-        return RoundResult(
-            roster=(contribution.member,), dropped=dict.fromkeys(contribution.deltas, "nobody trained")
-        )
-    return RoundResult(roster=(contribution.member,), committed=dict(contribution.deltas))

@@ -89,7 +89,9 @@ class Node:
             return self.run(work, 2 * STARTUP_SECONDS)
         except P2PDaemonError as error:
             if "taken by another peer" in str(error):
-                raise ConfigError(f"identity {self.identity.path} is in use by another peer; give each its own") from error
+                raise ConfigError(
+                    f"identity {self.identity.path} is in use by another peer; give each its own"
+                ) from error
             raise _unreachable(initial_peers, error) from error
 
     def _start_dht(self, initial_peers, client_mode) -> BoundDHT:
@@ -163,7 +165,9 @@ def _check_addresses(addresses: Sequence[str]) -> None:
         try:
             valid = "p2p" in Multiaddr(address)
         except Exception as error:  # noqa: BLE001 - multiaddr raises several unrelated types
-            raise ConfigError(f"{address!r} is not a multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm...") from error
+            raise ConfigError(
+                f"{address!r} is not a multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm..."
+            ) from error
         if not valid:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
 
@@ -182,5 +186,3 @@ def _unreachable(initial_peers: Sequence[str], error: BaseException) -> JoinErro
     if not initial_peers:
         return JoinError(f"cannot start the peer-to-peer daemon: {error}; see the log")
     return JoinError(f"no answer from {', '.join(initial_peers)}; check --initial-peers and that those peers run")
-
-

@@ -103,4 +103,3 @@ def _majority(states: Sequence[tuple[int, str]]) -> tuple[int, str]:
     counts = Counter(states)
     best = max((count, state[0]) for state, count in counts.items())
     return min(state for state, count in counts.items() if (count, state[0]) == best)
-

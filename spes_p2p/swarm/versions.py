@@ -85,9 +85,9 @@ class Version(BaseModel):
 
 
 class VersionStore:
-    """Versions on disk, newest first, safe to read from one thread while another adds.
+    """Versions on disk, safe to read from one thread while another adds.
 
-    Files are immutable: a new version is a new file, moved in whole. Serving opens the file, so that deleting an
+    The newest of a name is the one added last: who catches up with a majority may go back a round. Files are immutable: a new version is a new file, moved in whole. Serving opens the file, so that deleting an
     old version does not disturb a transfer under way.
 
     Args:
@@ -118,11 +118,13 @@ class VersionStore:
                 _write_whole(self.path(version), data)
         with self._changed:
             for name, (version, _) in items.items():
-                others = [old for old in self._versions.get(name, []) if old.round != version.round]
-                kept = sorted([version, *others], key=lambda old: -old.round)
-                self._versions[name] = kept[:KEEP_PER_NAME]
+                older = self._versions.get(name, [])
+                kept = [version, *(old for old in older if old.round != version.round)][:KEEP_PER_NAME]
+                self._versions[name] = kept
+                # Only what this call displaced: other threads' files may be written, but not listed yet.
+                for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
+                    path.unlink(missing_ok=True)
             self._write_index()
-            self._delete_unlisted()
             self._changed.notify_all()
 
     def read(self, name: str) -> bytes:
@@ -153,12 +155,6 @@ class VersionStore:
                 remaining = deadline - time.monotonic()
                 if remaining <= 0 or not self._changed.wait(remaining):
                     return None
-
-    def _delete_unlisted(self) -> None:
-        listed = {self.path(version).name for versions in self._versions.values() for version in versions}
-        for file in self._directory.glob("*.bin"):
-            if file.name not in listed:
-                file.unlink(missing_ok=True)
 
     def _write_index(self) -> None:
         index = [version.model_dump() for versions in self._versions.values() for version in versions]

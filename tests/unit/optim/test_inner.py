@@ -162,6 +162,8 @@ def test_state_is_copied_in_and_out(seed: int) -> None:
     trained, reference = Trained(seed), Trained(seed)
     for run in (trained, reference):
         run.step(0)
+    for tensor in trained.optimizer.state_tensors().values():
+        tensor.fill_(5)
     tensors = trained.optimizer.state_tensors()
     trained.optimizer.load_state_tensors(tensors)
     payload = trained.optimizer.remove_slot(1)

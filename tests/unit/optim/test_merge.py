@@ -97,10 +97,10 @@ def test_a_single_expert_stays_as_it_is(seed: int, alpha: float) -> None:
         assert torch.equal(merged, weight)
 
 
-def test_equal_cosines_go_to_the_lower_index() -> None:
+def test_equal_cosines_go_to_the_lower_index(seed: int) -> None:
     """Upcycled experts start with equal gates; peers must not choose among them by rounding noise."""
-    gate_up, down = draw_layer(3, 6, width=64, inner=32)
-    gate_up[:, :32] = gate_up[0, :32]
+    gate_up, down = draw_layer(seed, 6, width=64, inner=32)
+    gate_up[:, :32] = gate_up[0, :32] * torch.tensor([1.0, 0.3, 1.7, 0.9, 2.3, 1.1]).view(6, 1, 1)
     merged_gate_up, merged_down = merge_experts(gate_up, down, 1.0, 2)
     for expert, nearest in ((0, [1, 2]), (1, [0, 2]), (5, [0, 1])):
         torch.testing.assert_close(merged_gate_up[expert], gate_up[nearest].mean(0), rtol=1e-5, atol=1e-5)

@@ -1,0 +1,166 @@
+"""One monitor's life: join in client mode, watch the run, leave checkpoint and report behind.
+
+Not `monitor.py`: `python monitor/run_monitor.py` puts this folder on the path, where such a file hides the package.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import LongTensor
+from transformers import PreTrainedTokenizerBase
+
+from monitor.archive import Archive
+from monitor.console import ConsoleSink
+from monitor.journal import replay
+from monitor.report import check_plotting, write_report
+from monitor.settings import (
+    IDENTITY_FILE,
+    METRICS_FILE,
+    MODEL_DIRECTORY,
+    VERSIONS_DIRECTORY,
+    MonitorConfig,
+    prepare_output,
+)
+from monitor.sinks import JsonlSink, Sink, WandbSink
+from monitor.view import SwarmView
+from monitor.watch import Ending, Watch
+from spes_p2p.cli import EXIT_INTERRUPTED
+from spes_p2p.data.packing import held_out_batches
+from spes_p2p.data.tokenizer import tokenizer_from_bytes
+from spes_p2p.errors import ConfigError, ExchangeError
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.manifest import Manifest, fetch_manifest
+from spes_p2p.swarm.node import Node
+
+log = logging.getLogger(__name__)
+
+EVALUATION_BATCH = 8
+EXIT_CODES = {Ending.FINISHED: 0, Ending.VANISHED: 1, Ending.STOPPED: EXIT_INTERRUPTED}
+
+
+def main(settings: MonitorConfig) -> int:
+    """Watch a run to its end.
+
+    Returns:
+        0 after the last round, 1 if all peers went away before it, 130 if interrupted.
+
+    Raises:
+        ConfigError, DataError, JoinError: it cannot start, or its results cannot be written.
+    """
+    check_plotting()
+    output = prepare_output(settings)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    node = Node(
+        Identity(output / IDENTITY_FILE), settings.run_id, initial_peers=settings.initial_peers, client_mode=True
+    )
+    swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
+    try:
+        manifest, document = fetch_manifest(swarm)
+        tokenizer = tokenizer_from_bytes(document, output / VERSIONS_DIRECTORY / "tokenizer")
+        archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
+        swarm.enter(manifest.config.round, bundle_numel=archive.bundle_numel, delta_numel={}, max_slots=0)
+
+        def save() -> None:
+            archive.save(output / MODEL_DIRECTORY, tokenizer)
+
+        ending = _watch(settings, output, swarm, manifest, archive, save)
+        _say_goodbye(ending, archive, save)
+    finally:
+        swarm.close()
+    write_report(output, facts={"run": ending.value})
+    return EXIT_CODES[ending]
+
+
+def _watch(
+    settings: MonitorConfig,
+    output: Path,
+    swarm: HivemindSwarm,
+    manifest: Manifest,
+    archive: Archive,
+    save: Callable[[], None],
+) -> Ending:
+    rounds, facts = manifest.config.round, _facts(manifest)
+    view = SwarmView(manifest.config.model.num_experts, rounds.total, absence_seconds=rounds.heartbeat_seconds)
+    view = replace(view, now=swarm.now())
+    path = output / METRICS_FILE
+    if path.exists() and path.stat().st_size:
+        view, _ = replay(path, view)
+    sinks: list[Sink] = []
+    try:
+        sinks.append(JsonlSink(path, facts, view))
+        if settings.console != "none":
+            sinks.append(ConsoleSink(manifest.run_id, settings.console))
+        if settings.wandb:
+            config = facts["config"]
+            sinks.append(WandbSink(output, project=settings.wandb_project, name=manifest.run_id, config=config))
+        return Watch(
+            *(swarm, rounds, archive, sinks, view),
+            save=save,
+            evaluate_every=settings.evaluate_every,
+            poll_seconds=settings.poll_seconds,
+        ).run()
+    except KeyboardInterrupt:
+        return Ending.STOPPED
+    finally:
+        for sink in sinks:
+            sink.close()
+
+
+def _say_goodbye(ending: Ending, archive: Archive, save: Callable[[], None]) -> None:
+    """Save what there is of a run that lost its peers, and say how it ended."""
+    if ending is not Ending.VANISHED:
+        log.info("%s", ending.value)
+        return
+    if archive.round == 0 and archive.has_versions:
+        try:
+            archive.load()
+        except ExchangeError as error:
+            log.error("versions of an earlier watch cannot be used: %s", error)
+    if archive.round == 0:
+        log.error("%s, and none of its rounds was pulled: there is no model to save", ending.value)
+        return
+    save()
+    log.error("%s; the checkpoint is the model of round %d", ending.value, archive.round)
+
+
+def _held_out(
+    settings: MonitorConfig, manifest: Manifest, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[], Sequence[LongTensor]] | None:
+    run = manifest.config
+    if not settings.held_out_sequences:
+        return None
+    if run.data.source == "files" and not settings.text:
+        raise ConfigError(
+            f"run {manifest.run_id!r} trains on files; name held-out text with --text, or pass --held-out-sequences 0"
+        )
+    return lambda: held_out_batches(
+        run.data,
+        tokenizer,
+        paths=settings.text,
+        cache=settings.cache.expanduser(),
+        num_sequences=settings.held_out_sequences,
+        batch_size=EVALUATION_BATCH,
+        seed=run.seed,
+    )
+
+
+def _facts(manifest: Manifest) -> Mapping[str, Any]:
+    """Fields of the `run` event."""
+    run = manifest.config
+    return {
+        "run_id": manifest.run_id,
+        "founder": manifest.founder,
+        "software": manifest.software,
+        "total_rounds": run.round.total,
+        "num_slots": run.model.num_experts,
+        "vocab_size": manifest.vocab_size,
+        "config": run.model_dump(mode="json"),
+    }

@@ -1,0 +1,159 @@
+"""Where a view goes: to `metrics.jsonl` and to Weights & Biases. The console has a module of its own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from monitor.journal import append_line, drop_unfinished_line, round_fields
+from monitor.view import SwarmView, short_id
+from spes_p2p.errors import ConfigError
+
+MAX_WANDB_PEERS = 100
+"""Peers with curves of their own in W&B; the others show in the swarm's."""
+
+
+class Sink(Protocol):
+    """Takes one view after another; keeps what it needs to tell what is new."""
+
+    def update(self, view: SwarmView) -> None:
+        """Take the newest view."""
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        """Take the held-out loss after round `number`; `view` knows it already."""
+
+    def close(self) -> None:
+        """Write what is pending and let go. Idempotent."""
+
+
+class JsonlSink:
+    """Appends events to a file, each at once.
+
+    Args:
+        path: The file; one that exists is continued.
+        facts: Fields of the `run` event.
+        start: What the file tells already, as `replay` returned it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], start: SwarmView) -> None:
+        self._reports, self._rounds = set(start.reports), start.published
+        self._evaluations = set(start.held_out)
+        self._members = {peer.peer_id: (peer.state, peer.slots) for peer in start.peers.values()}
+        try:
+            if path.exists():
+                drop_unfinished_line(path)
+            self._file = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"cannot write {path}: {error.strerror}; choose a writable --output") from error
+        append_line(self._file, "run", start.now, facts)
+
+    def update(self, view: SwarmView) -> None:
+        for peer in view.peers.values():
+            self._write_membership(view, peer.peer_id)
+        for key in sorted(view.reports.keys() - self._reports):
+            append_line(self._file, "report", view.now, view.reports[key].model_dump())
+        self._reports |= view.reports.keys()
+        for number in sorted(view.rounds):
+            if number > self._rounds:
+                append_line(self._file, "round", view.now, round_fields(view, number))
+                self._rounds = number
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        if number not in self._evaluations:
+            self._evaluations.add(number)
+            fields = {"round": number, "loss": loss, "total_tokens": view.tokens_until(number)}
+            append_line(self._file, "evaluation", view.now, fields)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _write_membership(self, view: SwarmView, peer_id: str) -> None:
+        peer, known = view.peers[peer_id], self._members.get(peer_id)
+        if known == (peer.state, peer.slots):
+            return
+        self._members[peer_id] = (peer.state, peer.slots)
+        was_here = known is not None and known[0] != "left"
+        change = "left" if peer.state == "left" else "changed" if was_here else "joined"
+        fields = {"peer_id": peer_id, "change": change, "state": peer.state, "slots": list(peer.slots)}
+        append_line(self._file, "membership", view.now, fields)
+
+
+class WandbSink:
+    """Logs curves to Weights & Biases, offline unless the user set WANDB_MODE: no account is needed.
+
+    Args:
+        directory: Where W&B keeps its files.
+        project: W&B project.
+        name: Name of the W&B run.
+        config: The run's settings, shown beside the curves.
+
+    Raises:
+        ConfigError: wandb is not installed, or refuses to start.
+    """
+
+    def __init__(self, directory: Path, *, project: str, name: str, config: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError("--wandb needs the wandb package; run: pip install wandb") from error
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name,
+                config=dict(config),
+                dir=str(directory),
+                mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
+                settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, save_code=False),
+            )
+        except (wandb.Error, OSError) as error:
+            raise ConfigError(f"W&B does not start: {error}; set WANDB_MODE=offline or drop --wandb") from error
+        for pattern in ("swarm/*", "peer/*"):
+            self._run.define_metric(pattern, step_metric="round")
+        self._reports: set[tuple[int, str]] = set()
+        self._curves: set[str] = set()
+        self._rounds = 0
+        self._is_open = True
+
+    def update(self, view: SwarmView) -> None:
+        for key in sorted(view.reports.keys() - self._reports):
+            self._log_peer(view, key)
+        self._reports |= view.reports.keys()
+        for number in sorted(view.rounds):
+            if number > self._rounds:
+                self._rounds = number
+                self._run.log({"round": number, **_swarm_values(view, number)})
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        self._run.log({"round": number, "swarm/held_out_loss": loss, "swarm/total_tokens": view.tokens_until(number)})
+
+    def close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._run.finish()
+
+    def _log_peer(self, view: SwarmView, key: tuple[int, str]) -> None:
+        number, peer_id = key
+        if peer_id not in self._curves and len(self._curves) >= MAX_WANDB_PEERS:
+            return
+        self._curves.add(peer_id)
+        report, prefix = view.reports[key], f"peer/{short_id(peer_id)}"
+        values = {"loss": report.loss, "tokens_per_second": report.tokens_per_second, "tokens": report.tokens}
+        self._run.log({"round": number, **{f"{prefix}/{name}": value for name, value in values.items()}})
+
+
+def _swarm_values(view: SwarmView, number: int) -> dict[str, float]:
+    summary = view.rounds[number]
+    return {
+        "swarm/loss": summary.loss,
+        "swarm/tokens_per_second": summary.tokens_per_second,
+        "swarm/tokens": summary.tokens,
+        "swarm/peers": summary.num_peers,
+        "swarm/covered_slots": sum(holders > 0 for holders in view.coverage),
+        "swarm/agreement": summary.agreement,
+        "swarm/sync_share": summary.sync_share,
+    }

@@ -1,0 +1,256 @@
+"""The swarm as its records tell it: a pure fold of snapshots into one immutable view.
+
+Records are signed, strict and bounded when they arrive here, but they are strangers' words. Nothing that one peer says
+moves the swarm's round or outweighs the others: rounds follow the majority of active peers, weights are capped, and a
+number no machine could mean drops its report.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from statistics import median, median_low
+from typing import Literal
+
+from spes_p2p.swarm.claims import coverage
+from spes_p2p.swarm.records import Claim, Metrics, Progress
+
+MAX_PEERS = 2048
+"""Peers remembered; identities are free, memory is not."""
+MAX_LOSS = 100.0
+MAX_TOKENS = 10**12
+MAX_TOKENS_PER_SECOND = 1e9
+MAX_ROUND_SECONDS = 1e6
+WEIGHT_CAP = 4
+"""A report counts for at most so many times the round's median tokens."""
+PHASES = ("train", "matchmaking", "averaging", "exchange", "other")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Everybody's unexpired records at DHT time `now`, by peer id."""
+
+    now: float
+    claims: Mapping[str, Claim] = field(default_factory=dict)
+    progress: Mapping[str, Progress] = field(default_factory=dict)
+    metrics: Mapping[str, Metrics] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PeerView:
+    """One peer that has, or had, a claim.
+
+    Attributes:
+        round: Round it is training; 0 while unknown.
+        last_seen: DHT time at which its claim was last seen unexpired.
+        report: Its newest report.
+    """
+
+    peer_id: str
+    state: Literal["joining", "active", "left"]
+    slots: tuple[int, ...]
+    round: int
+    last_seen: float
+    report: Metrics | None = None
+
+    @property
+    def short_id(self) -> str:
+        """The id's end, which differs where the beginnings of all ids are alike."""
+        return short_id(self.peer_id)
+
+
+@dataclass(frozen=True)
+class RoundSummary:
+    """What the reports of one round add up to.
+
+    Attributes:
+        tokens: Sum of capped tokens; those of peers that committed nothing are lost.
+        seconds: Median wall time.
+        tokens_per_second: Tokens over wall time: the swarm's true pace, synchronisation included.
+        loss: Mean training loss weighted by them, nats per token; NaN without tokens.
+        agreement: Share of reports with the most common digest of the shared parameters.
+        phases: Median seconds by phase.
+        sync_share: Median share of the wall time not spent training.
+    """
+
+    round: int
+    num_peers: int
+    tokens: int
+    seconds: float
+    tokens_per_second: float
+    loss: float
+    agreement: float
+    phases: Mapping[str, float]
+    sync_share: float
+    dropped: int
+
+
+@dataclass(frozen=True)
+class SwarmView:
+    """The swarm at one moment, and its history.
+
+    Attributes:
+        num_slots: Experts per layer.
+        total_rounds: Rounds in the run; later ones do not exist.
+        absence_seconds: A claim unseen for so long is gone; one failed read is not a death.
+        now: DHT time of the newest snapshot.
+        published: Newest round that a majority of the active peers finished.
+        peers: By peer id, those that left included.
+        reports: By (round, peer id); the first report stands.
+        held_out: Held-out loss of the swarm's model by round.
+    """
+
+    num_slots: int
+    total_rounds: int
+    absence_seconds: float
+    now: float = 0.0
+    published: int = 0
+    peers: Mapping[str, PeerView] = field(default_factory=dict)
+    reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
+    held_out: Mapping[int, float] = field(default_factory=dict)
+
+    @cached_property
+    def active(self) -> tuple[PeerView, ...]:
+        """Peers that train, by peer id."""
+        return tuple(peer for _, peer in sorted(self.peers.items()) if peer.state == "active")
+
+    @cached_property
+    def round(self) -> int:
+        """Round that a majority of the active peers is training, or has passed."""
+        return _majority_reached([peer.round for peer in self.active])
+
+    @cached_property
+    def coverage(self) -> tuple[int, ...]:
+        """Holders of each slot."""
+        held = {peer.peer_id: tuple(s for s in peer.slots if s < self.num_slots) for peer in self.active}
+        return tuple(coverage(held, self.num_slots))
+
+    @property
+    def orphans(self) -> tuple[int, ...]:
+        """Slots that nobody holds."""
+        return tuple(slot for slot, holders in enumerate(self.coverage) if not holders)
+
+    @cached_property
+    def rounds(self) -> Mapping[int, RoundSummary]:
+        """Summaries of the complete rounds, ascending."""
+        by_round: dict[int, list[Metrics]] = {}
+        for (number, _), report in sorted(self.reports.items()):
+            if number <= self.published:
+                by_round.setdefault(number, []).append(report)
+        return {number: summarise(reports) for number, reports in by_round.items()}
+
+    @property
+    def newest(self) -> RoundSummary | None:
+        """Summary of the newest complete round."""
+        return self.rounds[max(self.rounds)] if self.rounds else None
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the swarm trained in its complete rounds."""
+        return self.tokens_until(self.published)
+
+    def tokens_until(self, number: int) -> int:
+        """Tokens that the swarm trained in complete rounds up to `number`."""
+        return sum(summary.tokens for known, summary in self.rounds.items() if known <= number)
+
+    def evaluated(self, number: int, loss: float) -> SwarmView:
+        """Return the view with the swarm's held-out loss after round `number`."""
+        return replace(self, held_out=dict(sorted({**self.held_out, number: loss}.items())))
+
+
+def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
+    """Return the view after one more snapshot of the records."""
+    new = {
+        (report.round, peer): report
+        for peer, report in snapshot.metrics.items()
+        if (report.round, peer) not in view.reports and is_plausible(report, view.total_rounds)
+    }
+    reports = {**view.reports, **new} if new else view.reports
+    newest = {peer.peer_id: peer.report for peer in view.peers.values()}
+    for (number, peer), report in new.items():
+        known = newest.get(peer)
+        if known is None or known.round < number:
+            newest[peer] = report
+    peers: dict[str, PeerView] = {}
+    for peer in [*view.peers, *(peer for peer in sorted(snapshot.claims) if peer not in view.peers)][:MAX_PEERS]:
+        peers[peer] = _fold_peer(view, snapshot, peer, newest.get(peer))
+    finished = [p.report.round if p.report else 0 for p in peers.values() if p.state == "active"]
+    published = max(view.published, _majority_reached(finished))
+    return replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
+
+
+def _fold_peer(view: SwarmView, snapshot: Snapshot, peer: str, report: Metrics | None) -> PeerView:
+    claim, known = snapshot.claims.get(peer), view.peers.get(peer)
+    if claim is None:
+        assert known is not None
+        is_gone = snapshot.now - known.last_seen >= view.absence_seconds
+        return replace(known, state="left" if is_gone else known.state, report=report)
+    progress = snapshot.progress.get(peer)
+    number = progress.round if progress is not None else known.round if known is not None else 0
+    return PeerView(
+        peer_id=peer,
+        state=claim.state,
+        slots=tuple(slot for slot in claim.slots if slot < view.num_slots),
+        round=min(number, view.total_rounds),
+        last_seen=snapshot.now,
+        report=report,
+    )
+
+
+def is_plausible(report: Metrics, total_rounds: int) -> bool:
+    """Tell whether a machine could mean this report."""
+    seconds = wall_seconds(report)
+    return (
+        1 <= report.round <= total_rounds
+        and all(map(math.isfinite, (report.loss, report.tokens_per_second, seconds)))
+        and 0 <= report.loss <= MAX_LOSS
+        and 0 <= report.tokens_per_second <= MAX_TOKENS_PER_SECOND
+        and report.tokens <= MAX_TOKENS
+        and seconds <= MAX_ROUND_SECONDS
+    )
+
+
+def summarise(reports: list[Metrics]) -> RoundSummary:
+    """Return the summary of one round's reports, at least one."""
+    kept = [report.tokens if report.committed else 0 for report in reports]
+    cap = WEIGHT_CAP * median_low(filter(None, kept)) if any(kept) else 0
+    weights = [min(tokens, cap) for tokens in kept]
+    tokens, seconds = sum(weights), median(map(wall_seconds, reports))
+    loss = sum(w * r.loss for w, r in zip(weights, reports, strict=True)) / tokens if tokens else math.nan
+    digests = Counter(report.shared_digest for report in reports)
+    return RoundSummary(
+        round=reports[0].round,
+        num_peers=len(reports),
+        tokens=tokens,
+        seconds=seconds,
+        tokens_per_second=tokens / seconds if seconds else 0.0,
+        loss=loss,
+        agreement=max(digests.values()) / len(reports),
+        phases={phase: median(getattr(report, f"{phase}_seconds") for report in reports) for phase in PHASES},
+        sync_share=median(map(sync_share, reports)),
+        dropped=sum(min(report.dropped, 4097) for report in reports),
+    )
+
+
+def wall_seconds(report: Metrics) -> float:
+    """Wall time of the reported round."""
+    return sum(getattr(report, f"{phase}_seconds") for phase in PHASES)
+
+
+def sync_share(report: Metrics) -> float:
+    """Share of the round's wall time that was not spent training."""
+    seconds = wall_seconds(report)
+    return 1.0 - report.train_seconds / seconds if seconds else 0.0
+
+
+def short_id(peer_id: str) -> str:
+    """Return the last six characters of a peer id."""
+    return peer_id[-6:]
+
+
+def _majority_reached(rounds: list[int]) -> int:
+    """Return the latest round that more than half of the peers have reached."""
+    return sorted(rounds, reverse=True)[len(rounds) // 2] if rounds else 0

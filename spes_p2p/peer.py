@@ -1,0 +1,276 @@
+"""One peer's life: found or join a run, train its rounds, keep serving for a while, leave."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import shutil
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+import spes_p2p
+from spes_p2p.codecs import digest
+from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.data.packing import train_source
+from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, tokenizer_from_bytes
+from spes_p2p.errors import ConfigError, DataError, JoinError
+from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.planner import free_memory_bytes, model_size, slots_that_fit
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.manifest import Manifest, declare_manifest, fetch_manifest, publish_manifest, read_manifest
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Archived
+from spes_p2p.swarm.roster import SHARED
+from spes_p2p.training.anchors import Anchors, initial_bundles
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
+from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.rounds import Rounds
+from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+ADDRESS_FILE = "address"
+"""In a peer's output: the multiaddr that others join by, there once the peer is in the swarm."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What every rank must know once the leader has joined.
+
+    Attributes:
+        manifest: The run's.
+        max_slots: Slots this peer can train.
+        data_seed: Seed of its data order.
+    """
+
+    manifest: Manifest
+    max_slots: int
+    data_seed: int
+
+
+def main(config: PeerConfig) -> int:
+    """Run a peer to the end of its run; return the exit code."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    group = ProcessGroup(config.device)
+    if not group.is_leader:
+        _train(config, group, None)
+        return 0
+    prepare_output(config.output, resume=config.resume, overwrite=config.overwrite)
+    with _joined(config) as (swarm, admission):
+        try:
+            _train(config, group, (swarm, admission))
+        except KeyboardInterrupt:
+            log.info("leaving; continue later with --resume --output %s", config.output)
+            return 130
+    return 0
+
+
+def prepare_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check an output directory before anything is written; empty it if the user says so.
+
+    Raises:
+        ConfigError: it holds something and neither flag is given, it holds nothing to resume, or it is a file.
+    """
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; drop one")
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--output {directory} is not a directory; choose another")
+    is_empty = not directory.exists() or not any(directory.iterdir())
+    if resume and is_empty:
+        raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
+    if not is_empty and not resume:
+        if not overwrite:
+            raise ConfigError(f"--output {directory} exists; add --resume to continue it or --overwrite to delete it")
+        shutil.rmtree(directory)
+
+
+# ---------------------------------------------------------------------- joining
+
+
+@contextlib.contextmanager
+def _joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
+    """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
+    if config.initial_peers and config.run is not None:
+        raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
+    run = config.run or RunConfig()
+    _check_slots(config, run if not config.initial_peers else None)
+    founded = None if config.initial_peers or config.resume else _found(config, run)
+    node = Node(
+        Identity(config.output / "identity.key"),
+        config.run_id,
+        initial_peers=config.initial_peers,
+        host=config.host,
+        port=config.port,
+        announce=config.announce,
+    )
+    swarm = HivemindSwarm(node, config.output / "versions")
+    try:
+        manifest = _manifest(config, swarm, founded)
+        yield swarm, _enter(config, swarm, manifest)
+    finally:
+        swarm.close()
+
+
+def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
+    """Resolve a new run's tokenizer; the corpus must be readable before anything else happens."""
+    tokenizer = resolve_tokenizer(run.data, config.text, config.cache.expanduser())
+    return run, tokenizer
+
+
+def _manifest(
+    config: PeerConfig, swarm: HivemindSwarm, founded: tuple[RunConfig, PreTrainedTokenizerBase] | None
+) -> Manifest:
+    """Return the run's manifest: the founder's own, the swarm's, or the one kept from before a restart."""
+    kept = read_manifest(swarm) if config.resume else None
+    if founded is not None:
+        run, tokenizer = founded
+        document = tokenizer_bytes(tokenizer)
+        manifest = Manifest(
+            run_id=config.run_id,
+            founder=swarm.peer_id,
+            software=spes_p2p.__version__,
+            config=run,
+            vocab_size=len(tokenizer),
+            tokenizer_digest=digest(document),
+        )
+        publish_manifest(swarm, manifest, document)
+    elif config.initial_peers:
+        manifest, _ = fetch_manifest(swarm)
+        if kept is not None and kept.digest != manifest.digest:
+            raise JoinError(
+                f"--output {config.output} belongs to another run {config.run_id!r} (manifest {kept.digest[:12]}, "
+                f"the swarm's is {manifest.digest[:12]}); name another --output"
+            )
+    else:
+        assert kept is not None
+        manifest = kept
+    if manifest.run_id != config.run_id:
+        raise JoinError(f"--output {config.output} belongs to run {manifest.run_id!r}; set --run-id {manifest.run_id}")
+    return manifest
+
+
+def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admission:
+    run = manifest.config
+    _check_slots(config, run)
+    size = model_size(run.model, manifest.vocab_size)
+    storage = config.storage or run.frozen_storage
+    max_slots = config.max_slots or slots_that_fit(size, storage, free_memory_bytes())
+    numels = {SHARED: size.shared_params, "slot": size.slot_params}
+    anchors = Anchors(run.outer, numels)
+    swarm.enter(run.round, bundle_numel=anchors.bundle_numel(), delta_numel=numels, max_slots=max_slots)
+    declare_manifest(swarm, manifest)
+    address = swarm.node.addresses()[0]
+    (config.output / ADDRESS_FILE).write_text(f"{address}\n")
+    log.info("run %r, manifest %s, founded by %s", manifest.run_id, manifest.digest[:12], manifest.founder)
+    log.info("this peer is %s and trains up to %d of %d slots", swarm.peer_id, max_slots, run.model.num_experts)
+    log.info("others join with: python peers/run_peer.py --run-id %s --initial-peers %s", manifest.run_id, address)
+    seed = hashlib.sha256(swarm.peer_id.encode()).digest()
+    data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
+    return Admission(manifest, max_slots, data_seed)
+
+
+def _check_slots(config: PeerConfig, run: RunConfig | None) -> None:
+    if run is not None and (config.max_slots or 0) > run.model.num_experts:
+        raise ConfigError(
+            f"max_slots={config.max_slots} exceeds model.num_experts={run.model.num_experts}; "
+            f"set it to {run.model.num_experts} or less"
+        )
+
+
+# ---------------------------------------------------------------------- training
+
+
+def _train(config: PeerConfig, group: ProcessGroup, joined: tuple[HivemindSwarm, Admission] | None) -> None:
+    """Train on this rank; `joined` on the leader only."""
+    group.connect()
+    sync: Synchroniser | None = None
+    try:
+        admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
+        run = admission.manifest.config
+        trainer = _trainer(config, group, admission)
+        swarm = joined[0] if joined else None
+        checkpoint = PeerCheckpoint(config.output / "checkpoint")
+        resumed, moments = (checkpoint.load() or (None, {})) if config.resume else (None, {})
+        initial = None
+        if swarm is not None:
+            sync = _synchroniser(swarm, admission, trainer, resumed)
+            if SHARED not in swarm.versions():
+                initial = _initial(admission, sync.anchors, trainer)
+        rounds = Rounds(run, trainer, group, sync, checkpoint=checkpoint, run_id=admission.manifest.run_id)
+        rounds.open(initial, resumed, moments)
+        rounds.run()
+        if swarm is not None:
+            _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
+            log.info("the run is finished")
+    finally:
+        if sync is not None:
+            sync.holdings.leave()
+        group.close()
+
+
+def _unreachable() -> Admission:
+    raise AssertionError("the leader has joined before it connects")
+
+
+def _trainer(config: PeerConfig, group: ProcessGroup, admission: Admission) -> Trainer:
+    manifest, run = admission.manifest, admission.manifest.config
+    model = build_slot_model(
+        run.model,
+        vocab_size=manifest.vocab_size,
+        sequence_length=run.data.sequence_length,
+        seed=run.seed,
+        claimed=(),
+        storage=config.storage or run.frozen_storage,
+        kernel=config.kernel,
+    )
+    tokenizer = _tokenizer(config)
+    data = train_source(
+        run.data, tokenizer, paths=config.text, cache=config.cache.expanduser(), order_seed=admission.data_seed
+    )
+    return Trainer(model, run.train, data, group, config.micro_batch_size)
+
+
+def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:
+    """Rebuild the run's tokenizer from the version that this machine has verified."""
+    found = sorted((config.output / "versions").glob("tokenizer.*.bin"))
+    if not found:
+        raise DataError(f"no tokenizer in {config.output / 'versions'}; join again with --overwrite")
+    return tokenizer_from_bytes(found[0].read_bytes(), config.output / "tokenizer")
+
+
+def _synchroniser(
+    swarm: HivemindSwarm, admission: Admission, trainer: Trainer, resumed: PeerState | None
+) -> Synchroniser:
+    run, run_id = admission.manifest.config, admission.manifest.run_id
+    anchors = Anchors(run.outer, {kind: layout.numel for kind, layout in trainer.layouts.items()})
+    holdings = Holdings(swarm, run, run_id=run_id, anchors=anchors, max_slots=admission.max_slots)
+    if resumed is not None:
+        holdings.resume(resumed.slots)
+    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"])
+
+
+def _initial(admission: Admission, anchors: Anchors, trainer: Trainer) -> dict[str, torch.Tensor]:
+    manifest, run = admission.manifest, admission.manifest.config
+    stock = stock_model(run.model, manifest.vocab_size, run.data.sequence_length, run.seed)
+    return initial_bundles(anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)
+
+
+def _serve_for_a_while(swarm: HivemindSwarm, last_round: int, seconds: float) -> None:
+    """Keep the final versions within reach until a monitor has archived them, or `seconds` have passed."""
+    log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if any(record.round >= last_round for record in swarm.read(Archived).values()):  # type: ignore[attr-defined]
+            return
+        if swarm.wait(1.0):
+            return

@@ -1,0 +1,1 @@
+"""One machine at work: its process group, its local steps, the round, its checkpoint."""

@@ -1,0 +1,136 @@
+"""The committed parameters that a round starts from, and the one place where they change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs import Layout, digest
+from spes_p2p.config import MergeConfig, OuterConfig
+from spes_p2p.optim.merge import merge_alpha, merge_experts
+from spes_p2p.optim.outer import OuterOptimizer
+from spes_p2p.swarm.roster import SHARED, slot_name
+
+
+class Anchors:
+    """Anchors of `shared` and of the held slots, fp32 on the CPU, with their outer momentum.
+
+    A *bundle* is what is published of one: its weights, followed by its momentum if the outer optimizer has any, in
+    one flat vector, so that whoever pulls it steps on exactly as its holders do.
+
+    Args:
+        outer: How averaged deltas move an anchor.
+        numels: Elements of the `shared` and of a `slot` vector.
+    """
+
+    def __init__(self, outer: OuterConfig, numels: Mapping[str, int]) -> None:
+        self._outer = OuterOptimizer(outer)
+        self._numels = dict(numels)
+        self._weights: dict[str, Tensor] = {}
+        self._momenta: dict[str, Tensor] = {}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names that have an anchor here."""
+        return tuple(self._weights)
+
+    def bundle_numel(self) -> dict[str, int]:
+        """Return the elements of a bundle, by kind."""
+        copies = 2 if self._outer.has_state else 1
+        return {kind: copies * numel for kind, numel in self._numels.items()}
+
+    def set(self, name: str, bundle: Tensor) -> None:
+        """Take a published bundle as the anchor."""
+        weights, momentum = self.split(name, bundle)
+        self._weights[name] = weights.clone()
+        if momentum is not None:
+            self._momenta[name] = momentum.clone()
+
+    def split(self, name: str, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return a bundle's weights and momentum, as views."""
+        numel = self._numels[SHARED if name == SHARED else "slot"]
+        return bundle[:numel], bundle[numel:] if self._outer.has_state else None
+
+    def bundle(self, name: str) -> Tensor:
+        """Return the bundle to publish, as a new vector."""
+        if not self._outer.has_state:
+            return self._weights[name].clone()
+        momentum = self._momenta.get(name)
+        return torch.cat([self._weights[name], torch.zeros_like(self._weights[name]) if momentum is None else momentum])
+
+    def weights(self, name: str) -> Tensor:
+        """Return the anchor's weights; do not change them."""
+        return self._weights[name]
+
+    def digest(self, name: str) -> str:
+        """Return the first half of the bundle's digest, as rosters carry it."""
+        return digest(self.bundle(name))[:16]
+
+    def delta(self, name: str, local: Tensor) -> Tensor:
+        """Return anchor minus local: DiLoCo's pseudo-gradient."""
+        return self._weights[name] - local
+
+    def commit(self, name: str, mean_delta: Tensor, shift: Tensor | None = None) -> None:
+        """Step the anchor by an averaged delta, and by a merge's shift if there is one."""
+        weights, momentum = self._outer.step(self._weights[name], mean_delta, self._momenta.get(name))
+        self._weights[name] = weights if shift is None else weights + shift
+        if momentum is not None:
+            self._momenta[name] = momentum
+
+    def forget(self, name: str) -> None:
+        """Drop the anchor of a slot that is no longer held."""
+        self._weights.pop(name, None)
+        self._momenta.pop(name, None)
+
+
+def merge_shifts(
+    merge: MergeConfig, round: int, layout: Layout, all_slots: Mapping[int, Tensor], held: tuple[int, ...]
+) -> dict[str, Tensor]:
+    """Return how far SPES's merge warm-up moves each held slot in this round.
+
+    It looks at the anchors that the round started from, which all holders of a slot share, rather than at the
+    round's results, of which a peer sees only its own in time: so all holders move a slot by the same bits. SPES's
+    server merges the results themselves; to first order in alpha the two agree.
+
+    Args:
+        merge: The run's merge settings.
+        round: The round being committed; nothing moves unless it is a multiple of the interval.
+        layout: Layout of one slot.
+        all_slots: Flat weights of every slot at the round's start.
+        held: Slots to move.
+    """
+    alpha = merge_alpha(merge, round)
+    if not alpha or round % merge.interval_rounds:
+        return {}
+    tensors = [layout.unflatten(all_slots[slot]) for slot in sorted(all_slots)]
+    shifts = {slot: torch.zeros(layout.numel) for slot in held}
+    views = {slot: layout.unflatten(flat) for slot, flat in shifts.items()}
+    for gate_up in (name for name in layout.shapes if name.endswith("gate_up_proj")):
+        down = gate_up.replace("gate_up_proj", "down_proj")
+        before = [torch.stack([slot[name] for slot in tensors]) for name in (gate_up, down)]
+        after = merge_experts(before[0], before[1], alpha, merge.top_k)
+        for slot in held:
+            for name, old_EOI, new_EOI in zip((gate_up, down), before, after, strict=True):
+                views[slot][name].copy_(new_EOI[slot] - old_EOI[slot])
+    return {slot_name(slot): flat for slot, flat in shifts.items()}
+
+
+def initial_bundles(
+    anchors: Anchors, layouts: Mapping[str, Layout], state_dict: Mapping[str, Tensor], num_slots: int
+) -> dict[str, Tensor]:
+    """Return the bundles of `shared` and every slot at the run's start, the same on every peer.
+
+    Args:
+        anchors: Anchors of the run's sizes.
+        layouts: Layouts of `shared` and of a `slot`.
+        state_dict: The freshly initialised stock model's; experts fused as `[E, ...]`.
+        num_slots: Experts E per layer.
+    """
+    flats = {SHARED: layouts[SHARED].flatten({name: state_dict[name] for name in layouts[SHARED].shapes})}
+    for slot in range(num_slots):
+        tensors = {name: state_dict[name][slot] for name in layouts["slot"].shapes}
+        flats[slot_name(slot)] = layouts["slot"].flatten(tensors)
+    copies = anchors.bundle_numel()[SHARED] // flats[SHARED].numel()
+    return {name: torch.cat([flat, flat.new_zeros((copies - 1) * flat.numel())]) for name, flat in flats.items()}

@@ -1,0 +1,172 @@
+"""What this peer holds of the model's slots, by its claims and everybody else's."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from torch import Tensor
+
+from spes_p2p.config import RunConfig
+from spes_p2p.errors import JoinError
+from spes_p2p.swarm.base import Swarm
+from spes_p2p.swarm.claims import allocate, coverage
+from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.training.anchors import Anchors
+
+log = logging.getLogger(__name__)
+
+
+class Holdings:
+    """One peer's claims, and the anchors that go with them.
+
+    Args:
+        swarm: The peer's swarm.
+        run: The run's settings.
+        run_id: The run's name; seeds the allocation's lots.
+        anchors: This peer's anchors; held slots have one, others do not.
+        max_slots: Slots this peer can train.
+    """
+
+    def __init__(self, swarm: Swarm, run: RunConfig, *, run_id: str, anchors: Anchors, max_slots: int) -> None:
+        self.slots: tuple[int, ...] = ()
+        self._swarm, self._run, self._run_id = swarm, run, run_id
+        self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
+        self._state: Literal["joining", "active"] = "joining"
+        self._since = swarm.now()
+        self._looked_at = 0.0
+
+    # ------------------------------------------------------------------ claims
+
+    def announce(self, state: Literal["joining", "active"]) -> None:
+        """Tell everybody what this peer holds, and keep renewing it."""
+        self._state = state
+        self._swarm.announce(self._claim())
+
+    def _claim(self) -> Claim:
+        return Claim(
+            peer_id=self._swarm.peer_id,
+            state=self._state,
+            slots=self.slots,
+            max_slots=self._max_slots,
+            since=self._since,
+        )
+
+    def claims(self) -> dict[str, Claim]:
+        """Return everybody's claims, this peer's as it is now."""
+        return {**self._swarm.read(Claim), self._swarm.peer_id: self._claim()}  # type: ignore[dict-item]
+
+    def active(self) -> list[str]:
+        """Return the peers that take part in rounds, this one included once it does."""
+        return [peer for peer, claim in self.claims().items() if claim.state == "active"]
+
+    def others(self) -> list[str]:
+        """Return all other peers with a claim."""
+        return [peer for peer in self.claims() if peer != self._swarm.peer_id]
+
+    def leave(self) -> None:
+        """Give the slots back at once, rather than when the lease ends."""
+        self.slots, self._max_slots = (), 0
+        self.announce("joining")
+
+    # ------------------------------------------------------------------ slots
+
+    def resume(self, slots: Sequence[int]) -> None:
+        """Claim again, before anything is allocated, what was held before a restart."""
+        self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
+
+    def rebalance(self) -> dict[str, Tensor]:
+        """Hold what the claims allocate to this peer; return the weights of slots that are new."""
+        return self._hold(self._target(self.claims()))
+
+    def rescue_orphans(self) -> dict[str, Tensor]:
+        """Once per heartbeat, adopt slots that have lost their last holder; return the weights of what is new."""
+        if time.monotonic() - self._looked_at < self._run.round.heartbeat_seconds:
+            return {}
+        self._looked_at = time.monotonic()
+        claims = self.claims()
+        counts = coverage({peer: claim.slots for peer, claim in claims.items()}, self._num_slots)
+        target = self._target(claims)
+        return self._hold(target) if any(counts[slot] == 0 for slot in set(target) - set(self.slots)) else {}
+
+    def _target(self, claims: Mapping[str, Claim]) -> tuple[int, ...]:
+        return allocate(self._run_id, self._num_slots, claims)[self._swarm.peer_id]
+
+    def _hold(self, target: Sequence[int]) -> dict[str, Tensor]:
+        """Make `target` the held slots; masters come from the newest version that anybody has."""
+        new, old = set(target) - set(self.slots), set(self.slots) - set(target)
+        missing = [slot_name(slot) for slot in sorted(set(target)) if slot_name(slot) not in self._anchors.names]
+        if (new or old) and self.slots:
+            log.info("adopting slots %s, releasing slots %s", sorted(new), sorted(old))
+            self._fetch_newest([slot_name(slot) for slot in sorted(new)])
+        for slot in old:
+            self._anchors.forget(slot_name(slot))
+        for name in missing:
+            self._anchors.set(name, self._swarm.load(name))
+        self.slots = tuple(sorted(target))
+        return {name: self._anchors.weights(name) for name in missing}
+
+    def _fetch_newest(self, names: Sequence[str]) -> None:
+        mine, inventories = self._swarm.versions(), self._swarm.inventory(self.others())
+        for name in names:
+            newest = max((offers[name].round for offers in inventories.values() if name in offers), default=-1)
+            if name not in mine or newest > mine[name].round:
+                peers = [p for p, offers in inventories.items() if name in offers and offers[name].round == newest]
+                self.pull({name: peers}, 0)
+
+    # ------------------------------------------------------------------ versions
+
+    def pull(self, wanted: Mapping[str, Sequence[str]], min_round: int) -> dict[str, Tensor]:
+        """Fetch versions; return the weights of those that came, and say which did not."""
+        failures = self._swarm.pull(wanted, min_round=min_round, timeout=self._run.round.exchange_seconds)
+        for name, reason in failures.items():
+            log.warning("keeping the old version of %s: %s", name, reason)
+        return {name: self.load(name) for name in wanted if name not in failures}
+
+    def load(self, name: str) -> Tensor:
+        """Return the flat weights of the newest version that this peer has."""
+        return self._anchors.split(name, self._swarm.load(name))[0].clone()
+
+    def catch_up(self, peers: Sequence[str]) -> dict[str, Tensor]:
+        """Take over the state that most of `peers` and this one have; return the weights that changed.
+
+        Raises:
+            JoinError: others have it, but `shared` could not be pulled.
+        """
+        inventories = self._swarm.inventory(peers) if peers else {}
+        mine = self._swarm.versions()
+        wanted: dict[str, list[str]] = {}
+        for name in {name for offers in inventories.values() for name in offers if is_bundle(name)}:
+            best = _best([offers[name] for offers in [mine, *inventories.values()] if name in offers], name)
+            if name not in mine or (mine[name].round, mine[name].digest) != best:
+                wanted[name] = [
+                    peer
+                    for peer, offers in inventories.items()
+                    if name in offers and (offers[name].round, offers[name].digest) == best
+                ]
+        flats = self.pull(wanted, 0)
+        if SHARED in wanted and SHARED not in flats:
+            raise JoinError("could not fetch the swarm's shared state from any peer; try again")
+        for name in self._anchors.names:
+            self._anchors.set(name, self._swarm.load(name))
+        if wanted:
+            round = self._swarm.versions()[SHARED].round
+            log.info("caught up with round %d: fetched %d of %d versions", round, len(flats), len(wanted))
+        return flats
+
+
+def _best(offers: Sequence, name: str) -> tuple[int, str]:
+    """Return the (round, digest) to take over: `shared` as most have it, a slot as late as anybody has it."""
+    votes = Counter((offer.round, offer.digest) for offer in offers)
+    if name == SHARED:
+        return max(votes, key=lambda state: (votes[state], state[0]))
+    return max(votes, key=lambda state: (state[0], votes[state]))
+
+
+def is_bundle(name: str) -> bool:
+    """Tell whether a version's name is that of model state."""
+    return name == SHARED or name.startswith("slot-")

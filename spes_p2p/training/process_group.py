@@ -1,0 +1,95 @@
+"""The local processes of one peer. All run the same code; only the leader is on the network."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spes_p2p.errors import ConfigError, SpesError
+
+T = TypeVar("T")
+
+PATIENCE = datetime.timedelta(hours=2)
+"""Longest a rank waits for the leader: longer than any of a round's network phases."""
+
+
+class ProcessGroup:
+    """A peer's ranks, started by `torchrun`, or this process alone.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+
+    Raises:
+        ConfigError: "cuda" where there is none.
+    """
+
+    def __init__(self, device: str = "auto") -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
+        if device == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
+        use_cuda = device != "cpu" and torch.cuda.is_available()
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        self.device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+
+    @property
+    def is_leader(self) -> bool:
+        """Rank 0: the only one on the network."""
+        return self.rank == 0
+
+    def connect(self) -> None:
+        """Join the other ranks; after everything that forks, because forks and GPU contexts do not mix."""
+        if self.world_size > 1:
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=PATIENCE)
+
+    def from_leader(self, compute: Callable[[], T]) -> T:
+        """Run `compute` on the leader and return its result on every rank.
+
+        Raises:
+            SpesError: what `compute` raised, on every rank.
+        """
+        if self.world_size == 1:
+            return compute()
+        outcome: list = [None, None]
+        if self.is_leader:
+            try:
+                outcome[0] = compute()
+            except SpesError as error:
+                outcome[1] = error
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[1] is not None:
+            raise outcome[1]
+        return outcome[0]
+
+    def share(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+        """Return the leader's flat fp32 CPU vectors on every rank; other ranks pass None."""
+        if self.world_size == 1:
+            return dict(tensors or {})
+        sizes = self.from_leader(lambda: {name: flat.numel() for name, flat in (tensors or {}).items()})
+        shared: dict[str, Tensor] = {}
+        for name, numel in sizes.items():
+            flat = tensors[name] if tensors is not None else torch.empty(numel)
+            on_device = flat.to(self.device)
+            dist.broadcast(on_device, src=0)
+            shared[name] = on_device.cpu()
+        return shared
+
+    def mean(self, value: float) -> float:
+        """Return the mean of a number over ranks."""
+        if self.world_size == 1:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item() / self.world_size
+
+    def close(self) -> None:
+        """Leave the group. Idempotent."""
+        if self.world_size > 1 and dist.is_initialized():
+            dist.destroy_process_group()

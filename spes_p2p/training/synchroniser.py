@@ -1,0 +1,272 @@
+"""The leader's side of a round: rosters, commits, versions. Touches the swarm and anchors, never the model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from spes_p2p.codecs import Layout
+from spes_p2p.config import RunConfig
+from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
+from spes_p2p.swarm.clock import clamp_tokens, round_end
+from spes_p2p.swarm.records import Progress
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, slot_name
+from spes_p2p.training.anchors import Anchors, merge_shifts
+from spes_p2p.training.holdings import Holdings, is_bundle
+
+log = logging.getLogger(__name__)
+
+SETTLE_SECONDS = 3.0
+"""Between announcing and acting: longer than a record needs to reach everybody, clocks askew included."""
+POLL_SECONDS = 0.5
+OPENING_SECONDS = 120.0
+"""Longest a newcomer waits for the others to be between two rounds."""
+
+
+@dataclass(frozen=True)
+class Update:
+    """What every rank must do after the leader has synchronised.
+
+    Attributes:
+        slots: Slots to train from now on.
+        flats: Flat fp32 weights to put into the model, by name.
+        ends_at: DHT time at which the next round's training stops.
+    """
+
+    slots: tuple[int, ...]
+    flats: Mapping[str, Tensor] = field(default_factory=dict)
+    ends_at: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What this peer brings to the end of a round.
+
+    Attributes:
+        local: Flat parameters of `shared` and the held slots as they are now.
+        tokens: Tokens trained since the anchors.
+        tokens_per_second: This peer's speed.
+        seconds: Spent training them.
+    """
+
+    local: Mapping[str, Tensor]
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Synchronised:
+    """How the last synchronisation went: the averaging's result, and the seconds of the exchange."""
+
+    result: RoundResult
+    exchange_seconds: float
+
+
+class Synchroniser:
+    """One peer's dealings with its swarm, round after round.
+
+    Args:
+        swarm: The peer's swarm.
+        run: The run's settings.
+        holdings: This peer's claims.
+        anchors: This peer's anchors, empty at first.
+        layout: Layout of one slot's vector.
+    """
+
+    def __init__(self, swarm: Swarm, run: RunConfig, *, holdings: Holdings, anchors: Anchors, layout: Layout) -> None:
+        self.swarm, self.anchors, self.holdings, self.round = swarm, anchors, holdings, 0
+        self.last = Synchronised(RoundResult(roster=()), 0.0)
+        self._run, self._layout = run, layout
+        self._sync_seconds = 0.0
+
+    # ------------------------------------------------------------------ joining
+
+    def open(self, initial: Mapping[str, Tensor]) -> Update:
+        """Announce, meet the others' records, take over the swarm's state, and claim slots.
+
+        Args:
+            initial: Bundles of `shared` and every slot at the run's start, used where no version exists yet.
+
+        Raises:
+            JoinError: the swarm's state could not be fetched.
+        """
+        self.holdings.announce("joining")
+        self._wait_for_peers()
+        if SHARED not in self.swarm.versions():
+            self.swarm.publish(0, initial)
+        self.holdings.catch_up(self.holdings.others())
+        self.round = self.swarm.versions()[SHARED].round
+        self.anchors.set(SHARED, self.swarm.load(SHARED))
+        self.holdings.rebalance()
+        self._announce(0.0)
+        names = [name for name in self.swarm.versions() if is_bundle(name)]
+        return Update(self.holdings.slots, {name: self.holdings.load(name) for name in names})
+
+    def _wait_for_peers(self) -> None:
+        started, told = time.monotonic(), 0
+        while True:
+            self.swarm.wait(POLL_SECONDS)
+            present, needed = len(self.holdings.claims()), self._run.round.min_peers
+            if present >= needed and time.monotonic() - started >= SETTLE_SECONDS:
+                return
+            if present not in (told, needed):
+                log.info("waiting for peers: %d of %d are here", present, needed)
+                told = present
+
+    def meet(self, tokens_per_second: float) -> Update:
+        """Agree on when the first round ends: with those in the middle of one, or by a roster without deltas."""
+        flats: dict[str, Tensor] = {}
+        deadline = time.monotonic() + OPENING_SECONDS
+        while time.monotonic() < deadline:
+            others = self._others_progress()
+            if len(self.holdings.active()) < self._run.round.min_peers:
+                self.swarm.wait(POLL_SECONDS)
+            elif others and max(record.round for record in others) > self.round:
+                flats |= self.holdings.catch_up(self.holdings.others())
+                self.round = self.swarm.versions()[SHARED].round
+                self.swarm.wait(POLL_SECONDS)
+            elif self._run.round.mode == "steps" or any(record.ends_at > self.swarm.now() for record in others):
+                ends_at = max((record.ends_at for record in others), default=0.0)
+                self._announce(ends_at)
+                return Update(self.holdings.slots, flats, ends_at)
+            elif any(record.ends_at for record in others):
+                self.swarm.wait(POLL_SECONDS)  # they are synchronising: the next round's end is known soon
+            else:
+                break
+        update = self.finish(Trained({}, 0, tokens_per_second, 0.0), starts_at=0.0)
+        return Update(update.slots, flats | dict(update.flats), update.ends_at)
+
+    def _others_progress(self) -> list[Progress]:
+        active = set(self.holdings.active()) - {self.swarm.peer_id}
+        return [record for peer, record in self.swarm.read(Progress).items() if peer in active]  # type: ignore[misc]
+
+    # ------------------------------------------------------------------ a round
+
+    def finish(self, trained: Trained, *, starts_at: float) -> Update:
+        """Average what was trained, commit what is whole, publish, pull, and look at the claims again.
+
+        Args:
+            trained: This peer's work since the anchors; without any it only meets the others.
+            starts_at: DHT time from which the roster may stand without everybody.
+        """
+        began = self.swarm.now()
+        expected = self._wait_until_done(trained.tokens)
+        contribution = self._contribution(trained, began)
+        result = self._average(contribution, expected, starts_at)
+        averaged = time.monotonic()
+        if result.is_behind:
+            log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
+            flats = self.holdings.catch_up(self.holdings.others())
+            self.round = self.swarm.versions()[SHARED].round
+        else:
+            flats = self._commit(result, trained.tokens)
+        self.last = Synchronised(result, time.monotonic() - averaged)
+        flats |= self.holdings.rebalance()
+        flats |= {name: self.anchors.weights(name) for name in self.anchors.names}
+        ends_at = self._next_end(result, expected)
+        self._announce(ends_at)
+        self._sync_seconds = min(self.swarm.now() - began, 3600.0)
+        return Update(self.holdings.slots, flats, ends_at)
+
+    def _average(self, contribution: Contribution, expected: int, starts_at: float) -> RoundResult:
+        """Average, unless the others already have: their progress says so before and after a vain matchmaking."""
+        missed = RoundResult(
+            roster=(contribution.member,),
+            dropped=dict.fromkeys(contribution.deltas, "the others have gone on"),
+            is_behind=True,
+        )
+        if self._others_are_ahead():
+            return missed
+        result = self.swarm.average(contribution, expected=expected, starts_at=starts_at)
+        if len(result.roster) == 1 and expected > 1 and self._others_are_ahead():
+            return replace(missed, matchmaking_seconds=result.matchmaking_seconds)
+        return result
+
+    def _others_are_ahead(self) -> bool:
+        others = self._others_progress()
+        return 2 * sum(record.round > self.round for record in others) > len(others)
+
+    def rescue_orphans(self) -> Update | None:
+        """Return what to load if slots that lost their last holder fall to this peer; looks once per heartbeat."""
+        masters = self.holdings.rescue_orphans()
+        if not masters:
+            return None
+        self.holdings.announce("active")
+        return Update(self.holdings.slots, masters)
+
+    def _contribution(self, trained: Trained, began: float) -> Contribution:
+        local = trained.local or {name: self.anchors.weights(name) for name in self.anchors.names}
+        member = Member(
+            peer_id=self.swarm.peer_id,
+            round=self.round,
+            tokens=clamp_tokens(trained.tokens, trained.tokens_per_second, trained.seconds),
+            slots=self.holdings.slots,
+            anchors={name: self.anchors.digest(name) for name in self.anchors.names},
+            tokens_per_second=trained.tokens_per_second,
+            ready_at=began,
+            sync_seconds=self._sync_seconds,
+        )
+        return Contribution(member, {name: self.anchors.delta(name, flat) for name, flat in local.items()})
+
+    def _wait_until_done(self, tokens: int) -> int:
+        """Return how many peers to expect; in mode `steps`, once all of them have made their steps."""
+        if self._run.round.mode == "steps" and tokens:
+            self.swarm.announce(self._progress(0.0, is_done=True))
+            deadline = time.monotonic() + self._run.round.max_seconds
+            while time.monotonic() < deadline and any(
+                record.round < self.round or (record.round == self.round and not record.is_done)
+                for record in self._others_progress()
+            ):
+                self.swarm.wait(POLL_SECONDS)
+        return len(self.holdings.active())
+
+    def _commit(self, result: RoundResult, tokens: int) -> dict[str, Tensor]:
+        """Step the anchors, publish them, and pull the slots of others; return what changed of the latter."""
+        if tokens:
+            for name, reason in result.dropped.items():
+                log.warning("round %d: dropped %s: %s", self.round + 1, name, reason)
+        if SHARED not in result.committed:
+            return {}
+        groups = derive_groups(result.roster)
+        shifts = self._merge_shifts(groups.round + 1)
+        for name, mean_delta in result.committed.items():
+            self.anchors.commit(name, mean_delta, shifts.get(name))
+        self.round = groups.round + 1
+        me = self.swarm.peer_id
+        astray = {n for n in self.anchors.names if n != SHARED and me not in groups.members.get(n, ())}
+        whole = [name for name in self.anchors.names if name not in astray]
+        self.swarm.publish(self.round, {name: self.anchors.bundle(name) for name in whole})
+        holders = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in whole}
+        flats = self.holdings.pull({name: peers for name, peers in holders.items() if peers}, self.round)
+        for name in astray & set(flats):
+            self.anchors.set(name, self.swarm.load(name))
+        return flats
+
+    def _merge_shifts(self, round: int) -> dict[str, Tensor]:
+        if not self._run.merge.alpha:
+            return {}
+        slots = [slot for slot in range(self._run.model.num_experts) if slot_name(slot) in self.swarm.versions()]
+        weights = {slot: self.holdings.load(slot_name(slot)) for slot in slots}
+        return merge_shifts(self._run.merge, round, self._layout, weights, self.holdings.slots)
+
+    def _next_end(self, result: RoundResult, expected: int) -> float:
+        """Return when the next round ends; who met nobody goes by what the others have announced."""
+        if len(result.roster) == 1 and expected > 1:
+            announced = max((record.ends_at for record in self._others_progress()), default=0.0)
+            if announced > self.swarm.now():
+                return announced
+        return round_end(self._run.round, result.roster)
+
+    # ------------------------------------------------------------------ records
+
+    def _progress(self, ends_at: float, *, is_done: bool = False) -> Progress:
+        return Progress(peer_id=self.swarm.peer_id, round=self.round, ends_at=ends_at, is_done=is_done)
+
+    def _announce(self, ends_at: float) -> None:
+        self.swarm.announce(self._progress(ends_at))
+        self.holdings.announce("active")

@@ -1,0 +1,183 @@
+"""Local steps of one peer: batches, DDP, the inner optimizer, and the set of slots it trains.
+
+Shape legend: B sequences, T tokens per sequence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from spes_p2p.codecs import Layout
+from spes_p2p.config import TrainConfig
+from spes_p2p.data.packing import TokenSource
+from spes_p2p.errors import ConfigError
+from spes_p2p.model.loss import TrainingLoss
+from spes_p2p.model.slot_model import SlotModel
+from spes_p2p.optim.inner import InnerOptimizer
+from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.training.process_group import ProcessGroup
+
+CALIBRATION_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: Mean cross entropy of the batch, nats per token.
+        tokens: Tokens trained on, over all ranks; 0 if the gradient was not finite and nothing was changed.
+    """
+
+    loss: float
+    tokens: int
+
+
+class Trainer:
+    """Trains the shared parameters and the claimed slots of a model on all of a peer's ranks.
+
+    Every rank draws the whole batch and takes its rows, so that the result does not depend on how a batch is split
+    over ranks and microbatches.
+
+    Args:
+        model: The model, on the CPU; moved to the group's device.
+        train: Inner training settings.
+        data: Batches, in the same order on every rank.
+        group: This peer's ranks.
+        micro_batch_size: Sequences per forward pass; None takes a rank's whole share.
+
+    Raises:
+        ConfigError: the batch cannot be split evenly over the ranks.
+    """
+
+    def __init__(
+        self,
+        model: SlotModel,
+        train: TrainConfig,
+        data: TokenSource,
+        group: ProcessGroup,
+        micro_batch_size: int | None = None,
+    ) -> None:
+        if train.batch_size % group.world_size:
+            raise ConfigError(
+                f"train.batch_size={train.batch_size} does not split over {group.world_size} ranks; "
+                f"start a divisor of it with --nproc-per-node"
+            )
+        self.model, self.data, self._train, self._group = model, data, train, group
+        self._micro = micro_batch_size or train.batch_size // group.world_size
+        model.module.to(group.device)
+        self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
+        self._loss = TrainingLoss(model, train)
+        slots = {slot: model.slot_parameters(slot) for slot in model.claimed}
+        self.optimizer = InnerOptimizer(model.shared_parameters(), slots, train)
+        self.steps = 0
+        self._wrap()
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """The slots trained here, ascending."""
+        return self.model.claimed
+
+    def _wrap(self) -> None:
+        """DDP notices only the parameters it was built with, so it is built anew whenever the slots change."""
+        self._wrapped: torch.nn.Module = self._loss
+        if self._group.world_size > 1:
+            self._wrapped = DistributedDataParallel(self._loss, broadcast_buffers=False)
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self, lr: float, claimed_factor: float = 1.0) -> Step:
+        """Train on one batch.
+
+        Args:
+            lr: Learning rate of this step.
+            claimed_factor: SPES's factor on the claimed experts' counts in the balance loss.
+        """
+        tokens_BT1 = self.data.next_batch(self._train.batch_size)
+        loss = self._backward(tokens_BT1, claimed_factor)
+        norm = self.optimizer.step(lr)
+        self.optimizer.zero_grad()
+        self.steps += 1
+        trained = tokens_BT1[:, 1:].numel() if math.isfinite(norm) else 0
+        return Step(loss=self._group.mean(loss), tokens=trained)
+
+    def _backward(self, tokens_BT1: Tensor, claimed_factor: float) -> float:
+        """Accumulate the batch's mean gradient; return this rank's mean cross entropy."""
+        rows_BT1 = tokens_BT1[self._group.rank :: self._group.world_size].to(self._group.device)
+        loss = 0.0
+        micros = rows_BT1.split(self._micro)
+        for index, micro_BT1 in enumerate(micros):
+            share = len(micro_BT1) / len(rows_BT1)
+            is_last = index == len(micros) - 1
+            with contextlib.nullcontext() if is_last else self._without_sync():
+                parts = self._wrapped(micro_BT1, claimed_factor)
+                (parts.total * share).backward()
+            loss += parts.cross_entropy.item() * share
+        return loss
+
+    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
+        wrapped = self._wrapped
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
+
+    def calibrate(self) -> float:
+        """Return the tokens per second of forward and backward, leaving model and data order as they were."""
+        state = self.data.state_dict()
+        self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
+        started, tokens = time.monotonic(), 0
+        for _ in range(CALIBRATION_STEPS):
+            tokens_BT1 = self.data.next_batch(self._train.batch_size)
+            self._backward(tokens_BT1, 1.0)
+            tokens += tokens_BT1[:, 1:].numel()
+        self.optimizer.zero_grad()
+        self.data.load_state_dict(state)
+        return tokens / (time.monotonic() - started)
+
+    # ------------------------------------------------------------------ parameters
+
+    def flat(self, name: str) -> Tensor:
+        """Return the current parameters of `shared` or of a claimed slot as a flat fp32 CPU vector."""
+        if name == SHARED:
+            return self.layouts[SHARED].flatten(self.model.shared_parameters())
+        return self.layouts["slot"].flatten(self.model.slot_parameters(_slot_of(name)))
+
+    def load(self, flats: Mapping[str, Tensor] | None) -> None:
+        """Put flat fp32 vectors into the model, on every rank; only the leader passes them.
+
+        Args:
+            flats: By name, `shared` and any slots, trained here or frozen.
+        """
+        for name, flat in self._group.share(flats).items():
+            if name == SHARED:
+                self.model.load_shared(self.layouts[SHARED].unflatten(flat))
+            else:
+                self.model.load_slot(_slot_of(name), self.layouts["slot"].unflatten(flat))
+
+    def set_slots(self, slots: Iterable[int], masters: Mapping[str, Tensor] | None) -> None:
+        """Train these slots from now on, on every rank; only the leader passes masters.
+
+        Args:
+            slots: The new set, the same on every rank.
+            masters: Flat fp32 weights of the slots that are new.
+        """
+        new, old = set(slots), set(self.slots)
+        weights = self._group.share(masters)
+        for slot in sorted(old - new):
+            self.optimizer.remove_slot(slot)
+            self.model.release(slot)
+        for slot in sorted(new - old):
+            self.model.adopt(slot, self.layouts["slot"].unflatten(weights[slot_name(slot)]))
+            self.optimizer.add_slot(slot, self.model.slot_parameters(slot))
+        if new != old:
+            self._wrap()
+
+
+def _slot_of(name: str) -> int:
+    return int(name.removeprefix("slot-"))

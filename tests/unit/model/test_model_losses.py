@@ -1,0 +1,120 @@
+"""Balance, z and language-model losses against their formulas and stock."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
+
+from spes_p2p.config import TrainConfig
+from spes_p2p.errors import DataError
+from spes_p2p.model.balance import balance_loss, router_z_loss
+from spes_p2p.model.loss import TrainingLoss, held_out_loss
+
+TOKENS, EXPERTS, TOP_K = 4096, 8, 2
+
+
+def collapsed(first: int, second: int) -> torch.Tensor:
+    logits_TE = torch.full((TOKENS, EXPERTS), -20.0)
+    logits_TE[:, [first, second]] = 20.0
+    return logits_TE
+
+
+def test_balanced_router_scores_one(seed):
+    assert balance_loss([1e-3 * torch.randn(TOKENS, EXPERTS) for _ in range(3)], TOP_K).item() == pytest.approx(
+        1.0, abs=1e-2
+    )
+
+
+def test_layers_collapsed_onto_different_experts_score_high(seed):
+    """Stock pools the layers and calls these balanced."""
+    layers = [collapsed(0, 1), collapsed(2, 3), collapsed(4, 5), collapsed(6, 7)]
+    assert balance_loss(layers, TOP_K).item() == pytest.approx(EXPERTS / TOP_K, rel=1e-3)
+    pooled = load_balancing_loss_func(tuple(layers), EXPERTS, TOP_K) / TOP_K
+    assert pooled.item() == pytest.approx(1.0, rel=1e-3)
+
+
+def test_one_layer_equals_stock(seed):
+    logits_TE = torch.randn(TOKENS, EXPERTS)
+    stock = load_balancing_loss_func((logits_TE,), EXPERTS, TOP_K)
+    assert (balance_loss([logits_TE], TOP_K) * TOP_K).item() == pytest.approx(stock.item(), rel=1e-5)
+
+
+def test_factor_scales_the_counts_of_claimed_experts(seed):
+    logits_TE = torch.randn(50, EXPERTS)
+    claimed, factor = [1, 6], 0.7
+    probs_TE = logits_TE.softmax(-1)
+    expected = 0.0
+    for expert in range(EXPERTS):
+        count = sum(expert in row for row in probs_TE.topk(TOP_K).indices.tolist())
+        share = count / (50 * TOP_K) * (factor if expert in claimed else 1.0)
+        expected += EXPERTS * share * probs_TE[:, expert].mean().item()
+    actual = balance_loss([logits_TE], TOP_K, claimed=claimed, claimed_factor=factor)
+    assert actual.item() == pytest.approx(expected, rel=1e-5)
+    assert actual < balance_loss([logits_TE], TOP_K)
+
+
+def test_z_loss_equals_its_formula(seed):
+    layers = [torch.randn(30, EXPERTS) for _ in range(2)]
+    partitions = [math.log(sum(math.exp(value) for value in row)) for layer in layers for row in layer.tolist()]
+    assert router_z_loss(layers).item() == pytest.approx(sum(z**2 for z in partitions) / len(partitions), rel=1e-5)
+
+
+def test_losses_without_router_logits_say_how_to_get_them():
+    for loss in (lambda: balance_loss([], 2), lambda: router_z_loss(())):
+        with pytest.raises(ValueError, match="output_router_logits"):
+            loss()
+
+
+def test_training_loss_is_the_sum_of_its_parts(slot_model, tokens):
+    model = slot_model([1, 2])
+    parts = TrainingLoss(model, TrainConfig(balance_loss=0.5, router_z_loss=0.25))(tokens, claimed_factor=0.7)
+    output = model.module(tokens[:, :-1], output_router_logits=True)
+    assert len(output.router_logits) == 2
+    entropy = F.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
+    balance = balance_loss(output.router_logits, 2, claimed=[1, 2], claimed_factor=0.7)
+    z = router_z_loss(output.router_logits)
+    torch.testing.assert_close(
+        torch.stack(parts), torch.stack([entropy + 0.5 * balance + 0.25 * z, entropy, balance, z])
+    )
+    assert parts.total.requires_grad and not parts.balance.requires_grad
+
+
+def test_router_losses_reach_the_router_of_every_layer(slot_model, tokens):
+    model = slot_model([])
+    gates = [parameter for name, parameter in model.shared_parameters().items() if "mlp.gate" in name]
+    loss = TrainingLoss(model, TrainConfig(balance_loss=1.0, router_z_loss=0.0))(tokens)
+    grads = torch.autograd.grad(loss.total - loss.cross_entropy, gates)
+    assert len(gates) == 2 and all(grad.abs().max() > 0 for grad in grads)
+
+
+def test_bf16_forward_keeps_losses_and_gradients_in_fp32(slot_model, tokens):
+    model = slot_model([1], "bf16")
+    exact = TrainingLoss(model, TrainConfig())(tokens)
+    parts = TrainingLoss(model, TrainConfig(precision="bf16"))(tokens)
+    assert all(part.dtype == torch.float32 for part in parts)
+    assert parts.total.item() != exact.total.item()
+    assert parts.total.item() == pytest.approx(exact.total.item(), rel=1e-2)
+    parts.total.backward()
+    assert all(parameter.grad.dtype == torch.float32 for parameter in model.module.parameters())
+
+
+def test_held_out_loss_weighs_batches_by_their_tokens(slot_model, tokens):
+    model = slot_model([1])
+    whole = held_out_loss(model.module, [tokens])
+    parts = held_out_loss(model.module, [tokens[:3], tokens[3:]])
+    expected = TrainingLoss(model, TrainConfig())(tokens).cross_entropy.item()
+    assert whole == pytest.approx(expected, rel=1e-5) and parts == pytest.approx(expected, rel=1e-5)
+    assert model.module.training and all(parameter.grad is None for parameter in model.module.parameters())
+
+
+def test_held_out_loss_restores_the_mode_after_a_failure(slot_model, tokens):
+    model = slot_model([1])
+    with pytest.raises(DataError, match="held_out_fraction"):
+        held_out_loss(model.module, [])
+    with pytest.raises(IndexError):
+        held_out_loss(model.module, [tokens + 10_000])
+    assert model.module.training

@@ -1,0 +1,107 @@
+"""Groups and round ends derive from a roster alone, identically on all members."""
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.config import RoundConfig
+from spes_p2p.errors import RecordError
+from spes_p2p.swarm.clock import clamp_tokens, round_end
+from spes_p2p.swarm.roster import Member, derive_groups
+
+PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
+
+
+def member(
+    index, *, round=3, slots=(0, 1), tokens=100, shared="a" * 16, slot_digest="b" * 16, rate=10.0, ready_at=50.0
+):
+    anchors = {"shared": shared, **{f"slot-{slot}": slot_digest for slot in slots}}
+    return Member(
+        peer_id=PEERS[index],
+        round=round,
+        tokens=tokens,
+        slots=slots,
+        anchors=anchors,
+        tokens_per_second=rate,
+        ready_at=ready_at,
+        sync_seconds=2.0,
+    )
+
+
+def test_shared_is_averaged_with_everyone_and_slots_with_their_holders():
+    groups = derive_groups([member(2, slots=(1, 5)), member(0, slots=(0, 1)), member(1, slots=())])
+    assert groups.members == {
+        "shared": tuple(PEERS[:3]),
+        "slot-0": (PEERS[0],),
+        "slot-1": (PEERS[0], PEERS[2]),
+        "slot-5": (PEERS[2],),
+    }
+    assert groups.round == 3 and groups.behind == ()
+
+
+@given(st.permutations(range(5)))
+def test_groups_do_not_depend_on_the_order_of_the_roster(order):
+    roster = [member(i, round=3 + (i == 4), slots=(i % 3, 3)) for i in range(5)]
+    assert derive_groups([roster[i] for i in order]) == derive_groups(roster)
+
+
+def test_a_member_with_another_anchor_is_behind_and_its_slots_do_not_count():
+    groups = derive_groups([member(0), member(1), member(2, round=2, shared="c" * 16)])
+    assert groups.behind == (PEERS[2],)
+    assert all(PEERS[2] not in peers for peers in groups.members.values())
+
+
+def test_a_tie_goes_to_the_later_round():
+    groups = derive_groups([member(0, round=3), member(1, round=4, shared="c" * 16)])
+    assert groups.round == 4 and groups.behind == (PEERS[0],)
+
+
+def test_a_holder_with_another_anchor_of_a_slot_is_left_out_of_that_slot_alone():
+    groups = derive_groups([member(0), member(1), member(2, slots=(1,), slot_digest="d" * 16)])
+    assert groups.members["slot-1"] == (PEERS[0], PEERS[1])
+    assert PEERS[2] in groups.members["shared"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tokens": -1},
+        {"tokens": 1.5},
+        {"tokens_per_second": float("nan")},
+        {"tokens_per_second": -1.0},
+        {"slots": [-1]},
+        {"slots": list(range(200))},
+        {"anchors": {"../../etc": "a" * 16}},
+        {"anchors": {"shared": "A" * 16}},
+        {"peer_id": PEERS[1]},
+        {"ready_at": float("inf")},
+        {"extra": 1},
+    ],
+)
+def test_a_malformed_roster_entry_is_refused(change):
+    entry = json.loads(member(0).model_dump_json()) | change
+    with pytest.raises(RecordError):
+        Member.decode(PEERS[0], json.dumps(entry))
+
+
+def test_a_well_formed_roster_entry_survives_the_wire():
+    assert Member.decode(PEERS[0], member(0).model_dump_json()) == member(0)
+
+
+def test_the_round_ends_when_the_swarm_is_expected_to_reach_its_tokens():
+    config = RoundConfig(tokens=1000, min_seconds=1, max_seconds=100)
+    assert round_end(config, [member(0, rate=10.0), member(1, rate=40.0, ready_at=55.0)]) == 55.0 + 2.0 + 20.0
+
+
+def test_the_round_is_never_shorter_or_longer_than_its_bounds():
+    config = RoundConfig(tokens=1000, min_seconds=30, max_seconds=100)
+    assert round_end(config, [member(0, rate=1e9)]) == 52.0 + 30
+    assert round_end(config, [member(0, rate=0.0)]) == 52.0 + 100
+
+
+def test_claimed_tokens_are_bounded_by_speed_and_time():
+    assert clamp_tokens(500, 100.0, 10.0) == 500
+    assert clamp_tokens(10**12, 100.0, 10.0) == 1101
+    assert clamp_tokens(-5, 100.0, 10.0) == 0
