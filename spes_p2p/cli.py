@@ -30,10 +30,12 @@ def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
         ConfigError: an unknown flag, variable or key, or a value that does not fit; one line with the remedy.
     """
     _check_environment(cls)
-    _check_yaml(cls, config := _config_of(argv))
+    _check_yaml(cls, config := _config_of(cls, argv))
     loaded: type[Settings] = type(cls.__name__, (cls,), {"model_config": {"yaml_file": config}, "__doc__": cls.__doc__})
     try:
-        source = CliSettingsSource(loaded, cli_parse_args=_repeat_flags(cls, argv), cli_exit_on_error=False)
+        source: CliSettingsSource = CliSettingsSource(
+            loaded, cli_parse_args=_repeat_flags(cls, argv), cli_exit_on_error=False
+        )
         return loaded(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
         raise ConfigError(_explain(error)) from error
@@ -58,13 +60,16 @@ def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
     return words
 
 
-def _config_of(argv: Sequence[str]) -> Path | None:
+def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
     for position, word in enumerate(argv):
         if word.startswith("--config="):
             return Path(word.removeprefix("--config="))
         if word == "--config" and position + 1 < len(argv):
             return Path(argv[position + 1])
-    return Path(os.environ["SPES_CONFIG"]) if "SPES_CONFIG" in os.environ else None
+    if "SPES_CONFIG" in os.environ:
+        return Path(os.environ["SPES_CONFIG"])
+    field = cls.model_fields.get("config")
+    return field.default if field is not None else None
 
 
 def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:

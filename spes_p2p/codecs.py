@@ -61,7 +61,7 @@ class Layout:
 def to_bytes(flat_N: Tensor) -> memoryview:
     """Return a contiguous fp32 CPU vector as little-endian bytes, without a copy."""
     assert flat_N.dtype == torch.float32 and flat_N.is_contiguous() and flat_N.device.type == "cpu"
-    return memoryview(flat_N.detach().numpy().astype("<f4", copy=False)).cast("B")
+    return flat_N.detach().numpy().astype("<f4", copy=False).data.cast("B")
 
 
 def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:

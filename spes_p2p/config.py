@@ -22,7 +22,7 @@ RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9]
 class Frozen(BaseModel):
     """Base of config sections: immutable, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class ModelConfig(Frozen):
@@ -72,7 +72,7 @@ class DataConfig(Frozen):
 
     source: Literal["embedded", "files", "hub"] = "embedded"
     """`embedded`: the Python standard library's own source and documentation, read from the interpreter;
-    `files`: text, jsonl or parquet that each peer names with --text or --dataset; `hub`: a `datasets` name, streamed."""
+    `files`: text, jsonl or parquet that each peer names with --text; `hub`: a `datasets` name, streamed."""
     name: str | None = None
     """For `hub`: the dataset's name, optionally `name:config`."""
     split: str = "train"
@@ -206,13 +206,13 @@ class RunConfig(Frozen):
     outer: OuterConfig = OuterConfig()
     merge: MergeConfig = MergeConfig()
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the initial weights, the held-out split and the data order."""
+    """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"
     """Default precision of the experts a peer does not hold; a machine may choose otherwise with --storage."""
 
 
-class PeerConfig(BaseSettings):
-    """One machine's choices, as flags: `--run-id r --initial-peers ADDR ...`."""
+class CommandConfig(BaseSettings):
+    """Base of the commands' settings: flags over `SPES_` variables over the YAML of `--config` over defaults."""
 
     model_config = SettingsConfigDict(
         env_prefix="SPES_",
@@ -220,12 +220,29 @@ class PeerConfig(BaseSettings):
         extra="forbid",
         frozen=True,
         cli_kebab_case=True,
-        cli_prog_name="run_peer.py",
         cli_implicit_flags=True,
         cli_avoid_json=True,
         cli_hide_none_type=True,
         nested_model_default_partial_update=True,
+        use_attribute_docstrings=True,
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, YamlConfigSettingsSource(settings_cls))
+
+
+class PeerConfig(CommandConfig):
+    """One machine's choices, as flags: `--run-id r --initial-peers ADDR ...`."""
+
+    model_config = SettingsConfigDict(cli_prog_name="run_peer.py")
 
     config: Path | None = None
     """YAML file to start a new run from, and to read this machine's choices from."""
@@ -269,14 +286,3 @@ class PeerConfig(BaseSettings):
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event to log."""
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, YamlConfigSettingsSource(settings_cls))

@@ -191,7 +191,7 @@ class SparseAverager(DecentralizedAverager):
             else:
                 work = self._run_group(gid, groups.members[name], weights, source, result, **kwargs)
                 await asyncio.wait_for(work, self._attempt_seconds)
-        except (AllreduceException, asyncio.TimeoutError, OSError, ValueError) as error:
+        except (TimeoutError, AllreduceException, OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
         if not self._digests[gid].done():
             self._digests[gid].set_result(b"")
@@ -228,7 +228,7 @@ class SparseAverager(DecentralizedAverager):
         try:
             request = runtime_pb2.ExpertRequest(uid=gid.hex())
             return (await stub.rpc_confirm(request, timeout=self._attempt_seconds)).metadata
-        except Exception as error:  # noqa: BLE001 - libp2p errors have no common base
+        except Exception as error:
             raise AllreduceException(f"{peer} did not confirm: {error!r}") from error
 
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:

@@ -45,7 +45,7 @@ def allocate(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Alloca
         held[peer] = {slot for slot in claim.slots if slot < num_slots}
     counts = coverage({peer: tuple(slots) for peer, slots in held.items()}, num_slots)
     _fill(run_id, held, capacity, counts)
-    # Slots given only now cost nothing to exchange, so they level the coverage; slots in training move for orphans alone.
+    # Slots given only now cost nothing to exchange, so they level the coverage; slots in training move for orphans.
     given = {(peer, slot) for peer in held for slot in held[peer] if slot not in claims[peer].slots}
     _level(run_id, held, counts, lambda peer, slot, gap: (peer, slot) in given and gap >= 2)
     _level(run_id, held, counts, lambda peer, slot, gap: counts[slot] >= 2 and gap == counts[slot])

@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import uvloop
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.limits import increase_file_limit
-from hivemind.utils.timed_storage import get_dht_time
 from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.identity import Identity
@@ -107,7 +107,7 @@ class Node:
         )
         try:
             dht.run_in_background(timeout=STARTUP_SECONDS)
-        except Exception as error:  # noqa: BLE001 - whatever the DHT process died of comes back as its own type
+        except Exception as error:
             dht.terminate()
             raise _unreachable(initial_peers, error) from error
         return dht
@@ -164,7 +164,7 @@ def _check_addresses(addresses: Sequence[str]) -> None:
     for address in addresses:
         try:
             valid = "p2p" in Multiaddr(address)
-        except Exception as error:  # noqa: BLE001 - multiaddr raises several unrelated types
+        except Exception as error:
             raise ConfigError(
                 f"{address!r} is not a multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm..."
             ) from error

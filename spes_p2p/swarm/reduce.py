@@ -88,6 +88,7 @@ class WholeRunner(AllReduceRunner):
     def __init__(self, *, weights: Sequence[float], **kwargs) -> None:
         super().__init__(weight=1.0, **kwargs)
         self.lost: PeerID | None = None
+        self.tensor_part_reducer: TensorPartReducer
         self.tensor_part_reducer.finished.set()  # stock's reducer is replaced before use, and need not complain
         self.tensor_part_reducer = OrderedReducer([part.shape for part in self.parts_for_local_averaging], weights)
 

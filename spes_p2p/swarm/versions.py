@@ -87,8 +87,9 @@ class Version(BaseModel):
 class VersionStore:
     """Versions on disk, safe to read from one thread while another adds.
 
-    The newest of a name is the one added last: who catches up with a majority may go back a round. Files are immutable: a new version is a new file, moved in whole. Serving opens the file, so that deleting an
-    old version does not disturb a transfer under way.
+    The newest of a name is the one added last: who catches up with a majority may go back a round. Files are
+    immutable: a new version is a new file, moved in whole. Serving opens the file, so that deleting an old version
+    does not disturb a transfer under way.
 
     Args:
         directory: Folder of the store; an index in it makes it survive a restart.

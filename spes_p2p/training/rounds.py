@@ -82,8 +82,7 @@ class Rounds:
         while self._round < self._run.round.total:
             before = self._round
             trained, loss = self._train()
-            update = self._lead(lambda sync, trained=trained: sync.finish(trained, starts_at=self._ends_at))
-            self._apply(update)
+            self._apply(self._finish(trained))
             if self._sync is not None and self._round > before:
                 self._conclude(self._sync, trained, loss, on_round)
 
@@ -93,7 +92,7 @@ class Rounds:
         """Make local steps until the round ends; return the work and its mean loss, nats per token."""
         began, tokens, weighted_loss, steps = time.monotonic(), 0, 0.0, 0
         started_at = self._now()
-        while (done := self._group.from_leader(lambda: self._share_done(steps, started_at))) < 1.0 or not steps:
+        while (done := self._share_done(steps, started_at)) < 1.0 or not steps:
             step = self._trainer.step(*self._rates(self._round + min(done, 1.0)))
             tokens, weighted_loss, steps = tokens + step.tokens, weighted_loss + step.loss * step.tokens, steps + 1
             self._rescue_orphans()
@@ -108,7 +107,7 @@ class Rounds:
         """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
         if self._run.round.mode == "steps":
             return steps / self._run.round.steps
-        return (self._now() - started_at) / max(self._ends_at - started_at, 1e-3)
+        return self._group.from_leader(lambda: (self._now() - started_at) / max(self._ends_at - started_at, 1e-3))
 
     def _now(self) -> float:
         return self._sync.swarm.now() if self._sync is not None else 0.0
@@ -127,6 +126,9 @@ class Rounds:
             self._ends_at = ends_at
 
     # ------------------------------------------------------------------ synchronising
+
+    def _finish(self, trained: Trained) -> tuple[Update, int, float]:
+        return self._lead(lambda sync: sync.finish(trained, starts_at=self._ends_at))
 
     def _lead(self, work: Callable[[Synchroniser], Update]) -> tuple[Update, int, float]:
         """Let the leader synchronise; return its update, round and round end on every rank."""

@@ -73,7 +73,7 @@ class Trainer:
             )
         self.model, self.data, self._train, self._group = model, data, train, group
         self._micro = micro_batch_size or train.batch_size // group.world_size
-        model.module.to(group.device)
+        torch.nn.Module.to(model.module, group.device)
         self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
         self._loss = TrainingLoss(model, train)
         slots = {slot: model.slot_parameters(slot) for slot in model.claimed}

@@ -27,7 +27,7 @@ FLOORS: list[set[str]] = [
     {"optim"},
     {"swarm", "model"},
     {"training"},
-    {"peer", "evaluation", "simulator"},
+    {"peer", "evaluation", "simulator", "children", "experiment"},
     {"cli"},
 ]
 # The swarm knows tensors, not models; what learns knows no network.

@@ -14,8 +14,8 @@ def claim(peer, slots, max_slots, state="active"):
 
 
 @st.composite
-def swarms(draw, num_slots=st.integers(1, 24)):
-    count = draw(num_slots)
+def swarms(draw):
+    count = draw(st.integers(1, 24))
     peers = draw(st.lists(st.sampled_from(PEERS), unique=True, min_size=1, max_size=8))
     claims = {}
     for peer in peers:

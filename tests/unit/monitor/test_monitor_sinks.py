@@ -1,0 +1,198 @@
+"""What a sink was given can be read back, once, also after a crash."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from monitor.console import ConsoleSink, printable, render, slot_ranges
+from monitor.journal import replay
+from monitor.sinks import JsonlSink, Sink, WandbSink
+from monitor.view import SwarmView, fold, short_id
+from spes_p2p.errors import ConfigError, DataError
+from tests.unit.monitor.swarms import (
+    NUM_SLOTS,
+    TOTAL_ROUNDS,
+    claim,
+    empty_view,
+    peer_id,
+    report,
+    small_history,
+    snapshot,
+)
+
+FACTS = {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}
+
+
+def feed(sink: Sink, views: list[SwarmView]) -> SwarmView:
+    """Show a sink every view twice, as polling does, and an evaluation of each round."""
+    evaluated = views[0]
+    for view in views:
+        evaluated = replace(view, held_out=evaluated.held_out).evaluated(view.published, 5.5 - view.published / 2)
+        sink.update(view)
+        sink.update(view)
+        sink.evaluated(evaluated, view.published, evaluated.held_out[view.published])
+    sink.close()
+    return evaluated
+
+
+def events(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def kinds(path: Path) -> dict[str, int]:
+    names = [event["kind"] for event in events(path)]
+    return {name: names.count(name) for name in names}
+
+
+def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    view = feed(JsonlSink(path, FACTS, empty_view()), small_history(3))
+    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "report": 6, "round": 3}
+    again, facts = replay(path)
+    assert facts["run_id"] == "run"
+    assert again.reports == view.reports and again.held_out == view.held_out
+    assert again.published == view.published and again.rounds == view.rounds and again.coverage == view.coverage
+
+
+def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
+    path, views = tmp_path / "metrics.jsonl", small_history(3)
+    feed(JsonlSink(path, FACTS, empty_view()), views[:3])
+    start, _ = replay(path, empty_view())
+    feed(JsonlSink(path, FACTS, start), views)
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "report": 6, "round": 3}
+
+
+def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
+    path, views = tmp_path / "metrics.jsonl", small_history(2)
+    feed(JsonlSink(path, FACTS, empty_view()), views)
+    path.write_bytes(path.read_bytes()[:-9])
+    start, _ = replay(path, empty_view())
+    assert 2 not in start.held_out
+    feed(JsonlSink(path, FACTS, start), views)
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "report": 4, "round": 2}
+
+
+@pytest.mark.parametrize("line", ["nonsense", "[]", '{"kind": "report", "time": 1.0}', '{"kind": "round", "time": 1}'])
+def test_a_damaged_line_is_named_with_its_number(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    feed(JsonlSink(path, FACTS, empty_view()), small_history(1))
+    path.write_text(path.read_text() + line + "\n" + '{"kind": "run", "time": 1.0}\n')
+    with pytest.raises(DataError, match=rf"metrics.jsonl:{len(path.read_text().splitlines()) - 1} "):
+        replay(path)
+
+
+def test_a_file_without_a_run_or_without_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_text("")
+    with pytest.raises(DataError, match="names no run"):
+        replay(tmp_path / "empty")
+    with pytest.raises(DataError, match="cannot read"):
+        replay(tmp_path / "absent")
+    with pytest.raises(ConfigError, match="cannot write"):
+        JsonlSink(tmp_path / "no" / "such" / "folder", FACTS, empty_view())
+
+
+def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_again_when_read(tmp_path: Path) -> None:
+    path, view = tmp_path / "metrics.jsonl", empty_view()
+    sink = JsonlSink(path, FACTS, view)
+    sink.evaluated(view.evaluated(1, math.nan), 1, math.nan)
+    sink.close()
+    assert events(path)[-1]["loss"] is None
+    assert math.isnan(replay(path)[0].held_out[1])
+
+
+def test_joins_leaves_and_changed_claims_are_told_apart(tmp_path: Path) -> None:
+    path, view = tmp_path / "metrics.jsonl", empty_view()
+    sink = JsonlSink(path, FACTS, view)
+    for now, claims in ((1.0, [claim(0, [0])]), (2.0, [claim(0, [0, 1])]), (50.0, []), (60.0, [claim(0, [2])])):
+        view = fold(view, snapshot(now, claims))
+        sink.update(view)
+    sink.close()
+    changes = [(e["change"], e["slots"]) for e in events(path) if e["kind"] == "membership"]
+    assert changes == [("joined", [0]), ("changed", [0, 1]), ("left", [0, 1]), ("joined", [2])]
+
+
+def plain(width: int = 40) -> tuple[ConsoleSink, io.StringIO]:
+    stream = io.StringIO()
+    return ConsoleSink("run", "auto", Console(file=stream, width=width, markup=False)), stream
+
+
+def test_a_console_that_is_no_terminal_gets_one_line_per_round_however_narrow() -> None:
+    sink, stream = plain()
+    feed(sink, small_history(3))
+    lines = stream.getvalue().splitlines()
+    rounds = [line for line in lines if "tokens/s" in line]
+    assert len(rounds) == 3 and len(lines) == 7
+    assert rounds[2].startswith("round 3/20  2 peers  200 tokens/s  loss 4.3")
+    assert "coverage 3/8, orphans 3-7" in rounds[2]
+    for index, slots in ((0, "0-1"), (1, "1-2")):
+        assert f"{short_id(peer_id(index))}: {slots}" in rounds[2]
+    assert lines[-1] == "round 3/20: held-out loss 4.0000"
+    assert "\x1b" not in stream.getvalue()
+
+
+def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
+    hostile = "[bold red]\x1b]0;owned\x07[/]"
+    view = small_history(1)[-1]
+    peer = replace(view.peers[peer_id(0)], peer_id="Qm" + hostile)
+    view = replace(view, peers={peer.peer_id: peer})
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(render(hostile, view))
+    text = stream.getvalue()
+    assert "[bold red]" in text and "\x1b" not in text and "\x07" not in text
+    assert printable("a\x1b\nb") == "a��b"
+
+
+def test_a_live_console_draws_and_stops() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink("run", "live", Console(file=stream, width=120, force_terminal=True))
+    feed(sink, small_history(2))
+    sink.close()
+    assert short_id(peer_id(1)) in stream.getvalue()
+
+
+@pytest.mark.parametrize(("slots", "text"), [((), "none"), ((3,), "3"), ((0, 1, 2, 7, 9, 10), "0-2,7,9-10")])
+def test_slots_are_written_as_ranges(slots: tuple[int, ...], text: str) -> None:
+    assert slot_ranges(slots) == text
+
+
+@pytest.mark.slow
+def test_wandb_writes_a_run_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("wandb")
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    for folder in ("CACHE", "CONFIG", "DATA"):
+        monkeypatch.setenv(f"WANDB_{folder}_DIR", str(tmp_path / folder.lower()))
+    sink = WandbSink(tmp_path, project="test", name="run", config={"train": {"lr": 0.1}})
+    feed(sink, small_history(2))
+    sink.close()
+    (run,) = (tmp_path / "wandb").glob("offline-run-*")
+    (log,) = run.glob("*.wandb")
+    data = log.read_bytes()
+    for key in ("swarm/loss", "swarm/held_out_loss", "swarm/covered_slots", f"peer/{short_id(peer_id(0))}/loss"):
+        assert key.encode() in data
+
+
+def test_wandb_that_is_missing_is_a_line_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
+    with pytest.raises(ConfigError, match="pip install wandb"):
+        WandbSink(tmp_path, project="test", name="run", config={})
+
+
+def test_reports_of_a_late_peer_are_written_when_they_come(tmp_path: Path) -> None:
+    path, view = tmp_path / "metrics.jsonl", small_history(2)[-1]
+    sink = JsonlSink(path, FACTS, empty_view())
+    sink.update(view)
+    sink.update(fold(view, snapshot(30.0, [claim(i) for i in range(3)], [report(2, 1)])))
+    sink.close()
+    assert kinds(path)["report"] == 5 and kinds(path)["round"] == 2
