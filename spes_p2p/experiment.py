@@ -127,7 +127,7 @@ class Experiment:
             settings = {"run": run.model_dump(mode="json"), "text": [str(path.resolve()) for path in self._config.text]}
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
         try:
-            say(_opening(self._config, self._start()))
+            say(_opening(self._config, self._start(), self._max_slots))
             code = self._watch()
         except KeyboardInterrupt:
             say("\nstopping ...")
@@ -202,12 +202,13 @@ def _root() -> Path:
     return Path(__file__).resolve().parent.parent
 
 
-def _opening(config: ExperimentConfig, address: str) -> str:
+def _opening(config: ExperimentConfig, address: str, slots: int) -> str:
     out = config.output
+    text = "".join(f" --text {path}" for path in config.text)
     return (
         f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
         f"join by hand:  {_python()} peers/run_peer.py --run-id {config.run_id} --initial-peers {address} "
-        f"--output {out / 'peer-by-hand'}\n"
+        f"--output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
         f"kill a peer:   pkill -KILL -o -f 'run_peer.py.*{out / 'peer-1'} '\n"
         "stop:          Ctrl-C\n"
     )

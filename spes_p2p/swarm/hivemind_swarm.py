@@ -49,6 +49,7 @@ class HivemindSwarm:
         self._bundle_numel: Mapping[str, int] = {}
         self._averaged_bytes = 0
         self._renewed: dict[type[Record], Record] = {}
+        self._last_read: dict[type[Record], Mapping[str, Record]] = {}
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
@@ -90,7 +91,11 @@ class HivemindSwarm:
         self._store_record(record, REPORT_SECONDS)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        return self.node.read(kind)
+        try:
+            self._last_read[kind] = self.node.read(kind)
+        except TimeoutError:
+            log.warning("the DHT took too long to read %s records; going by what it said before", kind.kind)
+        return self._last_read.get(kind, {})
 
     def wait(self, seconds: float) -> bool:
         """Wait, for records of others to change; return at once, and True, when the swarm is closed."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -178,6 +179,9 @@ def test_wandb_writes_a_run_offline_without_an_account(tmp_path: Path, monkeypat
     sink.close()
     (run,) = (tmp_path / "wandb").glob("offline-run-*")
     (log,) = run.glob("*.wandb")
+    deadline = time.monotonic() + 10.0
+    while log.stat().st_size < 1000 and time.monotonic() < deadline:  # W&B's own process writes it, a moment later
+        time.sleep(0.05)
     data = log.read_bytes()
     for key in ("swarm/loss", "swarm/held_out_loss", "swarm/covered_slots", f"peer/{short_id(peer_id(0))}/loss"):
         assert key.encode() in data
