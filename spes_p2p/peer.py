@@ -194,6 +194,7 @@ def _train(config: PeerConfig, group: ProcessGroup, joined: tuple[HivemindSwarm,
     """Train on this rank; `joined` on the leader only."""
     group.connect()
     sync: Synchroniser | None = None
+    trainer: Trainer | None = None
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
@@ -215,6 +216,8 @@ def _train(config: PeerConfig, group: ProcessGroup, joined: tuple[HivemindSwarm,
     finally:
         if sync is not None:
             sync.holdings.leave()
+        if trainer is not None:
+            trainer.close()
         group.close()
 
 

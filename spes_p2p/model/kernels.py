@@ -79,13 +79,13 @@ class _LoopLinear(torch.autograd.Function):
 
 
 def _weight_grads(grad_RO: Tensor, x_RI: Tensor, ends: Sequence[int], weights_OI: Sequence[Tensor]) -> list[Tensor]:
-    """One gradient per weight, in the weight's dtype; zeros for a starved expert, or DDP would wait for it forever."""
+    """One gradient per weight, which autograd casts; zeros for a starved expert, or DDP would wait for it forever."""
     grads_OI, start = [], 0
     for end, weight_OI in zip(ends, weights_OI, strict=True):
         if end > start:
             grad_OI = grad_RO.new_empty(weight_OI.shape)
             torch.mm(grad_RO[start:end].t(), x_RI[start:end], out=grad_OI)
-            grads_OI.append(grad_OI.to(weight_OI.dtype))
+            grads_OI.append(grad_OI)
         else:
             grads_OI.append(torch.zeros_like(weight_OI))
         start = end

@@ -160,11 +160,14 @@ class Holdings:
 
 
 def _best(offers: Sequence, name: str) -> tuple[int, str]:
-    """Return the (round, digest) to take over: `shared` as most have it, a slot as late as anybody has it."""
+    """Return the (round, digest) to take over: `shared` as most have it, a slot as late as anybody has it.
+
+    Ties go as in a roster, so that two halves of a swarm with different anchors agree whose are kept.
+    """
     votes = Counter((offer.round, offer.digest) for offer in offers)
     if name == SHARED:
-        return max(votes, key=lambda state: (votes[state], state[0]))
-    return max(votes, key=lambda state: (state[0], votes[state]))
+        return min(votes, key=lambda state: (-votes[state], -state[0], state[1]))
+    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]))
 
 
 def is_bundle(name: str) -> bool:

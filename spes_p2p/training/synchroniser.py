@@ -114,7 +114,7 @@ class Synchroniser:
             present, needed = len(self.holdings.claims()), self._run.round.min_peers
             if present >= needed and time.monotonic() - started >= SETTLE_SECONDS:
                 return
-            if present not in (told, needed):
+            if present < needed and present != told:
                 log.info("waiting for peers: %d of %d are here", present, needed)
                 told = present
 

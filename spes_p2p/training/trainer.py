@@ -92,6 +92,10 @@ class Trainer:
         if self._group.world_size > 1:
             self._wrapped = DistributedDataParallel(self._loss, broadcast_buffers=False)
 
+    def close(self) -> None:
+        """Drop the DDP wrapper; it must not outlive the process group, or its destructor may wait for it for ever."""
+        self._wrapped = self._loss
+
     # ------------------------------------------------------------------ steps
 
     def step(self, lr: float, claimed_factor: float = 1.0) -> Step:

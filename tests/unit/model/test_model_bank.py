@@ -152,6 +152,16 @@ def test_store_counts_its_bytes_and_forgets():
     assert store.nbytes() == 0 and 7 not in store
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_store_shares_no_memory_with_its_callers(precision):
+    store = FrozenStore(precision)
+    given = torch.ones(3, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
+    store.put(0, {"a": given})
+    given.zero_()
+    store.get(0, given.dtype)["a"].zero_()
+    assert torch.equal(store.get(0, torch.float32)["a"], torch.ones(3))
+
+
 def test_unknown_names_say_what_is_known(seed):
     with pytest.raises(ConfigError, match=r"'fast'.*loop"):
         kernel("fast")

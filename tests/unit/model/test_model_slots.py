@@ -138,6 +138,24 @@ def test_unusable_settings_are_config_errors(slot_model, tiny):
         hf_config(tiny(hidden_size=12), VOCAB, SEQUENCE)
 
 
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("normalise", [True, False])
+def test_stock_model_has_the_shape_that_the_run_asks_for(tiny, tokens, seed, family, normalise):
+    shape = tiny(family, num_layers=3, top_k=3, norm_topk_prob=normalise, tie_embeddings=False, rope_theta=500.0)
+    stock = stock_model(shape, VOCAB, SEQUENCE, seed)
+    sizes = {name: tuple(parameter.shape) for name, parameter in stock.named_parameters()}
+    assert len(stock.model.layers) == 3 and sizes["lm_head.weight"] == (VOCAB, 32)
+    assert sizes["model.layers.2.self_attn.k_proj.weight"] == (16, 32)
+    assert sizes["model.layers.2.mlp.experts.gate_up_proj"] == (6, 32, 32)
+    assert sizes["model.layers.2.mlp.experts.down_proj"] == (6, 32, 16)
+    assert stock.config.rope_parameters["rope_theta"] == 500.0
+    assert stock.config.pad_token_id is None and stock.config.eos_token_id is None and stock.config.bos_token_id is None
+    _, weights_TK, _ = stock.model.layers[0].mlp.gate(torch.randn(5, 32))
+    is_normalised = torch.allclose(weights_TK.sum(-1), torch.ones(5))
+    assert weights_TK.shape == (5, 3) and is_normalised == (normalise or family == "mixtral")
+    assert stock(tokens, labels=tokens, output_router_logits=True).loss == stock(tokens, labels=tokens).loss
+
+
 def test_equal_seeds_give_equal_weights_whatever_is_claimed(slot_model, tiny, seed):
     outside = torch.get_rng_state()
     stock = stock_model(tiny(), VOCAB, SEQUENCE, seed).state_dict()

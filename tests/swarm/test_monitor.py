@@ -1,0 +1,193 @@
+"""A monitor among real peers on loopback: what it takes home is what they published."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from monitor.peer import main
+from monitor.settings import MonitorConfig
+from spes_p2p.codecs import Layout
+from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
+from spes_p2p.data.packing import held_out_batches
+from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
+from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.manifest import Manifest, publish_manifest
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from tests.unit.monitor.swarms import report
+
+NUM_SLOTS, SEQUENCE = 3, 16
+
+
+def run_config(total: int) -> RunConfig:
+    shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    return RunConfig(
+        model=ModelConfig(**shape, num_experts=NUM_SLOTS, top_k=2),
+        data=DataConfig(source="files", sequence_length=SEQUENCE, vocab_size=300, held_out_fraction=0.4),
+        outer=OuterConfig(optimizer="nesterov"),
+        round=RoundConfig(total=total, lease_seconds=3.0, heartbeat_seconds=1.0, exchange_seconds=20.0),
+    )
+
+
+class Peer:
+    """Publishes a given model as this round's versions, momentum after the weights, and says so in records."""
+
+    def __init__(self, directory: Path, run: RunConfig, vocab_size: int, initial_peers: list[str]) -> None:
+        self.node = Node(Identity(directory / "identity"), "watched", initial_peers=initial_peers)
+        self.swarm = HivemindSwarm(self.node, directory / "versions")
+        slot_model = build_slot_model(
+            run.model, vocab_size=vocab_size, sequence_length=SEQUENCE, seed=0, claimed=(), storage="fp32"
+        )
+        self.shared, self.slot = Layout(slot_model.shared_shapes()), Layout(slot_model.slot_shapes())
+        numels = {"shared": 2 * self.shared.numel, "slot": 2 * self.slot.numel}
+        self.swarm.enter(run.round, bundle_numel=numels, delta_numel={}, max_slots=0)
+
+    def publish(self, round: int, model: PreTrainedModel, slots: list[int]) -> None:
+        state = model.state_dict()
+        flats = {"shared": self.shared.flatten({name: state[name] for name in self.shared.shapes})}
+        for slot in slots:
+            flats[f"slot-{slot}"] = self.slot.flatten({name: state[name][slot] for name in self.slot.shapes})
+        momenta = torch.ones
+        self.swarm.publish(round, {name: torch.cat([flat, momenta(flat.numel())]) for name, flat in flats.items()})
+
+    def declare(self, round: int, slots: list[int]) -> None:
+        me = self.swarm.peer_id
+        self.swarm.announce(Claim(peer_id=me, state="active", slots=tuple(slots), max_slots=3, since=1.0))
+        self.swarm.announce(Progress(peer_id=me, round=round, ends_at=0.0))
+        if round:
+            fields = report(0, round, slots=tuple(slots)).model_dump() | {"peer_id": me, "slots": tuple(slots)}
+            self.swarm.report(Metrics(**fields))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    lines = (f'{{"text": "{number} plus {number} is {2 * number}, as everybody knows"}}' for number in range(200))
+    path = tmp_path / "text.jsonl"
+    path.write_text("\n".join(lines))
+    return path
+
+
+@contextlib.contextmanager
+def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[Peer], Manifest, object]]:
+    run = run_config(total)
+    tokenizer = train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
+    peers: list[Peer] = []
+    try:
+        for index in range(num_peers):
+            first = peers[0].node.addresses() if peers else []
+            peers.append(Peer(tmp_path / f"peer-{index}", run, len(tokenizer), first))
+        document = tokenizer_bytes(tokenizer)
+        manifest = Manifest(
+            run_id="watched",
+            founder=peers[0].swarm.peer_id,
+            software="test",
+            config=run,
+            vocab_size=len(tokenizer),
+            tokenizer_digest=__import__("hashlib").sha256(document).hexdigest(),
+        )
+        publish_manifest(peers[0].swarm, manifest, document)
+        yield peers, manifest, tokenizer
+    finally:
+        for peer in peers:
+            peer.swarm.close()
+
+
+def settings(tmp_path: Path, peers: list[Peer], **changes) -> MonitorConfig:
+    fields = {
+        "held_out_sequences": 8,
+        "poll_seconds": 0.2,
+        "console": "plain",
+        "cache": tmp_path / "cache",
+        "threads": 1,
+    }
+    fields |= {"output": tmp_path / "out", **changes}
+    return MonitorConfig(run_id="watched", initial_peers=peers[0].node.addresses()[:1], **fields)
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def events(output: Path, kind: str) -> list[dict]:
+    path = output / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    return [event for line in lines if line.endswith("\n") and (event := json.loads(line))["kind"] == kind]
+
+
+def reference_loss(model: PreTrainedModel, config: MonitorConfig, run: RunConfig, tokenizer) -> float:
+    """Held-out loss by transformers' own labels."""
+    batches = held_out_batches(
+        run.data, tokenizer, paths=config.text, cache=config.cache, num_sequences=8, batch_size=8, seed=run.seed
+    )
+    (batch,) = batches
+    model.config.use_cache = False
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch[:, :-1]).logits
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
+
+
+def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
+    tmp_path: Path, text: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with swarm_of(tmp_path, num_peers=2, total=1) as (peers, manifest, tokenizer):
+        run = manifest.config
+        start, trained = (stock_model(run.model, manifest.vocab_size, SEQUENCE, seed) for seed in (run.seed, 77))
+        peers[0].publish(1, trained, [0, 1])
+        peers[1].publish(1, trained, [1])
+        peers[1].publish(0, trained, [2])  # an orphan: nobody holds it, somebody still has its last version
+        peers[1].publish(1, trained, [])
+        peers[0].declare(1, [0, 1])
+        peers[1].declare(1, [1])
+        config = settings(tmp_path, peers, text=[text])
+        assert main(config) == 0
+        assert any(record.round == 1 for record in peers[0].swarm.read(Archived).values())
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+        for name, weight in trained.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], weight), name
+        words = AutoTokenizer.from_pretrained(tmp_path / "out" / "model")
+        assert words.decode(words("7 plus 7")["input_ids"]) == "7 plus 7"
+        measured = {event["round"]: event["loss"] for event in events(config.output, "evaluation")}
+        assert measured[0] == pytest.approx(reference_loss(start, config, run, tokenizer), abs=1e-4)
+        assert measured[1] == pytest.approx(reference_loss(trained, config, run, tokenizer), abs=1e-4)
+    assert {event["peer_id"] for event in events(config.output, "report")} == {p.swarm.peer_id for p in peers}
+    assert "finished" in (config.output / "report.html").read_text()
+    assert "round 1/1  2 peers" in capsys.readouterr().out
+
+
+def test_when_all_peers_vanish_the_last_pulled_round_is_saved(tmp_path: Path, text: Path) -> None:
+    with swarm_of(tmp_path, num_peers=1, total=5) as (peers, manifest, _), ThreadPoolExecutor(1) as pool:
+        trained = stock_model(manifest.config.model, manifest.vocab_size, SEQUENCE, 78)
+        peers[0].publish(1, trained, [0, 1, 2])
+        peers[0].declare(1, [0, 1, 2])
+        config = settings(tmp_path, peers, text=[text])
+        watching = pool.submit(main, config)
+        wait_until(lambda: watching.done() or any(e["round"] == 1 for e in events(config.output, "evaluation")))
+        peers[0].swarm.close()
+        assert watching.result(90) == 1
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "model")
+    assert torch.equal(loaded.state_dict()["lm_head.weight"], trained.state_dict()["lm_head.weight"])
+    assert "all peers are gone" in (config.output / "report.html").read_text()
+    assert any(event["change"] == "left" for event in events(config.output, "membership"))
+
+
+def test_a_monitor_that_cannot_watch_says_why(tmp_path: Path) -> None:
+    with swarm_of(tmp_path, num_peers=1, total=1) as (peers, _, _), pytest.raises(ConfigError, match="--text"):
+        main(settings(tmp_path, peers))
+    with pytest.raises(JoinError, match="no answer"):
+        address = "/ip4/127.0.0.1/tcp/9/p2p/QmQ2rWrZ2XfZ9Dzsr3HwFvfTyjBpAXnZ8LV1GNGi1aSUuM"
+        main(MonitorConfig(run_id="watched", initial_peers=[address], output=tmp_path / "nowhere"))

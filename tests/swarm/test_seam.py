@@ -1,0 +1,109 @@
+"""The seam: hivemind's swarm and the in-memory one commit the same bits, and both are the plain weighted mean."""
+
+import threading
+
+import pytest
+import torch
+from peers import RUN_ID, average, contribution, plain_mean
+
+from spes_p2p.codecs import digest
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture
+def four(party, rogue):
+    return [*party, rogue]  # who behaves unless told otherwise
+
+
+def average_in_memory(peers, contributions, *, expected):
+    """The same peers, by identity, meeting in a hub."""
+    hub = MemoryHub(RUN_ID, matchmaking_seconds=1.0)
+    swarms = [MemorySwarm(hub, peer.identity) for peer in peers]
+    results = [None] * len(peers)
+
+    def run(i):
+        results[i] = swarms[i].average(contributions[i], expected=expected, starts_at=0.0)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(peers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return results
+
+
+def seen(result):
+    """What a caller can tell of a result, but for times and the wording of reasons."""
+    committed = {name: digest(mean) for name, mean in result.committed.items()}
+    return {member.peer_id for member in result.roster}, committed, set(result.dropped), result.is_behind
+
+
+def test_both_swarms_commit_the_same_bits_and_they_are_the_weighted_mean(four, seed):
+    generator = torch.Generator().manual_seed(seed)
+    slots = [(0, 1, 3), (1, 2), (1, 3), (1, 4)]  # slot 1 has four holders, slot 3 two, the others one
+    tokens = [1, 977, 123_456, 0]
+    items = [
+        contribution(peer.peer_id, generator, slots=held, tokens=count)
+        for peer, held, count in zip(four, slots, tokens, strict=True)
+    ]
+    real = average(four, items, expected=4)
+    virtual = average_in_memory(four, items, expected=4)
+    assert [seen(result) for result in real] == [seen(result) for result in virtual]
+    for item, result in zip(items, real, strict=True):
+        assert {member.peer_id for member in result.roster} == {peer.peer_id for peer in four}
+        expected = set(item.deltas) - {"slot-4"}  # whose only holder trained nothing
+        assert set(result.committed) == expected
+        for name in expected:
+            torch.testing.assert_close(result.committed[name].double(), plain_mean(items, name), atol=1e-6, rtol=1e-6)
+    for name in ("shared", "slot-1", "slot-3"):
+        assert len({digest(result.committed[name]) for result in real if name in result.committed}) == 1
+
+
+def test_contributions_are_left_as_they_were(four, seed):
+    """Averaging twice from the same deltas gives the same bits: the first has not touched them."""
+    generator = torch.Generator().manual_seed(seed)
+    items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four]
+    first, again = average(four, items, expected=4), average(four, items, expected=4)
+    assert [seen(result) for result in first] == [seen(result) for result in again]
+
+
+@pytest.mark.parametrize("change", [{"anchors": {"shared": "6" * 16, "slot-0": "5" * 16}}, {"round": 2}], ids=str)
+def test_a_member_with_another_anchor_is_told_so_and_does_not_count(four, seed, change):
+    generator = torch.Generator().manual_seed(seed)
+    items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four[:3]]
+    late = contribution(four[3].peer_id, generator, slots=(0,), tokens=10**6, **change)
+    real = average(four, [*items, late], expected=4)
+    virtual = average_in_memory(four, [*items, late], expected=4)
+    assert [seen(result) for result in real] == [seen(result) for result in virtual]
+    assert real[3].is_behind and not real[3].committed and set(real[3].dropped) == {"shared", "slot-0"}
+    for result in real[:3]:
+        assert not result.is_behind
+        for name in ("shared", "slot-0"):
+            torch.testing.assert_close(result.committed[name].double(), plain_mean(items, name), atol=1e-6, rtol=1e-6)
+
+
+def test_with_another_anchor_of_a_slot_only_that_slot_does_not_count(four, seed):
+    generator = torch.Generator().manual_seed(seed)
+    items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four[:3]]
+    astray = contribution(four[3].peer_id, generator, slots=(0,), anchors={"shared": "5" * 16, "slot-0": "7" * 16})
+    real = average(four, [*items, astray], expected=4)
+    virtual = average_in_memory(four, [*items, astray], expected=4)
+    assert [seen(result) for result in real] == [seen(result) for result in virtual]
+    assert set(real[3].committed) == {"shared"} and set(real[3].dropped) == {"slot-0"}
+    torch.testing.assert_close(real[0].committed["slot-0"].double(), plain_mean(items, "slot-0"), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("member_tokens", [0, 50], ids=["nobody-trained", "too-few-met"])
+def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens):
+    """Three who did not train have no mean; three of an expected seven are fewer than half."""
+    generator = torch.Generator().manual_seed(seed)
+    expected = 7 if member_tokens else 3
+    items = [contribution(peer.peer_id, generator, slots=(0,), tokens=member_tokens) for peer in four[:3]]
+    real = average(four[:3], items, expected=expected, meeting_seconds=1.0)
+    for result in real + average_in_memory(four[:3], items, expected=expected):
+        assert not result.committed and set(result.dropped) == {"shared", "slot-0"}
+        assert len(result.roster) == 3
+        wording = "nobody trained" if expected == 3 else "only 3 of 7"
+        assert all(wording in reason for reason in result.dropped.values())

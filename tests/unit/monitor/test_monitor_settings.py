@@ -1,0 +1,74 @@
+"""A monitor touches nothing that it did not write itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from monitor.settings import MonitorConfig, prepare_output
+from spes_p2p.cli import load_settings
+from spes_p2p.errors import ConfigError
+
+ADDRESS = "/ip4/127.0.0.1/tcp/4000/p2p/QmQ2rWrZ2XfZ9Dzsr3HwFvfTyjBpAXnZ8LV1GNGi1aSUuM"
+REQUIRED = ["--run-id", "run", "--initial-peers", ADDRESS]
+
+
+def settings(output: Path, **changes: bool) -> MonitorConfig:
+    return MonitorConfig(run_id="run", initial_peers=[ADDRESS], output=output, **changes)
+
+
+def used(output: Path) -> Path:
+    """An output directory after a watch, inside an experiment's."""
+    for folder in ("model", "versions", "peer-0"):
+        (output / folder).mkdir(parents=True)
+        (output / folder / "file").write_text("x")
+    for name in ("metrics.jsonl", "report.html", "run.yaml"):
+        (output / name).write_text("x")
+    return output
+
+
+def test_flags_become_settings() -> None:
+    config = load_settings(MonitorConfig, [*REQUIRED, "--evaluate-every", "3", "--console", "plain", "--wandb"])
+    assert config.initial_peers == [ADDRESS] and config.evaluate_every == 3 and config.wandb
+
+
+@pytest.mark.parametrize("missing", ["--run-id", "--initial-peers"])
+def test_a_missing_flag_is_named(missing: str) -> None:
+    at = REQUIRED.index(missing)
+    with pytest.raises(ConfigError, match=missing):
+        load_settings(MonitorConfig, REQUIRED[:at] + REQUIRED[at + 2 :])
+
+
+def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="exclude each other"):
+        settings(tmp_path, resume=True, overwrite=True)
+
+
+def test_no_address_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValidationError, match="at least 1"):
+        MonitorConfig(run_id="run", initial_peers=[], output=tmp_path)
+
+
+def test_a_launchers_files_do_not_stand_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("x")
+    assert prepare_output(settings(tmp_path)) == tmp_path
+
+
+def test_an_earlier_watch_is_neither_overwritten_nor_continued_unasked(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*--resume"):
+        prepare_output(settings(used(tmp_path)))
+    prepare_output(settings(tmp_path, resume=True))
+    assert (tmp_path / "model" / "file").exists()
+
+
+def test_overwrite_deletes_the_watch_and_nothing_else(tmp_path: Path) -> None:
+    prepare_output(settings(used(tmp_path), overwrite=True))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["peer-0", "run.yaml"]
+
+
+def test_an_output_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match="choose a writable --output"):
+        prepare_output(settings(tmp_path / "file" / "below"))

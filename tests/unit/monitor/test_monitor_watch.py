@@ -1,0 +1,222 @@
+"""The watch against a scripted swarm: what it does about silence, stale models and the end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from monitor.archive import Pulled, plan_pull
+from monitor.view import SwarmView
+from monitor.watch import Ending, Watch
+from spes_p2p.config import RoundConfig
+from spes_p2p.errors import DataError, ExchangeError
+from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.versions import Version
+from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
+
+LAST = 3
+
+
+class ScriptedSwarm:
+    """Two peers that finish round n whenever `round` is set to n."""
+
+    def __init__(self) -> None:
+        self.peer_id, self.round, self.is_closed = peer_id(99), 0, False
+        self.members = [0, 1]
+        self.silences = 0
+        self.reported: list[Archived] = []
+        self.on_wait: Callable[[int], None] = lambda polls: None
+        self.polls = 0
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def read(self, kind: type) -> Mapping[str, object]:
+        if self.silences:
+            self.silences -= 1
+            raise TimeoutError
+        records = {
+            Claim: [claim(i, [i]) for i in self.members],
+            Progress: [],
+            Metrics: [report(i, self.round) for i in self.members] if self.round else [],
+        }[kind]
+        return {record.peer_id: record for record in records}
+
+    def report(self, record: Archived) -> None:
+        self.reported.append(record)
+
+    def wait(self, seconds: float) -> bool:
+        time.sleep(0.002)
+        self.polls += 1
+        self.on_wait(self.polls)
+        return self.is_closed
+
+
+class ScriptedArchive:
+    def __init__(self) -> None:
+        self.round, self.pulls, self.evaluated = 0, [], []
+        self.failures: list[Exception] = []
+
+    def pull(self, round: int, holders: Mapping[int, list[str]], peers: list[str]) -> Pulled:
+        self.pulls.append(round)
+        if self.failures:
+            raise self.failures.pop(0)
+        self.round = round
+        return Pulled(round, {5: 0})
+
+    def evaluate(self) -> float:
+        self.evaluated.append(self.round)
+        return 6.0 - self.round
+
+
+class Recorder:
+    def __init__(self) -> None:
+        self.evaluations: list[tuple[int, float]] = []
+
+    def update(self, view: SwarmView) -> None:
+        self.view = view
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        assert view.held_out[number] == loss
+        self.evaluations.append((number, loss))
+
+    def close(self) -> None: ...
+
+
+class Scene:
+    """A watch with everything around it."""
+
+    def __init__(self, view: SwarmView | None = None, lease_seconds: float = 30.0, every: int = 1) -> None:
+        self.swarm, self.archive, self.recorder, self.saved = ScriptedSwarm(), ScriptedArchive(), Recorder(), []
+        rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
+        self.watch = Watch(
+            *(self.swarm, rounds, self.archive, [self.recorder], view or empty_view()),  # type: ignore[arg-type]
+            save=lambda: self.saved.append(self.archive.round),
+            evaluate_every=every,
+            poll_seconds=0.0,
+        )
+
+    def advance(self, polls: int) -> None:
+        """Finish a round once the one before it was evaluated."""
+        if self.archive.evaluated and self.archive.evaluated[-1] == self.swarm.round:
+            self.swarm.round = min(self.swarm.round + 1, LAST)
+
+
+def test_every_round_is_evaluated_and_the_last_one_archived() -> None:
+    scene = Scene()
+    scene.swarm.on_wait = scene.advance
+    assert scene.watch.run() is Ending.FINISHED
+    assert scene.recorder.evaluations == [(0, 6.0), (1, 5.0), (2, 4.0), (3, 3.0)]
+    assert scene.saved == [LAST] and [record.round for record in scene.swarm.reported] == [LAST]
+
+
+def test_the_model_is_saved_before_peers_may_leave() -> None:
+    scene = Scene()
+    scene.swarm.on_wait = scene.advance
+    scene.swarm.report = lambda record: scene.swarm.reported.append(scene.saved[-1])  # type: ignore[method-assign]
+    scene.watch.run()
+    assert scene.swarm.reported == [LAST]
+
+
+def test_rounds_between_evaluations_are_left_out_but_the_last_is_not() -> None:
+    scene = Scene(every=2)
+
+    def advance(polls: int) -> None:
+        if polls > 20 * (scene.swarm.round + 1):
+            scene.swarm.round = min(scene.swarm.round + 1, LAST)
+
+    scene.swarm.on_wait = advance
+    scene.watch.run()
+    assert [number for number, _ in scene.recorder.evaluations] == [0, 2, 3]
+
+
+def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("monitor.watch.RETRY_SECONDS", 0.01)
+    scene = Scene()
+    scene.swarm.on_wait = scene.advance
+    scene.archive.failures = [ExchangeError("nobody has it"), TimeoutError()]
+    assert scene.watch.run() is Ending.FINISHED
+    assert scene.archive.pulls[:3] == [1, 1, 1] and scene.recorder.evaluations[-1] == (3, 3.0)
+
+
+def test_held_out_text_that_cannot_be_read_ends_the_watch() -> None:
+    scene = Scene()
+
+    def fail() -> float:
+        raise DataError("the held-out set is empty; add text")
+
+    scene.archive.evaluate = fail  # type: ignore[method-assign]
+    with pytest.raises(DataError, match="add text"):
+        scene.watch.run()
+
+
+def test_silence_of_the_dht_is_waited_over() -> None:
+    scene = Scene()
+    scene.swarm.silences = 5
+    scene.swarm.on_wait = scene.advance
+    assert scene.watch.run() is Ending.FINISHED
+
+
+def test_a_swarm_without_claims_for_two_leases_is_gone() -> None:
+    scene = Scene(lease_seconds=0.1)
+
+    def leave(polls: int) -> None:
+        scene.advance(polls)
+        if scene.archive.evaluated[-1:] == [1]:
+            scene.swarm.members, scene.swarm.round = [], 0
+
+    scene.swarm.on_wait = leave
+    began = time.monotonic()
+    assert scene.watch.run() is Ending.VANISHED
+    assert time.monotonic() - began >= 0.2
+    assert scene.recorder.evaluations[-1][0] == 1 and not scene.swarm.reported and not scene.saved
+
+
+def test_a_closed_swarm_stops_the_watch() -> None:
+    scene = Scene()
+    scene.swarm.is_closed = True
+    assert scene.watch.run() is Ending.STOPPED
+
+
+def test_a_resumed_watch_evaluates_nothing_twice_and_still_ends() -> None:
+    view = empty_view().evaluated(0, 6.0).evaluated(LAST, 3.0)
+    scene = Scene(view)
+    scene.swarm.round = LAST
+    assert scene.watch.run() is Ending.FINISHED
+    assert scene.recorder.evaluations == [] and scene.archive.pulls == [LAST] and scene.saved == [LAST]
+
+
+def version(name: str, round: int, digest: str = "a") -> Version:
+    return Version.model_construct(name=name, round=round, digest=64 * digest)
+
+
+def inventory(**rounds: Mapping[str, tuple[int, str]]) -> dict[str, dict[str, Version]]:
+    """Versions by peer and name (`slot_0` for `slot-0`), given as (round, digest)."""
+    return {
+        peer: {name.replace("_", "-"): version(name.replace("_", "-"), *what) for name, what in versions.items()}
+        for peer, versions in rounds.items()
+    }
+
+
+def test_only_peers_that_agree_with_most_about_shared_are_asked() -> None:
+    honest = {"shared": (4, "a"), "slot_0": (4, "b")}
+    plan = plan_pull(4, inventory(a=honest, b=honest, liar={"shared": (9999, "c"), "slot_0": (9999, "c")}), {}, 1)
+    assert plan.current == {"shared": ["a", "b"], "slot-0": ["a", "b"]} and not plan.older
+
+
+def test_a_holder_about_to_publish_is_waited_for_and_an_orphan_comes_as_it_was() -> None:
+    found = inventory(
+        a={"shared": (4, "a"), "slot_0": (4, "b"), "slot_1": (3, "c"), "slot_2": (2, "d")},
+        b={"shared": (4, "a"), "slot_0": (3, "b"), "slot_1": (3, "c"), "slot_2": (1, "d")},
+    )
+    plan = plan_pull(4, found, {0: ["a"], 1: ["b", "dead"]}, 4)
+    assert plan.current == {"shared": ["a", "b"], "slot-0": ["a"], "slot-1": ["b"]}
+    assert plan.older == {3: {"slot-1": ["a", "b"]}, 2: {"slot-2": ["a"]}}
+
+
+def test_while_half_the_swarm_is_a_round_ahead_the_whole_round_is_taken() -> None:
+    plan = plan_pull(4, inventory(a={"shared": (5, "b")}, b={"shared": (4, "a")}, c={"shared": (3, "z")}), {}, 0)
+    assert plan.current == {"shared": ["b"]}
+    assert plan_pull(6, inventory(a={"shared": (5, "b")}), {}, 0).current == {}

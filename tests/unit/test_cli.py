@@ -1,0 +1,199 @@
+"""Flags over environment over YAML over defaults; whatever does not fit is one line that names value and remedy."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.cli import entry_point, load_settings
+from spes_p2p.config import PeerConfig
+from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.experiment import ExperimentConfig
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SPES_CONFIG", raising=False)
+
+
+@pytest.fixture
+def yaml_file(tmp_path: Path) -> Callable[[str], str]:
+    def write(content: str) -> str:
+        path = tmp_path / "run.yaml"
+        path.write_text(content)
+        return str(path)
+
+    return write
+
+
+# ---------------------------------------------------------------------- where a value comes from
+
+
+def test_flags_beat_environment_beats_yaml_beats_defaults(yaml_file, monkeypatch):
+    config = yaml_file("run_id: from-yaml\nport: 1001\nmax_slots: 1\nhost: 127.0.0.2\n")
+    monkeypatch.setenv("SPES_PORT", "1002")
+    monkeypatch.setenv("SPES_MAX_SLOTS", "2")
+    peer = load_settings(PeerConfig, ["--config", config, "--max-slots", "3"])
+    assert (peer.run_id, peer.host, peer.port, peer.max_slots) == ("from-yaml", "127.0.0.2", 1002, 3)
+    assert peer.device == "auto"
+
+
+def test_a_nested_flag_changes_one_setting_and_leaves_the_yamls_others(yaml_file, monkeypatch):
+    config = yaml_file("run_id: r\nrun: {round: {total: 5, steps: 7}, train: {batch_size: 2}}\n")
+    monkeypatch.setenv("SPES_RUN__TRAIN__LR", "0.5")
+    run = load_settings(PeerConfig, ["--config", config, "--run.round.total", "9"]).run
+    assert run is not None
+    assert (run.round.total, run.round.steps, run.train.batch_size, run.train.lr) == (9, 7, 2, 0.5)
+    assert run.model.num_experts == 16
+
+
+def test_the_environment_may_name_the_config(yaml_file, monkeypatch):
+    monkeypatch.setenv("SPES_CONFIG", yaml_file("run_id: by-variable\n"))
+    assert load_settings(PeerConfig, []).run_id == "by-variable"
+
+
+def test_without_any_setting_of_the_run_a_peer_has_none():
+    assert load_settings(PeerConfig, ["--run-id", "r"]).run is None
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--text", "a", "b", "--port", "5"],
+        ["--text", "a", "--text", "b", "--port", "5"],
+        ["--port", "5", "--text", "a", "b"],
+        ["--text=a", "--text=b", "--port", "5"],
+    ],
+)
+def test_a_list_takes_several_words_or_several_flags(words):
+    peer = load_settings(PeerConfig, ["--run-id", "r", *words])
+    assert peer.text == [Path("a"), Path("b")] and peer.port == 5
+
+
+def test_every_list_flag_takes_several_words():
+    words = ["--run-id", "r", "--initial-peers", "/x", "/y", "--announce", "/z", "/w"]
+    peer = load_settings(PeerConfig, words)
+    assert peer.initial_peers == ["/x", "/y"] and peer.announce == ["/z", "/w"]
+    experiment = load_settings(ExperimentConfig, ["--text", "a", "b"])
+    assert experiment.text == [Path("a"), Path("b")]
+
+
+# ---------------------------------------------------------------------- what does not fit
+
+
+def one_line(words: list[str], cls=PeerConfig) -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_settings(cls, words)
+    message = str(raised.value)
+    assert message and "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("content", "value", "remedy"),
+    [
+        ("run_id: r\nmax_slot: 3\n", "max_slot", "max_slots"),
+        ("run_id: r\nrun: {model: {experts: 8}}\n", "run.model.experts=8", "remove it"),
+        ("run_id: r\nrun: {round: {total: -1}}\n", "run.round.total=-1", "greater than 0"),
+        ("run_id: r\nrun: {model: {top_k: 9, num_experts: 8}}\n", "model.top_k=9", "8 or less"),
+        ("run_id: r\nrun: {model: {num_heads: 3}}\n", "model.num_heads=3", "divisor"),
+        ("run_id: r\nrun: {model: {num_kv_heads: 3}}\n", "model.num_kv_heads=3", "divisor"),
+        ("run_id: r\nrun: {round: {min_seconds: 9, max_seconds: 8}}\n", "round.min_seconds=9", "swap"),
+        ("run_id: r\nrun: {round: {lease_seconds: 3, heartbeat_seconds: 2}}\n", "heartbeat_seconds=2", "1.5 or less"),
+        ("run_id: r\nrun: {data: {source: hub}}\n", "data.source=hub", "data.name"),
+        ("run_id: a.b\n", "a.b", "--help"),
+        ("- a\n- b\n", "list", "settings"),
+        ("run_id: [\n", "run.yaml", "YAML"),
+    ],
+)
+def test_a_bad_yaml_is_one_line_with_value_and_remedy(yaml_file, content, value, remedy):
+    message = one_line(["--config", yaml_file(content)])
+    assert value in message and remedy in message
+
+
+@pytest.mark.parametrize(
+    ("words", "value", "remedy"),
+    [
+        (["--run-id", "r", "--bogus", "1"], "--bogus", "--help"),
+        (["--run-id", "r", "--run.model.bogus", "1"], "--run.model.bogus", "--help"),
+        (["--run-id", "a.b"], "a.b", "--help"),
+        (["--run-id", "r", "--port", "70000"], "70000", "--help"),
+        (["--run-id", "r", "--port", "http"], "http", "--help"),
+        (["--run-id", "r", "--device", "tpu"], "tpu", "cuda"),
+        (["--run-id", "r", "--max-slots", "0"], "max_slots", "greater than 0"),
+        (["--run-id", "r", "--config", "absent.yaml"], "absent.yaml", "existing"),
+        (["--config=absent.yaml"], "absent.yaml", "existing"),
+        (["--port", "5"], "run_id", "--run-id"),
+    ],
+)
+def test_a_bad_flag_is_one_line_with_value_and_remedy(words, value, remedy):
+    message = one_line(words)
+    assert value in message and remedy in message
+
+
+def test_an_unknown_variable_of_ours_is_an_error_and_a_strangers_is_not(monkeypatch):
+    monkeypatch.setenv("OTHER_MAX_SLOT", "3")
+    load_settings(PeerConfig, ["--run-id", "r"])
+    monkeypatch.setenv("SPES_MAX_SLOT", "3")
+    assert "SPES_MAX_SLOT" in one_line(["--run-id", "r"])
+
+
+def test_an_unknown_nested_variable_is_an_error(monkeypatch):
+    monkeypatch.setenv("SPES_RUN__ROUND__TOTALS", "3")
+    assert "totals" in one_line(["--run-id", "r"]).lower()
+
+
+def test_a_config_that_is_no_text_is_one_line(tmp_path):
+    path = tmp_path / "picture.yaml"
+    path.write_bytes(b"\x89PNG\xff\x00")
+    assert "picture.yaml" in one_line(["--config", str(path)])
+
+
+# ---------------------------------------------------------------------- exit codes
+
+
+@pytest.fixture
+def restored_signals() -> Iterator[None]:
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+def raiser(error: BaseException) -> Callable[[PeerConfig], int]:
+    def main(config: PeerConfig) -> int:
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(
+    ("main", "code", "stderr"),
+    [
+        (lambda config: 0, 0, ""),
+        (lambda config: 1, 1, ""),
+        (raiser(JoinError("no answer; check it")), 2, "error: no answer; check it\n"),
+        (raiser(KeyboardInterrupt()), 130, ""),
+        (lambda config: signal.raise_signal(signal.SIGTERM), 130, ""),
+    ],
+    ids=["done", "failed", "users-error", "ctrl-c", "terminated"],
+)
+def test_a_commands_end_is_its_exit_code(main, code, stderr, monkeypatch, capsys, restored_signals):
+    monkeypatch.setattr(sys, "argv", ["run_peer.py", "--run-id", "r"])
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, main)
+    assert ended.value.code == code
+    assert capsys.readouterr().err == stderr
+
+
+def test_help_exits_with_0_and_explains_the_flags(monkeypatch, capsys, restored_signals):
+    monkeypatch.setattr(sys, "argv", ["run_peer.py", "--help"])
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, lambda config: 1)
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert "--initial-peers" in text and "--run.model.num-experts" in text
+    assert "Multiaddrs of peers already in the swarm" in text

@@ -1,0 +1,79 @@
+"""The settings that ship load, and every setting of a run explains itself and survives the manifest."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from spes_p2p.cli import load_settings
+from spes_p2p.config import Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.errors import ConfigError
+from spes_p2p.experiment import ExperimentConfig
+from spes_p2p.model.build import hf_config
+
+SHIPPED = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+def sections(cls: type[BaseModel]) -> list[type[BaseModel]]:
+    inner = [field.annotation for field in cls.model_fields.values()]
+    return [cls, *(c for a in inner if isinstance(a, type) and issubclass(a, Frozen) for c in sections(a))]
+
+
+def test_there_are_configs_to_ship():
+    assert SHIPPED
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_founds_a_run_as_it_says(path):
+    content = yaml.safe_load(path.read_text())
+    peer = load_settings(PeerConfig, ["--run-id", "r", "--config", str(path)])
+    assert peer.run is not None
+    for section, values in content["run"].items():
+        for name, value in values.items() if isinstance(values, dict) else []:
+            assert getattr(getattr(peer.run, section), name) == value, f"{section}.{name}"
+    hf_config(peer.run.model, 64, peer.run.data.sequence_length)
+
+
+@pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
+def test_a_shipped_config_starts_a_local_experiment(path):
+    experiment = load_settings(ExperimentConfig, ["--config", str(path)])
+    assert experiment.run.model_dump() != RunConfig().model_dump()
+
+
+def test_a_run_survives_the_manifests_json():
+    run = RunConfig.model_validate({"model": {"num_experts": 8}, "train": {"lr": 1 / 3}, "outer": {"momentum": 0.1}})
+    assert RunConfig.model_validate(json.loads(json.dumps(run.model_dump(mode="json")))) == run
+
+
+def test_a_runs_settings_cannot_be_changed_afterwards():
+    with pytest.raises(ValidationError):
+        RunConfig().seed = 1  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("section", sections(RunConfig), ids=lambda section: section.__name__)
+def test_no_section_takes_an_unknown_key(section):
+    with pytest.raises(ValidationError, match="Extra inputs are not permitted"):
+        section.model_validate({"unknown_key": 1})
+
+
+@pytest.mark.parametrize("cls", [*sections(RunConfig)[1:], PeerConfig, ExperimentConfig], ids=lambda c: c.__name__)
+def test_every_setting_is_explained(cls):
+    unexplained = [name for name, field in cls.model_fields.items() if not field.description]
+    assert not unexplained
+
+
+@pytest.mark.parametrize("value", [float("nan"), -1.0])
+@pytest.mark.parametrize("setting", ["train.lr", "train.weight_decay", "train.warmup_rounds", "train.balance_loss"])
+def test_no_rate_is_negative_or_not_a_number(setting, value):
+    section, name = setting.split(".")
+    with pytest.raises(ValidationError):
+        RunConfig.model_validate({section: {name: value}})
+
+
+def test_heads_of_odd_width_are_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match=r"hidden_size=30 over model.num_heads=10 .* choose another number of heads"):
+        hf_config(ModelConfig(hidden_size=30, num_heads=10, num_kv_heads=10), 64, 16)

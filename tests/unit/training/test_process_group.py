@@ -1,0 +1,85 @@
+"""What the leader knows or fails at, every rank learns; one process alone needs no group at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.training.process_group import ProcessGroup
+
+RANKS = 2
+
+
+def test_a_process_alone_is_its_own_leader_and_needs_no_network():
+    group = ProcessGroup("cpu")
+    group.connect()
+    assert group.is_leader and not dist.is_initialized()
+    assert group.from_leader(lambda: "word") == "word"
+    assert group.mean(2.5) == 2.5
+    assert group.share(None) == {}
+    flat = torch.randn(3)
+    assert torch.equal(group.share({"shared": flat})["shared"], flat)
+    group.close()
+    group.close()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+def test_cuda_where_there_is_none_is_refused_with_the_remedy():
+    with pytest.raises(ConfigError, match="device=cuda.*--device cpu"):
+        ProcessGroup("cuda")
+
+
+def rank_main(rank: int, port: int, folder: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = ProcessGroup("cpu")
+    group.connect()
+    flats = {"slot-1": torch.arange(4.0), "shared": torch.ones(2)} if group.is_leader else None
+    seen = {
+        "leader": group.is_leader,
+        "word": group.from_leader(lambda: f"of {rank}"),
+        "flats": {name: flat.tolist() for name, flat in group.share(flats).items()},
+        "nothing": group.share({} if group.is_leader else None),
+        "mean": group.mean(float(rank + 1)),
+        "error": error_of(group),
+        "after": group.from_leader(lambda: rank),
+    }
+    Path(folder, f"{rank}.json").write_text(json.dumps(seen))
+    group.close()
+    group.close()
+
+
+def error_of(group: ProcessGroup) -> str:
+    def fail() -> None:
+        raise JoinError("no answer; check it")
+
+    try:
+        group.from_leader(fail)
+    except JoinError as error:
+        return str(error)
+    return "none"
+
+
+def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(rank_main, args=(port, str(tmp_path)), nprocs=RANKS)
+    for rank in range(RANKS):
+        assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
+            "leader": rank == 0,
+            "word": "of 0",
+            "flats": {"slot-1": [0.0, 1.0, 2.0, 3.0], "shared": [1.0, 1.0]},
+            "nothing": {},
+            "mean": 1.5,
+            "error": "no answer; check it",
+            "after": 0,
+        }
