@@ -24,13 +24,21 @@ class ConsoleSink:
         run_id: Shown in the title.
         mode: `live` redraws a table, `plain` prints a line per complete round and per evaluation.
         console: Where to; by default standard output.
+        after_round: Rounds up to this one were shown before a resume.
     """
 
-    def __init__(self, run_id: str, mode: Literal["auto", "live", "plain"], console: Console | None = None) -> None:
+    def __init__(
+        self,
+        run_id: str,
+        mode: Literal["auto", "live", "plain"],
+        console: Console | None = None,
+        *,
+        after_round: int = 0,
+    ) -> None:
         self._run_id = run_id
         self._console = console or Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        self._rounds = 0
+        self._rounds = after_round
         if mode == "live" or (mode == "auto" and self._console.is_terminal):
             self._live = Live(console=self._console, refresh_per_second=2)
             self._live.start()

@@ -73,9 +73,9 @@ def main(settings: MonitorConfig) -> int:
 
         ending = _watch(settings, output, swarm, manifest, archive, save)
         _say_goodbye(ending, archive, save)
+        write_report(output, facts={"run": ending.value})
     finally:
         swarm.close()
-    write_report(output, facts={"run": ending.value})
     return EXIT_CODES[ending]
 
 
@@ -97,7 +97,7 @@ def _watch(
     try:
         sinks.append(JsonlSink(path, facts, view))
         if settings.console != "none":
-            sinks.append(ConsoleSink(manifest.run_id, settings.console))
+            sinks.append(ConsoleSink(manifest.run_id, settings.console, after_round=view.published))
         if settings.wandb:
             config = facts["config"]
             sinks.append(WandbSink(output, project=settings.wandb_project, name=manifest.run_id, config=config))

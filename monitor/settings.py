@@ -7,19 +7,19 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import SettingsConfigDict
 
-from spes_p2p.config import PeerConfig, PositiveFloat, PositiveInt, RunId
+from spes_p2p.config import CommandConfig, PositiveFloat, PositiveInt, RunId
 from spes_p2p.errors import ConfigError
 
 METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY = "metrics.jsonl", "report.html", "model"
 VERSIONS_DIRECTORY, IDENTITY_FILE = "versions", "identity.key"
 
 
-class MonitorConfig(BaseSettings):
+class MonitorConfig(CommandConfig):
     """One monitor's choices, as flags: `--run-id r --initial-peers ADDR --output runs/monitor`."""
 
-    model_config = SettingsConfigDict({**PeerConfig.model_config, "cli_prog_name": "run_monitor.py"})
+    model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="run_monitor.py")
 
     run_id: RunId
     """Name of the run to watch."""
@@ -57,17 +57,6 @@ class MonitorConfig(BaseSettings):
         if self.resume and self.overwrite:
             raise ValueError("resume and overwrite exclude each other; choose one")
         return self
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings)
 
 
 def prepare_output(settings: MonitorConfig) -> Path:

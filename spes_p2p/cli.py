@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeVar, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -18,6 +18,8 @@ from spes_p2p.errors import ConfigError, SpesError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
+OTHER_PREFIXES = ("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_TEST_", "SPES_VENV")
+"""Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
@@ -45,9 +47,8 @@ def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
 
 def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
     """Return `--text a b` as `--text a --text b`, which is how pydantic-settings takes lists."""
-    lists = {
-        f"--{name.replace('_', '-')}" for name, field in cls.model_fields.items() if isinstance(field.default, list)
-    }
+    fields = cls.model_fields.items()
+    lists = {f"--{name.replace('_', '-')}" for name, field in fields if get_origin(field.annotation) is list}
     words: list[str] = []
     flag, is_first = "", True
     for word in argv:
@@ -91,8 +92,10 @@ def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
 def _check_environment(cls: type[BaseSettings]) -> None:
     """pydantic-settings ignores a mistyped top-level variable in silence; we do not."""
     prefix = cls.model_config.get("env_prefix", "")
-    known = {f"{prefix}{name}".upper() for name in cls.model_fields} | {"SPES_VENV"}
+    known = {f"{prefix}{name}".upper() for name in cls.model_fields}
     for name in os.environ:
+        if name.startswith(OTHER_PREFIXES) and not prefix.startswith(OTHER_PREFIXES):
+            continue
         if prefix and name.startswith(prefix) and name.split("__")[0].upper() not in known:
             raise ConfigError(f"unknown environment variable {name}; unset it or see --help")
 

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from pydantic import Field
-from pydantic_settings import BaseSettings, CliPositionalArg, SettingsConfigDict
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from spes_p2p.config import DataConfig, PositiveInt
+from spes_p2p.config import CommandConfig, DataConfig, PositiveInt
 from spes_p2p.data.packing import window_batches
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
@@ -28,19 +28,10 @@ from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.loss import held_out_loss
 
 
-class EvaluateConfig(BaseSettings):
+class EvaluateConfig(CommandConfig):
     """Held-out loss, perplexity and lm-eval tasks of an ordinary Hugging Face checkpoint."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_EVALUATE_",
-        extra="forbid",
-        frozen=True,
-        populate_by_name=True,
-        cli_kebab_case=True,
-        cli_prog_name="evaluate.py",
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-    )
+    model_config = SettingsConfigDict(env_prefix="SPES_EVALUATE_", populate_by_name=True, cli_prog_name="evaluate.py")
 
     checkpoint: CliPositionalArg[Path]
     """Folder written by `save_pretrained`, tokenizer included."""

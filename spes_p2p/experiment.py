@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,10 +15,11 @@ from pydantic_settings import SettingsConfigDict
 
 from spes_p2p.children import STOP_SECONDS, Child, start, stop
 from spes_p2p.config import CommandConfig, PositiveInt, RunConfig, RunId
-from spes_p2p.data.sources import documents
+from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.peer import ADDRESS_FILE, prepare_output
+from spes_p2p.peer import ADDRESS_FILE
+from spes_p2p.training.output import check_output
 
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
@@ -64,8 +66,10 @@ def main(config: ExperimentConfig) -> int:
     slots = config.max_slots or min(-(-2 * num_experts // config.peers), num_experts)
     if slots > num_experts:
         raise ConfigError(f"max_slots={slots} exceeds model.num_experts={num_experts}; set it to {num_experts} or less")
+    check_output(config.output, resume=config.resume, overwrite=config.overwrite)
     _prepare_corpus(config)
-    prepare_output(config.output, resume=config.resume, overwrite=config.overwrite)
+    if config.overwrite and config.output.exists():
+        shutil.rmtree(config.output)
     return Experiment(config, slots).run()
 
 
@@ -98,10 +102,12 @@ def _with_data(config: ExperimentConfig) -> ExperimentConfig:
 
 
 def _prepare_corpus(config: ExperimentConfig) -> None:
-    """Train the tokenizer once, before N peers would; a bad corpus is reported before anything is written."""
-    if config.run.data.source != "hub":
-        next(iter(documents(config.run.data, config.text)))
-    resolve_tokenizer(config.run.data, config.text, config.cache.expanduser())
+    """Train the tokenizer and tokenise once, before N peers would; nothing is written yet if the corpus is bad."""
+    data, cache = config.run.data, config.cache.expanduser()
+    tokenizer = resolve_tokenizer(data, config.text, cache)
+    if data.source != "hub":
+        train_source(data, tokenizer, paths=config.text, cache=cache, order_seed=0)
+        held_out_batches(data, tokenizer, paths=config.text, cache=cache, num_sequences=8, batch_size=8, seed=0)
 
 
 class Experiment:

@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +29,7 @@ from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors, initial_bundles
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.output import check_output, fresh_output
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.rounds import Rounds
 from spes_p2p.training.synchroniser import Synchroniser
@@ -65,33 +64,15 @@ def main(config: PeerConfig) -> int:
     if not group.is_leader:
         _train(config, group, None)
         return 0
-    prepare_output(config.output, resume=config.resume, overwrite=config.overwrite)
-    with _joined(config) as (swarm, admission):
+    check_output(config.output, resume=config.resume, overwrite=config.overwrite)
+    output = contextlib.nullcontext(_nothing) if config.resume else fresh_output(config.output)
+    with output as keep, _joined(config) as (swarm, admission):
         try:
-            _train(config, group, (swarm, admission))
+            _train(config, group, (swarm, admission), keep)
         except KeyboardInterrupt:
             log.info("leaving; continue later with --resume --output %s", config.output)
             return 130
     return 0
-
-
-def prepare_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
-    """Check an output directory before anything is written; empty it if the user says so.
-
-    Raises:
-        ConfigError: it holds something and neither flag is given, it holds nothing to resume, or it is a file.
-    """
-    if resume and overwrite:
-        raise ConfigError("--resume and --overwrite exclude each other; drop one")
-    if directory.exists() and not directory.is_dir():
-        raise ConfigError(f"--output {directory} is not a directory; choose another")
-    is_empty = not directory.exists() or not any(directory.iterdir())
-    if resume and is_empty:
-        raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
-    if not is_empty and not resume:
-        if not overwrite:
-            raise ConfigError(f"--output {directory} exists; add --resume to continue it or --overwrite to delete it")
-        shutil.rmtree(directory)
 
 
 # ---------------------------------------------------------------------- joining
@@ -190,8 +171,17 @@ def _check_slots(config: PeerConfig, run: RunConfig | None) -> None:
 # ---------------------------------------------------------------------- training
 
 
-def _train(config: PeerConfig, group: ProcessGroup, joined: tuple[HivemindSwarm, Admission] | None) -> None:
-    """Train on this rank; `joined` on the leader only."""
+def _nothing() -> None:
+    """Keep the output of a resumed peer, which is kept anyway."""
+
+
+def _train(
+    config: PeerConfig,
+    group: ProcessGroup,
+    joined: tuple[HivemindSwarm, Admission] | None,
+    keep_output: Callable[[], None] = _nothing,
+) -> None:
+    """Train on this rank; `joined` on the leader only. Until its data are read, a start may still fail."""
     group.connect()
     sync: Synchroniser | None = None
     trainer: Trainer | None = None
@@ -199,6 +189,7 @@ def _train(config: PeerConfig, group: ProcessGroup, joined: tuple[HivemindSwarm,
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
         trainer = _trainer(config, group, admission)
+        keep_output()
         swarm = joined[0] if joined else None
         checkpoint = PeerCheckpoint(config.output / "checkpoint")
         resumed, moments = (checkpoint.load() or (None, {})) if config.resume else (None, {})

@@ -23,6 +23,7 @@ from torch import Tensor
 from spes_p2p.codecs import digest
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.meeting import Declarations
 from spes_p2p.swarm.outcome import Attempt
 from spes_p2p.swarm.processes import BoundDHT, die_with_parent
 from spes_p2p.swarm.reduce import WholeRunner
@@ -141,6 +142,8 @@ class SparseAverager(DecentralizedAverager):
     async def _step(self, *, step, future_for_init) -> None:
         expected = _user_part(step.data_for_gather)[0]
         target = expected if isinstance(expected, int) and expected >= 2 else None
+        if not isinstance(self._matchmaking.group_key_manager, Declarations):
+            self._matchmaking.group_key_manager = Declarations(self.dht, self.prefix, "", target)
         self._matchmaking.target_group_size = target
         self._matchmaking.group_key_manager.target_group_size = target
         await super()._step(step=step, future_for_init=future_for_init)

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from spes_p2p.codecs import digest, to_bytes
@@ -64,10 +65,11 @@ def _average(met: Mapping[str, Contribution]) -> dict[str, Attempt]:
     averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
     for name, members in derive_groups(roster).members.items():
         weights = [tokens[peer] for peer in members]
-        reason = "" if sum(weights) else "nobody trained"
+        parts = [met[peer].deltas[name] for peer in members]
+        reason = "" if all(torch.isfinite(part).all() for part in parts) else "a delta holds NaN or infinity"
+        reason = reason if sum(weights) else "nobody trained"
         mean = None
         if not reason:
-            parts = [met[peer].deltas[name] for peer in members]
             mean = weighted_mean(parts, weights) if len(parts) > 1 else parts[0]
         for peer in members:
             status[peer][name] = reason

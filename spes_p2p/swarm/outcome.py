@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from spes_p2p.swarm.base import Contribution, RoundResult
@@ -35,6 +36,7 @@ class Attempt:
 def judge(attempt: Attempt, contribution: Contribution, expected: int) -> RoundResult:
     """Return what may be committed of an attempt.
 
+    No mean that is not finite: a part may have come from a liar, and finite deltas may overflow in their sum.
     Nothing without a roster, with fewer than half of the peers expected (the other half may be committing something
     else), or without `shared`: a slot trained against a router that was rolled back would no longer fit it.
     """
@@ -43,8 +45,9 @@ def judge(attempt: Attempt, contribution: Contribution, expected: int) -> RoundR
         return RoundResult(
             roster=(contribution.member,), dropped=dropped, matchmaking_seconds=attempt.matchmaking_seconds
         )
-    committed = dict(attempt.averaged)
+    committed = {name: mean for name, mean in attempt.averaged.items() if torch.isfinite(mean).all()}
     dropped = {name: reason for name, reason in attempt.status.items() if reason}
+    dropped |= dict.fromkeys(attempt.averaged.keys() - committed.keys(), "the mean holds NaN or infinity")
     for name in contribution.deltas:
         if name not in committed:
             dropped.setdefault(name, "this peer's anchor is not the majority's")

@@ -128,6 +128,14 @@ class VersionStore:
             self._write_index()
             self._changed.notify_all()
 
+    def discard(self, version: Version) -> None:
+        """Forget a version whose bytes turned out damaged, so that it can be pulled again."""
+        with self._changed:
+            others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
+            self._versions[version.name] = others
+            self.path(version).unlink(missing_ok=True)
+            self._write_index()
+
     def read(self, name: str) -> bytes:
         """Return the bytes of the newest version of `name`, verified.
 
@@ -142,7 +150,8 @@ class VersionStore:
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
         if digest(data) != version.digest:
-            raise ExchangeError(f"{self.path(version)} is damaged; delete it and pull it again")
+            self.discard(version)
+            raise ExchangeError(f"{self.path(version)} was damaged and is deleted; it can be pulled again")
         return data
 
     def wait_for(self, name: str, min_round: int, timeout: float) -> Version | None:

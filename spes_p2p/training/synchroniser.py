@@ -170,7 +170,7 @@ class Synchroniser:
         flats |= {name: self.anchors.weights(name) for name in self.anchors.names}
         ends_at = self._next_end(result, expected)
         self._announce(ends_at)
-        self._sync_seconds = min(self.swarm.now() - began, 3600.0)
+        self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2
         return Update(self.holdings.slots, flats, ends_at)
 
     def _average(self, contribution: Contribution, expected: int, starts_at: float) -> RoundResult:
@@ -260,7 +260,8 @@ class Synchroniser:
             announced = max((record.ends_at for record in self._others_progress()), default=0.0)
             if announced > self.swarm.now():
                 return announced
-        return round_end(self._run.round, result.roster)
+        # A synchronisation that took much longer than the last ones must not eat the next round.
+        return max(round_end(self._run.round, result.roster), self.swarm.now() + self._run.round.min_seconds)
 
     # ------------------------------------------------------------------ records
 

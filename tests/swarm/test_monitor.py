@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from monitor.peer import main
 from monitor.settings import MonitorConfig
-from spes_p2p.codecs import Layout
+from spes_p2p.codecs import Layout, digest
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
@@ -59,8 +59,7 @@ class Peer:
         flats = {"shared": self.shared.flatten({name: state[name] for name in self.shared.shapes})}
         for slot in slots:
             flats[f"slot-{slot}"] = self.slot.flatten({name: state[name][slot] for name in self.slot.shapes})
-        momenta = torch.ones
-        self.swarm.publish(round, {name: torch.cat([flat, momenta(flat.numel())]) for name, flat in flats.items()})
+        self.swarm.publish(round, {name: torch.cat([flat, torch.ones_like(flat)]) for name, flat in flats.items()})
 
     def declare(self, round: int, slots: list[int]) -> None:
         me = self.swarm.peer_id
@@ -95,7 +94,7 @@ def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[
             software="test",
             config=run,
             vocab_size=len(tokenizer),
-            tokenizer_digest=__import__("hashlib").sha256(document).hexdigest(),
+            tokenizer_digest=digest(document),
         )
         publish_manifest(peers[0].swarm, manifest, document)
         yield peers, manifest, tokenizer
@@ -135,10 +134,9 @@ def reference_loss(model: PreTrainedModel, config: MonitorConfig, run: RunConfig
         run.data, tokenizer, paths=config.text, cache=config.cache, num_sequences=8, batch_size=8, seed=run.seed
     )
     (batch,) = batches
-    model.config.use_cache = False
     with torch.no_grad():
-        logits = model.eval()(input_ids=batch[:, :-1]).logits
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten()).item()
+        # Labels are shifted inside; the last input has no target, so the mean is over the same tokens.
+        return model.eval()(input_ids=batch, labels=batch, use_cache=False).loss.item()
 
 
 def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(

@@ -138,6 +138,13 @@ def test_a_console_that_is_no_terminal_gets_one_line_per_round_however_narrow() 
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_resumed_console_repeats_no_round() -> None:
+    stream = io.StringIO()
+    sink = ConsoleSink("run", "plain", Console(file=stream), after_round=2)
+    sink.update(small_history(3)[-1])
+    assert [line[:7] for line in stream.getvalue().splitlines()] == ["round 3"]
+
+
 def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
     hostile = "[bold red]\x1b]0;owned\x07[/]"
     view = small_history(1)[-1]

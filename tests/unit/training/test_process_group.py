@@ -33,7 +33,7 @@ def test_a_process_alone_is_its_own_leader_and_needs_no_network():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
 def test_cuda_where_there_is_none_is_refused_with_the_remedy():
-    with pytest.raises(ConfigError, match="device=cuda.*--device cpu"):
+    with pytest.raises(ConfigError, match=r"device=cuda.*--device cpu"):
         ProcessGroup("cuda")
 
 

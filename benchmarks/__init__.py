@@ -1,0 +1,1 @@
+"""What the README's numbers come from."""

@@ -1,0 +1,85 @@
+"""The directory that a start writes to: checked before anything happens, as it was if the start fails."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from spes_p2p.errors import ConfigError
+
+OURS = ("identity.key", "versions", "run.yaml")
+"""What marks an output directory as one that --overwrite may delete."""
+
+
+def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
+    """Check an output directory before anything is written.
+
+    Raises:
+        ConfigError: it holds something and neither flag is given, it holds nothing to resume, it is a file, or
+            nothing in it is ours to overwrite.
+    """
+    if resume and overwrite:
+        raise ConfigError("--resume and --overwrite exclude each other; drop one")
+    if directory.exists() and not directory.is_dir():
+        raise ConfigError(f"--output {directory} is not a directory; choose another")
+    is_empty = not directory.exists() or not any(directory.iterdir())
+    if resume and is_empty:
+        raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
+    if not is_empty and not resume:
+        if not overwrite:
+            raise ConfigError(f"--output {directory} exists; add --resume to continue it or --overwrite to delete it")
+        if not any((directory / name).exists() for name in OURS):
+            raise ConfigError(
+                f"--output {directory} holds nothing of spes_p2p's, so --overwrite spares it; name another"
+            )
+
+
+@contextlib.contextmanager
+def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
+    """Give the block an empty directory, and `directory` back as it was unless the block calls what it is given.
+
+    What it holds is put aside within itself: it may be a mount point, which cannot be renamed.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    existed, kept = directory.exists(), False
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        aside = Path(tempfile.mkdtemp(prefix=".overwritten-", dir=directory))
+        _move(directory, aside, spared=aside)
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
+
+    def keep() -> None:
+        nonlocal kept
+        kept = True
+        shutil.rmtree(aside)
+
+    try:
+        yield keep
+    finally:
+        if not kept:
+            _delete(directory, spared=aside)
+            _move(aside, directory)
+            aside.rmdir()
+            if not existed:
+                directory.rmdir()
+
+
+def _move(source: Path, target: Path, spared: Path | None = None) -> None:
+    for path in list(source.iterdir()):
+        if path != spared:
+            path.rename(target / path.name)
+
+
+def _delete(directory: Path, spared: Path) -> None:
+    for path in list(directory.iterdir()):
+        if path.is_dir() and not path.is_symlink():
+            if path != spared:
+                shutil.rmtree(path)
+        else:
+            path.unlink()

@@ -1,0 +1,131 @@
+"""Commands as forks of one process that has imported everything: an import costs more than a command that fails.
+
+Run as a script it reads one JSON request per line, {command, argv, environment, result}, and forks; the fork's stdout,
+stderr and exit code appear in the folder `result`, the code last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended."""
+
+    code: int
+    stdout: str
+    stderr: str
+
+
+class Forked:
+    """A command under way."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def end(self, seconds: float) -> Ended:
+        deadline = time.monotonic() + seconds
+        code = self._folder / "code"
+        while not code.exists():
+            assert time.monotonic() < deadline, f"did not end in {seconds:.0f} s: {self.stderr()}"
+            time.sleep(0.02)  # the server has no other way to tell
+        return Ended(int(code.read_text()), (self._folder / "stdout").read_text(), self.stderr())
+
+    def stderr(self) -> str:
+        return (self._folder / "stderr").read_text()
+
+    def interrupt(self) -> None:
+        os.kill(int((self._folder / "pid").read_text()), signal.SIGINT)
+
+
+class ForkServer:
+    """Starts commands by forking a process that has imported them.
+
+    Args:
+        folder: For results.
+        environment: Of the server and its forks.
+    """
+
+    def __init__(self, folder: Path, environment: dict[str, str]) -> None:
+        self._folder, self._count = folder, 0
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], cwd=ROOT, env=environment, stdin=subprocess.PIPE, start_new_session=True
+        )
+
+    def start(self, command: str, argv: Sequence[str | Path], **environment: str) -> Forked:
+        """Start `peer` or `experiment`."""
+        self._count += 1
+        result = self._folder / str(self._count)
+        result.mkdir(parents=True)
+        request = {
+            "command": command,
+            "argv": list(map(str, argv)),
+            "environment": environment,
+            "result": str(result),
+        }
+        (result / "stderr").touch()
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+        return Forked(result)
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+
+def serve() -> dict | None:
+    """Fork for every request: return the request in the fork, None in the server when there are no more."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the waiters
+    for line in sys.stdin:
+        request = json.loads(line)
+        if os.fork() == 0:
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            return wait_for_fork(request)
+    return None
+
+
+def wait_for_fork(request: dict) -> dict:
+    """Fork once more: one waits and writes the exit code, the other becomes the command."""
+    os.setsid()
+    folder = Path(request["result"])
+    if pid := os.fork():
+        (folder / "pid").write_text(str(pid))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        (folder / "code.tmp").write_text(str(code))
+        (folder / "code.tmp").replace(folder / "code")
+        os._exit(0)
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    return request
+
+
+def run() -> None:
+    sys.path.insert(0, str(ROOT))
+    from spes_p2p import experiment, peer
+    from spes_p2p.cli import entry_point
+    from spes_p2p.config import PeerConfig
+
+    commands = {"peer": (PeerConfig, peer.main), "experiment": (experiment.ExperimentConfig, experiment.main)}
+    request = serve()
+    if request is not None:
+        os.environ.update(request["environment"])
+        sys.argv = [request["command"], *request["argv"]]
+        entry_point(*commands[request["command"]])
+
+
+if __name__ == "__main__":
+    run()

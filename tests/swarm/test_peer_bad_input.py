@@ -1,0 +1,358 @@
+"""What a user can mend is one line on standard error, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from forked_commands import Ended, Forked, ForkServer
+from peer_processes import MARK, Commands, commands_in, files_of, free_port, write_corpus, write_settings
+
+# Nothing here may take longer; for unreachable peers that is what is promised.
+SECONDS = 30.0
+NOBODY = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
+
+
+@dataclass
+class World:
+    """A machine with settings, a corpus, a live run, and what an ended run has left."""
+
+    commands: Commands
+    server: ForkServer
+    folder: Path
+    live: str = ""
+    """Address of the peer of run `live`."""
+
+    @property
+    def settings(self) -> Path:
+        return self.folder / "settings.yaml"
+
+    @property
+    def corpus(self) -> Path:
+        return self.folder / "corpus.jsonl"
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "output"
+
+    def start(self, *words: str | Path, output: Path | None = None, **environment: str) -> Forked:
+        common = ["--cache", self.folder / "cache", "--device", "cpu", "--threads", "1"]
+        return self.server.start("peer", ["--output", output or self.output, *common, *words], **environment)
+
+    def found(self, output: Path, run_id: str, **changes: dict) -> Forked:
+        """Found a run that waits for more peers; return once it can be joined."""
+        settings = write_settings(self.folder / f"{output.name}.yaml", round={"min_peers": 9}, **changes)
+        peer = self.start("--run-id", run_id, "--config", settings, "--text", self.corpus, output=output)
+        self.wait_for(peer, output / "address")
+        return peer
+
+    @staticmethod
+    def wait_for(peer: Forked, file: Path) -> None:
+        for _ in range(int(4 * SECONDS)):
+            if file.exists() and file.read_text().endswith("\n"):
+                return
+            with pytest.raises(AssertionError):
+                peer.end(0.25)
+        raise AssertionError(f"no {file}: {peer.stderr()}")
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("bad_input")
+    write_settings(folder / "settings.yaml")
+    write_corpus(folder / "corpus.jsonl")
+    with commands_in(folder) as commands:
+        environment = {**os.environ, MARK: commands.mark}
+        world = World(commands, ForkServer(folder / "results", environment), folder)
+        ended = world.found(folder / "ended", "live", seed=1)
+        ended.interrupt()
+        assert ended.end(SECONDS).code == 130
+        world.found(folder / "live", "live")
+        world.live = (folder / "live" / "address").read_text().strip()
+        yield world
+        world.server.close()
+
+
+@pytest.fixture(autouse=True)
+def clean_output(world: World) -> None:
+    shutil.rmtree(world.output, ignore_errors=True)
+
+
+def assert_refused(ended: Ended, value: str, remedy: str) -> None:
+    assert ended.code == 2, ended
+    assert ended.stdout == ""
+    lines = ended.stderr.splitlines()
+    assert len(lines) == 1 and lines[0].startswith("error: "), ended.stderr
+    assert value in lines[0] and remedy in lines[0], lines[0]
+
+
+# ---------------------------------------------------------------------- settings and corpora
+
+
+@dataclass(frozen=True)
+class Bad:
+    """A founder's bad input.
+
+    Attributes:
+        words: Makes the flags, preparing files where it needs them; text and settings are added unless named.
+        value: What the message must name.
+        remedy: What it must advise.
+        variables: Environment.
+    """
+
+    words: Callable[[World], list[str | Path]]
+    value: str
+    remedy: str
+    variables: dict[str, str] | None = None
+
+
+def text(name: str, content: bytes) -> Callable[[World], list[str | Path]]:
+    def words(world: World) -> list[str | Path]:
+        path = world.folder / name
+        path.write_bytes(content)
+        return ["--text", path]
+
+    return words
+
+
+def folder(name: str) -> Callable[[World], list[str | Path]]:
+    def words(world: World) -> list[str | Path]:
+        (world.folder / name).mkdir(exist_ok=True)
+        return ["--text", world.folder / name]
+
+    return words
+
+
+def settings(**changes: object) -> Callable[[World], list[str | Path]]:
+    def words(world: World) -> list[str | Path]:
+        return ["--config", write_settings(world.folder / "bad.yaml", **changes)]  # type: ignore[arg-type]
+
+    return words
+
+
+def flags(*words: str) -> Callable[[World], list[str | Path]]:
+    return lambda world: list(words)
+
+
+def top_level_key(world: World) -> list[str | Path]:
+    path = world.folder / "bad.yaml"
+    path.write_text(world.settings.read_text() + "max_slot: 3\n")
+    return ["--config", path]
+
+
+def occupied_port(world: World) -> list[str | Path]:
+    return ["--port", world.live.split("/")[4]]
+
+
+BAD = {
+    "unknown top-level key": Bad(top_level_key, "'max_slot'", "known keys"),
+    "unknown section": Bad(settings(modle={"num_experts": 3}), "modle", "remove it"),
+    "unknown key of a section": Bad(settings(model={"experts": 3}), "run.model.experts=3", "remove it"),
+    "unknown flag": Bad(flags("--bogus", "1"), "--bogus", "--help"),
+    "unknown variable": Bad(flags(), "SPES_MAX_SLOT", "unset it", {"SPES_MAX_SLOT": "3"}),
+    "bad variable": Bad(flags(), "port='x'", "--help", {"SPES_PORT": "x"}),
+    "run id with a dot": Bad(flags("--run-id", "a.b"), "run_id='a.b'", "--help"),
+    "top_k above experts": Bad(flags("--run.model.top-k", "5"), "model.top_k=5", "4 or less"),
+    "slots above experts": Bad(flags("--max-slots", "5"), "max_slots=5", "4 or less"),
+    "heads do not divide": Bad(flags("--run.model.num-heads", "3"), "model.num_heads=3", "divisor"),
+    "heads of odd width": Bad(flags("--run.model.num-heads", "16"), "model.num_heads=16", "choose another"),
+    "vocabulary without room": Bad(flags("--run.data.vocab-size", "9"), "data.vocab_size=9", "257"),
+    "absent corpus": Bad(flags("--text", "absent.txt"), "absent.txt", "existing"),
+    "no corpus": Bad(flags("--run.data.text-field", "body"), "'body'", "data.text_field"),
+    "empty corpus": Bad(text("empty.txt", b""), "empty.txt", "leave it out"),
+    "blank corpus": Bad(text("blank.txt", b" \n" * 99), "blank.txt", "leave it out"),
+    "empty folder": Bad(folder("nothing"), "nothing", "name a folder"),
+    "corpus that is no text": Bad(text("picture.txt", b"\x89PNG\xff\x00" * 99), "picture.txt", "UTF-8"),
+    "too small corpus": Bad(text("small.txt", b"a word or two"), "tokens", "give more text"),
+    "occupied port": Bad(occupied_port, "127.0.0.1:", "--port"),
+    "foreign address": Bad(flags("--host", "192.0.2.1"), "192.0.2.1", "choose another"),
+    "malformed announcement": Bad(flags("--announce", "1.2.3.4:4000"), "'1.2.3.4:4000'", "/p2p/"),
+    "resume of nothing": Bad(flags("--resume"), "output", "drop --resume"),
+    "resume and overwrite": Bad(flags("--resume", "--overwrite"), "--overwrite", "drop one"),
+    "absent config": Bad(flags("--config", "absent.yaml"), "absent.yaml", "existing"),
+}
+if not torch.cuda.is_available():
+    BAD["no CUDA"] = Bad(flags("--device", "cuda"), "device=cuda", "--device cpu")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_founders_bad_input_is_one_line_and_nothing_is_written(world: World, name: str) -> None:
+    bad = BAD[name]
+    words = bad.words(world)
+    for flag, value in (("--config", world.settings), ("--text", world.corpus), ("--run-id", "r")):
+        words += [] if flag in words else [flag, value]
+    # Twice: a failed start leaves the way free for the next.
+    for _ in range(2):
+        assert_refused(world.start(*words, **(bad.variables or {})).end(SECONDS), bad.value, bad.remedy)
+        assert not world.output.exists()
+
+
+def test_an_output_that_exists_is_left_alone_without_resume_or_overwrite(world: World) -> None:
+    before = files_of(world.folder / "ended")
+    words = ["--run-id", "r", "--config", world.settings, "--text", world.corpus]
+    ended = world.start(*words, output=world.folder / "ended").end(SECONDS)
+    assert_refused(ended, str(world.folder / "ended"), "--overwrite")
+    assert files_of(world.folder / "ended") == before
+
+
+def test_a_failed_overwrite_deletes_nothing(world: World) -> None:
+    before = files_of(world.folder / "ended")
+    words = ["--overwrite", "--run-id", "r", "--config", world.settings, "--text"]
+    small = world.folder / "small.txt"
+    small.write_text("a word or two")
+    for bad in ("absent.txt", small):
+        assert world.start(*words, bad, output=world.folder / "ended").end(SECONDS).code == 2
+        assert files_of(world.folder / "ended") == before
+
+
+def test_overwrite_spares_a_directory_that_is_not_ours(world: World) -> None:
+    world.output.mkdir()
+    (world.output / "thesis.tex").write_text("years of work")
+    words = ["--overwrite", "--run-id", "r", "--config", world.settings, "--text", world.corpus]
+    assert_refused(world.start(*words).end(SECONDS), str(world.output), "name another")
+    assert files_of(world.output) == {"thesis.tex": b"years of work"}
+
+
+def test_an_output_that_is_a_file_is_left_alone(world: World) -> None:
+    path = world.folder / "file"
+    path.write_text("mine")
+    for flag in ([], ["--overwrite"], ["--resume"]):
+        words = [*flag, "--run-id", "r", "--config", world.settings, "--text", world.corpus]
+        assert_refused(world.start(*words, output=path).end(SECONDS), str(path), "choose another")
+    assert path.read_text() == "mine"
+
+
+# ---------------------------------------------------------------------- joining
+
+
+def test_initial_peers_that_do_not_answer_are_named_within_30_seconds(world: World) -> None:
+    with socket.socket() as silent:  # takes connections and never says a word
+        silent.bind(("127.0.0.1", 0))
+        silent.listen()
+        addresses = [f"/ip4/127.0.0.1/tcp/{port}/p2p/{NOBODY}" for port in (free_port(), silent.getsockname()[1])]
+        outputs = [world.folder / "refused", world.folder / "silent"]
+        starts = [
+            world.start("--run-id", "live", "--initial-peers", address, output=output)
+            for address, output in zip(addresses, outputs, strict=True)
+        ]
+        for start, address, output in zip(starts, addresses, outputs, strict=True):
+            assert_refused(start.end(SECONDS), address, "--initial-peers")
+            assert not output.exists()
+
+
+def test_a_run_that_the_peers_reached_do_not_know_is_named(world: World) -> None:
+    ended = world.start("--run-id", "unknown", "--initial-peers", world.live).end(SECONDS)
+    assert_refused(ended, "'unknown'", "--run-id")
+    assert not world.output.exists()
+
+
+@pytest.mark.parametrize("address", ["localhost:4000", "/ip4/127.0.0.1/tcp/4000", "/ip4/127.0.0.1/tcp/x/p2p/Qm"])
+def test_a_malformed_address_is_named(world: World, address: str) -> None:
+    assert_refused(world.start("--run-id", "live", "--initial-peers", address).end(SECONDS), address, "/p2p/")
+    assert not world.output.exists()
+
+
+def test_settings_of_the_run_are_the_founders_alone(world: World) -> None:
+    words = ["--run-id", "live", "--initial-peers", world.live, "--run.round.total", "9"]
+    assert_refused(world.start(*words).end(SECONDS), "--run.*", "drop")
+    assert not world.output.exists()
+
+
+def test_a_joiners_bad_input_shows_once_the_run_is_known_and_nothing_stays_written(world: World) -> None:
+    words = ["--run-id", "live", "--initial-peers", world.live]
+    assert_refused(world.start(*words).end(SECONDS), "data.source=files", "--text")
+    assert not world.output.exists()
+    assert_refused(world.start(*words, "--max-slots", "5").end(SECONDS), "max_slots=5", "4 or less")
+    assert not world.output.exists()
+
+
+def test_a_peer_of_another_run_of_the_same_name_is_refused_and_keeps_what_it_had(world: World) -> None:
+    before = files_of(world.folder / "ended")
+    words = ["--resume", "--run-id", "live", "--initial-peers", world.live, "--text", world.corpus]
+    for _ in range(2):
+        ended = world.start(*words, output=world.folder / "ended").end(SECONDS)
+        assert_refused(ended, "manifest", "another --output")
+        assert files_of(world.folder / "ended") == before
+
+
+def test_a_peer_resumed_under_another_runs_name_is_refused_and_keeps_what_it_had(world: World) -> None:
+    before = files_of(world.folder / "ended")
+    ended = world.start("--resume", "--run-id", "other", output=world.folder / "ended").end(SECONDS)
+    assert_refused(ended, "'live'", "--run-id live")
+    assert files_of(world.folder / "ended") == before
+
+
+def test_a_directory_without_a_run_cannot_be_resumed(world: World) -> None:
+    world.output.mkdir()
+    (world.output / "notes.txt").write_text("mine")
+    assert_refused(world.start("--resume", "--run-id", "r").end(SECONDS), str(world.output), "--resume")
+    assert files_of(world.output) == {"notes.txt": b"mine"}
+
+
+def test_a_damaged_checkpoint_is_named_with_the_remedy(world: World) -> None:
+    shutil.copytree(world.folder / "ended", world.output)
+    checkpoint = world.output / "checkpoint"
+    checkpoint.mkdir()
+    (checkpoint / "peer.json").write_text('{"moments": "moments-1-1.safetensors", "slots": []}')
+    (checkpoint / "moments-1-1.safetensors").write_bytes(b"torn")
+    ended = world.start("--resume", "--run-id", "live", "--text", world.corpus).end(SECONDS)
+    assert ended.code == 2
+    assert ended.stderr.splitlines()[-1].startswith("error: checkpoint ")
+    assert f"delete {checkpoint}" in ended.stderr
+
+
+# ---------------------------------------------------------------------- the local experiment
+
+
+EXPERIMENT = {
+    "small corpus": (text("small.txt", b"a word or two"), "tokens", "give more text"),
+    "empty corpus": (text("empty.txt", b""), "empty.txt", "leave it out"),
+    "absent corpus": (flags("--text", "absent.txt"), "absent.txt", "existing"),
+    "slots above experts": (flags("--max-slots", "5"), "max_slots=5", "4 or less"),
+    "no peers": (flags("--peers", "0"), "peers='0'", "--help"),
+    "text and dataset": (flags("--text", "a", "--dataset", "b"), "--dataset", "drop one"),
+    "resume of nothing": (flags("--resume"), "output", "drop --resume"),
+    "bad log level": (flags("--log-level", "loud"), "loud", "--help"),
+}
+
+
+@pytest.mark.parametrize("name", EXPERIMENT)
+def test_an_experiments_bad_input_is_one_line_and_nothing_is_written(world: World, name: str) -> None:
+    words, value, remedy = EXPERIMENT[name]
+    given = words(world)
+    given += [] if "--text" in given else ["--text", world.corpus]
+    given += ["--output", world.output, "--cache", world.folder / "cache", "--config", world.settings]
+    assert_refused(world.server.start("experiment", given).end(SECONDS), value, remedy)
+    assert not world.output.exists()
+
+
+def test_an_experiments_output_that_exists_is_left_alone(world: World) -> None:
+    before = files_of(world.folder / "ended")
+    words = ["--output", world.folder / "ended", "--text", world.corpus, "--config", world.settings]
+    words += ["--cache", world.folder / "cache"]
+    assert_refused(world.server.start("experiment", words).end(SECONDS), "ended", "--overwrite")
+    assert files_of(world.folder / "ended") == before
+
+
+# ---------------------------------------------------------------------- the scripts themselves
+
+
+@pytest.mark.parametrize("script", ["peers/run_peer.py", "scripts/run_local_experiment.py"])
+def test_the_scripts_say_it_too(world: World, script: str) -> None:
+    command = world.commands.start(script, "--run-id", "r", "--bogus", "--output", world.output)
+    assert command.end() == 2
+    assert len(command.lines) == 2 and command.lines[0].startswith("error: ") and "--bogus" in command.lines[0]
+    assert not world.output.exists()
+
+
+def test_a_refused_start_leaves_no_process(world: World) -> None:
+    before = {process.pid for process in world.commands.alive()}
+    words = ["--run-id", "r", "--config", world.settings, "--text", world.corpus, *occupied_port(world)]
+    assert world.start(*words).end(SECONDS).code == 2
+    assert {process.pid for process in world.commands.alive()} <= before

@@ -1,0 +1,130 @@
+"""What may be committed of an attempt: all rules at once, over random rosters."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.outcome import Attempt, alone, judge
+from spes_p2p.swarm.roster import Member, derive_groups, slot_name
+
+PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
+DIGESTS = ["0" * 16, "1" * 16]
+
+
+@st.composite
+def members(draw, peer):
+    slots = tuple(sorted(draw(st.sets(st.integers(0, 4), max_size=3))))
+    anchors = {name: draw(st.sampled_from(DIGESTS)) for name in ("shared", *map(slot_name, slots))}
+    return Member(
+        peer_id=peer,
+        round=draw(st.integers(2, 3)),
+        tokens=draw(st.integers(0, 3)),
+        slots=slots,
+        anchors=anchors,
+        tokens_per_second=1.0,
+        ready_at=1.0,
+        sync_seconds=0.0,
+    )
+
+
+rosters = st.integers(1, 8).flatmap(lambda count: st.tuples(*(members(peer) for peer in PEERS[:count])))
+
+
+@st.composite
+def attempts(draw):
+    """A roster, one of its members, and an outcome for each group that it is in."""
+    roster = draw(rosters)
+    me = draw(st.sampled_from(roster))
+    mine = [name for name, peers in derive_groups(roster).members.items() if me.peer_id in peers]
+    outcomes = {name: draw(st.sampled_from(["whole", "lost", "nan"])) for name in mine}
+    means = {"whole": torch.ones(3), "nan": torch.tensor([1.0, float("nan"), 1.0])}
+    attempt = Attempt(
+        roster,
+        status={name: "lost somebody" if outcome == "lost" else "" for name, outcome in outcomes.items()},
+        averaged={name: means[outcome] for name, outcome in outcomes.items() if outcome != "lost"},
+    )
+    names = ["shared", *map(slot_name, me.slots)]
+    return attempt, Contribution(me, {name: torch.zeros(3) for name in names}), outcomes, draw(st.integers(1, 12))
+
+
+@given(attempts())
+def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
+    attempt, contribution, _, expected = drawn
+    result = judge(attempt, contribution, expected)
+    assert set(result.committed) | set(result.dropped) == set(contribution.deltas)
+    assert not set(result.committed) & set(result.dropped)
+    assert all(result.dropped.values())
+
+
+@given(attempts())
+def test_only_whole_finite_means_are_committed_and_only_with_shared_and_half_of_the_peers(drawn):
+    attempt, contribution, outcomes, expected = drawn
+    result = judge(attempt, contribution, expected)
+    whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
+    may = "shared" in whole and 2 * len(attempt.roster) >= expected
+    assert set(result.committed) == (whole if may else set())
+
+
+@given(attempts())
+def test_who_differs_from_the_majority_is_behind_and_commits_nothing(drawn):
+    attempt, contribution, _, expected = drawn
+    result = judge(attempt, contribution, expected)
+    states = [(member.round, member.anchors["shared"]) for member in attempt.roster]
+    mine = (contribution.member.round, contribution.member.anchors["shared"])
+    if 2 * states.count(mine) > len(states):
+        assert not result.is_behind
+    if any(states.count(other) > states.count(mine) for other in states):
+        assert result.is_behind
+    if result.is_behind:
+        assert not result.committed
+
+
+@given(rosters)
+def test_all_members_of_a_group_share_its_anchor_and_nobody_is_forgotten(roster):
+    groups = derive_groups(roster)
+    by_id = {member.peer_id: member for member in roster}
+    for name, peers in groups.members.items():
+        assert list(peers) == sorted(set(peers)) and peers
+        assert len({by_id[peer].anchors[name] for peer in peers}) == 1
+        assert {by_id[peer].round for peer in peers} == {groups.round}
+    assert set(groups.behind) | set(groups.members["shared"]) == set(by_id)
+    current = [by_id[peer] for peer in groups.members["shared"]]
+    assert {slot_name(slot) for member in current for slot in member.slots} == set(groups.members) - {"shared"}
+
+
+def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
+    member = Member(
+        peer_id=PEERS[0],
+        round=1,
+        tokens=5,
+        slots=(2,),
+        anchors={},
+        tokens_per_second=1.0,
+        ready_at=1.0,
+        sync_seconds=0.0,
+    )
+    contribution = Contribution(member, {"shared": torch.ones(2), "slot-2": torch.ones(2)})
+    result = judge(Attempt(failure="nobody came"), contribution, 3)
+    assert result.roster == (member,) and not result.committed and not result.is_behind
+    assert result.dropped == {"shared": "nobody came", "slot-2": "nobody came"}
+
+
+@given(st.integers(0, 3), st.booleans())
+def test_a_peer_alone_commits_its_own_deltas_if_it_trained_and_they_are_finite(tokens, is_finite):
+    member = Member(
+        peer_id=PEERS[0],
+        round=1,
+        tokens=tokens,
+        slots=(),
+        anchors={},
+        tokens_per_second=1.0,
+        ready_at=1.0,
+        sync_seconds=0.0,
+    )
+    contribution = Contribution(member, {"shared": torch.tensor([1.0, 2.0 if is_finite else float("nan")])})
+    result = judge(alone(contribution), contribution, 1)
+    if tokens and is_finite:
+        assert torch.equal(result.committed["shared"], contribution.deltas["shared"])
+    else:
+        assert not result.committed and set(result.dropped) == {"shared"}
