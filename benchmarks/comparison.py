@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from benchmarks import tables
-from benchmarks.accounts import account, local_steps, observed_seconds
+from benchmarks.accounts import Account, account, local_steps, observed_seconds
 from benchmarks.baselines import checkpoint_loss, measure_baselines, start_loss
 from benchmarks.crew import ROOT, run_script
 from benchmarks.machine import Circumstances, load_average
@@ -55,12 +55,14 @@ class Swarm:
         directory: Where it is.
         subject: Its settings.
         view: What its monitor saw.
+        account: Its pace, and where its time went.
         founder: Its first peer's id.
     """
 
     directory: Path
     subject: Subject
     view: SwarmView
+    account: Account
     founder: str
 
     @property
@@ -81,6 +83,7 @@ def main(config: BenchmarkConfig) -> int:
     if config.experiment is None:
         flags = SHORT_FLAGS if config.short else ()
         subject = _planned(flags)
+        subject.held_out()  # tokenizer and tokens, once, before processes with deadlines need them
         say(f"stock training before the swarm, {subject.peers} processes for {seconds:.0f} s")
         stock["before"] = measure_stock(subject, work / "stock-before", seconds)
         directory = config.output.resolve() / "experiment"
@@ -109,6 +112,7 @@ def read_swarm(directory: Path) -> Swarm:
 
     Raises:
         ConfigError: the directory holds none, or one that did not reach its last round.
+        DataError: its metrics do not allow an account.
     """
     try:
         kept = yaml.safe_load((directory / RUN_FILE).read_text())
@@ -128,18 +132,17 @@ def read_swarm(directory: Path) -> Swarm:
     )
     if len(subject.tokenizer()) != facts["vocab_size"]:
         raise ConfigError(f"--experiment {directory} used another tokenizer than this machine has; run it here")
-    return Swarm(directory, subject, view, facts["founder"])
+    return Swarm(directory, subject, view, account(view), facts["founder"])
 
 
 def _measure(swarm: Swarm, stock: dict[str, StockPace], folder: Path) -> tables.Measured:
     subject, view = swarm.subject, swarm.view
-    sums = account(view)
     say("other ways to train the same model")
     steps = local_steps(view, subject.tokens_per_step)
     baselines = measure_baselines(subject, folder, steps, swarm.founder_slots)
     return tables.Measured(
-        account=sums,
-        observed_seconds=observed_seconds(swarm.directory / METRICS_FILE, sums.rounds),
+        account=swarm.account,
+        observed_seconds=observed_seconds(swarm.directory / METRICS_FILE, swarm.account.rounds),
         stock=stock,
         stock_tokens_per_second=median(pace.total for pace in stock.values()),
         held_out=dict(view.held_out),

@@ -185,8 +185,8 @@ def _counted(measured: Measured, subject: Subject) -> str:
         "Time not spent training: seconds of all phases but training over all seconds, summed over these peers.",
         f"Stock: {peers} processes of one thread, the stock class with its default experts kernel, its own balance "
         f"loss (coefficient {run.train.balance_loss:g}) and fused AdamW, clipping and data order as the peers'; all "
-        f"train throughout a window of {seconds:.0f} s; where there are two windows, their median counts. A stock process "
-        f"computes the gradients of all experts, a peer only those of its slots.",
+        f"train throughout a window of {seconds:.0f} s; of two windows, the median counts. A stock "
+        f"process computes the gradients of all experts, a peer only those of its slots.",
         "Held-out loss: mean cross entropy in nats per token, on the batches that the monitor evaluates on.",
         f"Solo peers: this project's trainer in one process, peer 0's data order, {sum(measured.steps)} steps, the "
         f"mean of the peers' own, round by round on the same schedule. One has all slots, the other those that "

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import Field
@@ -55,7 +55,7 @@ class ExperimentConfig(CommandConfig):
     """Let the monitor log to Weights & Biases, offline unless WANDB_MODE says otherwise."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""
-    log_level: str = "info"
+    log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event in the logs."""
 
 

@@ -17,15 +17,23 @@ from spes_p2p.codecs import digest
 from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, tokenizer_from_bytes
-from spes_p2p.errors import ConfigError, DataError, JoinError
-from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.errors import ConfigError, DataError, JoinError, RecordError
+from spes_p2p.model.build import build_slot_model, hf_config, stock_model
 from spes_p2p.planner import free_memory_bytes, model_size, slots_that_fit
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.manifest import Manifest, declare_manifest, fetch_manifest, publish_manifest, read_manifest
+from spes_p2p.swarm.manifest import (
+    Manifest,
+    declare_manifest,
+    fetch_manifest,
+    find_manifests,
+    publish_manifest,
+    read_manifest,
+)
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
+from spes_p2p.swarm.versions import VersionStore
 from spes_p2p.training.anchors import Anchors, initial_bundles
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 from spes_p2p.training.holdings import Holdings
@@ -85,6 +93,7 @@ def _joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
     run = config.run or RunConfig()
     _check_slots(config, run if not config.initial_peers else None)
+    kept = _kept(config)
     founded = None if config.initial_peers or config.resume else _found(config, run)
     node = Node(
         Identity(config.output / "identity.key"),
@@ -96,23 +105,42 @@ def _joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
     )
     swarm = HivemindSwarm(node, config.output / "versions")
     try:
-        manifest = _manifest(config, swarm, founded)
+        manifest = _manifest(config, swarm, founded, kept)
         yield swarm, _enter(config, swarm, manifest)
     finally:
         swarm.close()
 
 
 def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
-    """Resolve a new run's tokenizer; the corpus must be readable before anything else happens."""
-    tokenizer = resolve_tokenizer(run.data, config.text, config.cache.expanduser())
+    """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
+    cache = config.cache.expanduser()
+    tokenizer = resolve_tokenizer(run.data, config.text, cache)
+    hf_config(run.model, len(tokenizer), run.data.sequence_length)
+    if run.data.source != "hub":
+        train_source(run.data, tokenizer, paths=config.text, cache=cache, order_seed=0)
     return run, tokenizer
 
 
+def _kept(config: PeerConfig) -> Manifest | None:
+    """Return the manifest of the run that a resumed peer was in; read before anything is started."""
+    if not config.resume:
+        return None
+    try:
+        return read_manifest(VersionStore(config.output / "versions", config.run_id).read)
+    except (JoinError, RecordError) as error:
+        raise JoinError(
+            f"--output {config.output} cannot go on with run {config.run_id!r}: {error}; "
+            f"set --run-id to its run, or name another --output"
+        ) from error
+
+
 def _manifest(
-    config: PeerConfig, swarm: HivemindSwarm, founded: tuple[RunConfig, PreTrainedTokenizerBase] | None
+    config: PeerConfig,
+    swarm: HivemindSwarm,
+    founded: tuple[RunConfig, PreTrainedTokenizerBase] | None,
+    kept: Manifest | None,
 ) -> Manifest:
     """Return the run's manifest: the founder's own, the swarm's, or the one kept from before a restart."""
-    kept = read_manifest(swarm) if config.resume else None
     if founded is not None:
         run, tokenizer = founded
         document = tokenizer_bytes(tokenizer)
@@ -125,19 +153,16 @@ def _manifest(
             tokenizer_digest=digest(document),
         )
         publish_manifest(swarm, manifest, document)
-    elif config.initial_peers:
-        manifest, _ = fetch_manifest(swarm)
-        if kept is not None and kept.digest != manifest.digest:
-            raise JoinError(
-                f"--output {config.output} belongs to another run {config.run_id!r} (manifest {kept.digest[:12]}, "
-                f"the swarm's is {manifest.digest[:12]}); name another --output"
-            )
-    else:
+        return manifest
+    if not config.initial_peers:
         assert kept is not None
-        manifest = kept
-    if manifest.run_id != config.run_id:
-        raise JoinError(f"--output {config.output} belongs to run {manifest.run_id!r}; set --run-id {manifest.run_id}")
-    return manifest
+        return kept
+    if kept is not None and kept.digest not in (found := find_manifests(swarm)):
+        raise JoinError(
+            f"--output {config.output} belongs to another run {config.run_id!r} (manifest {kept.digest[:12]}, "
+            f"the swarm's is {found[0][:12]}); name another --output"
+        )
+    return kept or fetch_manifest(swarm)[0]
 
 
 def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admission:

@@ -173,11 +173,12 @@ class SparseAverager(DecentralizedAverager):
             zip([SHARED, *map(slot_name, slots)], zip(self._inputs, self._outputs, strict=True), strict=False)
         )
         mine = [name for name, members in groups.members.items() if me in members]
-        reasons = await asyncio.gather(
-            *(self._average_group(group_info, name, groups, roster, buffers[name], **kwargs) for name in mine)
-        )
+        work = {
+            name: asyncio.create_task(self._average_group(group_info, name, groups, roster, buffers[name], **kwargs))
+            for name in mine
+        }
         entries = [(member.peer_id, member.model_dump_json()) for member in roster]
-        return {"roster": entries, "status": dict(zip(mine, reasons, strict=True)), "met_at": met_at}
+        return {"roster": entries, "status": await _finish_all(work), "met_at": met_at}
 
     async def _average_group(self, group_info, name, groups: Groups, roster, buffers, **kwargs) -> str:
         """Average one group into its output buffer; return why it failed, or "" when all members confirmed."""
@@ -196,8 +197,9 @@ class SparseAverager(DecentralizedAverager):
                 await asyncio.wait_for(work, self._attempt_seconds)
         except (TimeoutError, AllreduceException, OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error}"
-        if not self._digests[gid].done():
-            self._digests[gid].set_result(b"")
+        finally:
+            if not self._digests[gid].done():
+                self._digests[gid].set_result(b"")
         return reason
 
     async def _run_group(self, gid, members, weights, source, result, **kwargs) -> None:
@@ -250,6 +252,23 @@ class SparseAverager(DecentralizedAverager):
             ]
         except (RecordError, ValueError, TypeError, IndexError) as error:
             raise AllreduceException(f"roster refused: {error}") from error
+
+
+async def _finish_all(work: dict[str, asyncio.Task[str]]) -> dict[str, str]:
+    """Return each group's reason of failure; once `shared` has failed, wait for no other.
+
+    Nothing counts without `shared`, and whoever lingers in a slot's group misses the others' second attempt.
+    """
+    try:
+        if SHARED in work and await work[SHARED]:
+            for task in work.values():
+                task.cancel()
+        if work:
+            await asyncio.wait(work.values())
+    finally:
+        for task in work.values():
+            task.cancel()
+    return {name: "shared was dropped" if task.cancelled() else task.result() for name, task in work.items()}
 
 
 def _group_id(group_info: GroupInfo, name: str) -> bytes:

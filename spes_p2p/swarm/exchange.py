@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import random
@@ -13,10 +14,10 @@ from hivemind.p2p import P2PContext, PeerID, ServicerBase
 from hivemind.proto import runtime_pb2
 from hivemind.utils.asyncio import aiter_with_timeout
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs import digest, from_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.versions import MAX_MANIFEST_BYTES, Version, VersionStore
+from spes_p2p.swarm.versions import DOCUMENTS, MAX_MANIFEST_BYTES, Version, VersionStore
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +52,8 @@ class Exchange(ServicerBase):
         """Name the newest version of everything this peer has."""
         for version in self._store.newest().values():
             yield runtime_pb2.ExpertResponse(metadata=version.model_dump_json().encode())
+        yield runtime_pb2.ExpertResponse(metadata=b"")
+        await _until_the_caller_hangs_up()
 
     async def rpc_fetch(
         self, request: runtime_pb2.ExpertRequest, context: P2PContext
@@ -65,12 +68,12 @@ class Exchange(ServicerBase):
         if version is None:
             return
         yield runtime_pb2.ExpertResponse(metadata=version.model_dump_json().encode())
-        if version.digest == wanted.get("have"):
-            return
-        with self._store.path(version).open("rb") as file:
-            while chunk := await loop.run_in_executor(None, file.read, CHUNK_BYTES):
-                self.bytes_out += len(chunk)
-                yield runtime_pb2.ExpertResponse(metadata=chunk)
+        if version.digest != wanted.get("have"):
+            with self._store.path(version).open("rb") as file:
+                while chunk := await loop.run_in_executor(None, file.read, CHUNK_BYTES):
+                    self.bytes_out += len(chunk)
+                    yield runtime_pb2.ExpertResponse(metadata=chunk)
+        await _until_the_caller_hangs_up()
 
     # ------------------------------------------------------------------ pulling
 
@@ -90,12 +93,15 @@ class Exchange(ServicerBase):
         stub = self.get_stub(self._node.p2p, PeerID.from_base58(peer), namespace=self._node.run_id)
         stream = await stub.rpc_inventory(runtime_pb2.ExpertRequest())
         versions: dict[str, Version] = {}
-        async for message in aiter_with_timeout(stream, INVENTORY_SECONDS):
-            version = Version.verify(message.metadata, self._node.run_id)
-            versions[version.name] = version
-            if len(versions) > MAX_NAMES:
-                raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
-        return versions
+        async with contextlib.aclosing(stream):
+            async for message in aiter_with_timeout(stream, INVENTORY_SECONDS):
+                if not message.metadata:
+                    return versions
+                version = Version.verify(message.metadata, self._node.run_id)
+                versions[version.name] = version
+                if len(versions) > MAX_NAMES:
+                    raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
+        raise RecordError(f"{peer} was cut short after {len(versions)} versions")
 
     def pull(
         self,
@@ -108,7 +114,7 @@ class Exchange(ServicerBase):
         """Fetch versions into the store; see `Swarm.pull`.
 
         Args:
-            max_bytes: Most bytes to accept, by name.
+            max_bytes: By name, most bytes of a document, exact bytes of a vector.
         """
 
         async def pull_all() -> dict[str, str]:
@@ -141,16 +147,21 @@ class Exchange(ServicerBase):
         wanted = {"min_round": min_round, "timeout": remaining, "have": have.digest if have else ""}
         request = runtime_pb2.ExpertRequest(uid=name, metadata=json.dumps(wanted).encode())
         stub = self.get_stub(self._node.p2p, PeerID.from_base58(peer), namespace=self._node.run_id)
-        messages = aiter_with_timeout(await stub.rpc_fetch(request), CHUNK_SECONDS)
+        stream = await stub.rpc_fetch(request)
         version: Version | None = None
-        data = bytearray()
-        async for message in messages:
-            if version is None:
-                version = self._check(Version.verify(message.metadata, self._node.run_id), name, min_round, max_bytes)
-                continue
-            data += message.metadata
-            if len(data) > version.num_bytes:
-                raise ExchangeError(f"sent more than the {version.num_bytes} bytes announced")
+        data, num_bytes = bytearray(), -1
+        async with contextlib.aclosing(stream):
+            async for message in aiter_with_timeout(stream, CHUNK_SECONDS):
+                if version is None:
+                    version = Version.verify(message.metadata, self._node.run_id)
+                    self._check(version, name, min_round, max_bytes)
+                    num_bytes = 0 if have is not None and version.digest == have.digest else version.num_bytes
+                else:
+                    data += message.metadata
+                if len(data) >= num_bytes:
+                    break
+        if len(data) > max(num_bytes, 0):
+            raise ExchangeError(f"sent more than the {num_bytes} bytes announced")
         if version is None:
             raise ExchangeError(f"has no version of round {min_round}")
         self.bytes_in += len(data)
@@ -159,15 +170,24 @@ class Exchange(ServicerBase):
         await asyncio.get_running_loop().run_in_executor(None, self._accept, version, bytes(data))
 
     @staticmethod
-    def _check(version: Version, name: str, min_round: int, max_bytes: int) -> Version:
-        if version.name != name or version.round < min_round or version.num_bytes > max_bytes:
+    def _check(version: Version, name: str, min_round: int, max_bytes: int) -> None:
+        is_document = name in DOCUMENTS
+        fits = version.num_bytes <= max_bytes if is_document else version.num_bytes == max_bytes
+        codec = "raw" if is_document else "fp32"
+        if version.name != name or version.round < min_round or not fits or version.codec != codec:
             raise ExchangeError(
-                f"offered {version.name} of round {version.round}, {version.num_bytes} bytes; "
-                f"wanted {name} of round {min_round}, at most {max_bytes}"
+                f"offered {version.name} of round {version.round}, {version.num_bytes} bytes, {version.codec}; "
+                f"wanted {name} of round {min_round}, {max_bytes} bytes, {codec}"
             )
-        return version
 
     def _accept(self, version: Version, data: bytes) -> None:
         if len(data) != version.num_bytes or digest(data) != version.digest:
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
+        if version.codec == "fp32":
+            from_bytes(data, len(data) // 4)  # refuses what is not finite while another peer can still be asked
         self._store.add({version.name: (version, data)})
+
+
+async def _until_the_caller_hangs_up() -> None:
+    """Wait to be cancelled: a stream that its server closes first may lose its tail on the way."""
+    await asyncio.sleep(CHUNK_SECONDS)

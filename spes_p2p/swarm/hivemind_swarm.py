@@ -19,7 +19,7 @@ from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.outcome import alone, judge
 from spes_p2p.swarm.records import Archived, Metrics, Record
 from spes_p2p.swarm.roster import SHARED, derive_groups
-from spes_p2p.swarm.versions import Version, VersionStore
+from spes_p2p.swarm.versions import DOCUMENTS, Version, VersionStore
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ class HivemindSwarm:
     def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
         limits = {
             name: DOCUMENT_BYTES
-            if name in ("manifest", "tokenizer")
+            if name in DOCUMENTS
             else 4 * self._bundle_numel[SHARED if name == SHARED else "slot"]
             for name in wanted
         }

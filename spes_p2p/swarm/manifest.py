@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -76,7 +77,7 @@ def fetch_manifest(swarm: HivemindSwarm) -> tuple[Manifest, bytes]:
     if failures:
         raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {'; '.join(failures.values())}; try again")
     version = swarm.versions()[MANIFEST]
-    manifest = read_manifest(swarm)
+    manifest = read_manifest(swarm.load_document)
     if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:
         raise JoinError(f"manifest of run {run_id!r} is not what its peers declare; do not join through these peers")
     tokenizer = swarm.load_document(TOKENIZER)
@@ -85,20 +86,32 @@ def fetch_manifest(swarm: HivemindSwarm) -> tuple[Manifest, bytes]:
     return manifest, tokenizer
 
 
-def read_manifest(swarm: HivemindSwarm) -> Manifest:
+def read_manifest(load: Callable[[str], bytes]) -> Manifest:
     """Return the manifest that this peer already has.
+
+    Args:
+        load: Returns a document that it has, by name.
 
     Raises:
         JoinError: it has none, or one that this software cannot read.
     """
     try:
-        return Manifest.model_validate_json(swarm.load_document(MANIFEST))
+        return Manifest.model_validate_json(load(MANIFEST))
     except ExchangeError as error:
         raise JoinError(f"nothing to resume: {error}") from error
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(map(str, problem["loc"]))
         raise JoinError(f"manifest setting {where}: {problem['msg']}; update spes_p2p") from error
+
+
+def find_manifests(swarm: HivemindSwarm) -> list[str]:
+    """Return the digests that others declare to be the run's manifest's, most frequent first.
+
+    Raises:
+        JoinError: nobody knows the run.
+    """
+    return [digest for digest, _ in Counter(record.digest for record in _find(swarm).values()).most_common()]
 
 
 def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:

@@ -9,15 +9,16 @@ weights come from the roster, not from the sender; and a lost member fails the g
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 
 import torch
 from hivemind.averaging.allreduce import AllReduceRunner
 from hivemind.averaging.partition import AllreduceException, TensorPartReducer
 from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
-from hivemind.p2p import PeerID
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
-from hivemind.utils.asyncio import amap_in_executor
+from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor
 from torch import Tensor
 
 
@@ -94,10 +95,10 @@ class WholeRunner(AllReduceRunner):
 
     async def _communicate_with_peer(self, peer_id: PeerID) -> None:
         try:
-            if peer_id != self.peer_id:
-                await super()._communicate_with_peer(peer_id)
-                return
             index = self.ordered_peer_ids.index(peer_id)
+            if peer_id != self.peer_id:
+                await self._exchange_parts(peer_id, index)
+                return
             for part_index, part in enumerate(self.parts_for_local_averaging):
                 averaged = await self.tensor_part_reducer.accumulate_part(index, part_index, part)
                 self.tensor_part_container.register_processed_part(index, part_index, averaged)
@@ -105,20 +106,44 @@ class WholeRunner(AllReduceRunner):
             self._fail(peer_id)
             raise
 
+    async def _exchange_parts(self, peer_id: PeerID, index: int) -> None:
+        """Send a reducer its parts of our tensor and take their averages; hang up once we have them all."""
+        stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(self._generate_input_for_peer(index))
+        messages = aiter_with_timeout(stream, self.reducer_timeout)
+        num_parts = self.tensor_part_container.num_parts_by_peer[index]
+        try:
+            for part_index in range(num_parts):
+                message = await anext(messages, None)
+                if message is None or message.code != averaging_pb2.AVERAGED_PART:
+                    raise AllreduceException(f"{peer_id} sent {part_index} of {num_parts} parts")
+                averaged = await asyncio.to_thread(deserialize_torch_tensor, message.tensor_part)
+                self.tensor_part_container.register_processed_part(index, part_index, averaged)
+        finally:
+            await stream.aclose()
+
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Average a sender's parts, then let it hang up first: a stream that its server closes may lose its tail."""
+        async for message in super().rpc_aggregate_part(stream, context):
+            yield message
+        await asyncio.sleep(self.reducer_timeout or 0.0)
+
     async def _accumulate_parts_streaming(
         self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        part_index = 0
+        part_index, num_parts = 0, self.tensor_part_reducer.num_parts
         try:
             parts = amap_in_executor(lambda message: deserialize_torch_tensor(message.tensor_part), stream)
-            async for part in parts:
-                averaged = await self.tensor_part_reducer.accumulate_part(sender_index, part_index, part)
-                part_index += 1
-                yield averaging_pb2.AveragingData(
-                    code=averaging_pb2.AVERAGED_PART, tensor_part=serialize_torch_tensor(averaged)
-                )
+            async with contextlib.aclosing(parts):
+                while part_index < num_parts and (part := await anext(parts, None)) is not None:
+                    averaged = await self.tensor_part_reducer.accumulate_part(sender_index, part_index, part)
+                    part_index += 1
+                    yield averaging_pb2.AveragingData(
+                        code=averaging_pb2.AVERAGED_PART, tensor_part=serialize_torch_tensor(averaged)
+                    )
         finally:
-            if part_index != self.tensor_part_reducer.num_parts:
+            if part_index != num_parts:
                 self._fail(self.sender_peer_ids[sender_index])
 
     async def _ban_sender(self, peer_id: PeerID) -> None:

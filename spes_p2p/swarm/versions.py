@@ -24,6 +24,8 @@ from spes_p2p.swarm.records import Count, Digest, PeerId
 KEEP_PER_NAME = 2
 """Versions kept of each name: the newest, and the one that slower peers may still be fetching."""
 MAX_MANIFEST_BYTES = 4096
+DOCUMENTS = ("manifest", "tokenizer")
+"""Names whose bytes are a document; all others are vectors."""
 Name = Annotated[str, Field(pattern=r"^(shared|tokenizer|manifest|slot-\d{1,4})$")]
 
 

@@ -26,12 +26,13 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--output {directory} is not a directory; choose another")
     is_empty = not directory.exists() or not any(directory.iterdir())
-    if resume and is_empty:
+    is_ours = any((directory / name).exists() for name in OURS)
+    if resume and not is_ours:
         raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
     if not is_empty and not resume:
         if not overwrite:
             raise ConfigError(f"--output {directory} exists; add --resume to continue it or --overwrite to delete it")
-        if not any((directory / name).exists() for name in OURS):
+        if not is_ours:
             raise ConfigError(
                 f"--output {directory} holds nothing of spes_p2p's, so --overwrite spares it; name another"
             )

@@ -6,7 +6,9 @@ stderr and exit code appear in the folder `result`, the code last.
 
 from __future__ import annotations
 
+import gc
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -120,11 +122,19 @@ def run() -> None:
     from spes_p2p.config import PeerConfig
 
     commands = {"peer": (PeerConfig, peer.main), "experiment": (experiment.ExperimentConfig, experiment.main)}
+    gc.freeze()
     request = serve()
     if request is not None:
         os.environ.update(request["environment"])
         sys.argv = [request["command"], *request["argv"]]
-        entry_point(*commands[request["command"]])
+        try:
+            entry_point(*commands[request["command"]])
+        except SystemExit as ended:
+            if multiprocessing.active_children():
+                raise
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(int(ended.code or 0))  # the server's own memory need not be tidied up once per fork
 
 
 if __name__ == "__main__":

@@ -95,7 +95,6 @@ def _serve(pipe: Connection, directory: Path, initial_peers: list[str], is_rogue
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes are forks, of a child of any kind
     logging.basicConfig(level=logging.WARNING)
     torch.set_num_threads(1)
-    if __import__("os").environ.get("DBG"): import sys; sys.path.append("/tmp/dbg"); import dbg_hooks
     if is_rogue:
         import misbehaving
 
