@@ -22,7 +22,7 @@ if [ $# -gt 0 ]; then exec "$python" -m pytest "$@"; fi
 
 stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
-stage "mypy" "$python" -m mypy spes_p2p monitor
+stage "mypy" "$python" -m mypy spes_p2p monitor benchmarks
 stage "unit tests" "$python" -m pytest tests/unit -n 2 --dist loadfile
 # Real peers on real clocks: two such tests at once would starve each other of their deadlines.
 if [ -n "$(find tests -name 'test_*.py' -not -path 'tests/unit/*' -print -quit)" ]; then

@@ -49,6 +49,7 @@ class HivemindSwarm:
         self._bundle_numel: Mapping[str, int] = {}
         self._averaged_bytes = 0
         self._renewed: dict[type[Record], Record] = {}
+        self._renewing = threading.Lock()
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
         self._stopped = threading.Event()
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
@@ -84,8 +85,9 @@ class HivemindSwarm:
 
     def announce(self, *records: Record) -> None:
         for record in records:
-            self._renewed[type(record)] = record
-            self._store_record(record, self._rounds.lease_seconds)
+            with self._renewing:
+                self._renewed[type(record)] = record
+                self._store_record(record, self._rounds.lease_seconds)
 
     def report(self, record: Metrics | Archived) -> None:
         self._store_record(record, REPORT_SECONDS)
@@ -110,8 +112,11 @@ class HivemindSwarm:
 
     def _beat(self) -> None:
         while not self._stopped.wait(self._rounds.heartbeat_seconds):
-            for record in list(self._renewed.values()):
-                self._store_record(record, self._rounds.lease_seconds)
+            for kind in list(self._renewed):
+                with (
+                    self._renewing
+                ):  # or a heartbeat under way would outlive, with what was true before, an announcement
+                    self._store_record(self._renewed[kind], self._rounds.lease_seconds)
 
     # ------------------------------------------------------------------ rounds
 
@@ -170,9 +175,7 @@ class HivemindSwarm:
 
     def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
         limits = {
-            name: DOCUMENT_BYTES
-            if name in DOCUMENTS
-            else 4 * self._bundle_numel[SHARED if name == SHARED else "slot"]
+            name: DOCUMENT_BYTES if name in DOCUMENTS else 4 * self._bundle_numel[SHARED if name == SHARED else "slot"]
             for name in wanted
         }
         return self.exchange.pull(wanted, min_round=min_round, timeout=timeout, max_bytes=limits)

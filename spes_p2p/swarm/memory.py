@@ -105,7 +105,8 @@ class MemorySwarm:
 
     def wait(self, seconds: float) -> bool:
         with self._hub.changed:
-            self._hub.changed.wait(seconds)
+            if not self._closed.is_set():
+                self._hub.changed.wait(seconds)
         return self._closed.is_set()
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:

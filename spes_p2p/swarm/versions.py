@@ -120,7 +120,9 @@ class VersionStore:
             if not self.path(version).exists():
                 _write_whole(self.path(version), data)
         with self._changed:
-            for name, (version, _) in items.items():
+            for name, (version, data) in items.items():
+                if not self.path(version).exists():  # displaced, and deleted, by another thread meanwhile
+                    _write_whole(self.path(version), data)
                 older = self._versions.get(name, [])
                 kept = [version, *(old for old in older if old.round != version.round)][:KEEP_PER_NAME]
                 self._versions[name] = kept
@@ -176,8 +178,12 @@ class VersionStore:
         index = self._directory / "index.json"
         if not index.exists():
             return
-        for entry in json.loads(index.read_text()):
-            version = Version.verify(json.dumps(entry), self._run_id)
+        try:
+            entries = [json.dumps(entry) for entry in json.loads(index.read_text())]
+        except (OSError, ValueError, TypeError) as error:
+            raise ExchangeError(f"{index} is damaged; delete {self._directory} and join again") from error
+        for entry in entries:
+            version = Version.verify(entry, self._run_id)
             if self.path(version).exists():
                 self._versions.setdefault(version.name, []).append(version)
 

@@ -41,7 +41,7 @@ class SparseAverager(averager.SparseAverager):
     def run(self) -> None:
         averager.WholeRunner = RogueRunner
         honest_mean = reduce.weighted_mean
-        reduce.weighted_mean = lambda *args: honest_mean(*args) * (float("nan") if _is("nan means") else 1.0)
+        reduce.weighted_mean = lambda *args: honest_mean(*args) * (float("nan") if _is("means NaN") else 1.0)
         super().run()
 
     async def _aggregate_with_group(self, group_info, min_vector_size: int, weight: float, **kwargs) -> dict:

@@ -1,7 +1,7 @@
 """A swarm of real peers, started once because each costs seconds."""
 
 import pytest
-from peers import PeerProcess, close_all, start_swarm
+from real_peers import PeerProcess, close_all, start_swarm
 
 
 @pytest.fixture(scope="session")

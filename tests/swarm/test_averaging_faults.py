@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from peers import PeerProcess, average, begin_average, contribution, plain_mean
+from real_peers import PeerProcess, average, begin_average, contribution, plain_mean
 
 from spes_p2p.codecs import digest
 from spes_p2p.swarm.reduce import weighted_mean
@@ -48,10 +48,20 @@ def test_survivors_of_a_killed_member_commit_the_mean_of_the_survivors(party, tm
     assert_mean_of(items[:3], results)
 
 
-@pytest.mark.parametrize(
-    "how", ["confirms another digest", "sends a wrong shape", "nan means", "tells each another mean", "never confirms"]
-)
-def test_a_lying_member_spoils_the_round_for_all_or_for_none(party, rogue, seed, how):
+@pytest.mark.parametrize("how", ["confirms another digest", "never confirms"])
+def test_without_a_members_confirmation_the_others_redo_the_round_without_it(party, rogue, seed, how):
+    """It has everybody else's confirmation, so it commits and is gone; the next roster tells it that it is behind."""
+    peers = [*party, rogue]
+    items = contributions(peers, seed)
+    rogue.call("misbehave", how)
+    results = average(peers, items, expected=4)
+    rogue.call("misbehave", "")
+    assert_mean_of(items[:3], results[:3])
+    assert_mean_of(items, average(peers, items, expected=4))
+
+
+@pytest.mark.parametrize("how", ["sends a wrong shape", "means NaN", "tells each another mean"])
+def test_a_member_that_lies_again_and_again_costs_all_of_them_the_round_and_no_more(party, rogue, seed, how):
     peers = [*party, rogue]
     items = contributions(peers, seed)
     rogue.call("misbehave", how)
@@ -75,6 +85,16 @@ def test_a_delta_that_is_not_finite_is_nobodys_mean(party, rogue, seed, value):
         assert set(result.dropped) >= {"shared"}
     items = contributions(peers, seed)
     assert_mean_of(items, average(peers, items, expected=4))
+
+
+def test_a_round_that_failed_early_is_redone_before_its_start_was_due(party, rogue, seed):
+    """All met long before the round's end; a DHT that keeps the later of two records must not hide who meets again."""
+    peers = [*party, rogue]
+    items = contributions(peers, seed)
+    rogue.call("misbehave", "confirms another digest")
+    results = average(peers, items, expected=4, meeting_seconds=500.0)
+    rogue.call("misbehave", "")
+    assert_mean_of(items[:3], results[:3])
 
 
 def test_a_bad_delta_of_a_slot_costs_that_slot_alone(party, rogue, seed):

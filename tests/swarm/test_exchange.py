@@ -155,10 +155,10 @@ def test_whoever_pulled_a_version_serves_it_to_others(trio, seed):
 
 
 def test_many_versions_come_from_many_peers_at_once(trio, seed):
-    puller, honest, rogue = trio
+    puller, honest, _ = trio
     bundles = {f"slot-{slot}": flat(seed + slot) for slot in range(10, 18)}
     honest.publish(4, bundles)
-    assert puller.pull(dict.fromkeys(bundles, [honest.peer_id]), min_round=4, timeout=PULL_SECONDS) == {}
+    assert puller.pull({name: [honest.peer_id] for name in bundles}, min_round=4, timeout=PULL_SECONDS) == {}
     for name, bundle in bundles.items():
         assert torch.equal(puller.load(name), bundle)
 
@@ -186,9 +186,7 @@ def test_a_version_about_to_be_published_is_waited_for(trio, monkeypatch, seed):
     monkeypatch.setattr(honest._store, "wait_for", noticed)
     honest.publish(1, {"slot-8": flat(seed + 1)})
     pull = threading.Thread(
-        target=lambda: failures.append(
-            puller.pull({"slot-8": [honest.peer_id]}, min_round=2, timeout=PULL_SECONDS)
-        )
+        target=lambda: failures.append(puller.pull({"slot-8": [honest.peer_id]}, min_round=2, timeout=PULL_SECONDS))
     )
     pull.start()
     assert waiting.wait(30)

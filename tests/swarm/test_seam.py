@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from peers import RUN_ID, average, contribution, plain_mean
+from real_peers import RUN_ID, average, contribution, plain_mean
 
 from spes_p2p.codecs import digest
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm

@@ -26,7 +26,7 @@ NUMELS = {SHARED: 1_500_000, "slot": 700}
 MAX_SLOTS = 4
 START_SECONDS = 120.0
 CALL_SECONDS = 60.0
-"""Longest that any call may take: two attempts of ROUNDS with all their phases, and as much again for a busy machine."""
+"""Longest that a call may take: two attempts with all their phases, and as much again for a busy machine."""
 MEETING_SECONDS = 10.0
 """Time for everybody to show up, on a machine whose cores are shared; who is complete does not wait for it."""
 

@@ -1,0 +1,131 @@
+"""The local experiment, start to end: interrupted, resumed, robbed of a peer, and still whole."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import yaml
+from peer_processes import Command, Commands, commands_in, write_corpus, write_settings
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spes_p2p.config import RunConfig
+
+pytestmark = pytest.mark.slow
+
+# Long enough to be interrupted and to lose a peer, short enough to be finished.
+ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 2.0}
+STARTED = r"^join by hand:"
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_corpus(tmp_path_factory.mktemp("corpus") / "corpus.jsonl")
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as commands:
+        yield commands
+
+
+def start(commands: Commands, folder: Path, corpus: Path, *words: str | Path, total: int) -> Command:
+    settings = write_settings(folder / "settings.yaml", round={**ROUND, "total": total})
+    flags = ["--output", folder / "out", "--cache", corpus.parent / "cache", "--peers", "2"]
+    given = [] if "--resume" in words else ["--config", settings, "--text", corpus]
+    return commands.start("scripts/run_local_experiment.py", *flags, *given, *words)
+
+
+def wait_for_round(commands: Commands, launcher: Command, peer: Path, number: int) -> None:
+    """Return once a peer has finished a round; its checkpoint says so."""
+    state = peer / "checkpoint" / "peer.json"
+    for _ in range(1200):
+        if state.exists() and json.loads(state.read_text())["round"] >= number:
+            return
+        assert launcher.process.poll() is None, launcher.tail()
+        with_timeout(launcher, 0.1)
+    raise AssertionError(f"{peer} did not reach round {number}: {launcher.tail()}")
+
+
+def with_timeout(launcher: Command, seconds: float) -> None:
+    psutil.wait_procs([psutil.Process(launcher.pid)], seconds)
+
+
+def pid_of(commands: Commands, output: Path) -> int:
+    """Return the process whose command line names an output and whose parent is the launcher."""
+    found = [process for process in commands.alive() if str(output) in process.cmdline()]
+    # Forks of a peer share its command line; the peer is the one that is nobody's fork.
+    pids = {process.pid for process in found}
+    (peer,) = [process for process in found if process.ppid() not in pids]
+    return peer.pid
+
+
+def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promises(
+    commands: Commands, corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    first = start(commands, tmp_path, corpus, total=8)
+    wait_for_round(commands, first, out / "peer-1", 1)
+    first.signal(signal.SIGINT)
+    assert first.end() == 130
+    commands.wait_until_gone()
+    assert first.matches(rf"continue it: .*--resume --output {re.escape(str(out))}")
+
+    second = start(commands, tmp_path, corpus, "--resume", total=8)
+    number = json.loads((out / "peer-1" / "checkpoint" / "peer.json").read_text())["round"]
+    wait_for_round(commands, second, out / "peer-1", number + 1)
+    psutil.Process(pid_of(commands, out / "peer-1")).kill()
+    assert second.end(180) == 0, second.tail()
+    commands.wait_until_gone()
+    assert second.matches("peer-1 was killed by SIGKILL; the swarm goes on without it")
+    check_results(out, second)
+
+
+def check_results(out: Path, launcher: Command) -> None:
+    run = RunConfig.model_validate(yaml.safe_load((out / "run.yaml").read_text())["run"])
+    assert run.round.total == 8 and run.model.num_experts == 4 and run.data.source == "files"
+
+    events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert {0, 8} <= {event["round"] for event in events if "round" in event}, "from the start to the last round"
+    report = (out / "report.html").read_text()
+    assert "<svg" in report or "<img" in report
+    for name in ("peer-0", "peer-1", "monitor"):
+        assert (out / "logs" / f"{name}.log").stat().st_size
+
+    model, tokenizer = (cls.from_pretrained(out / "model") for cls in (AutoModelForCausalLM, AutoTokenizer))
+    assert type(model).__name__ == "OlmoeForCausalLM"
+    tokens = tokenizer("7 plus 7 is", return_tensors="pt")
+    with torch.no_grad():
+        assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 4
+
+    summary = "\n".join(launcher.lines)
+    assert f"scripts/evaluate.py {out / 'model'}" in summary
+    assert f"--resume --output {out}" in summary
+    assert re.search(r"run_peer\.py --run-id local --initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", summary)
+
+
+def test_a_killed_launcher_leaves_no_process_and_a_failing_peer_stops_everything(
+    commands: Commands, corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    launcher = start(commands, tmp_path, corpus, total=500)
+    wait_for_round(commands, launcher, out / "peer-1", 1)
+    assert len(commands.alive()) > 4
+    launcher.signal(signal.SIGKILL)
+    assert launcher.end() == -signal.SIGKILL
+    commands.wait_until_gone()
+
+    moments = next((out / "peer-1" / "checkpoint").glob("moments-*"))
+    moments.write_bytes(moments.read_bytes()[:50])
+    resumed = start(commands, tmp_path, corpus, "--resume", total=500)
+    assert resumed.end() == 2
+    commands.wait_until_gone()
+    summary = "\n".join(resumed.lines)
+    assert "peer-1 failed with exit code 2" in summary
+    assert f"delete {out / 'peer-1' / 'checkpoint'}" in summary, "the failing peer's log tells what to do"

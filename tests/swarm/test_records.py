@@ -1,0 +1,149 @@
+"""Records over a real DHT of three nodes: claims live as long as their peers, and nobody writes another's."""
+
+import threading
+import time
+
+import msgpack
+import pytest
+from hivemind.utils.timed_storage import get_dht_time
+
+from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
+from spes_p2p.swarm.claims import allocate
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Claim, Progress
+from spes_p2p.swarm.validation import RecordValidator
+from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.holdings import Holdings
+
+pytestmark = pytest.mark.timeout(120)
+
+ROUNDS = RoundConfig(lease_seconds=3.0, heartbeat_seconds=0.5)
+
+
+@pytest.fixture(scope="module")
+def trio(tmp_path_factory):
+    """Alice, Bob, and Mallory, whose own DHT believes whatever she writes."""
+    swarms, addresses = [], []
+    for name in ("alice", "bob", "mallory"):
+        folder = tmp_path_factory.mktemp(name)
+        with pytest.MonkeyPatch.context() as patch:
+            if name == "mallory":
+                patch.setattr(RecordValidator, "_check", lambda self, record: None)
+            node = Node(Identity(folder / "key"), "run", initial_peers=addresses)
+        addresses = addresses or node.addresses()
+        swarms.append(HivemindSwarm(node, folder / "versions"))
+        swarms[-1].enter(ROUNDS, bundle_numel={}, delta_numel={}, max_slots=0)
+    yield swarms
+    for swarm in swarms:
+        swarm.close()
+
+
+def claim(swarm, slots=(1, 2)):
+    return Claim(peer_id=swarm.peer_id, state="active", slots=slots, max_slots=4, since=1.0)
+
+
+def read_until(swarm, kind, wanted, seconds=30.0):
+    """Read until `wanted` holds of the records, or time is up; return them."""
+    deadline = time.monotonic() + seconds
+    while not wanted(records := swarm.read(kind)) and time.monotonic() < deadline:
+        swarm.wait(0.05)
+    return records
+
+
+def test_a_heartbeat_keeps_a_claim_alive_and_without_one_it_ends_with_its_lease(trio):
+    alice, bob, _ = trio
+    alice.announce(claim(alice))
+    announced = get_dht_time()
+    while get_dht_time() < announced + 1.7 * ROUNDS.lease_seconds:
+        assert bob.read(Claim)[alice.peer_id] == claim(alice)
+        bob.wait(0.1)
+    with alice._renewing:  # its heart stops, as a killed peer's does
+        stopped = get_dht_time()
+        while get_dht_time() <= stopped + ROUNDS.lease_seconds:
+            bob.wait(0.1)
+        assert alice.peer_id not in bob.read(Claim)
+    assert alice.peer_id in read_until(bob, Claim, lambda records: alice.peer_id in records)
+
+
+def test_a_newer_record_replaces_the_older_for_everybody_at_once(trio):
+    alice = trio[0]
+    for slots in [(1,), (1, 2), (3,), ()]:
+        alice.announce(claim(alice, slots))
+        for reader in trio:
+            assert reader.read(Claim)[alice.peer_id].slots == slots
+
+
+def test_a_record_of_another_peer_cannot_be_written(trio):
+    """Mallory signs with her own key, with none, or under Alice's subkey; honest nodes keep what Alice said."""
+    alice, bob, mallory = trio
+    alice.announce(claim(alice))
+    forged = claim(alice, slots=(0,))
+    dht, key = mallory.node.dht, forged.key("run")
+    for subkey in (alice.node._validator.subkey, mallory.node._validator.subkey, b"junk"):
+        for value in (forged.encode(), b"junk", msgpack.packb({"slots": [0]})):
+            future = dht.store(
+                key=key, subkey=subkey, value=value, expiration_time=get_dht_time() + 60, return_future=True
+            )
+            future.result(timeout=30)
+    for reader in (alice, bob):
+        records = reader.read(Claim)
+        assert records[alice.peer_id] == claim(alice)
+        assert all(records[peer].peer_id == peer for peer in records)
+
+
+def test_leaving_frees_the_slots_at_once(trio):
+    alice, bob, _ = trio
+    run = RunConfig(model=ModelConfig(num_experts=2))
+    holdings = [
+        Holdings(swarm, run, run_id="run", anchors=Anchors(run.outer, {"shared": 1, "slot": 1}), max_slots=1)
+        for swarm in (alice, bob)
+    ]
+    for held, slot in zip(holdings, (0, 1), strict=True):
+        held.slots = (slot,)
+        held.announce("active")
+    leaving, staying = holdings
+    assert alice.peer_id in staying.active()
+    leaving.leave()
+    claims = staying.claims()
+    assert claims[alice.peer_id].slots == () and claims[alice.peer_id].max_slots == 0
+    assert allocate("run", 2, claims)[alice.peer_id] == ()
+    assert alice.peer_id not in staying.active()
+
+
+class SlowNode:
+    """A node whose DHT takes its time: `store` waits for `let_go`, the first time it is called from the heartbeat."""
+
+    peer_id, run_id = "Qm" + "P" * 44, "run"
+
+    def __init__(self):
+        self.stored, self.is_storing, self.let_go = [], threading.Event(), threading.Event()
+
+    def store(self, record, lifetime_seconds):
+        if threading.current_thread().name == "heartbeat" and not self.is_storing.is_set():
+            self.is_storing.set()
+            assert self.let_go.wait(30)
+        self.stored.append(record)
+        return True
+
+    def close(self):
+        pass
+
+
+def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true_before(tmp_path):
+    """A DHT keeps what expires later: an old claim renewed after `leave` would hold its slots for another lease."""
+    node = SlowNode()
+    swarm = HivemindSwarm(node, tmp_path, serve=False)
+    swarm.enter(RoundConfig(lease_seconds=1e3, heartbeat_seconds=0.01), bundle_numel={}, delta_numel={}, max_slots=0)
+    swarm.announce(claim(node, slots=(1,)))
+    assert node.is_storing.wait(30)
+    leaving = threading.Thread(target=swarm.announce, args=(claim(node, slots=()),))
+    leaving.start()
+    leaving.join(0.2)  # it may have to wait for the heartbeat; it must not be overtaken by it
+    node.let_go.set()
+    leaving.join(30)
+    number = next(i for i, record in enumerate(node.stored) if record.slots == ())
+    assert all(record.slots == () for record in node.stored[number:])
+    swarm.announce(Progress(peer_id=node.peer_id, round=1, ends_at=0.0))
+    swarm.close()

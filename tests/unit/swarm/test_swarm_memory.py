@@ -1,0 +1,148 @@
+"""The in-memory swarm keeps the promises that training relies on."""
+
+import threading
+
+import pytest
+import torch
+
+from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.records import Claim, Progress
+from spes_p2p.swarm.roster import Member
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@pytest.fixture(scope="module")
+def identities(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("identities")
+    return [Identity(folder / f"key{i}") for i in range(3)]
+
+
+@pytest.fixture
+def swarms(identities):
+    hub = MemoryHub("run", matchmaking_seconds=0.2)
+    return [MemorySwarm(hub, identity) for identity in identities]
+
+
+def claim(swarm):
+    return Claim(peer_id=swarm.peer_id, state="active", slots=(1,), max_slots=1, since=1.0)
+
+
+def contribution(swarm, delta, tokens=1):
+    member = Member(
+        peer_id=swarm.peer_id,
+        round=1,
+        tokens=tokens,
+        slots=(),
+        anchors={"shared": "0" * 16},
+        tokens_per_second=1.0,
+        ready_at=1.0,
+        sync_seconds=0.0,
+    )
+    return Contribution(member, {"shared": delta})
+
+
+def in_threads(*calls):
+    """Run calls at once; return their results in order."""
+    results = [None] * len(calls)
+
+    def run(i):
+        results[i] = calls[i]()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def test_records_are_seen_by_all_and_go_with_their_peer(swarms):
+    for swarm in swarms:
+        swarm.announce(claim(swarm), Progress(peer_id=swarm.peer_id, round=1, ends_at=0.0))
+    assert set(swarms[0].read(Claim)) == {swarm.peer_id for swarm in swarms}
+    swarms[1].publish(1, {"slot-1": torch.ones(2)})
+    swarms[1].close()
+    swarms[1].close()
+    for kind in (Claim, Progress):
+        assert set(swarms[0].read(kind)) == {swarms[0].peer_id, swarms[2].peer_id}
+    assert swarms[0].inventory([swarms[1].peer_id]) == {}
+    assert swarms[1].wait(60.0), "a closed swarm's wait returns at once"
+
+
+def test_a_pull_waits_for_the_publication(swarms):
+    holder, puller, _ = swarms
+    holder.publish(1, {"slot-1": torch.zeros(3)})
+    later = torch.randn(3)
+    failures, _ = in_threads(
+        lambda: puller.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=30),
+        lambda: holder.publish(2, {"slot-1": later}),
+    )
+    assert failures == {}
+    assert torch.equal(puller.load("slot-1"), later) and puller.versions()["slot-1"].round == 2
+
+
+def test_a_pull_that_fails_says_what_and_changes_nothing(swarms):
+    holder, puller, _ = swarms
+    holder.publish(1, {"slot-1": torch.zeros(3)})
+    puller.pull({"slot-1": [holder.peer_id]}, min_round=1, timeout=1)
+    failures = puller.pull({"slot-1": [holder.peer_id], "slot-2": []}, min_round=2, timeout=0.05)
+    assert set(failures) == {"slot-1", "slot-2"}
+    assert puller.versions()["slot-1"].round == 1
+    with pytest.raises(ExchangeError, match="slot-2"):
+        puller.load("slot-2")
+
+
+def test_bundles_are_copies(swarms):
+    mine = torch.zeros(3)
+    swarms[0].publish(1, {"slot-1": mine})
+    mine += 1
+    swarms[0].load("slot-1").add_(1)
+    swarms[1].pull({"slot-1": [swarms[0].peer_id]}, min_round=1, timeout=1)
+    assert torch.equal(swarms[1].load("slot-1"), torch.zeros(3))
+
+
+def test_only_bytes_that_were_fetched_are_counted(swarms):
+    bundle = torch.randn(5)
+    swarms[0].publish(1, {"slot-1": bundle})
+    for round in (1, 2):
+        swarms[0].publish(round, {"slot-1": bundle})
+        swarms[1].pull({"slot-1": [swarms[0].peer_id]}, min_round=round, timeout=1)
+        assert swarms[1].traffic()[0] == 20
+
+
+def test_who_meets_nobody_gets_no_roster_in_time(swarms):
+    result = swarms[0].average(contribution(swarms[0], torch.ones(2)), expected=3, starts_at=0.0)
+    assert not result.committed and "no roster" in result.dropped["shared"]
+
+
+def test_a_late_starter_is_waited_for_until_all_are_there(swarms):
+    results = in_threads(
+        *(
+            lambda swarm=swarm, i=i: swarm.average(
+                contribution(swarm, torch.full((2,), float(i)), tokens=i), expected=3, starts_at=0.0
+            )
+            for i, swarm in enumerate(swarms)
+        )
+    )
+    for result in results:
+        assert len(result.roster) == 3
+        torch.testing.assert_close(result.committed["shared"], torch.full((2,), 5 / 3))
+
+
+@pytest.mark.parametrize("bad", [float("nan"), 3e38], ids=["nan", "overflow"])
+def test_a_mean_that_is_not_finite_is_nobodys(swarms, bad):
+    deltas = [torch.tensor([bad]), torch.tensor([bad]), torch.ones(1)]
+    results = in_threads(
+        *(
+            lambda swarm=swarm, delta=delta: swarm.average(
+                contribution(swarm, delta, tokens=5), expected=3, starts_at=0.0
+            )
+            for swarm, delta in zip(swarms, deltas, strict=True)
+        )
+    )
+    for result in results:
+        assert not result.committed and "NaN or infinity" in result.dropped["shared"]
