@@ -115,7 +115,7 @@ class HivemindSwarm:
             for kind in list(self._renewed):
                 with (
                     self._renewing
-                ):  # or a heartbeat under way would outlive, with what was true before, an announcement
+                ):  # a heartbeat under way must not overtake an announcement with what was true before
                     self._store_record(self._renewed[kind], self._rounds.lease_seconds)
 
     # ------------------------------------------------------------------ rounds

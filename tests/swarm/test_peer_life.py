@@ -7,6 +7,7 @@ interrupted one after the other, and then both started again.
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from collections import Counter
@@ -206,7 +207,7 @@ def test_the_others_go_on_when_a_peer_is_killed(story: Story) -> None:
     for name in story.survivors:
         rounds = [report.round for report in reports(story.peers[name])]
         assert rounds[-1] > last + 1
-        assert all(later > earlier for earlier, later in zip(rounds, rounds[1:], strict=False))
+        assert all(later > earlier for earlier, later in itertools.pairwise(rounds))
 
 
 def test_a_dead_peers_orphans_are_adopted_by_the_survivors(story: Story) -> None:
