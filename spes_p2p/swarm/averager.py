@@ -25,7 +25,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.meeting import Declarations
 from spes_p2p.swarm.outcome import Attempt
-from spes_p2p.swarm.processes import BoundDHT, die_with_parent
+from spes_p2p.swarm.processes import BoundDHT, die_with_parent, outlive_cancelled_calls
 from spes_p2p.swarm.reduce import WholeRunner
 from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
 from spes_p2p.swarm.validation import matchmaking_prefix
@@ -144,6 +144,7 @@ class SparseAverager(DecentralizedAverager):
         target = expected if isinstance(expected, int) and expected >= 2 else None
         if not isinstance(self._matchmaking.group_key_manager, Declarations):
             self._matchmaking.group_key_manager = Declarations(self.dht, self.prefix, "", target)
+            outlive_cancelled_calls(self._p2p)
         self._matchmaking.target_group_size = target
         self._matchmaking.group_key_manager.target_group_size = target
         await super()._step(step=step, future_for_init=future_for_init)
@@ -152,13 +153,14 @@ class SparseAverager(DecentralizedAverager):
     def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
         # The groups' names follow from the roster, so all are known before the first byte can arrive.
         names = derive_groups(self._read_roster(group_info)).members
-        self._digests = {_group_id(group_info, name): asyncio.Future() for name in names}
-        self._running_groups.update({gid: asyncio.Future() for gid in self._digests})
+        digests: dict[bytes, asyncio.Future[bytes]] = {_group_id(group_info, name): asyncio.Future() for name in names}
+        self._digests = digests
+        self._running_groups.update({gid: asyncio.Future() for gid in digests})
         self._pending_groups_registered.set()
         try:
             yield
         finally:
-            for gid in self._digests:
+            for gid in digests:
                 future = self._running_groups.pop(gid, None)
                 if future is not None and not future.done():
                     future.cancel()

@@ -17,7 +17,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.processes import BoundDHT, BoundP2P
+from spes_p2p.swarm.processes import BoundDHT, BoundP2P, outlive_cancelled_calls
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator, owner_of
 
@@ -86,7 +86,9 @@ class Node:
             **reach,
         )
         try:
-            return self.run(work, 2 * STARTUP_SECONDS)
+            p2p = self.run(work, 2 * STARTUP_SECONDS)
+            outlive_cancelled_calls(p2p)
+            return p2p
         except P2PDaemonError as error:
             if "taken by another peer" in str(error):
                 raise ConfigError(
@@ -107,6 +109,7 @@ class Node:
         )
         try:
             dht.run_in_background(timeout=STARTUP_SECONDS)
+            dht.run_coroutine(BoundDHT.steady)
         except Exception as error:
             dht.terminate()
             raise _unreachable(initial_peers, error) from error

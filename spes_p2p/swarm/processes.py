@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent, not even when it is killed."""
+"""Child processes that do not outlive their parent, not even when it is killed, and that do not go deaf."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import signal
 import sys
 
 from hivemind import DHT
+from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
+from hivemind.p2p.p2p_daemon_bindings import p2pclient
+from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 
 _PR_SET_PDEATHSIG = 1
 # Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
@@ -27,8 +30,51 @@ def die_with_parent(parent_pid: int) -> None:
             os._exit(1)
 
 
+class _UnansweredCalls(dict):
+    """Calls by id, of which those given up count as gone."""
+
+    def __contains__(self, call_id: object) -> bool:
+        return super().__contains__(call_id) and not self[call_id].done()
+
+
+class PatientControlClient(ControlClient):
+    """hivemind's connection to p2pd, which outlives an answer that comes the moment its caller gives up.
+
+    Stock sets the result of the cancelled call; that kills, silently, the task that reads the connection, and with it
+    every unary call to and from this process for good.
+    """
+
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._pending_calls = _UnansweredCalls()
+
+
+class _OpenCalls(dict):
+    """Pending calls, of which only the open ones can be found."""
+
+    def __contains__(self, call_id: object) -> bool:
+        future = self.get(call_id)
+        return future is not None and not future.done()
+
+
+def outlive_cancelled_calls(p2p: P2P) -> None:
+    """Keep a P2P's unary calls working after one of them was cancelled.
+
+    hivemind 1.1.12 forgets a cancelled call only after it has told the daemon so. An answer that comes first is set on
+    a cancelled future; that raises in the one task that reads answers, and every later unary call of the process waits
+    for its timeout, for ever. A peer whose neighbour dies at the wrong moment would never average again.
+    """
+    control = p2p._client.control
+    control._pending_calls = _OpenCalls(control._pending_calls)
+
+
 class BoundP2P(P2P):
-    """hivemind's P2P with a p2pd that dies with us."""
+    """hivemind's P2P with a p2pd that dies with us; this process and its forks talk to p2pd patiently."""
+
+    @classmethod
+    async def create(cls, *args, **kwargs) -> P2P:
+        p2pclient.ControlClient = PatientControlClient
+        return await super().create(*args, **kwargs)
 
     @staticmethod
     def _make_process_args(*args, **kwargs) -> list[str]:
@@ -43,3 +89,8 @@ class BoundDHT(DHT):
         die_with_parent(self._parent_pid)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         super().run()
+
+    @staticmethod
+    async def steady(_dht: DHT, node: DHTNode) -> None:
+        """Runs in the DHT's process, by `run_coroutine`, once its node is there."""
+        outlive_cancelled_calls(node.p2p)

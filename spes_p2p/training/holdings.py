@@ -131,17 +131,26 @@ class Holdings:
         """Return the flat weights of the newest version that this peer has."""
         return self._anchors.split(name, self._swarm.load(name))[0].clone()
 
-    def catch_up(self, peers: Sequence[str]) -> dict[str, Tensor]:
-        """Take over the state that most of `peers` and this one have; return the weights that changed.
+    def catch_up(self, peers: Sequence[str], min_round: int = 0) -> dict[str, Tensor]:
+        """Take over the state that most have who take part in rounds; return the weights that changed.
+
+        Args:
+            peers: To ask.
+            min_round: Older states of `shared` have no vote, where there is a newer one.
 
         Raises:
             JoinError: others have it, but `shared` could not be pulled.
         """
         inventories = self._swarm.inventory(peers) if peers else {}
         mine = self._swarm.versions()
+        voters = {**inventories, self._swarm.peer_id: mine}
+        # Several who join or come back at once must not outvote those who have trained meanwhile.
+        active = {peer: voters[peer] for peer in self.active() if SHARED in voters.get(peer, {})}
+        newer = {peer: offers for peer, offers in active.items() if offers[SHARED].round >= min_round}
         wanted: dict[str, list[str]] = {}
         for name in {name for offers in inventories.values() for name in offers if is_bundle(name)}:
-            best = _best([offers[name] for offers in [mine, *inventories.values()] if name in offers], name)
+            polled = (newer or active or voters) if name == SHARED else voters
+            best = _best([offers[name] for offers in polled.values() if name in offers], name)
             if name not in mine or (mine[name].round, mine[name].digest) != best:
                 wanted[name] = [
                     peer
@@ -162,11 +171,12 @@ class Holdings:
 def _best(offers: Sequence, name: str) -> tuple[int, str]:
     """Return the (round, digest) to take over: `shared` as most have it, a slot as late as anybody has it.
 
-    Ties go as in a roster, so that two halves of a swarm with different anchors agree whose are kept.
+    The run's start, which every newcomer brings, has no vote where anybody has trained. Ties go as in a roster, so
+    that two halves of a swarm with different anchors agree whose are kept.
     """
     votes = Counter((offer.round, offer.digest) for offer in offers)
     if name == SHARED:
-        return min(votes, key=lambda state: (-votes[state], -state[0], state[1]))
+        return min(votes, key=lambda state: (state[0] == 0, -votes[state], -state[0], state[1]))
     return min(votes, key=lambda state: (-state[0], -votes[state], state[1]))
 
 

@@ -127,7 +127,7 @@ class Synchroniser:
             if len(self.holdings.active()) < self._run.round.min_peers:
                 self.swarm.wait(POLL_SECONDS)
             elif others and max(record.round for record in others) > self.round:
-                flats |= self.holdings.catch_up(self.holdings.others())
+                flats |= self.holdings.catch_up(self.holdings.others(), min_round=self.round + 1)
                 self.round = self.swarm.versions()[SHARED].round
                 self.swarm.wait(POLL_SECONDS)
             elif self._run.round.mode == "steps" or any(record.ends_at > self.swarm.now() for record in others):

@@ -45,7 +45,7 @@ class Trainer:
     """Trains the shared parameters and the claimed slots of a model on all of a peer's ranks.
 
     Every rank draws the whole batch and takes its rows, so that the result does not depend on how a batch is split
-    over ranks and microbatches.
+    over ranks and microbatches, but for the balance loss, which counts the tokens of one forward pass.
 
     Args:
         model: The model, on the CPU; moved to the group's device.

@@ -277,7 +277,7 @@ def test_a_joiners_bad_input_shows_once_the_run_is_known_and_nothing_stays_writt
         (["--text", world.folder / "absent.txt"], "absent.txt", "existing"),
         (["--text", world.corpus, "--max-slots", "5"], "max_slots=5", "4 or less"),
     ):
-        assert_refused(world.start(*words, *bad).end(SECONDS), value, remedy, logs=r"spes_p2p\.peer")
+        assert_refused(world.start(*words, *bad).end(SECONDS), value, remedy, logs=r"spes_p2p\.")
         assert not world.output.exists()
 
 

@@ -16,6 +16,7 @@ from peer_processes import MARK, Command, Commands, commands_in, write_corpus, w
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots"
 ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.5}
+TOTAL = 10
 
 
 def start_ranks(commands: Commands, folder: Path, total: int, output: str) -> Command:
@@ -34,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.mark.slow
 def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> None:
     with commands_in(folder) as commands:
-        ranks = start_ranks(commands, folder, 8, "ranks")
+        ranks = start_ranks(commands, folder, TOTAL, "ranks")
         server = ForkServer(folder / "results", {**os.environ, MARK: commands.mark})
         ranks.wait_for(r"round 1: 1 peers")
         address = (folder / "ranks" / "address").read_text().strip()
@@ -48,7 +49,7 @@ def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> Non
         commands.wait_until_gone()
 
     told = {match[1]: match.groups()[1:] for match in ranks.matches(REPORT)}
-    assert sorted(map(int, told)) == list(range(1, 9)), "every round is reported once, by the leader alone"
+    assert sorted(map(int, told)) == list(range(1, TOTAL + 1)), "every round is reported once, by the leader alone"
     others = {r: rest for r, *rest in re.findall(REPORT, ended.stderr)}
     together = [r for r in others if told[r][0] == "2"]
     assert together
