@@ -108,21 +108,21 @@ class TrainConfig(Frozen):
     """AdamW's decay of the second moment."""
     eps: PositiveFloat = 1e-8
     """AdamW's epsilon."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay, on every parameter as in SPES."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm above which gradients are scaled down; over shared and claimed parameters together."""
     schedule: Literal["cosine", "constant"] = "cosine"
     """Learning rate after the warm-up, over the run's rounds."""
-    warmup_rounds: Annotated[float, Field(ge=0)] = 0.5
+    warmup_rounds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """Rounds (may be a fraction) of linear warm-up."""
     final_lr_ratio: Fraction = 0.1
     """Learning rate at the end of the cosine, as a share of the peak."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16` runs the forward pass under autocast; parameters stay fp32."""
-    balance_loss: Annotated[float, Field(ge=0)] = 1e-2
+    balance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-2
     """Coefficient of the per-layer load-balance loss."""
-    router_z_loss: Annotated[float, Field(ge=0)] = 1e-3
+    router_z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
     """Coefficient of the router z-loss."""
     claimed_balance_factor: Fraction = 1.0
     """Start of SPES's factor on a peer's own experts' counts in the balance loss; rises to 1 over the
@@ -280,7 +280,7 @@ class PeerConfig(CommandConfig):
     """Where to train."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default PyTorch's choice."""
-    seed_seconds: Annotated[float, Field(ge=0)] = 30.0
+    seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
     """After the run's last round, keep serving its versions for so long, or until a monitor has archived them."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""

@@ -25,7 +25,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.meeting import Declarations
 from spes_p2p.swarm.outcome import Attempt
-from spes_p2p.swarm.processes import BoundDHT, die_with_parent, outlive_cancelled_calls
+from spes_p2p.swarm.processes import BoundDHT, die_with_parent
 from spes_p2p.swarm.reduce import WholeRunner
 from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
 from spes_p2p.swarm.validation import matchmaking_prefix
@@ -144,7 +144,6 @@ class SparseAverager(DecentralizedAverager):
         target = expected if isinstance(expected, int) and expected >= 2 else None
         if not isinstance(self._matchmaking.group_key_manager, Declarations):
             self._matchmaking.group_key_manager = Declarations(self.dht, self.prefix, "", target)
-            outlive_cancelled_calls(self._p2p)
         self._matchmaking.target_group_size = target
         self._matchmaking.group_key_manager.target_group_size = target
         await super()._step(step=step, future_for_init=future_for_init)

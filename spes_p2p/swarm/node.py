@@ -17,7 +17,7 @@ from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.processes import BoundDHT, BoundP2P, outlive_cancelled_calls
+from spes_p2p.swarm.processes import BoundDHT, BoundP2P
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator, owner_of
 
@@ -86,9 +86,7 @@ class Node:
             **reach,
         )
         try:
-            p2p = self.run(work, 2 * STARTUP_SECONDS)
-            outlive_cancelled_calls(p2p)
-            return p2p
+            return self.run(work, 2 * STARTUP_SECONDS)
         except P2PDaemonError as error:
             if "taken by another peer" in str(error):
                 raise ConfigError(
@@ -109,7 +107,6 @@ class Node:
         )
         try:
             dht.run_in_background(timeout=STARTUP_SECONDS)
-            dht.run_coroutine(BoundDHT.steady)
         except Exception as error:
             dht.terminate()
             raise _unreachable(initial_peers, error) from error

@@ -8,7 +8,6 @@ import signal
 import sys
 
 from hivemind import DHT
-from hivemind.dht.node import DHTNode
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
@@ -49,25 +48,6 @@ class PatientControlClient(ControlClient):
         self._pending_calls = _UnansweredCalls()
 
 
-class _OpenCalls(dict):
-    """Pending calls, of which only the open ones can be found."""
-
-    def __contains__(self, call_id: object) -> bool:
-        future = self.get(call_id)
-        return future is not None and not future.done()
-
-
-def outlive_cancelled_calls(p2p: P2P) -> None:
-    """Keep a P2P's unary calls working after one of them was cancelled.
-
-    hivemind 1.1.12 forgets a cancelled call only after it has told the daemon so. An answer that comes first is set on
-    a cancelled future; that raises in the one task that reads answers, and every later unary call of the process waits
-    for its timeout, for ever. A peer whose neighbour dies at the wrong moment would never average again.
-    """
-    control = p2p._client.control
-    control._pending_calls = _OpenCalls(control._pending_calls)
-
-
 class BoundP2P(P2P):
     """hivemind's P2P with a p2pd that dies with us; this process and its forks talk to p2pd patiently."""
 
@@ -89,8 +69,3 @@ class BoundDHT(DHT):
         die_with_parent(self._parent_pid)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         super().run()
-
-    @staticmethod
-    async def steady(_dht: DHT, node: DHTNode) -> None:
-        """Runs in the DHT's process, by `run_coroutine`, once its node is there."""
-        outlive_cancelled_calls(node.p2p)
