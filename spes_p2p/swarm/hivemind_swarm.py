@@ -17,7 +17,7 @@ from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.exchange import Exchange
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.outcome import alone, judge
-from spes_p2p.swarm.records import Archived, Metrics, Record
+from spes_p2p.swarm.records import Archived, Claim, Metrics, Record
 from spes_p2p.swarm.roster import SHARED, derive_groups
 from spes_p2p.swarm.versions import DOCUMENTS, Version, VersionStore
 
@@ -105,7 +105,8 @@ class HivemindSwarm:
 
     def _store_record(self, record: Record, lifetime_seconds: float) -> None:
         try:
-            if not self.node.store(record, lifetime_seconds):
+            is_alone = not set(self._last_read.get(Claim, ())) - {self.peer_id}
+            if not self.node.store(record, lifetime_seconds) and not is_alone:
                 log.warning("nobody took our %s record; it is renewed in a while", record.kind)
         except TimeoutError:
             log.warning("the DHT took too long to store our %s record; it is renewed in a while", record.kind)
