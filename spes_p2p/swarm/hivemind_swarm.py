@@ -114,9 +114,8 @@ class HivemindSwarm:
     def _beat(self) -> None:
         while not self._stopped.wait(self._rounds.heartbeat_seconds):
             for kind in list(self._renewed):
-                with (
-                    self._renewing
-                ):  # a heartbeat under way must not overtake an announcement with what was true before
+                # Under the lock, or what was true before would outlive an announcement made meanwhile.
+                with self._renewing:
                     self._store_record(self._renewed[kind], self._rounds.lease_seconds)
 
     # ------------------------------------------------------------------ rounds

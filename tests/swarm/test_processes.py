@@ -9,6 +9,7 @@ from real_peers import PeerProcess
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.processes import BoundP2P
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -71,6 +72,20 @@ def test_one_initial_peer_that_answers_is_enough(node, tmp_path):
     nobody = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{Identity(tmp_path / 'nobody').peer_id}"
     joined = Node(Identity(tmp_path / "key"), "run", initial_peers=[nobody, *node.addresses()])
     joined.close()
+
+
+def test_an_initial_peer_that_runs_something_else_is_named_and_nothing_stays_behind(node, tmp_path):
+    """It is reached, but has no DHT: the failure comes late, when p2pd runs already."""
+    other = node.run(BoundP2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_relay=False, auto_nat=False), 30)
+    try:
+        address = str(node.run(other.get_visible_maddrs(), 30)[0])
+        before = children()
+        with pytest.raises(JoinError) as raised:
+            Node(Identity(tmp_path / "key"), "run", initial_peers=[address])
+        assert address in str(raised.value)
+        assert children() <= before
+    finally:
+        node.run(other.shutdown(), 30)
 
 
 def test_an_address_whose_peer_id_is_another_peers_is_an_error(node, tmp_path):

@@ -118,13 +118,16 @@ class SlowNode:
     peer_id, run_id = "Qm" + "P" * 44, "run"
 
     def __init__(self):
-        self.stored, self.is_storing, self.let_go = [], threading.Event(), threading.Event()
+        self.stored, self.is_storing, self.let_go, self.has_stored = [], *(threading.Event() for _ in range(3))
 
     def store(self, record, lifetime_seconds):
-        if threading.current_thread().name == "heartbeat" and not self.is_storing.is_set():
+        is_slow = threading.current_thread().name == "heartbeat" and not self.is_storing.is_set()
+        if is_slow:
             self.is_storing.set()
             assert self.let_go.wait(30)
         self.stored.append(record)
+        if is_slow:
+            self.has_stored.set()
         return True
 
     def close(self):
@@ -143,6 +146,7 @@ def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true
     leaving.join(0.2)  # it may have to wait for the heartbeat; it must not be overtaken by it
     node.let_go.set()
     leaving.join(30)
+    assert node.has_stored.wait(30)
     number = next(i for i, record in enumerate(node.stored) if record.slots == ())
     assert all(record.slots == () for record in node.stored[number:])
     swarm.announce(Progress(peer_id=node.peer_id, round=1, ends_at=0.0))
