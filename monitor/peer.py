@@ -6,7 +6,8 @@ Not `monitor.py`: `python monitor/run_monitor.py` puts this folder on the path, 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from monitor.watch import Ending, Watch
 from spes_p2p.cli import EXIT_INTERRUPTED
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
-from spes_p2p.errors import ConfigError, ExchangeError
+from spes_p2p.errors import ConfigError, ExchangeError, SpesError
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import Manifest, fetch_manifest
@@ -58,6 +59,25 @@ def main(settings: MonitorConfig) -> int:
     output = prepare_output(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
+    kept = {name for name in (IDENTITY_FILE, VERSIONS_DIRECTORY) if (output / name).exists()}
+    try:
+        return _join_and_watch(settings, output)
+    except SpesError:
+        # A start that failed must not stand in the way of the corrected one.
+        if not (output / METRICS_FILE).exists():
+            _delete({IDENTITY_FILE, VERSIONS_DIRECTORY} - kept, output)
+        raise
+
+
+def _delete(names: Iterable[str], output: Path) -> None:
+    for path in (output / name for name in names):
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
     node = Node(
         Identity(output / IDENTITY_FILE), settings.run_id, initial_peers=settings.initial_peers, client_mode=True
     )

@@ -127,8 +127,7 @@ class Experiment:
         """Run to the end; return 0 if the monitor saw the run finish."""
         out, run = self._config.output, self._config.run
         out.mkdir(parents=True, exist_ok=True)
-        if run.round.min_peers < self._config.peers:
-            run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
+        run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
         if not self._config.resume:
             settings = {"run": run.model_dump(mode="json"), "text": [str(path.resolve()) for path in self._config.text]}
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))

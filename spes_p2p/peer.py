@@ -177,9 +177,11 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admi
     declare_manifest(swarm, manifest)
     address = swarm.node.addresses()[0]
     (config.output / ADDRESS_FILE).write_text(f"{address}\n")
-    log.info("run %r, manifest %s, founded by %s", manifest.run_id, manifest.digest[:12], manifest.founder)
+    run_id = manifest.run_id
+    log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
     log.info("this peer is %s and trains up to %d of %d slots", swarm.peer_id, max_slots, run.model.num_experts)
-    log.info("others join with: python peers/run_peer.py --run-id %s --initial-peers %s", manifest.run_id, address)
+    text = " --text PATH" if run.data.source == "files" else ""
+    log.info("others join with: python peers/run_peer.py --run-id %s --initial-peers %s%s", run_id, address, text)
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
     data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
     return Admission(manifest, max_slots, data_seed)

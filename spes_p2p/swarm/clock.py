@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 
 from spes_p2p.config import RoundConfig
@@ -13,15 +14,16 @@ FALLBACK_TOKENS_PER_SECOND = 1.0
 def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
-    The swarm is expected to reach `config.tokens` then, if every member trains as fast as it last did, once all of
-    them have synchronised; never sooner than `min_seconds` or later than `max_seconds` after that.
+    The swarm is expected to reach `config.tokens` then, if every member trains as fast as it last did, once most of
+    them have synchronised; never sooner than `min_seconds` or later than `max_seconds` after that. The median, not
+    the last, says when that is: one member's clock, or word, must not hold up everybody.
 
     Args:
         config: The run's round settings.
         members: The roster's snapshot, identical on all members.
     """
     members = list(members)
-    start = max(member.ready_at + member.sync_seconds for member in members)
+    start = statistics.median_high(member.ready_at + member.sync_seconds for member in members)
     rate = sum(member.tokens_per_second for member in members) or FALLBACK_TOKENS_PER_SECOND
     return start + min(max(config.tokens / rate, config.min_seconds), config.max_seconds)
 

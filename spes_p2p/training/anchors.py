@@ -104,7 +104,8 @@ def merge_shifts(
     alpha = merge_alpha(merge, round)
     if not alpha or round % merge.interval_rounds:
         return {}
-    tensors = [layout.unflatten(all_slots[slot]) for slot in sorted(all_slots)]
+    rows = {slot: row for row, slot in enumerate(sorted(all_slots))}
+    tensors = [layout.unflatten(all_slots[slot]) for slot in rows]
     shifts = {slot: torch.zeros(layout.numel) for slot in held}
     views = {slot: layout.unflatten(flat) for slot, flat in shifts.items()}
     for gate_up in (name for name in layout.shapes if name.endswith("gate_up_proj")):
@@ -113,7 +114,7 @@ def merge_shifts(
         after = merge_experts(before[0], before[1], alpha, merge.top_k)
         for slot in held:
             for name, old_EOI, new_EOI in zip((gate_up, down), before, after, strict=True):
-                views[slot][name].copy_(new_EOI[slot] - old_EOI[slot])
+                views[slot][name].copy_(new_EOI[rows[slot]] - old_EOI[rows[slot]])
     return {slot_name(slot): flat for slot, flat in shifts.items()}
 
 

@@ -131,7 +131,7 @@ class Synchroniser:
                 self.round = self.swarm.versions()[SHARED].round
                 self.swarm.wait(POLL_SECONDS)
             elif self._run.round.mode == "steps" or any(record.ends_at > self.swarm.now() for record in others):
-                ends_at = max((record.ends_at for record in others), default=0.0)
+                ends_at = self._bounded(max((record.ends_at for record in others), default=0.0))
                 self._announce(ends_at)
                 return Update(self.holdings.slots, flats, ends_at)
             elif any(record.ends_at for record in others):
@@ -259,9 +259,14 @@ class Synchroniser:
         if len(result.roster) == 1 and expected > 1:
             announced = max((record.ends_at for record in self._others_progress()), default=0.0)
             if announced > self.swarm.now():
-                return announced
+                return self._bounded(announced)
         # A synchronisation that took much longer than the last ones must not eat the next round.
-        return max(round_end(self._run.round, result.roster), self.swarm.now() + self._run.round.min_seconds)
+        ends_at = max(round_end(self._run.round, result.roster), self.swarm.now() + self._run.round.min_seconds)
+        return self._bounded(ends_at)
+
+    def _bounded(self, ends_at: float) -> float:
+        """Return a round's end that others have had a say in, no later than any honest one."""
+        return min(ends_at, self.swarm.now() + self._run.round.max_seconds + self._run.round.exchange_seconds)
 
     # ------------------------------------------------------------------ records
 
