@@ -6,6 +6,8 @@ import os
 import re
 import shutil
 import socket
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,6 +77,10 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         environment = {**os.environ, MARK: commands.mark}
         world = World(commands, ForkServer(folder / "results", environment), folder)
         ended = world.found(folder / "ended", "live", seed=1)
+        deadline = time.monotonic() + SECONDS
+        while list((folder / "ended").glob(".overwritten-*")):  # until then an interrupted start leaves nothing
+            assert time.monotonic() < deadline
+            threading.Event().wait(0.05)
         ended.interrupt()
         assert ended.end(SECONDS).code == 130
         world.found(folder / "live", "live")
