@@ -24,7 +24,8 @@ from monitor.watch import Ending
 from spes_p2p.cli import load_settings
 from spes_p2p.config import CommandConfig, RunConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.experiment import RUN_FILE, ExperimentConfig, say
+from spes_p2p.experiment import RUN_FILE, ExperimentConfig
+from spes_p2p.presentation import say
 
 EXPERIMENT_SECONDS = 3600.0
 STOCK_SECONDS, SHORT_STOCK_SECONDS = 60.0, 10.0

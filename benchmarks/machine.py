@@ -9,11 +9,11 @@ import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from pathlib import Path
 
 import psutil
 
 from benchmarks.crew import ROOT
+from spes_p2p.study.results import cpu_name
 
 PACKAGES = ("torch", "transformers", "hivemind", "numpy")
 
@@ -48,7 +48,7 @@ class Circumstances:
     def now(cls, load_before: float, command: Sequence[str] | None) -> Circumstances:
         """Return this machine's, at this moment."""
         return cls(
-            cpu=_cpu(),
+            cpu=cpu_name(),
             cores=len(psutil.Process().cpu_affinity() or ()) or os.cpu_count() or 1,
             memory_gib=round(psutil.virtual_memory().total / 2**30, 1),
             python=platform.python_version(),
@@ -63,14 +63,6 @@ class Circumstances:
 def load_average() -> float:
     """Return the machine's load average over the last minute."""
     return os.getloadavg()[0]
-
-
-def _cpu() -> str:
-    """The processor's name; Linux tells more than `platform` does."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _commit() -> str:

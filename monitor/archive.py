@@ -11,15 +11,15 @@ from typing import Any
 
 from torch import LongTensor
 
-from spes_p2p.codecs import Layout
 from spes_p2p.errors import ExchangeError
-from spes_p2p.model.build import build_slot_model, hf_config
+from spes_p2p.model.build import hf_config
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.swarm.versions import Version
+from spes_p2p.training.whole_model import WholeModel
 
 log = logging.getLogger(__name__)
 
@@ -71,22 +71,14 @@ class Archive:
         self._swarm, self._run, self._vocab_size = swarm, run, manifest.vocab_size
         self._make_batches = batches
         self._batches: Sequence[LongTensor] | None = None if batches is not None else ()
-        self._model = build_slot_model(
-            run.model,
-            vocab_size=manifest.vocab_size,
-            sequence_length=run.data.sequence_length,
-            seed=run.seed,
-            claimed=(),
-            storage="fp32",
-        )
-        self._layouts = {SHARED: Layout(self._model.shared_shapes()), "slot": Layout(self._model.slot_shapes())}
+        self._model = WholeModel(run, manifest.vocab_size)
         self.round = 0
 
     @property
     def bundle_numel(self) -> dict[str, int]:
         """Elements of a published bundle by kind: weights, then the outer optimizer's momentum if it has any."""
         copies = 2 if self._run.outer.optimizer == "nesterov" else 1
-        return {kind: copies * layout.numel for kind, layout in self._layouts.items()}
+        return {kind: copies * numel for kind, numel in self._model.numels.items()}
 
     @property
     def has_versions(self) -> bool:
@@ -132,15 +124,8 @@ class Archive:
         Raises:
             ExchangeError: it lacks the shared parameters, or a file is damaged.
         """
-        versions = self._swarm.versions()
-        slots = [slot for slot in range(self._run.model.num_experts) if slot_name(slot) in versions]
-        flats = {name: self._swarm.load(name) for name in [SHARED, *map(slot_name, slots)]}
-        numels = {kind: layout.numel for kind, layout in self._layouts.items()}
-        self._model.load_shared(self._layouts[SHARED].unflatten(flats[SHARED][: numels[SHARED]]))
-        for slot in slots:
-            self._model.load_slot(slot, self._layouts["slot"].unflatten(flats[slot_name(slot)][: numels["slot"]]))
-        self.round = versions[SHARED].round
-        rounds = {s: versions[slot_name(s)].round if s in slots else 0 for s in range(self._run.model.num_experts)}
+        rounds = self._model.load(self._swarm)
+        self.round = self._swarm.versions()[SHARED].round
         return Pulled(self.round, {slot: number for slot, number in rounds.items() if number < self.round})
 
     def evaluate(self) -> float | None:

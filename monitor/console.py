@@ -39,6 +39,7 @@ class ConsoleSink:
         self._console = console or Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._rounds = after_round
+        self._view: SwarmView | None = None
         if mode == "live" or (mode == "auto" and self._console.is_terminal):
             self._live = Live(console=self._console, refresh_per_second=2)
             self._live.start()
@@ -47,10 +48,8 @@ class ConsoleSink:
         if self._live is not None:
             self._live.update(render(self._run_id, view))
             return
-        for number in sorted(view.rounds):
-            if number > self._rounds:
-                self._rounds = number
-                self._print(round_line(view, number))
+        self._view = view
+        self._print_rounds(view.published if view.is_reported(view.published) else view.published - 1)
 
     def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
         if self._live is not None:
@@ -62,6 +61,16 @@ class ConsoleSink:
         if self._live is not None:
             self._live.stop()
             self._live = None
+        elif self._view is not None:
+            self._print_rounds(self._view.published)
+
+    def _print_rounds(self, last: int) -> None:
+        """Print the complete rounds up to `last`; the newest waits for the slower of its members' reports."""
+        assert self._view is not None
+        for number in sorted(self._view.rounds):
+            if self._rounds < number <= last:
+                self._rounds = number
+                self._print(round_line(self._view, number))
 
     def _print(self, line: str) -> None:
         # One line is one line, however narrow the terminal or log is.

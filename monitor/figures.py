@@ -5,34 +5,28 @@ All text that comes from others is short ids of a checked alphabet, and matplotl
 
 from __future__ import annotations
 
-import io
 import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from monitor.view import PHASES, SwarmView, short_id
+from spes_p2p.presentation import ACCENT, COLOURS, INK, WIDTH_INCHES, canvas, legend, png
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 Baselines = Mapping[str, Sequence[tuple[int, float]]]
 
-INK = "#808080"
-SWARM = "#117bc0"
-# Okabe and Ito's palette, which colour-blind readers can tell apart; without black, which dark pages swallow.
-COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#d55e00", "#cc79a7", "#b8a800", "#7a6fbe", "#8c564b")
-PHASE_COLOURS = dict(zip(PHASES, (SWARM, "#e69f00", "#d55e00", "#009e73", "#999999"), strict=True))
+PHASE_COLOURS = dict(zip(PHASES, (ACCENT, "#e69f00", "#d55e00", "#009e73", "#999999"), strict=True))
 MAX_LEGEND = 12
 MAX_MATRIX_PEERS = 60
-WIDTH_INCHES, HEIGHT_INCHES, DPI = 6.4, 3.6, 180
 
 
 def training_loss(view: SwarmView) -> bytes | None:
     """Training loss of each peer, and the swarm's mean, over the swarm's tokens; None before the first round."""
     if not view.rounds:
         return None
-    figure, axes = _canvas("swarm tokens", "training loss (nats per token)")
+    figure, axes = canvas("swarm tokens", "training loss (nats per token)", large="x")
     tokens = _tokens_by_round(view)
     peers = sorted({peer for number, peer in view.reports if number in tokens})
     for index, peer in enumerate(peers):
@@ -41,9 +35,9 @@ def training_loss(view: SwarmView) -> bytes | None:
         colour = COLOURS[index % len(COLOURS)]
         axes.plot(*zip(*points, strict=True), color=colour, lw=1.1, marker="o", ms=2.5, alpha=0.85, label=label)
     means = [(tokens[n], summary.loss) for n, summary in view.rounds.items()]
-    axes.plot(*zip(*means, strict=True), color=SWARM, lw=2.4, label="swarm", zorder=5)
-    _legend(figure, axes)
-    return _png(figure)
+    axes.plot(*zip(*means, strict=True), color=ACCENT, lw=2.4, label="swarm", zorder=5)
+    legend(figure, axes)
+    return png(figure)
 
 
 def held_out_loss(view: SwarmView, baselines: Baselines) -> bytes | None:
@@ -51,27 +45,27 @@ def held_out_loss(view: SwarmView, baselines: Baselines) -> bytes | None:
     points = [(view.tokens_until(n), loss) for n, loss in view.held_out.items() if math.isfinite(loss)]
     if not points:
         return None
-    figure, axes = _canvas("swarm tokens", "held-out loss (nats per token)")
+    figure, axes = canvas("swarm tokens", "held-out loss (nats per token)", large="x")
     for index, (name, curve) in enumerate(baselines.items()):
         finite = [(tokens, loss) for tokens, loss in curve if math.isfinite(loss)]
         if finite:
             axes.plot(*zip(*finite, strict=True), color=COLOURS[index % len(COLOURS)], lw=1.4, ls="--", label=name)
-    axes.plot(*zip(*points, strict=True), color=SWARM, lw=2.2, marker="o", ms=4, label="the swarm's model", zorder=5)
+    axes.plot(*zip(*points, strict=True), color=ACCENT, lw=2.2, marker="o", ms=4, label="the swarm's model", zorder=5)
     first, last = points[0], points[-1]
     for tokens, loss in {first, last}:
         axes.annotate(
             f"{loss:.3f}", (tokens, loss), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8, color=INK
         )
     axes.margins(x=0.06, y=0.12)
-    _legend(figure, axes)
-    return _png(figure)
+    legend(figure, axes)
+    return png(figure)
 
 
 def throughput(view: SwarmView) -> bytes | None:
     """Tokens per second of the swarm by round, with and without the time spent synchronising."""
     if not view.rounds:
         return None
-    figure, axes = _canvas("round", "tokens per second")
+    figure, axes = canvas("round", "tokens per second", large="y")
     numbers = list(view.rounds)
     whole = [view.rounds[n].tokens_per_second for n in numbers]
     training = [
@@ -79,18 +73,18 @@ def throughput(view: SwarmView) -> bytes | None:
         for n in numbers
     ]
     axes.plot(numbers, training, color=COLOURS[0], lw=1.4, ls="--", marker="o", ms=2.5, label="while training")
-    axes.plot(numbers, whole, color=SWARM, lw=2.2, marker="o", ms=3.5, label="synchronisation included")
+    axes.plot(numbers, whole, color=ACCENT, lw=2.2, marker="o", ms=3.5, label="synchronisation included")
     axes.set_ylim(bottom=0)
     _whole_rounds(axes)
-    _legend(figure, axes)
-    return _png(figure)
+    legend(figure, axes)
+    return png(figure)
 
 
 def phases(view: SwarmView) -> bytes | None:
     """Where the rounds' time went: the median peer's seconds by phase."""
     if not view.rounds:
         return None
-    figure, axes = _canvas("round", "seconds (median peer)")
+    figure, axes = canvas("round", "seconds (median peer)")
     numbers = list(view.rounds)
     bottom = [0.0] * len(numbers)
     for phase, colour in PHASE_COLOURS.items():
@@ -99,8 +93,8 @@ def phases(view: SwarmView) -> bytes | None:
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]
     axes.margins(x=0.02, y=0.08)
     _whole_rounds(axes)
-    _legend(figure, axes)
-    return _png(figure)
+    legend(figure, axes)
+    return png(figure)
 
 
 def holdings(view: SwarmView) -> bytes | None:
@@ -113,7 +107,7 @@ def holdings(view: SwarmView) -> bytes | None:
     peers = sorted(trained, key=lambda peer: (-sum(trained[peer].values()), peer))[:MAX_MATRIX_PEERS]
     if not peers:
         return None
-    figure, axes = _canvas("slot", "", width_inches=2 * WIDTH_INCHES, height_inches=min(14.0, 0.8 + 0.3 * len(peers)))
+    figure, axes = canvas("slot", "", width_inches=2 * WIDTH_INCHES, height_inches=min(14.0, 0.8 + 0.3 * len(peers)))
     most = max((count for counts in trained.values() for count in counts.values()), default=1)
     for row, peer in enumerate(peers):
         counts = sorted(trained[peer].items())
@@ -130,12 +124,12 @@ def holdings(view: SwarmView) -> bytes | None:
     step = -(-view.num_slots // 32)
     axes.set_xticks(range(0, view.num_slots, step))
     axes.grid(False)
-    return _png(figure)
+    return png(figure)
 
 
 def _rgba(share: float) -> tuple[float, float, float, float]:
-    """SWARM's colour, the stronger the larger the share."""
-    red, green, blue = (int(SWARM[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    """ACCENT's colour, the stronger the larger the share."""
+    red, green, blue = (int(ACCENT[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red, green, blue, 0.25 + 0.75 * share
 
 
@@ -147,44 +141,7 @@ def _tokens_by_round(view: SwarmView) -> dict[int, int]:
     return tokens
 
 
-def _canvas(
-    x_label: str, y_label: str, *, width_inches: float = WIDTH_INCHES, height_inches: float = HEIGHT_INCHES
-) -> tuple[Figure, Axes]:
-    from matplotlib.figure import Figure  # no pyplot: no global state, no display
-    from matplotlib.ticker import EngFormatter
-
-    figure = Figure(figsize=(width_inches, height_inches), dpi=DPI, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_facecolor("none")
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
-    for side in ("left", "bottom"):
-        axes.spines[side].set_color(INK)
-    axes.tick_params(colors=INK, labelsize=8, length=3)
-    axes.grid(True, color=INK, alpha=0.18, lw=0.6)
-    axes.set_axisbelow(True)
-    axes.set_xlabel(x_label, color=INK, fontsize=9)
-    axes.set_ylabel(y_label, color=INK, fontsize=9)
-    for axis, label in ((axes.xaxis, x_label), (axes.yaxis, y_label)):
-        if label in ("swarm tokens", "tokens per second"):
-            axis.set_major_formatter(EngFormatter(sep=""))
-    return figure, axes
-
-
 def _whole_rounds(axes: Axes) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
-def _legend(figure: Figure, axes: Axes) -> None:
-    """Above the axes: the curves go everywhere within."""
-    handles, labels = axes.get_legend_handles_labels()
-    style = {"frameon": False, "fontsize": 8, "labelcolor": INK, "handlelength": 1.6, "columnspacing": 1.4}
-    figure.legend(handles, labels, loc="outside upper left", ncols=5 if len(handles) <= 5 else 7, **style)
-
-
-def _png(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", transparent=True)
-    return buffer.getvalue()

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from monitor.archive import Archive
 from monitor.console import ConsoleSink
 from monitor.journal import replay
-from monitor.report import check_plotting, write_report
+from monitor.report import write_report
 from monitor.settings import (
     IDENTITY_FILE,
     METRICS_FILE,
@@ -35,6 +35,7 @@ from spes_p2p.cli import EXIT_INTERRUPTED
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, ExchangeError, SpesError
+from spes_p2p.presentation import check_plotting
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import Manifest, fetch_manifest
@@ -86,7 +87,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         manifest, document = fetch_manifest(swarm)
         tokenizer = tokenizer_from_bytes(document, output / VERSIONS_DIRECTORY / "tokenizer")
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
-        swarm.enter(manifest.config.round, bundle_numel=archive.bundle_numel, delta_numel={}, max_slots=0)
+        swarm.enter(manifest.config.round, bundle_numel=archive.bundle_numel, averaged_numel={}, max_slots=0)
 
         def save() -> None:
             archive.save(output / MODEL_DIRECTORY, tokenizer)

@@ -142,6 +142,11 @@ class SwarmView:
                 by_round.setdefault(number, []).append(report)
         return {number: summarise(reports) for number, reports in by_round.items()}
 
+    def is_reported(self, number: int) -> bool:
+        """Tell whether all who took part in a round have reported it."""
+        reports = [report for (known, _), report in self.reports.items() if known == number]
+        return bool(reports) and len(reports) >= max(report.num_members for report in reports)
+
     @property
     def newest(self) -> RoundSummary | None:
         """Summary of the newest complete round."""

@@ -8,7 +8,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar, get_origin
+from typing import Any, NoReturn, TypeVar, get_origin
 
 import yaml
 from pydantic import ValidationError
@@ -18,7 +18,7 @@ from spes_p2p.errors import ConfigError, SpesError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
-OTHER_PREFIXES = ("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_TEST_", "SPES_VENV")
+OTHER_PREFIXES = ("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_TEST_", "SPES_VENV")
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
@@ -40,7 +40,7 @@ def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
         )
         return loaded(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
-        raise ConfigError(_explain(error)) from error
+        raise ConfigError(explain(error)) from error
     except SettingsError as error:
         raise ConfigError(f"{str(error).strip().splitlines()[-1]}; see --help") from error
 
@@ -76,17 +76,30 @@ def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
 def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
     if path is None:
         return
-    try:
-        content = yaml.safe_load(path.read_text()) or {}
-    except OSError as error:
-        raise ConfigError(f"cannot read --config {path}: {error.strerror}; name an existing YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"--config {path} holds {type(content).__name__}, not settings; see configs/ for examples")
-    for key in content:
+    for key in read_yaml(path, "--config"):
         if key not in cls.model_fields:
             raise ConfigError(f"unknown key {key!r} in {path}; known keys: {', '.join(cls.model_fields)}")
+
+
+def read_yaml(path: Path, name: str) -> dict[Any, Any]:
+    """Return the settings in a YAML file.
+
+    Args:
+        path: The file.
+        name: What the user calls it, for messages.
+
+    Raises:
+        ConfigError: it cannot be read, is no YAML, or holds something else than settings.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise ConfigError(f"cannot read {name} {path}: {error.strerror}; name an existing YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{name} {path} holds {type(content).__name__}, not settings; see configs/ for examples")
+    return content
 
 
 def _check_environment(cls: type[BaseSettings]) -> None:
@@ -100,17 +113,24 @@ def _check_environment(cls: type[BaseSettings]) -> None:
             raise ConfigError(f"unknown environment variable {name}; unset it or see --help")
 
 
-def _explain(error: ValidationError) -> str:
+def explain(error: ValidationError, see: str = "--help") -> str:
+    """Return the first thing that is wrong with settings, in one line with the remedy.
+
+    Args:
+        error: What pydantic found.
+        see: Where the settings are explained; anything but `--help` means that they are no flags.
+    """
     problem = error.errors()[0]
     where = ".".join(str(part) for part in problem["loc"])
     message = problem["msg"].removeprefix("Value error, ")
     if problem["type"] == "extra_forbidden":
-        return f"unknown setting {where}={problem['input']!r}; remove it or see --help"
+        return f"unknown setting {where}={problem['input']!r}; remove it or see {see}"
     if problem["type"] == "missing":
-        return f"{where} is missing; set --{where.replace('_', '-')}"
+        remedy = f"set --{where.replace('_', '-')}" if see == "--help" else f"add it as in {see}"
+        return f"{where} is missing; {remedy}"
     if problem["type"] == "value_error":
         return message
-    return f"{where}={problem['input']!r}: {message[0].lower()}{message[1:]}; see --help"
+    return f"{where}={problem['input']!r}: {message[0].lower()}{message[1:]}; see {see}"
 
 
 def set_up_logging(level: str) -> None:
@@ -124,16 +144,19 @@ def set_up_logging(level: str) -> None:
     hivemind.setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
 
 
-def entry_point(settings: type[Settings], main: Callable[[Settings], int]) -> None:
-    """Run a command on `sys.argv` and exit: 0 done, 2 with one line for a user's error, 130 when interrupted.
+def entry_point(
+    settings: type[Settings], main: Callable[[Settings], int], argv: Sequence[str] | None = None
+) -> NoReturn:
+    """Run a command and exit: 0 done, 2 with one line for a user's error, 130 when interrupted.
 
     Args:
         settings: The command's settings; a field `log_level` sets up the log.
         main: The command; returns its exit code.
+        argv: The command line; by default `sys.argv` without the program's name.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
-        config = load_settings(settings, sys.argv[1:])
+        config = load_settings(settings, sys.argv[1:] if argv is None else argv)
         set_up_logging(getattr(config, "log_level", "info"))
         sys.exit(main(config))
     except SpesError as error:

@@ -181,6 +181,14 @@ class OuterConfig(Frozen):
     """Outer learning rate of `nesterov`."""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Momentum of `nesterov`."""
+    moments: Literal["both", "second", "local"] = "both"
+    """AdamW's moments that are averaged with the deltas; `local` leaves them to each peer, `second` spares a third of
+    the averaged bytes. Why they are averaged: docs/convergence.md."""
+
+    @property
+    def averaged_moments(self) -> tuple[str, ...]:
+        """The averaged moments by torch's names, in the order in which they lie behind a delta."""
+        return {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[self.moments]
 
 
 class MergeConfig(Frozen):

@@ -26,3 +26,7 @@ class RecordError(SpesError):
 
 class ExchangeError(SpesError):
     """A version could not be fetched whole, or its bytes do not match its digest."""
+
+
+class SimulationError(SpesError):
+    """A simulation cannot go on: its peers wait for what will never happen."""

@@ -19,6 +19,7 @@ from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.peer import ADDRESS_FILE
+from spes_p2p.presentation import say
 from spes_p2p.training.output import check_output
 
 START_SECONDS = 180.0
@@ -236,9 +237,3 @@ def _summary(config: ExperimentConfig, code: int) -> str:
 def _python() -> str:
     executable = Path(sys.executable)
     return str(executable.relative_to(Path.cwd())) if executable.is_relative_to(Path.cwd()) else str(executable)
-
-
-def say(text: str) -> None:
-    """Tell the user; a command's standard output is its result, not its log."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()

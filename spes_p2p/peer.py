@@ -18,7 +18,7 @@ from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, DataError, JoinError, RecordError
-from spes_p2p.model.build import build_slot_model, hf_config, stock_model
+from spes_p2p.model.build import hf_config
 from spes_p2p.planner import free_memory_bytes, model_size, slots_that_fit
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
@@ -34,9 +34,9 @@ from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.swarm.versions import VersionStore
-from spes_p2p.training.anchors import Anchors, initial_bundles
+from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
-from spes_p2p.training.holdings import Holdings
 from spes_p2p.training.output import check_output, fresh_output
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.rounds import Rounds
@@ -173,7 +173,8 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admi
     max_slots = config.max_slots or slots_that_fit(size, storage, free_memory_bytes())
     numels = {SHARED: size.shared_params, "slot": size.slot_params}
     anchors = Anchors(run.outer, numels)
-    swarm.enter(run.round, bundle_numel=anchors.bundle_numel(), delta_numel=numels, max_slots=max_slots)
+    sizes = {"bundle_numel": anchors.bundle_numel(), "averaged_numel": anchors.averaged_numel()}
+    swarm.enter(run.round, **sizes, max_slots=max_slots)
     declare_manifest(swarm, manifest)
     address = swarm.node.addresses()[0]
     (config.output / ADDRESS_FILE).write_text(f"{address}\n")
@@ -224,7 +225,7 @@ def _train(
         if swarm is not None:
             sync = _synchroniser(swarm, admission, trainer, resumed)
             if SHARED not in swarm.versions():
-                initial = _initial(admission, sync.anchors, trainer)
+                initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
         rounds = Rounds(run, trainer, group, sync, checkpoint=checkpoint, run_id=admission.manifest.run_id)
         rounds.open(initial, resumed, moments)
         rounds.run()
@@ -245,20 +246,19 @@ def _unreachable() -> Admission:
 
 def _trainer(config: PeerConfig, group: ProcessGroup, admission: Admission) -> Trainer:
     manifest, run = admission.manifest, admission.manifest.config
-    model = build_slot_model(
-        run.model,
-        vocab_size=manifest.vocab_size,
-        sequence_length=run.data.sequence_length,
-        seed=run.seed,
-        claimed=(),
-        storage=config.storage or run.frozen_storage,
-        kernel=config.kernel,
-    )
     tokenizer = _tokenizer(config)
     data = train_source(
         run.data, tokenizer, paths=config.text, cache=config.cache.expanduser(), order_seed=admission.data_seed
     )
-    return Trainer(model, run.train, data, group, config.micro_batch_size)
+    return build_trainer(
+        run,
+        manifest.vocab_size,
+        data,
+        group,
+        storage=config.storage,
+        kernel=config.kernel,
+        micro_batch_size=config.micro_batch_size,
+    )
 
 
 def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:
@@ -273,17 +273,10 @@ def _synchroniser(
     swarm: HivemindSwarm, admission: Admission, trainer: Trainer, resumed: PeerState | None
 ) -> Synchroniser:
     run, run_id = admission.manifest.config, admission.manifest.run_id
-    anchors = Anchors(run.outer, {kind: layout.numel for kind, layout in trainer.layouts.items()})
-    holdings = Holdings(swarm, run, run_id=run_id, anchors=anchors, max_slots=admission.max_slots)
+    sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots)
     if resumed is not None:
-        holdings.resume(resumed.slots)
-    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"])
-
-
-def _initial(admission: Admission, anchors: Anchors, trainer: Trainer) -> dict[str, torch.Tensor]:
-    manifest, run = admission.manifest, admission.manifest.config
-    stock = stock_model(run.model, manifest.vocab_size, run.data.sequence_length, run.seed)
-    return initial_bundles(anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)
+        sync.holdings.resume(resumed.slots)
+    return sync
 
 
 def _serve_for_a_while(swarm: HivemindSwarm, last_round: int, seconds: float) -> None:

@@ -14,7 +14,7 @@ from spes_p2p.config import ModelConfig, Storage
 from spes_p2p.errors import ConfigError
 
 TRAINED_BYTES = 16  # per parameter, fp32: weight, gradient, AdamW's two moments
-SCRATCH_BYTES = 8  # per trained parameter, fp32 on the host: the round's anchor and delta
+SCRATCH_BYTES = 16  # per trained parameter, fp32 on the host: the round's anchor, its delta, both moments on the way
 FROZEN_BYTES: dict[Storage, int] = {"fp32": 4, "bf16": 2}  # per frozen parameter
 
 
@@ -58,10 +58,11 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
 
 
 def peer_bytes(size: ModelSize, claimed: int, storage: Storage, other_bytes: int = 0) -> int:
-    """Memory of a peer that trains `claimed` slots: `24 (S + C P) + b (E - C) P`.
+    """Memory of a peer that trains `claimed` slots: `32 (S + C P) + b (E - C) P`.
 
-    Of the 24 bytes 16 are fp32 AdamW's and 8 the round's anchor and delta; b is the storage's bytes per frozen
-    parameter. Activations are not in it. Without the 8 the formula met the measured memory of a small OLMoE within 2 %.
+    Of the 32 bytes 16 are fp32 AdamW's and 16 the round's anchor, delta and moments on their way to the others; b is
+    the storage's bytes per frozen parameter. Activations are not in it. Without the second 16 the formula met the
+    measured memory of a small OLMoE within 2 %.
 
     Args:
         size: From `model_size`.

@@ -5,7 +5,8 @@ Shapes: B sequences of a batch, T tokens of a sequence, N tokens of a corpus.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.sources import split_documents
+from spes_p2p.data.sources import Part, documents, is_in
 from spes_p2p.data.stream import StreamSource
 from spes_p2p.data.tokens import TokenFile, encode, token_file
 from spes_p2p.data.windows import MIN_WINDOWS, check_state, gather, num_windows, too_little, unsigned
@@ -119,10 +120,17 @@ def train_source(
         ConfigError: no paths for the source `files`, or `cache` cannot be written.
         DataError: the corpus cannot be read, or has fewer than 8 windows.
     """
+    return train_sources(data, tokenizer, paths=paths, cache=cache)(order_seed)
+
+
+def train_sources(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path
+) -> Callable[[int], TokenSource]:
+    """Returns `train_source` as a function of the order's seed alone, having found the corpus once for all."""
     if data.source == "hub":
-        return StreamSource(data, tokenizer, order_seed)
-    file = token_file(data, tokenizer, paths=paths, cache=cache, held_out=False)
-    return WindowSource(file, data.sequence_length, order_seed)
+        return partial(StreamSource, data, tokenizer)
+    file = token_file(data, tokenizer, paths=paths, cache=cache, part="train")
+    return partial(WindowSource, file, data.sequence_length)
 
 
 def held_out_batches(
@@ -134,6 +142,7 @@ def held_out_batches(
     num_sequences: int,
     batch_size: int,
     seed: int,
+    part: Part = "held_out",
 ) -> list[LongTensor]:
     """Returns fixed batches `[B, T + 1]` of held-out text, the last one possibly smaller.
 
@@ -145,16 +154,17 @@ def held_out_batches(
         num_sequences: Sequences wanted; all there are where there are fewer, but at least 8.
         batch_size: B.
         seed: Chooses among the windows where there are more than wanted; a stream gives its first.
+        part: Which documents: all that are held out, or one half of them.
 
     Raises:
         ConfigError: as `train_source`.
         DataError: the corpus cannot be read, or its held-out part is too small.
     """
     if data.source == "hub":
-        texts = (document.text for document in split_documents(data, (), held_out=True))
+        texts = (document.text for document in documents(data) if is_in(part, document, data))
         tokens_N = _first_tokens(tokenizer, texts, num_sequences * data.sequence_length + 1)
     else:
-        tokens_N = token_file(data, tokenizer, paths=paths, cache=cache, held_out=True).tokens_N
+        tokens_N = token_file(data, tokenizer, paths=paths, cache=cache, part=part).tokens_N
     found = num_windows(len(tokens_N), data.sequence_length)
     if found < min(MIN_WINDOWS, num_sequences):
         raise too_little(

@@ -8,7 +8,7 @@ import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.files import corpus_files, read_file
@@ -17,6 +17,7 @@ from spes_p2p.errors import ConfigError, DataError
 
 # The same for every run: runs compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
+_TUNING_SEED = 1
 
 # Tests are no prose, idlelib and lib2to3 no library, and encodings are tables of code points.
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
@@ -24,6 +25,10 @@ _FOREIGN_FOLDERS = {"site-packages", "dist-packages"}
 # Written when Python was built: they differ from machine to machine and hold its paths.
 _BUILD_PREFIXES = ("_sysconfigdata", "config-")
 _CORPUS_VERSION = 1
+
+
+Part = Literal["train", "held_out", "tuning", "reported"]
+"""A share of the documents: `train` and `held_out` are all of them, `tuning` and `reported` all that are held out."""
 
 
 class Document(NamedTuple):
@@ -80,6 +85,15 @@ def is_held_out(document_name: str, text: str | None, fraction: float, seed: int
 def in_held_out_part(document: Document, data: DataConfig) -> bool:
     """The run's own split: the embedded corpus by name, since Python's versions differ in text; others by text."""
     return is_held_out(document.name, None if data.source == "embedded" else document.text, data.held_out_fraction)
+
+
+def is_in(part: Part, document: Document, data: DataConfig) -> bool:
+    """Whether a document belongs to a part; the held-out ones are halved by a second hash."""
+    held_out = in_held_out_part(document, data)
+    if part in ("train", "held_out") or not held_out:
+        return held_out == (part != "train")
+    text = None if data.source == "embedded" else document.text
+    return is_held_out(document.name, text, 0.5, _TUNING_SEED) == (part == "tuning")
 
 
 def split_documents(data: DataConfig, paths: Sequence[Path], *, held_out: bool) -> Iterator[Document]:

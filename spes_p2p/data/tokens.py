@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.cache import cache_folder, locked, write_atomically
-from spes_p2p.data.sources import Document, corpus_identity, documents, in_held_out_part
+from spes_p2p.data.sources import Document, Part, corpus_identity, documents, is_in
 from spes_p2p.data.tokenizer import tokenizer_digest
 
 log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ log = logging.getLogger(__name__)
 _BATCH_CHARACTERS = 2**20
 _TOKENISING_SECONDS = 4 * 3600.0
 _LAYOUT_VERSION = 1
+# Made in one reading of the corpus; where the last file stands, all do.
+_MADE_TOGETHER: tuple[tuple[Part, ...], ...] = (("held_out", "train"), ("tuning", "reported"))
 
 
 class TokenFile(NamedTuple):
@@ -56,9 +59,9 @@ def encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator
 
 
 def token_file(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path, held_out: bool
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path, part: Part
 ) -> TokenFile:
-    """Returns one side of the split of an `embedded` or `files` corpus, tokenising it at first use.
+    """Returns one part of an `embedded` or `files` corpus, tokenising it at first use.
 
     Several processes may ask at once: one tokenises, the others wait.
 
@@ -70,29 +73,30 @@ def token_file(
     identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus_identity(data, paths)}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
     folder = cache_folder(cache, "tokens")
-    held_out_file, train_file = folder / f"{key}.held_out.bin", folder / f"{key}.train.bin"
-    # The training part is renamed into place last: where it stands, both do.
-    if not train_file.exists():
+    together = next(parts for parts in _MADE_TOGETHER if part in parts)
+    files = {name: folder / f"{key}.{name}.bin" for name in together}
+    if not files[together[-1]].exists():
         with locked(folder / key, _TOKENISING_SECONDS):
-            if not train_file.exists():
-                _tokenise(data, tokenizer, paths, held_out_file, train_file)
-    return TokenFile(_map(held_out_file if held_out else train_file, dtype), key)
+            if not files[together[-1]].exists():
+                _tokenise(data, tokenizer, paths, files)
+    return TokenFile(_map(files[part], dtype), key)
 
 
 def _tokenise(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], held_out_file: Path, train_file: Path
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], files: Mapping[Part, Path]
 ) -> None:
+    """Write the parts' files; they are renamed into place in their order."""
     started = time.monotonic()
     dtype = token_dtype(tokenizer)
     num_tokens = 0
-    with write_atomically(train_file) as train, write_atomically(held_out_file) as held_out:
+    with contextlib.ExitStack() as stack:
+        streams = {part: stack.enter_context(write_atomically(files[part])) for part in reversed(list(files))}
         for batch in _batches(documents(data, paths)):
-            for is_held_out, stream in ((False, train), (True, held_out)):
-                texts = (document.text for document in batch if in_held_out_part(document, data) == is_held_out)
-                for ids_N in encode(tokenizer, texts):
+            for part, stream in streams.items():
+                for ids_N in encode(tokenizer, (document.text for document in batch if is_in(part, document, data))):
                     stream.write(ids_N.astype(dtype).tobytes())
                     num_tokens += len(ids_N)
-    log.info("tokenised %d tokens in %.1f s into %s", num_tokens, time.monotonic() - started, train_file.parent)
+    log.info("tokenised %d tokens of %s in %.1f s", num_tokens, " and ".join(files), time.monotonic() - started)
 
 
 def _batches(source: Iterable[Document]) -> Iterator[list[Document]]:

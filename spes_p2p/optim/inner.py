@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -13,7 +13,11 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from spes_p2p.config import TrainConfig
 
 SHARED = "shared"
-STATE_KINDS = ("exp_avg", "exp_avg_sq", "step")
+BETAS = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}
+"""The moments, and the setting each decays by."""
+STATE_KINDS = (*BETAS, "step")
+SETTLED_STEPS = 1e6
+"""Step count of moments that need no bias correction any more: averaged ones, which are corrected before."""
 
 
 class InnerOptimizer:
@@ -40,6 +44,7 @@ class InnerOptimizer:
         self, shared: Mapping[str, Parameter], slots: Mapping[int, Mapping[str, Parameter]], train: TrainConfig
     ) -> None:
         self._clip_norm = train.clip_norm
+        self._betas = {kind: getattr(train, beta) for kind, beta in BETAS.items()}
         self._groups: dict[str, dict[str, Parameter]] = {SHARED: dict(shared)}
         self._adamw = torch.optim.AdamW(
             [{"params": list(shared.values()), "name": SHARED}],
@@ -112,6 +117,42 @@ class InnerOptimizer:
         for param in params.values():
             self._adamw.state.pop(param, None)
         return payload
+
+    def moments(self, group: str, kinds: Sequence[str]) -> list[dict[str, Tensor]]:
+        """The bias-corrected moments of a group by parameter, zeros where nothing was stepped.
+
+        Corrected, the moments of peers that have made different numbers of steps have the same meaning, and so a mean.
+
+        Source: Adam, Algorithm 1 (https://arxiv.org/abs/1412.6980).
+
+        Args:
+            group: `shared` or `slot-<e>`.
+            kinds: Of `BETAS`; one dictionary is returned for each.
+        """
+        return [{name: self._corrected(param, kind) for name, param in self._groups[group].items()} for kind in kinds]
+
+    def set_moments(self, group: str, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Goes on from averaged, bias-corrected moments, and from its own in whatever kind was not averaged.
+
+        Args:
+            group: `shared` or `slot-<e>`.
+            moments: By kind, tensors of every parameter's shape. Second moments below zero count as zero, for a
+                low-bit mean may round there.
+        """
+        for name, param in self._groups[group].items():
+            state = {
+                kind: moments[kind][name].to(param.device, param.dtype, copy=True)
+                if kind in moments
+                else self._corrected(param, kind)
+                for kind in BETAS
+            }
+            state["exp_avg_sq"].clamp_(min=0)
+            self._adamw.state[param] = {"step": torch.tensor(SETTLED_STEPS, device=param.device), **state}
+
+    def _corrected(self, param: Parameter, kind: str) -> Tensor:
+        state = self._adamw.state.get(param)
+        step = state["step"].item() if state else 0.0
+        return state[kind] / (1.0 - self._betas[kind] ** step) if state and step else torch.zeros_like(param)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state, as copies on the CPU, under flat names that safetensors takes."""

@@ -19,7 +19,8 @@ class Contribution:
 
     Attributes:
         member: Its roster entry.
-        deltas: Flat fp32 delta by group, for `shared` and each of the member's slots.
+        deltas: Flat fp32 vector by group, for `shared` and each of the member's slots: its delta, followed by its
+            optimizer moments where the run averages them.
     """
 
     member: Member
@@ -32,7 +33,7 @@ class RoundResult:
 
     Attributes:
         roster: Everybody's entries, the same on all members; only this peer's own if it was alone.
-        committed: Averaged flat delta by group; bit-identical on all members of the group.
+        committed: Averaged flat vector by group; bit-identical on all members of the group.
         dropped: Reason by group, for groups that this peer was in and that go back to their anchor.
         is_behind: This peer's shared anchor is not the majority's: it must catch up.
         matchmaking_seconds: Time until the roster stood.

@@ -16,9 +16,9 @@ from spes_p2p.swarm.averager import SparseAverager
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.exchange import Exchange
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.outcome import alone, judge
+from spes_p2p.swarm.outcome import alone, averaged_bytes, judge
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Record
-from spes_p2p.swarm.roster import SHARED, derive_groups
+from spes_p2p.swarm.roster import SHARED, kind_of
 from spes_p2p.swarm.versions import DOCUMENTS, Version, VersionStore
 
 log = logging.getLogger(__name__)
@@ -55,23 +55,23 @@ class HivemindSwarm:
         self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
 
     def enter(
-        self, rounds: RoundConfig, *, bundle_numel: Mapping[str, int], delta_numel: Mapping[str, int], max_slots: int
+        self, rounds: RoundConfig, *, bundle_numel: Mapping[str, int], averaged_numel: Mapping[str, int], max_slots: int
     ) -> None:
         """Become able to average, once the run's manifest is known, and start renewing records.
 
         Args:
             rounds: The run's deadlines.
-            bundle_numel: Elements of a published bundle, for `shared` and for `slot`.
-            delta_numel: Elements of a delta, likewise.
-            max_slots: Slots this peer may ever hold at once; 0 with `delta_numel` empty for a monitor.
+            bundle_numel: Elements of a published vector, by kind: `shared`, `slot`, and of their moments.
+            averaged_numel: Elements of what a group averages, for `shared` and for `slot`.
+            max_slots: Slots this peer may ever hold at once; 0 with `averaged_numel` empty for a monitor.
         """
         self._rounds, self._bundle_numel = rounds, bundle_numel
-        if delta_numel:
+        if averaged_numel:
             self._averager = SparseAverager(
                 self.node.dht,
                 run_id=self.node.run_id,
-                shared_numel=delta_numel[SHARED],
-                slot_numel=delta_numel["slot"],
+                shared_numel=averaged_numel[SHARED],
+                slot_numel=averaged_numel["slot"],
                 max_slots=max_slots,
                 deadlines=rounds,
             )
@@ -134,15 +134,8 @@ class HivemindSwarm:
             if remaining:
                 log.warning("round %d: %s; trying again", member.round, result.dropped[SHARED])
             starts_at = self.now()
-        self._count_bytes(result, contribution)
+        self._averaged_bytes += averaged_bytes(result, contribution)
         return result
-
-    def _count_bytes(self, result: RoundResult, contribution: Contribution) -> None:
-        """Count an all-reduce's bytes: each member sends, and receives, 2 (n - 1) / n of the tensor."""
-        members = derive_groups(result.roster).members
-        for name in result.committed:
-            n = len(members[name])
-            self._averaged_bytes += int(2 * (n - 1) / n * contribution.deltas[name].nbytes)
 
     # ------------------------------------------------------------------ versions
 
@@ -166,7 +159,7 @@ class HivemindSwarm:
         return self._store.newest()
 
     def load(self, name: str) -> Tensor:
-        numel = self._bundle_numel[SHARED if name == SHARED else "slot"]
+        numel = self._bundle_numel[kind_of(name)]
         return from_bytes(self._store.read(name), numel)
 
     def load_document(self, name: str) -> bytes:
@@ -175,8 +168,7 @@ class HivemindSwarm:
 
     def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
         limits = {
-            name: DOCUMENT_BYTES if name in DOCUMENTS else 4 * self._bundle_numel[SHARED if name == SHARED else "slot"]
-            for name in wanted
+            name: DOCUMENT_BYTES if name in DOCUMENTS else 4 * self._bundle_numel[kind_of(name)] for name in wanted
         }
         return self.exchange.pull(wanted, min_round=min_round, timeout=timeout, max_bytes=limits)
 

@@ -70,8 +70,12 @@ def peer_id_of(public_key: bytes) -> str:
     """
     key = serialization.load_ssh_public_key(public_key)
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
-    encoded = crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString()
-    return PeerID(multihash.encode(hashlib.sha256(encoded).digest(), 0x12)).to_base58()
+    return hashed_peer_id(crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString())
+
+
+def hashed_peer_id(identity: bytes) -> str:
+    """Return the id of whatever names a peer: its encoded public key, or a virtual peer's seed and index."""
+    return PeerID(multihash.encode(hashlib.sha256(identity).digest(), 0x12)).to_base58()
 
 
 def is_signed_by(peer_id: str, public_key: bytes, data: bytes, signature: bytes) -> bool:

@@ -74,3 +74,10 @@ def alone(contribution: Contribution) -> Attempt:
     return Attempt(
         (contribution.member,), status=dict.fromkeys(contribution.deltas, ""), averaged=dict(contribution.deltas)
     )
+
+
+def averaged_bytes(result: RoundResult, contribution: Contribution) -> int:
+    """Return what an all-reduce of the committed groups costs: a member sends, and receives, 2 (n - 1) / n of each."""
+    members = derive_groups(result.roster).members
+    sizes = {name: (len(members[name]), contribution.deltas[name].nbytes) for name in result.committed}
+    return sum(int(2 * (n - 1) / n * num_bytes) for n, num_bytes in sizes.values())

@@ -102,7 +102,7 @@ class WholeRunner(AllReduceRunner):
             for part_index, part in enumerate(self.parts_for_local_averaging):
                 averaged = await self.tensor_part_reducer.accumulate_part(index, part_index, part)
                 self.tensor_part_container.register_processed_part(index, part_index, averaged)
-        except Exception:
+        except Exception:  # of any type: whatever stopped this exchange, its peer is named as lost; the error goes on
             self._fail(peer_id)
             raise
 

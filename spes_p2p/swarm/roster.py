@@ -25,6 +25,16 @@ def slot_name(slot: int) -> str:
     return f"slot-{slot}"
 
 
+def moments_name(group: str) -> str:
+    """Return the name of the version that holds a group's averaged optimizer moments."""
+    return f"moments-{group}"
+
+
+def kind_of(name: str) -> str:
+    """Return whose size a vector has: `shared`, `slot`, `moments-shared` or `moments-slot`."""
+    return name.split("slot-")[0] + "slot" if "slot-" in name else name
+
+
 class Member(BaseModel):
     """What a peer says of itself when it enters a round."""
 

@@ -26,7 +26,7 @@ KEEP_PER_NAME = 2
 MAX_MANIFEST_BYTES = 4096
 DOCUMENTS = ("manifest", "tokenizer")
 """Names whose bytes are a document; all others are vectors."""
-Name = Annotated[str, Field(pattern=r"^(shared|tokenizer|manifest|slot-\d{1,4})$")]
+Name = Annotated[str, Field(pattern=r"^(tokenizer|manifest|(moments-)?(shared|slot-\d{1,4}))$")]
 
 
 class Version(BaseModel):

@@ -11,7 +11,7 @@ from spes_p2p.codecs import Layout, digest
 from spes_p2p.config import MergeConfig, OuterConfig
 from spes_p2p.optim.merge import merge_alpha, merge_experts
 from spes_p2p.optim.outer import OuterOptimizer
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
 
 
 class Anchors:
@@ -27,6 +27,7 @@ class Anchors:
 
     def __init__(self, outer: OuterConfig, numels: Mapping[str, int]) -> None:
         self._outer = OuterOptimizer(outer)
+        self._num_moments = len(outer.averaged_moments)
         self._numels = dict(numels)
         self._weights: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
@@ -37,9 +38,15 @@ class Anchors:
         return tuple(self._weights)
 
     def bundle_numel(self) -> dict[str, int]:
-        """Return the elements of a bundle, by kind."""
+        """Return the elements of what is published, by kind: bundles, and moments where the run averages them."""
         copies = 2 if self._outer.has_state else 1
-        return {kind: copies * numel for kind, numel in self._numels.items()}
+        bundles = {kind: copies * numel for kind, numel in self._numels.items()}
+        moments = {moments_name(kind): self._num_moments * numel for kind, numel in self._numels.items()}
+        return bundles | (moments if self._num_moments else {})
+
+    def averaged_numel(self) -> dict[str, int]:
+        """Return the elements of a contribution, by kind."""
+        return {kind: numel * (1 + self._num_moments) for kind, numel in self._numels.items()}
 
     def set(self, name: str, bundle: Tensor) -> None:
         """Take a published bundle as the anchor."""
@@ -50,7 +57,7 @@ class Anchors:
 
     def split(self, name: str, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a bundle's weights and momentum, as views."""
-        numel = self._numels[SHARED if name == SHARED else "slot"]
+        numel = self._numels[kind_of(name)]
         return bundle[:numel], bundle[numel:] if self._outer.has_state else None
 
     def bundle(self, name: str) -> Tensor:
@@ -68,16 +75,21 @@ class Anchors:
         """Return the first half of the bundle's digest, as rosters carry it."""
         return digest(self.bundle(name))[:16]
 
-    def delta(self, name: str, local: Tensor) -> Tensor:
-        """Return anchor minus local: DiLoCo's pseudo-gradient."""
-        return self._weights[name] - local
+    def contribution(self, name: str, local: Tensor, moments: Tensor | None) -> Tensor:
+        """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments."""
+        delta = self._weights[name] - local
+        if moments is None:
+            moments = delta.new_zeros(self._num_moments * delta.numel())
+        return torch.cat([delta, moments])
 
-    def commit(self, name: str, mean_delta: Tensor, shift: Tensor | None = None) -> None:
-        """Step the anchor by an averaged delta, and by a merge's shift if there is one."""
+    def commit(self, name: str, mean: Tensor, shift: Tensor | None = None) -> Tensor | None:
+        """Step the anchor by a mean contribution, and by a merge's shift if there is one; return the mean moments."""
+        mean_delta, moments = mean[: self._numels[kind_of(name)]], mean[self._numels[kind_of(name)] :]
         weights, momentum = self._outer.step(self._weights[name], mean_delta, self._momenta.get(name))
         self._weights[name] = weights if shift is None else weights + shift
         if momentum is not None:
             self._momenta[name] = momentum
+        return moments if self._num_moments else None
 
     def forget(self, name: str) -> None:
         """Drop the anchor of a slot that is no longer held."""

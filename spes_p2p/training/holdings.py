@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.swarm.claims import allocate, coverage
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors
 
 log = logging.getLogger(__name__)
@@ -30,12 +30,24 @@ class Holdings:
         run_id: The run's name; seeds the allocation's lots.
         anchors: This peer's anchors; held slots have one, others do not.
         max_slots: Slots this peer can train.
+        clock: Tells the seconds that pass; a virtual peer's are virtual.
     """
 
-    def __init__(self, swarm: Swarm, run: RunConfig, *, run_id: str, anchors: Anchors, max_slots: int) -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        run: RunConfig,
+        *,
+        run_id: str,
+        anchors: Anchors,
+        max_slots: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.slots: tuple[int, ...] = ()
+        self.clock = clock
         self._swarm, self._run, self._run_id = swarm, run, run_id
         self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
+        self._averages_moments = run.outer.moments != "local"
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()
         self._looked_at = 0.0
@@ -85,9 +97,9 @@ class Holdings:
 
     def rescue_orphans(self) -> dict[str, Tensor]:
         """Once per heartbeat, adopt slots that have lost their last holder; return the weights of what is new."""
-        if time.monotonic() - self._looked_at < self._run.round.heartbeat_seconds:
+        if self.clock() - self._looked_at < self._run.round.heartbeat_seconds:
             return {}
-        self._looked_at = time.monotonic()
+        self._looked_at = self.clock()
         claims = self.claims()
         counts = coverage({peer: claim.slots for peer, claim in claims.items()}, self._num_slots)
         target = self._target(claims)
@@ -100,25 +112,34 @@ class Holdings:
         """Make `target` the held slots; masters come from the newest version that anybody has."""
         new, old = set(target) - set(self.slots), set(self.slots) - set(target)
         missing = [slot_name(slot) for slot in sorted(set(target)) if slot_name(slot) not in self._anchors.names]
+        moments: dict[str, Tensor] = {}
         if (new or old) and self.slots:
             log.info("adopting slots %s, releasing slots %s", sorted(new), sorted(old))
             self._fetch_newest([slot_name(slot) for slot in sorted(new)])
+        if self._averages_moments and new:
+            wanted = [moments_name(slot_name(slot)) for slot in sorted(new)]
+            self._fetch_newest(wanted)
+            moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
         for slot in old:
             self._anchors.forget(slot_name(slot))
         for name in missing:
             self._anchors.set(name, self._swarm.load(name))
         self.slots = tuple(sorted(target))
-        return {name: self._anchors.weights(name) for name in missing}
+        return {name: self._anchors.weights(name) for name in missing} | moments
 
     def _fetch_newest(self, names: Sequence[str]) -> None:
         mine, inventories = self._swarm.versions(), self._swarm.inventory(self.others())
         for name in names:
             newest = max((offers[name].round for offers in inventories.values() if name in offers), default=-1)
-            if name not in mine or newest > mine[name].round:
+            if newest >= 0 and (name not in mine or newest > mine[name].round):
                 peers = [p for p, offers in inventories.items() if name in offers and offers[name].round == newest]
                 self.pull({name: peers}, 0)
 
     # ------------------------------------------------------------------ versions
+
+    def held_moments(self) -> set[str]:
+        """Return the names of the moments that this peer trains with, where the run averages them."""
+        return {moments_name(group) for group in (SHARED, *self._anchors.names)} if self._averages_moments else set()
 
     def pull(self, wanted: Mapping[str, Sequence[str]], min_round: int) -> dict[str, Tensor]:
         """Fetch versions; return the weights of those that came, and say which did not."""
@@ -128,7 +149,9 @@ class Holdings:
         return {name: self.load(name) for name in wanted if name not in failures}
 
     def load(self, name: str) -> Tensor:
-        """Return the flat weights of the newest version that this peer has."""
+        """Return the flat weights, or the moments, of the newest version that this peer has."""
+        if not is_bundle(name):
+            return self._swarm.load(name)
         return self._anchors.split(name, self._swarm.load(name))[0].clone()
 
     def catch_up(self, peers: Sequence[str], min_round: int = 0) -> dict[str, Tensor]:
@@ -148,8 +171,9 @@ class Holdings:
         active = {peer: voters[peer] for peer in self.active() if SHARED in voters.get(peer, {})}
         newer = {peer: offers for peer, offers in active.items() if offers[SHARED].round >= min_round}
         wanted: dict[str, list[str]] = {}
-        for name in {name for offers in inventories.values() for name in offers if is_bundle(name)}:
-            polled = (newer or active or voters) if name == SHARED else voters
+        offered = {name for offers in inventories.values() for name in offers}
+        for name in {name for name in offered if is_bundle(name) or name in self.held_moments()}:
+            polled = voters if name.startswith("slot-") else newer or active or voters
             best = _best([offers[name] for offers in polled.values() if name in offers], name)
             if name not in mine or (mine[name].round, mine[name].digest) != best:
                 wanted[name] = [
@@ -175,11 +199,11 @@ def _best(offers: Sequence, name: str) -> tuple[int, str]:
     that two halves of a swarm with different anchors agree whose are kept.
     """
     votes = Counter((offer.round, offer.digest) for offer in offers)
-    if name == SHARED:
+    if not name.startswith("slot-"):
         return min(votes, key=lambda state: (state[0] == 0, -votes[state], -state[0], state[1]))
     return min(votes, key=lambda state: (-state[0], -votes[state], state[1]))
 
 
 def is_bundle(name: str) -> bool:
-    """Tell whether a version's name is that of model state."""
+    """Tell whether a version's name is that of model weights."""
     return name == SHARED or name.startswith("slot-")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -51,7 +50,7 @@ class Rounds:
         self._total_tokens = 0
         self._speed = 0.0
         self._ends_at = 0.0
-        self._began = time.monotonic()
+        self._began = self._trainer.clock()
 
     def open(
         self, initial: Mapping[str, Tensor] | None, resumed: PeerState | None, moments: Mapping[str, Tensor]
@@ -90,18 +89,21 @@ class Rounds:
 
     def _train(self) -> tuple[Trained, float]:
         """Make local steps until the round ends; return the work and its mean loss, nats per token."""
-        began, tokens, weighted_loss, steps = time.monotonic(), 0, 0.0, 0
+        began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
         started_at = self._now()
         while (done := self._share_done(steps, started_at)) < 1.0 or not steps:
             step = self._trainer.step(*self._rates(self._round + min(done, 1.0)))
             tokens, weighted_loss, steps = tokens + step.tokens, weighted_loss + step.loss * step.tokens, steps + 1
             self._rescue_orphans()
-        seconds = time.monotonic() - began
+        seconds = self._trainer.clock() - began
         self._speed = tokens / seconds
         self._total_tokens += tokens
         names = (SHARED, *map(slot_name, self._trainer.slots))
-        local = {name: self._trainer.flat(name) for name in names} if self._sync is not None else {}
-        return Trained(local, tokens, self._speed, seconds), weighted_loss / max(tokens, 1)
+        leads = self._sync is not None
+        local = {name: self._trainer.flat(name) for name in names if leads}
+        kinds = self._run.outer.averaged_moments
+        moments = {name: self._trainer.moments(name, kinds) for name in names if leads and kinds}
+        return Trained(local, tokens, self._speed, seconds, moments), weighted_loss / max(tokens, 1)
 
     def _share_done(self, steps: int, started_at: float) -> float:
         """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
@@ -183,7 +185,7 @@ class Rounds:
         )
 
     def _report(self, sync: Synchroniser, trained: Trained, loss: float) -> Metrics:
-        now = time.monotonic()
+        now = self._trainer.clock()
         wall, self._began = now - self._began, now
         result, (bytes_in, bytes_out) = sync.last.result, sync.swarm.traffic()
         spent = trained.seconds + result.matchmaking_seconds + result.averaging_seconds + sync.last.exchange_seconds

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -14,7 +13,7 @@ from spes_p2p.config import RunConfig
 from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.records import Progress
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, slot_name
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings, is_bundle
 
@@ -33,7 +32,7 @@ class Update:
 
     Attributes:
         slots: Slots to train from now on.
-        flats: Flat fp32 weights to put into the model, by name.
+        flats: Flat fp32 weights to put into the model, by name, and moments to put into its optimizer.
         ends_at: DHT time at which the next round's training stops.
     """
 
@@ -51,12 +50,14 @@ class Trained:
         tokens: Tokens trained since the anchors.
         tokens_per_second: This peer's speed.
         seconds: Spent training them.
+        moments: Flat optimizer moments of the same groups, where the run averages them.
     """
 
     local: Mapping[str, Tensor]
     tokens: int
     tokens_per_second: float
     seconds: float
+    moments: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,15 +105,16 @@ class Synchroniser:
         self.anchors.set(SHARED, self.swarm.load(SHARED))
         self.holdings.rebalance()
         self._announce(0.0)
-        names = [name for name in self.swarm.versions() if is_bundle(name)]
+        held_moments = self.holdings.held_moments()
+        names = [name for name in self.swarm.versions() if is_bundle(name) or name in held_moments]
         return Update(self.holdings.slots, {name: self.holdings.load(name) for name in names})
 
     def _wait_for_peers(self) -> None:
-        started, told = time.monotonic(), 0
+        started, told = self.holdings.clock(), 0
         while True:
             self.swarm.wait(POLL_SECONDS)
             present, needed = len(self.holdings.claims()), self._run.round.min_peers
-            if present >= needed and time.monotonic() - started >= SETTLE_SECONDS:
+            if present >= needed and self.holdings.clock() - started >= SETTLE_SECONDS:
                 return
             if present < needed and present != told:
                 log.info("waiting for peers: %d of %d are here", present, needed)
@@ -121,8 +123,8 @@ class Synchroniser:
     def meet(self, tokens_per_second: float) -> Update:
         """Agree on when the first round ends: with those in the middle of one, or by a roster without deltas."""
         flats: dict[str, Tensor] = {}
-        deadline = time.monotonic() + OPENING_SECONDS
-        while time.monotonic() < deadline:
+        deadline = self.holdings.clock() + OPENING_SECONDS
+        while self.holdings.clock() < deadline:
             others = self._others_progress()
             if len(self.holdings.active()) < self._run.round.min_peers:
                 self.swarm.wait(POLL_SECONDS)
@@ -158,15 +160,17 @@ class Synchroniser:
         expected = self._wait_until_done(trained.tokens)
         contribution = self._contribution(trained, began)
         result = self._average(contribution, expected, starts_at)
-        averaged = time.monotonic()
+        averaged = self.holdings.clock()
         if result.is_behind:
             log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
             flats = self.holdings.catch_up(self.holdings.others())
             self.round = self.swarm.versions()[SHARED].round
         else:
             flats = self._commit(result, trained.tokens)
-        self.last = Synchronised(result, time.monotonic() - averaged)
+        self.last = Synchronised(result, self.holdings.clock() - averaged)
         flats |= self.holdings.rebalance()
+        held = self.holdings.held_moments()  # not those of slots given up just now
+        flats = {name: flat for name, flat in flats.items() if is_bundle(name) or name in held}
         flats |= {name: self.anchors.weights(name) for name in self.anchors.names}
         ends_at = self._next_end(result, expected)
         self._announce(ends_at)
@@ -211,14 +215,17 @@ class Synchroniser:
             ready_at=began,
             sync_seconds=self._sync_seconds,
         )
-        return Contribution(member, {name: self.anchors.delta(name, flat) for name, flat in local.items()})
+        return Contribution(
+            member,
+            {name: self.anchors.contribution(name, flat, trained.moments.get(name)) for name, flat in local.items()},
+        )
 
     def _wait_until_done(self, tokens: int) -> int:
         """Return how many peers to expect; in mode `steps`, once all of them have made their steps."""
         if self._run.round.mode == "steps" and tokens:
             self.swarm.announce(self._progress(0.0, is_done=True))
-            deadline = time.monotonic() + self._run.round.max_seconds
-            while time.monotonic() < deadline and any(
+            deadline = self.holdings.clock() + self._run.round.max_seconds
+            while self.holdings.clock() < deadline and any(
                 record.round < self.round or (record.round == self.round and not record.is_done)
                 for record in self._others_progress()
             ):
@@ -234,18 +241,21 @@ class Synchroniser:
             return {}
         groups = derive_groups(result.roster)
         shifts = self._merge_shifts(groups.round + 1)
-        for name, mean_delta in result.committed.items():
-            self.anchors.commit(name, mean_delta, shifts.get(name))
+        moments: dict[str, Tensor] = {}
+        for name, mean in result.committed.items():
+            mean_moments = self.anchors.commit(name, mean, shifts.get(name))
+            if mean_moments is not None:
+                moments[moments_name(name)] = mean_moments
         self.round = groups.round + 1
         me = self.swarm.peer_id
         astray = {n for n in self.anchors.names if n != SHARED and me not in groups.members.get(n, ())}
         whole = [name for name in self.anchors.names if name not in astray]
-        self.swarm.publish(self.round, {name: self.anchors.bundle(name) for name in whole})
+        self.swarm.publish(self.round, {name: self.anchors.bundle(name) for name in whole} | moments)
         holders = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in whole}
         flats = self.holdings.pull({name: peers for name, peers in holders.items() if peers}, self.round)
         for name in astray & set(flats):
             self.anchors.set(name, self.swarm.load(name))
-        return flats
+        return flats | moments
 
     def _merge_shifts(self, round: int) -> dict[str, Tensor]:
         if not self._run.merge.alpha:

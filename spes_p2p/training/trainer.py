@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +21,8 @@ from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
-from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.optim.inner import BETAS, InnerOptimizer
+from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
 from spes_p2p.training.process_group import ProcessGroup
 
 CALIBRATION_STEPS = 2
@@ -53,6 +53,7 @@ class Trainer:
         data: Batches, in the same order on every rank.
         group: This peer's ranks.
         micro_batch_size: Sequences per forward pass; None takes a rank's whole share.
+        clock: Tells the seconds that pass; a virtual peer's are virtual.
 
     Raises:
         ConfigError: the batch cannot be split evenly over the ranks.
@@ -65,6 +66,8 @@ class Trainer:
         data: TokenSource,
         group: ProcessGroup,
         micro_batch_size: int | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if train.batch_size % group.world_size:
             raise ConfigError(
@@ -72,6 +75,7 @@ class Trainer:
                 f"start a divisor of it with --nproc-per-node"
             )
         self.model, self.data, self._train, self._group = model, data, train, group
+        self.clock = clock
         self._micro = micro_batch_size or train.batch_size // group.world_size
         torch.nn.Module.to(model.module, group.device)
         self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
@@ -135,14 +139,14 @@ class Trainer:
         """Return the tokens per second of forward and backward, leaving model and data order as they were."""
         state = self.data.state_dict()
         self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
-        started, tokens = time.monotonic(), 0
+        started, tokens = self.clock(), 0
         for _ in range(CALIBRATION_STEPS):
             tokens_BT1 = self.data.next_batch(self._train.batch_size)
             self._backward(tokens_BT1, 1.0)
             tokens += tokens_BT1[:, 1:].numel()
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
-        return tokens / (time.monotonic() - started)
+        return tokens / (self.clock() - started)
 
     # ------------------------------------------------------------------ parameters
 
@@ -152,17 +156,32 @@ class Trainer:
             return self.layouts[SHARED].flatten(self.model.shared_parameters())
         return self.layouts["slot"].flatten(self.model.slot_parameters(_slot_of(name)))
 
+    def moments(self, name: str, kinds: Sequence[str]) -> Tensor:
+        """Return a trained group's bias-corrected moments of these kinds, one behind the other, flat on the CPU."""
+        layout = self.layouts[kind_of(name)]
+        return torch.cat([layout.flatten(tensors) for tensors in self.optimizer.moments(name, kinds)])
+
     def load(self, flats: Mapping[str, Tensor] | None) -> None:
         """Put flat fp32 vectors into the model, on every rank; only the leader passes them.
 
         Args:
-            flats: By name, `shared` and any slots, trained here or frozen.
+            flats: By name, `shared` and any slots, trained here or frozen, and moments of what is trained here.
         """
         for name, flat in self._group.share(flats).items():
-            if name == SHARED:
-                self.model.load_shared(self.layouts[SHARED].unflatten(flat))
+            group = name.removeprefix(moments_name(""))
+            layout = self.layouts[kind_of(group)]
+            if name != group:
+                self.optimizer.set_moments(group, self._by_kind(flat, layout))
+            elif name == SHARED:
+                self.model.load_shared(layout.unflatten(flat))
             else:
-                self.model.load_slot(_slot_of(name), self.layouts["slot"].unflatten(flat))
+                self.model.load_slot(_slot_of(name), layout.unflatten(flat))
+
+    def _by_kind(self, flat: Tensor, layout: Layout) -> dict[str, dict[str, Tensor]]:
+        """Return a vector of averaged moments as tensors by kind and parameter; one alone is the second."""
+        parts = flat.split(layout.numel)
+        kinds = tuple(BETAS)[-len(parts) :]
+        return {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
 
     def set_slots(self, slots: Iterable[int], masters: Mapping[str, Tensor] | None) -> None:
         """Train these slots from now on, on every rank; only the leader passes masters.

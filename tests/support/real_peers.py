@@ -103,7 +103,7 @@ def _serve(pipe: Connection, directory: Path, initial_peers: list[str], is_rogue
         swarm = hivemind_swarm.HivemindSwarm(
             Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers), directory / "versions"
         )
-        swarm.enter(ROUNDS, bundle_numel=NUMELS, delta_numel=NUMELS, max_slots=MAX_SLOTS)
+        swarm.enter(ROUNDS, bundle_numel=NUMELS, averaged_numel=NUMELS, max_slots=MAX_SLOTS)
     except Exception as error:
         pipe.send((False, repr(error)))
         raise

@@ -56,7 +56,7 @@ def trio(tmp_path_factory):
         node = Node(Identity(folder / "key"), "run", initial_peers=addresses)
         addresses = addresses or node.addresses()
         swarm = HivemindSwarm(node, folder / "versions", serve=name != "rogue")
-        swarm.enter(RoundConfig(), bundle_numel={"shared": NUMEL, "slot": NUMEL}, delta_numel={}, max_slots=0)
+        swarm.enter(RoundConfig(), bundle_numel={"shared": NUMEL, "slot": NUMEL}, averaged_numel={}, max_slots=0)
         swarms.append(swarm)
     swarms[2].exchange = RogueExchange(swarms[2].node, swarms[2]._store)
     yield swarms

@@ -52,7 +52,7 @@ class Peer:
         )
         self.shared, self.slot = Layout(slot_model.shared_shapes()), Layout(slot_model.slot_shapes())
         numels = {"shared": 2 * self.shared.numel, "slot": 2 * self.slot.numel}
-        self.swarm.enter(run.round, bundle_numel=numels, delta_numel={}, max_slots=0)
+        self.swarm.enter(run.round, bundle_numel=numels, averaged_numel={}, max_slots=0)
 
     def publish(self, round: int, model: PreTrainedModel, slots: list[int]) -> None:
         state = model.state_dict()

@@ -1,6 +1,6 @@
 """The seam: hivemind's swarm and the in-memory one commit the same bits, and both are the plain weighted mean."""
 
-import threading
+from functools import partial
 
 import pytest
 import torch
@@ -20,17 +20,13 @@ def four(party, rogue):
 def average_in_memory(peers, contributions, *, expected):
     """The same peers, by identity, meeting in a hub."""
     hub = MemoryHub(RUN_ID, matchmaking_seconds=1.0)
-    swarms = [MemorySwarm(hub, peer.identity) for peer in peers]
+    swarms = [MemorySwarm(hub, peer.identity.peer_id) for peer in peers]
     results = [None] * len(peers)
 
     def run(i):
         results[i] = swarms[i].average(contributions[i], expected=expected, starts_at=0.0)
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(peers))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
+    hub.clock.run([partial(run, i) for i in range(len(peers))])
     return results
 
 

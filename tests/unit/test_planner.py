@@ -71,9 +71,9 @@ def test_counts_what_stock_hugging_face_builds(family: str, tied: bool, num_kv_h
 
 
 def test_bytes_follow_the_formula() -> None:
-    assert peer_bytes(SIZE, 2, "bf16") == 24 * 1000 + 24 * 2 * 300 + 2 * 6 * 300
-    assert peer_bytes(SIZE, 2, "fp32") == 24 * 1000 + 24 * 2 * 300 + 4 * 6 * 300
-    assert peer_bytes(SIZE, 8, "fp32") == peer_bytes(SIZE, 8, "bf16") == 24 * (1000 + 8 * 300)
+    assert peer_bytes(SIZE, 2, "bf16") == 32 * 1000 + 32 * 2 * 300 + 2 * 6 * 300
+    assert peer_bytes(SIZE, 2, "fp32") == 32 * 1000 + 32 * 2 * 300 + 4 * 6 * 300
+    assert peer_bytes(SIZE, 8, "fp32") == peer_bytes(SIZE, 8, "bf16") == 32 * (1000 + 8 * 300)
     assert peer_bytes(SIZE, 2, "bf16", other_bytes=77) == peer_bytes(SIZE, 2, "bf16") + 77
 
 
@@ -100,11 +100,11 @@ def test_claims_as_many_slots_as_fit_and_not_one_more(
 
 def test_too_little_memory_says_how_much_is_missing_and_what_to_do() -> None:
     size = ModelSize(shared_params=2**26, slot_params=2**26, num_slots=1)
-    assert slots_that_fit(size, "fp32", 3 * 2**30) == 1
-    with pytest.raises(ConfigError, match=r"needs 3 GiB, 1 GiB more than the 2 GiB available; .*--storage bf16"):
-        slots_that_fit(size, "fp32", 2 * 2**30)
+    assert slots_that_fit(size, "fp32", 4 * 2**30) == 1
+    with pytest.raises(ConfigError, match=r"needs 4 GiB, 1 GiB more than the 3 GiB available; .*--storage bf16"):
+        slots_that_fit(size, "fp32", 3 * 2**30)
     with pytest.raises(ConfigError, match="free some memory or join a run with a smaller model"):
-        slots_that_fit(size, "bf16", 2 * 2**30)
+        slots_that_fit(size, "bf16", 3 * 2**30)
 
 
 def test_free_memory_is_less_than_all_memory() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -66,6 +67,21 @@ def test_no_held_out_text_is_ever_trained_on(source_of, tokenizer, corpus, files
     tokens = tokenizer.decode(source._file.tokens_N.astype(int).tolist())
     assert held_out and not [title for title in held_out if f"{title}." in tokens or f"{title}." in flat]
     assert all(f"{title}." in tokens for title in everything - held_out)
+
+
+def test_settings_are_tuned_on_held_out_documents_that_are_not_reported_on(files_data, tokenizer, corpus, tmp_path):
+    """Compared by whole documents: every held-out one is in exactly one half, and none is trained on."""
+    end = tokenizer.eos_token_id
+
+    def documents_of(part):
+        tokens = token_file(files_data, tokenizer, paths=[corpus], cache=tmp_path, part=part).tokens_N.tolist()
+        cuts = [-1, *(i for i, token in enumerate(tokens) if token == end)]
+        return sorted(tuple(tokens[a + 1 : b]) for a, b in itertools.pairwise(cuts))
+
+    tuning, reported, held_out = (documents_of(part) for part in ("tuning", "reported", "held_out"))
+    assert sorted(tuning + reported) == held_out
+    assert len(tuning) > 5 and len(reported) > 5
+    assert not set(tuning) & set(reported) and not set(held_out) & set(documents_of("train"))
 
 
 def test_held_out_batches_are_the_held_out_windows(files_data, tokenizer, corpus, tmp_path):
@@ -174,7 +190,7 @@ def _open(data, tokenizer, corpus, cache, queue) -> None:
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
     tokens_module.log.addHandler(handler)
     tokens_module.log.setLevel(logging.INFO)
-    file = token_file(data, tokenizer, paths=[corpus], cache=cache, held_out=False)
+    file = token_file(data, tokenizer, paths=[corpus], cache=cache, part="train")
     queue.put((file.tokens_N.astype(int).tolist(), len(messages)))
 
 

@@ -138,6 +138,29 @@ def test_a_console_that_is_no_terminal_gets_one_line_per_round_however_narrow() 
     assert "\x1b" not in stream.getvalue()
 
 
+def test_a_rounds_line_waits_for_the_reports_of_all_its_members() -> None:
+    sink, stream = plain(width=200)
+    claims = [claim(index) for index in range(3)]
+    first = [report(index, 1, num_members=3) for index in range(2)]
+    view = fold(empty_view(), snapshot(1.0, claims, first, {0: 1, 1: 1, 2: 1}))
+    assert view.published == 1
+    sink.update(view)
+    assert not stream.getvalue()
+    sink.update(fold(view, snapshot(2.0, claims, [report(2, 1, num_members=3)], {2: 1})))
+    assert stream.getvalue().startswith("round 1/20  3 peers")
+
+
+def test_a_round_whose_last_report_never_comes_is_shown_in_the_end() -> None:
+    sink, stream = plain(width=200)
+    claims = [claim(index) for index in range(3)]
+    sink.update(
+        fold(empty_view(), snapshot(1.0, claims, [report(i, 1, num_members=3) for i in range(2)], {0: 1, 1: 1}))
+    )
+    assert not stream.getvalue()
+    sink.close()
+    assert stream.getvalue().startswith("round 1/20  2 peers")
+
+
 def test_a_resumed_console_repeats_no_round() -> None:
     stream = io.StringIO()
     sink = ConsoleSink("run", "plain", Console(file=stream), after_round=2)

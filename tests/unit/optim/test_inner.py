@@ -228,3 +228,51 @@ def test_a_parameter_without_gradient_stays(seed: int) -> None:
     trained.shared["embed"].grad = torch.ones(7, 5)
     assert trained.optimizer.step(1e-2) == pytest.approx(math.sqrt(35))
     assert torch.equal(before, trained.shared["norm"])
+
+
+def test_moments_are_adams_bias_corrected_estimates(seed: int) -> None:
+    """Adam, Algorithm 1: m / (1 - beta1^t) and v / (1 - beta2^t), whatever t is."""
+    trained = Trained(seed, slots=(3,))
+    for number in range(3):
+        trained.step(number)
+    state = trained.optimizer.state_tensors()
+    betas = {"exp_avg": TRAIN.beta1, "exp_avg_sq": TRAIN.beta2}
+    for group in ("shared", "slot-3"):
+        for moments, (kind, beta) in zip(trained.optimizer.moments(group, list(betas)), betas.items(), strict=True):
+            for name, tensor in moments.items():
+                torch.testing.assert_close(tensor, state[f"{group}/{name}/{kind}"] / (1 - beta**3))
+
+
+def test_a_group_that_was_never_stepped_has_moments_of_zero(seed: int) -> None:
+    (moments,) = Trained(seed).optimizer.moments("slot-1", ["exp_avg_sq"])
+    assert {name: tuple(tensor.shape) for name, tensor in moments.items()} == SHAPES
+    assert not any(tensor.any() for tensor in moments.values())
+
+
+@pytest.mark.parametrize("kinds", [("exp_avg_sq",), ("exp_avg", "exp_avg_sq")], ids=["second", "both"])
+def test_the_step_after_an_average_goes_by_the_averaged_moments(seed: int, kinds: tuple[str, ...]) -> None:
+    """Compared with the update rule written out: averaged moments have no bias, and one's own is corrected once."""
+    trained = Trained(seed, slots=(3,))
+    trained.step(0)
+    both = ("exp_avg", "exp_avg_sq")
+    own = dict(zip(both, trained.optimizer.moments("slot-3", both), strict=True))
+    averaged = {kind: {name: torch.rand(shape) for name, shape in SHAPES.items()} for kind in kinds}
+    trained.optimizer.set_moments("slot-3", averaged)
+    start = own | averaged
+    before = {name: param.detach().clone() for name, param in trained.slots[3].items()}
+    for param in trained.params():
+        param.grad = torch.full_like(param, 1e-3)
+    trained.optimizer.step(1e-2)
+    for name, param in trained.slots[3].items():
+        m = TRAIN.beta1 * start["exp_avg"][name] + (1 - TRAIN.beta1) * 1e-3
+        v = TRAIN.beta2 * start["exp_avg_sq"][name] + (1 - TRAIN.beta2) * 1e-6
+        expected = before[name] * (1 - 1e-2 * TRAIN.weight_decay) - 1e-2 * m / (v.sqrt() + TRAIN.eps)
+        torch.testing.assert_close(param.detach(), expected)
+
+
+def test_second_moments_below_zero_count_as_zero(seed: int) -> None:
+    trained = Trained(seed, slots=(3,))
+    below = {name: torch.full(shape, -1.0) for name, shape in SHAPES.items()}
+    trained.optimizer.set_moments("slot-3", {"exp_avg_sq": below})
+    trained.step(0)
+    assert all(torch.isfinite(param).all() for param in trained.slots[3].values())

@@ -1,13 +1,13 @@
 """The in-memory swarm keeps the promises that training relies on."""
 
-import threading
+from functools import partial
 
 import pytest
 import torch
+from virtual import peer_id
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.base import Contribution
-from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
@@ -15,16 +15,14 @@ from spes_p2p.swarm.roster import Member
 pytestmark = pytest.mark.timeout(60)
 
 
-@pytest.fixture(scope="module")
-def identities(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("identities")
-    return [Identity(folder / f"key{i}") for i in range(3)]
+@pytest.fixture
+def hub():
+    return MemoryHub("run", matchmaking_seconds=0.2, lease_seconds=7.0)
 
 
 @pytest.fixture
-def swarms(identities):
-    hub = MemoryHub("run", matchmaking_seconds=0.2)
-    return [MemorySwarm(hub, identity) for identity in identities]
+def swarms(hub):
+    return [MemorySwarm(hub, peer_id(i)) for i in range(3)]
 
 
 def claim(swarm):
@@ -45,39 +43,39 @@ def contribution(swarm, delta, tokens=1):
     return Contribution(member, {"shared": delta})
 
 
-def in_threads(*calls):
-    """Run calls at once; return their results in order."""
+def at_once(hub, *calls):
+    """Let peers make these calls, beginning at the same time; return their results in order."""
     results = [None] * len(calls)
 
     def run(i):
         results[i] = calls[i]()
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    hub.clock.run([partial(run, i) for i in range(len(calls))])
     return results
 
 
-def test_records_are_seen_by_all_and_go_with_their_peer(swarms):
+def test_records_are_seen_by_all_and_outlive_their_peer_by_a_lease(hub, swarms):
     for swarm in swarms:
         swarm.announce(claim(swarm), Progress(peer_id=swarm.peer_id, round=1, ends_at=0.0))
     assert set(swarms[0].read(Claim)) == {swarm.peer_id for swarm in swarms}
     swarms[1].publish(1, {"slot-1": torch.ones(2)})
     swarms[1].close()
-    swarms[1].close()
+    hub.clock.advance(6.5)
+    swarms[1].close()  # again, which prolongs nothing
+    assert swarms[1].peer_id in swarms[0].read(Claim)
+    hub.clock.advance(1.0)
     for kind in (Claim, Progress):
         assert set(swarms[0].read(kind)) == {swarms[0].peer_id, swarms[2].peer_id}
     assert swarms[0].inventory([swarms[1].peer_id]) == {}
     assert swarms[1].wait(60.0), "a closed swarm's wait returns at once"
 
 
-def test_a_pull_waits_for_the_publication(swarms):
+def test_a_pull_waits_for_the_publication(hub, swarms):
     holder, puller, _ = swarms
     holder.publish(1, {"slot-1": torch.zeros(3)})
     later = torch.randn(3)
-    failures, _ = in_threads(
+    failures, _ = at_once(
+        hub,
         lambda: puller.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=30),
         lambda: holder.publish(2, {"slot-1": later}),
     )
@@ -119,14 +117,15 @@ def test_who_meets_nobody_gets_no_roster_in_time(swarms):
     assert not result.committed and "no roster" in result.dropped["shared"]
 
 
-def test_a_late_starter_is_waited_for_until_all_are_there(swarms):
-    results = in_threads(
+def test_a_late_starter_is_waited_for_until_all_are_there(hub, swarms):
+    results = at_once(
+        hub,
         *(
             lambda swarm=swarm, i=i: swarm.average(
                 contribution(swarm, torch.full((2,), float(i)), tokens=i), expected=3, starts_at=0.0
             )
             for i, swarm in enumerate(swarms)
-        )
+        ),
     )
     for result in results:
         assert len(result.roster) == 3
@@ -134,15 +133,16 @@ def test_a_late_starter_is_waited_for_until_all_are_there(swarms):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 3e38], ids=["nan", "overflow"])
-def test_a_mean_that_is_not_finite_is_nobodys(swarms, bad):
+def test_a_mean_that_is_not_finite_is_nobodys(hub, swarms, bad):
     deltas = [torch.tensor([bad]), torch.tensor([bad]), torch.ones(1)]
-    results = in_threads(
+    results = at_once(
+        hub,
         *(
             lambda swarm=swarm, delta=delta: swarm.average(
                 contribution(swarm, delta, tokens=5), expected=3, starts_at=0.0
             )
             for swarm, delta in zip(swarms, deltas, strict=True)
-        )
+        ),
     )
     for result in results:
         assert not result.committed and "NaN or infinity" in result.dropped["shared"]

@@ -15,7 +15,8 @@ from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
 
 NUMELS = {SHARED: 11, "slot": 7}
-MEAN, NESTEROV = OuterConfig(), OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9)
+MEAN = OuterConfig(moments="local")
+NESTEROV = OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9, moments="local")
 STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
 
 
@@ -68,8 +69,27 @@ def test_a_delta_is_anchor_minus_local_and_committing_it_arrives_at_local(seed):
     torch.manual_seed(seed)
     anchors, local = Anchors(MEAN, NUMELS), torch.randn(11)
     anchors.set(SHARED, torch.zeros(11))
-    anchors.commit(SHARED, anchors.delta(SHARED, local))
+    anchors.commit(SHARED, anchors.contribution(SHARED, local, None))
     assert torch.equal(anchors.weights(SHARED), local)
+
+
+def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed):
+    torch.manual_seed(seed)
+    anchors = Anchors(OuterConfig(moments="both"), NUMELS)
+    start, local, moments = torch.randn(7), torch.randn(7), torch.rand(14)
+    anchors.set("slot-2", start)
+    contribution = anchors.contribution("slot-2", local, moments)
+    assert contribution.numel() == anchors.averaged_numel()["slot"] == 21
+    assert torch.equal(contribution[7:], moments)
+    assert torch.equal(anchors.commit("slot-2", contribution), moments)
+    torch.testing.assert_close(anchors.weights("slot-2"), local)
+    assert anchors.bundle_numel()["moments-slot"] == 14
+
+
+def test_who_has_trained_nothing_brings_no_moments():
+    anchors = Anchors(OuterConfig(moments="both"), NUMELS)
+    anchors.set(SHARED, torch.ones(11))
+    assert not anchors.contribution(SHARED, torch.ones(11), None).any()
 
 
 def test_a_forgotten_slot_leaves_neither_weights_nor_momentum():

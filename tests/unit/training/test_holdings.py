@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from virtual import tiny_run
+from virtual import peer_id, tiny_run
 
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.config import OuterConfig
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
@@ -20,9 +20,11 @@ NUMELS = {SHARED: 5, "slot": 3}
 class Member:
     """A peer with a version of everything, but for training."""
 
-    def __init__(self, hub: MemoryHub, key: Path, round: int, state: str, value: float | None = None) -> None:
-        run = tiny_run()
-        self.swarm = MemorySwarm(hub, Identity(key))
+    def __init__(
+        self, hub: MemoryHub, index: int, round: int, state: str, value: float | None = None, **changes: Any
+    ) -> None:
+        run = tiny_run(**changes)
+        self.swarm = MemorySwarm(hub, peer_id(index))
         self.anchors = Anchors(run.outer, NUMELS)
         self.holdings = Holdings(self.swarm, run, run_id="run", anchors=self.anchors, max_slots=2)
         value = float(round) if value is None else value
@@ -35,44 +37,70 @@ class Member:
 
 
 @pytest.mark.parametrize("stale", [0, 5], ids=["newcomers", "returners"])
-def test_many_who_join_at_once_do_not_outvote_the_one_that_has_trained_on(tmp_path, stale):
+def test_many_who_join_at_once_do_not_outvote_the_one_that_has_trained_on(stale):
     hub = MemoryHub("run", matchmaking_seconds=1.0)
-    steady = Member(hub, tmp_path / "steady", 13, "active")
-    joiners = [Member(hub, tmp_path / f"joiner{i}", stale, "joining") for i in range(3)]
+    steady = Member(hub, 0, 13, "active")
+    joiners = [Member(hub, 10 + i, stale, "joining") for i in range(3)]
     for joiner in joiners:
         assert joiner.catch_up() == (13, 13.0)
         assert joiner.swarm.versions()["slot-0"].round == 13
     assert steady.catch_up() == (13, 13.0)
 
 
-def test_newcomers_catch_up_with_a_round_that_ended_while_they_joined(tmp_path):
+def test_newcomers_catch_up_with_a_round_that_ended_while_they_joined():
     """They are active by then, and more than those whose round it was."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)
-    Member(hub, tmp_path / "steady", 14, "active")
-    for newcomer in [Member(hub, tmp_path / f"newcomer{i}", 13, "active") for i in range(3)]:
+    Member(hub, 0, 14, "active")
+    for newcomer in [Member(hub, 10 + i, 13, "active") for i in range(3)]:
         assert newcomer.catch_up(min_round=14) == (14, 14.0)
 
 
-def test_newcomers_do_not_outvote_one_that_comes_back_to_an_empty_swarm(tmp_path):
+def test_newcomers_do_not_outvote_one_that_comes_back_to_an_empty_swarm():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
-    returner = Member(hub, tmp_path / "returner", 7, "joining")
-    newcomers = [Member(hub, tmp_path / f"newcomer{i}", 0, "joining") for i in range(3)]
+    returner = Member(hub, 0, 7, "joining")
+    newcomers = [Member(hub, 10 + i, 0, "joining") for i in range(3)]
     assert returner.catch_up() == (7, 7.0)
     for newcomer in newcomers:
         assert newcomer.catch_up() == (7, 7.0)
 
 
-def test_an_active_peer_astray_takes_over_what_most_active_peers_have(tmp_path):
+def test_an_active_peer_astray_takes_over_what_most_active_peers_have():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
-    astray = Member(hub, tmp_path / "astray", 6, "active", value=-1.0)
+    astray = Member(hub, 0, 6, "active", value=-1.0)
     for i in range(2):
-        Member(hub, tmp_path / f"other{i}", 6, "active")
+        Member(hub, 1 + i, 6, "active")
     for i in range(3):
-        Member(hub, tmp_path / f"joiner{i}", 6, "joining", value=-1.0)
+        Member(hub, 10 + i, 6, "joining", value=-1.0)
     assert astray.catch_up() == (6, 6.0)
 
 
-def test_peers_that_all_come_back_agree_on_what_most_of_them_have(tmp_path):
+def test_peers_that_all_come_back_agree_on_what_most_of_them_have():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
-    peers = [Member(hub, tmp_path / f"peer{i}", round, "joining") for i, round in enumerate((6, 7, 7))]
+    peers = [Member(hub, 1 + i, round, "joining") for i, round in enumerate((6, 7, 7))]
     assert {peer.catch_up() for peer in peers} == {(7, 7.0)}
+
+
+def test_a_newcomer_takes_over_the_moments_of_the_shared_parameters():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    steady = Member(hub, 0, 13, "active")
+    steady.swarm.publish(13, {"moments-shared": torch.arange(10.0), "moments-slot-0": torch.arange(6.0)})
+    newcomer = Member(hub, 1, 0, "joining")
+    flats = newcomer.holdings.catch_up([peer_id(0)])
+    assert torch.equal(flats["moments-shared"], torch.arange(10.0))
+    assert "moments-slot-0" not in flats, "it does not hold the slot"
+
+
+def test_whoever_adopts_a_slot_takes_over_its_moments():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 13, "active")
+    leaver.swarm.publish(13, {"moments-slot-0": torch.arange(6.0)})
+    masters = heir.holdings._hold([0])
+    assert torch.equal(masters["slot-0"], torch.full((3,), 13.0))
+    assert torch.equal(masters["moments-slot-0"], torch.arange(6.0))
+    assert heir.holdings.held_moments() == {"moments-shared", "moments-slot-0"}
+
+
+def test_a_run_whose_moments_stay_at_home_asks_for_none():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    member = Member(hub, 0, 13, "active", outer=OuterConfig(moments="local"))
+    assert member.holdings.held_moments() == set()

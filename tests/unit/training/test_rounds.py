@@ -4,9 +4,10 @@ import pytest
 import torch
 from virtual import VirtualPeer, run_virtual, tiny_run
 
-from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig
+from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.swarm.reduce import weighted_mean
 from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.training.trainer import Trainer
 
 
 @pytest.mark.parametrize(
@@ -14,14 +15,16 @@ from spes_p2p.swarm.roster import SHARED, slot_name
     [
         {},
         {"outer": OuterConfig(optimizer="nesterov")},
+        {"outer": OuterConfig(moments="local")},
+        {"outer": OuterConfig(moments="second")},
         {"merge": MergeConfig(alpha=0.1, decay_rounds=10)},
         {"outer": OuterConfig(optimizer="nesterov"), "merge": MergeConfig(alpha=0.1)},
         {"round": RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=3, min_peers=2)},
     ],
-    ids=["mean", "nesterov", "merge", "nesterov-merge", "tokens"],
+    ids=["mean", "nesterov", "own-moments", "second-moments", "merge", "nesterov-merge", "tokens"],
 )
-def test_all_members_end_each_round_bit_identical(tmp_path, changes):
-    peers = run_virtual(tiny_run(**changes), tmp_path, num_peers=3, max_slots=3)
+def test_all_members_end_each_round_bit_identical(changes):
+    peers = run_virtual(tiny_run(**changes), num_peers=3, max_slots=3)
     for reports in zip(*(peer.reports for peer in peers), strict=True):
         assert len({report.shared_digest for report in reports}) == 1
         assert {report.num_members for report in reports} == {3}
@@ -34,8 +37,8 @@ def test_all_members_end_each_round_bit_identical(tmp_path, changes):
         assert len({peer.anchors.digest(slot_name(slot)) for peer in holders}) == 1
 
 
-def test_frozen_experts_are_the_holders_versions_after_a_round(tmp_path):
-    peers = run_virtual(tiny_run(), tmp_path, num_peers=2, max_slots=2)
+def test_frozen_experts_are_the_holders_versions_after_a_round():
+    peers = run_virtual(tiny_run(), num_peers=2, max_slots=2)
     for slot in range(4):
         expected = next(peer for peer in peers if slot in peer.slots).anchors.weights(slot_name(slot))
         for peer in peers:
@@ -43,25 +46,53 @@ def test_frozen_experts_are_the_holders_versions_after_a_round(tmp_path):
             assert torch.equal(actual, expected)
 
 
-def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained(tmp_path):
+def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.Tensor]]:
+    """Train the first round's three steps as a peer did, but alone; return its trainer and the run's start."""
+    alone = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=len(peer.slots))
+    initial = alone.initial()
+    alone.trainer.set_slots(peer.slots, {slot_name(s): initial[slot_name(s)] for s in peer.slots})
+    for step in range(3):
+        alone.trainer.step(*alone.rounds._rates(step / 3))
+    return alone.trainer, initial
+
+
+@pytest.mark.parametrize("moments", ["second", "both"])
+def test_after_a_round_members_share_the_mean_of_their_moments(moments):
+    """Compared with a plain replay: each peer trained alone from the same start, its moments averaged by hand."""
+    outer = OuterConfig(moments=moments)
+    rounds = RoundConfig(mode="steps", steps=3, total=1, min_peers=2, max_seconds=60)
+    run = tiny_run(round=rounds, outer=outer)
+    peers = run_virtual(run, num_peers=2, max_slots=3)
+    replays = {peer.swarm.peer_id: replay(run, peer)[0] for peer in peers}
+    for name in (SHARED, *map(slot_name, range(4))):
+        holders = [p for p in peers if name == SHARED or int(name.removeprefix("slot-")) in p.slots]
+        expected = weighted_mean(
+            [replays[id].moments(name, outer.averaged_moments) for id in sorted(p.swarm.peer_id for p in holders)],
+            [192.0] * len(holders),
+        )
+        for peer in holders:
+            torch.testing.assert_close(peer.trainer.moments(name, outer.averaged_moments), expected, rtol=1e-6, atol=0)
+
+
+def test_a_run_with_moments_of_its_own_leaves_them_to_each_peer():
+    peers = run_virtual(tiny_run(outer=OuterConfig(moments="local")), num_peers=2, max_slots=2)
+    assert not torch.equal(*(peer.trainer.moments(SHARED, ["exp_avg_sq"]) for peer in peers))
+    assert not any(name.startswith("moments-") for name in peers[0].swarm.versions())
+
+
+def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
     """Compared with a plain replay: each peer trained alone from the same start, averaged by hand."""
     run = tiny_run(round=RoundConfig(mode="steps", steps=3, total=1, min_peers=2, max_seconds=60))
-    peers = run_virtual(run, tmp_path, num_peers=2, max_slots=2)
+    peers = run_virtual(run, num_peers=2, max_slots=2)
     replays = []
     for peer in peers:
-        alone = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=2)
-        initial = alone.initial()
-        alone.trainer.set_slots(peer.slots, {slot_name(s): initial[slot_name(s)] for s in peer.slots})
-        for step in range(3):
-            alone.trainer.step(*alone.rounds._rates(step / 3))
-        replays.append(
-            {SHARED: alone.trainer.flat(SHARED), **{n: alone.trainer.flat(n) for n in map(slot_name, peer.slots)}}
-        )
+        trainer, initial = replay(run, peer)
+        replays.append({name: trainer.flat(name) for name in (SHARED, *map(slot_name, peer.slots))})
     order = sorted(range(2), key=lambda i: peers[i].swarm.peer_id)
     deltas = [initial[SHARED] - replays[i][SHARED] for i in order]
     expected = initial[SHARED] - weighted_mean(deltas, [192.0, 192.0])
     assert torch.equal(peers[0].anchors.weights(SHARED), expected)
-    for peer, replay in zip(peers, replays, strict=True):
+    for peer, replayed in zip(peers, replays, strict=True):
         for slot in peer.slots:
             name = slot_name(slot)
-            assert torch.equal(peer.anchors.weights(name), initial[name] - (initial[name] - replay[name]))
+            assert torch.equal(peer.anchors.weights(name), initial[name] - (initial[name] - replayed[name]))

@@ -1,0 +1,123 @@
+"""What a simulation is to be of: a run, its virtual peers, and what befalls them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from spes_p2p.config import Frozen, PositiveFloat, PositiveInt, RunConfig, RunId
+from spes_p2p.swarm.attacks import Attack
+
+
+class Event(Frozen):
+    """A virtual peer comes or goes."""
+
+    peer: Annotated[int, Field(ge=0)]
+    """Which, from 0."""
+    kind: Literal["join", "leave", "kill"]
+    """`leave` gives the slots back; a killed peer says nothing, and its records expire."""
+    round: Annotated[int, Field(ge=0)]
+    """Once this round is committed; a killed peer dies in the middle of the next one's training."""
+
+
+class Scenario(Frozen):
+    """One simulation; on CPUs of one kind equal scenarios give equal results, bit by bit."""
+
+    run: RunConfig = RunConfig()
+    """The run's settings. `round.min_peers` is replaced by the number of peers that are there from the start."""
+    peers: PositiveInt = 4
+    """Virtual peers, those that join later included."""
+    max_slots: PositiveInt | list[PositiveInt] = 8
+    """Slots that a peer can train; one number for all, or one for each."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the peers' data orders and ids; the initial weights go by `run.seed`."""
+    speeds: PositiveFloat | list[PositiveFloat] = 1000.0
+    """Virtual tokens per second of training, of all or of each."""
+    starts: list[Annotated[float, Field(ge=0)]] = []
+    """Virtual seconds after which each peer starts; all at once by default."""
+    peer_ids: list[str] = []
+    """Ids of the peers, such as real peers have; drawn from `seed` by default."""
+    data_seeds: list[int] = []
+    """Seeds of the peers' data orders; drawn from `seed` by default."""
+    slots: list[list[Annotated[int, Field(ge=0)]]] = []
+    """Slots that each peer claims when it starts, as one that comes back does; by default all are allocated."""
+    run_id: RunId = "simulation"
+    """Seeds the lots by which slots are allocated."""
+    events: list[Event] = []
+    """Who comes and goes; whoever has no `join` is there from the start."""
+    attacks: list[Attack] = []
+    """Who cheats."""
+    evaluate_rounds: PositiveInt = 1
+    """Measure the held-out loss after every so many rounds, and after the last."""
+    held_out_tokens: PositiveInt = 32_768
+    """Tokens to measure it on at most; the same ones in all scenarios of one tokenizer and corpus."""
+    split: Literal["held_out", "tuning"] = "held_out"
+    """Half of the run's held-out documents: one to report, the other to choose settings by."""
+    text: list[Path] = []
+    """Files and folders of the source `files`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where all peers train."""
+    threads: PositiveInt | None = None
+    """CPU threads; by default PyTorch's choice."""
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> Scenario:
+        for name in ("max_slots", "speeds", "starts", "peer_ids", "data_seeds", "slots"):
+            value = getattr(self, name)
+            if isinstance(value, list) and value and len(value) != self.peers:
+                raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")
+        for slots in self.max_slots if isinstance(self.max_slots, list) else [self.max_slots]:
+            if slots > self.run.model.num_experts:
+                raise ValueError(
+                    f"max_slots={slots} exceeds run.model.num_experts={self.run.model.num_experts}; "
+                    f"set it to {self.run.model.num_experts} or less"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_events(self) -> Scenario:
+        for peer in [*(event.peer for event in self.events), *(attack.peer for attack in self.attacks)]:
+            if peer >= self.peers:
+                raise ValueError(f"peer {peer} is not one of peers={self.peers}; number them from 0")
+        for event in self.events:
+            first = 0 if event.kind == "join" else 1
+            if not first <= event.round < self.run.round.total:
+                raise ValueError(
+                    f"peer {event.peer} cannot {event.kind} at round {event.round} of {self.run.round.total}; "
+                    f"choose from {first} to {self.run.round.total - 1}"
+                )
+        for peer in range(self.peers):
+            joins, ends = (
+                [event.round for event in self.events if event.peer == peer and (event.kind == "join") is joining]
+                for joining in (True, False)
+            )
+            if len(joins) > 1 or len(ends) > 1 or (joins and ends and ends[0] <= joins[0]):
+                raise ValueError(
+                    f"peer {peer} joins at rounds {joins} and goes at {ends}; let it join once, then go once, "
+                    f"and come back as another peer"
+                )
+        for attack in self.attacks:
+            if attack.from_round >= self.run.round.total:
+                raise ValueError(
+                    f"the attack of peer {attack.peer} begins in round {attack.from_round} of {self.run.round.total}; "
+                    f"let it begin before"
+                )
+        for held in self.slots:
+            if sorted(set(held)) != held or (held and held[-1] >= self.run.model.num_experts):
+                raise ValueError(
+                    f"slots={held} of a peer; list each once, ascending, up to {self.run.model.num_experts - 1}"
+                )
+        if not self.founders:
+            raise ValueError("every peer joins later, so there is nobody to join; let one start without an event")
+        return self
+
+    @property
+    def founders(self) -> list[int]:
+        """Peers that are there from the start."""
+        return [peer for peer in range(self.peers) if self.event_round(peer, "join") is None]
+
+    def event_round(self, peer: int, kind: str) -> int | None:
+        """Return the first round of a peer's events of a kind; None if it has none."""
+        return min((event.round for event in self.events if event.peer == peer and event.kind == kind), default=None)

@@ -1,0 +1,74 @@
+"""From a run's settings to one peer's trainer and synchroniser: the same for real and for virtual peers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from spes_p2p.config import RunConfig
+from spes_p2p.data.packing import TokenSource
+from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.swarm.base import Swarm
+from spes_p2p.training.anchors import Anchors, initial_bundles
+from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.trainer import Trainer
+
+
+def build_trainer(
+    run: RunConfig,
+    vocab_size: int,
+    data: TokenSource,
+    group: ProcessGroup,
+    *,
+    storage: str | None = None,
+    kernel: str = "loop",
+    micro_batch_size: int | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Trainer:
+    """Return a trainer of the run's model, which holds no slot yet.
+
+    Args:
+        run: The run's settings.
+        vocab_size: Entries of the run's tokenizer.
+        data: Batches.
+        group: This peer's ranks.
+        storage: Precision of frozen experts; by default the run's.
+        kernel: Expert kernel.
+        micro_batch_size: Sequences per forward pass; None takes a rank's whole share.
+        clock: Tells the seconds that pass.
+    """
+    model = build_slot_model(
+        run.model,
+        vocab_size=vocab_size,
+        sequence_length=run.data.sequence_length,
+        seed=run.seed,
+        claimed=(),
+        storage=storage or run.frozen_storage,
+        kernel=kernel,
+    )
+    return Trainer(model, run.train, data, group, micro_batch_size, clock=clock)
+
+
+def build_synchroniser(swarm: Swarm, run: RunConfig, trainer: Trainer, *, run_id: str, max_slots: int) -> Synchroniser:
+    """Return a synchroniser without anchors or claims, in the trainer's time.
+
+    Args:
+        swarm: The peer's swarm.
+        run: The run's settings.
+        trainer: The leader's.
+        run_id: The run's name.
+        max_slots: Slots this peer can train.
+    """
+    anchors = Anchors(run.outer, {kind: layout.numel for kind, layout in trainer.layouts.items()})
+    holdings = Holdings(swarm, run, run_id=run_id, anchors=anchors, max_slots=max_slots, clock=trainer.clock)
+    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"])
+
+
+def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> dict[str, Tensor]:
+    """Return the bundles of `shared` and every slot at the run's start, as the run's seed draws them."""
+    stock = stock_model(run.model, vocab_size, run.data.sequence_length, run.seed)
+    return initial_bundles(sync.anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)

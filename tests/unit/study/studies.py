@@ -1,0 +1,83 @@
+"""Tiny studies, and results made up for those that test arithmetic and reports."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spes_p2p.study.results import Machine, PeerAccount, Point, RunResult
+from spes_p2p.study.settings import Study, load_study, scenario_digest
+
+TINY: dict[str, Any] = {
+    "max_slots": 4,
+    "held_out_tokens": 256,
+    "run": {
+        "model": {
+            "hidden_size": 16,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 2,
+            "intermediate_size": 8,
+            "num_experts": 4,
+        },
+        "data": {"source": "files", "vocab_size": 280, "sequence_length": 16, "held_out_fraction": 0.3},
+        "train": {"batch_size": 2},
+        "round": {"mode": "steps", "steps": 1, "total": 2},
+    },
+}
+SOLO: dict[str, Any] = {"peers": 1, "max_slots": 4}
+PAIR: dict[str, Any] = {"peers": 2, "max_slots": 2}
+
+
+def write_study(folder: Path, variants: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """Write a study of tiny scenarios over a text of its own; return its file."""
+    text = folder / "text.jsonl"
+    if not text.exists():
+        words = ("peer", "slot", "round", "swarm", "token", "expert")
+        rows = [" ".join(words[(i * j + i) % 6] for j in range(40)) + f" {i}" for i in range(80)]
+        text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    content = {"base": TINY | {"text": [str(text)]}, "variants": variants or {"solo": SOLO, "ours": PAIR}, **changes}
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
+def made_up(study: Study, variant: str, seed: int, losses: list[float], **changes: Any) -> RunResult:
+    """Return a result of one of a study's runs, with these losses after rounds 1, 2, ...; 100 tokens a round."""
+    scenario = study.variants[variant].scenarios[seed]
+    sent = 0 if scenario.peers == 1 else 2_000_000
+    points = [
+        Point(round=i, tokens_per_peer=100 * i, bytes_out_per_peer=sent * i, loss=loss)
+        for i, loss in enumerate(losses, 1)
+    ]
+    peer = PeerAccount(
+        tokens=100 * len(losses),
+        bytes_in=sent,
+        bytes_out=sent * len(losses),
+        max_slots=2,
+        trained_bytes=1_000_000,
+        expert_bytes=3_000_000,
+        memory_bytes=4_000_000,
+    )
+    fields = {
+        "variant": variant,
+        "seed": seed,
+        "digest": scenario_digest(scenario),
+        "scenario": scenario.model_dump(mode="json"),
+        "evaluations": points,
+        "peers": [peer] * scenario.peers,
+        "virtual_seconds": 10.0,
+        "wall_seconds": 7.0,
+        "software": "0.0.0",
+        "machine": Machine(cpu="a cpu", device="cpu", threads=1, python="3.11", torch="2"),
+        "finished_at": "2026-01-02T03:04:05+00:00",
+    }
+    return RunResult(**(fields | changes))
+
+
+def made_up_study(folder: Path, variants: dict[str, Any] | None = None, **changes: Any) -> Study:
+    """Return a tiny study that is not to be run."""
+    return load_study(write_study(folder, variants, **changes))

@@ -1,0 +1,178 @@
+"""What a study leaves behind is whole, stands alone, and runs nobody's markup."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.study.report import differences, markdown, write_report
+from spes_p2p.study.settings import Study
+from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study
+
+HOSTILE = "</h2><script>alert(1)</script><img src=x onerror='a'>$x_{$ | \\\"&"
+GAP: dict[str, Any] = {"name": "all", "solo": "solo", "centralised": "central", "of": ["ours"]}
+PICTURES = ["final_loss.png", "loss_by_bytes.png", "loss_by_steps.png"]
+
+
+class Page(HTMLParser):
+    """Collects tags, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text.append(data)
+
+    def pictures(self) -> list[bytes]:
+        sources = [attributes["src"] or "" for tag, attributes in self.tags if tag == "img"]
+        assert all(source.startswith("data:image/png;base64,") for source in sources)
+        return [base64.b64decode(source.split(",", 1)[1], validate=True) for source in sources]
+
+
+def study_of(folder: Path, **ours: Any) -> Study:
+    variants = {"solo": SOLO, "central": SOLO, "ours": PAIR | ours}
+    return made_up_study(folder, variants, seeds=[0, 1], gaps=[GAP])
+
+
+def results_of(study: Study) -> dict:
+    losses = {"solo": [5.0, 6.0], "central": [4.0, 4.0], "ours": [4.5, 4.5]}
+    return {
+        (name, seed): made_up(study, name, seed, [7.0, loss])
+        for name, by_seed in losses.items()
+        for seed, loss in enumerate(by_seed)
+    }
+
+
+def is_picture(content: bytes) -> bool:
+    """Whether it is a PNG that shows more than one colour."""
+    with Image.open(io.BytesIO(content)) as picture:
+        picture.load()
+        colours = picture.convert("RGBA").getcolors(2**24)
+        return picture.format == "PNG" and min(picture.size) > 100 and len(colours or ()) > 10
+
+
+def test_a_report_is_a_table_a_json_three_pictures_and_a_page(tmp_path):
+    study = study_of(tmp_path)
+    table = write_report(study, results_of(study), tmp_path / "out")
+    left = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert left == sorted(["table.md", "results.json", "report.html", *PICTURES])
+    assert (tmp_path / "out" / "table.md").read_text().startswith(table + "\n")
+    assert all(is_picture((tmp_path / "out" / name).read_bytes()) for name in PICTURES)
+    page = Page((tmp_path / "out" / "report.html").read_text())
+    assert sorted(page.pictures()) == sorted((tmp_path / "out" / name).read_bytes() for name in PICTURES)
+
+
+def test_the_table_says_what_was_found(tmp_path):
+    study = study_of(tmp_path, title="our way")
+    lines = write_report(study, results_of(study), tmp_path).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert cells[0][:4] == ["variant", "seeds", "held-out loss", "gap closed"]
+    assert cells[2][:4] == ["solo", "2 of 2", "5.5000 ± 0.7071", "-"]
+    assert cells[4] == [
+        *("our way", "2 of 2", "4.5000 ± 0.0000", "62.5% ± 17.7%"),
+        *("200", "4.00", "3.00", "4.00", "7.00"),
+    ]
+    assert len({len(line) for line in lines}) == 1, "columns align"
+
+
+def test_two_gaps_are_two_columns(tmp_path):
+    variants = {"solo": SOLO, "central": SOLO, "ours": PAIR}
+    gaps = [GAP, GAP | {"name": "other", "solo": "ours", "of": ["solo"]}]
+    study = made_up_study(tmp_path, variants, seeds=[0, 1], gaps=gaps)
+    titles = write_report(study, results_of(study), tmp_path).splitlines()[0]
+    assert "| gap closed: all | gap closed: other |" in titles
+
+
+def test_an_unfinished_study_reports_what_it_has(tmp_path):
+    study = study_of(tmp_path)
+    results = {key: result for key, result in results_of(study).items() if key in {("solo", 0), ("ours", 1)}}
+    table = write_report(study, results, tmp_path)
+    assert "1 of 2" in table and "central" not in table and "%" not in table
+    assert "2 of 6" in " ".join(Page((tmp_path / "report.html").read_text()).text)
+
+
+def test_without_traffic_there_is_no_picture_of_it(tmp_path):
+    study = study_of(tmp_path)
+    write_report(study, {("solo", 0): results_of(study)["solo", 0]}, tmp_path)
+    assert not (tmp_path / "loss_by_bytes.png").exists() and (tmp_path / "loss_by_steps.png").exists()
+
+
+def test_runs_that_diverged_are_drawn_and_written_all_the_same(tmp_path):
+    study = study_of(tmp_path)
+    results = {
+        ("solo", 0): made_up(study, "solo", 0, [math.inf, math.nan]),
+        ("ours", 0): made_up(study, "ours", 0, [6.0, math.nan]),
+    }
+    assert "nan" in write_report(study, results, tmp_path)
+    results.pop(("ours", 0))
+    write_report(study, results, tmp_path)
+    assert json.loads((tmp_path / "results.json").read_text())["runs"][0]["evaluations"][1]["loss"] == "NaN"
+
+
+def test_the_json_holds_every_run_and_the_summary(tmp_path):
+    study = study_of(tmp_path)
+    write_report(study, results_of(study), tmp_path)
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert [(run["variant"], run["seed"]) for run in content["runs"]] == list(results_of(study))
+    assert content["summary"]["ours"]["gap_closed"]["all"]["by_seed"] == {"0": 0.5, "1": 0.75}
+    assert content["study"]["variants"]["ours"] == PAIR
+    assert "scenario" not in content["runs"][0]
+
+
+def test_only_settings_that_differ_from_the_base_are_shown(tmp_path):
+    study = study_of(tmp_path, run={"train": {"batch_size": 2, "lr": 0.5}, "round": {"steps": 9}})
+    assert differences(study, study.variants["ours"]) == [
+        ("peers", "-", "2"),
+        ("max_slots", "4", "2"),
+        ("run.train.lr", "-", "0.5"),
+        ("run.round.steps", "1", "9"),
+    ]
+    write_report(study, results_of(study), tmp_path)
+    assert "run.round.steps" in Page((tmp_path / "report.html").read_text()).text
+
+
+def test_hostile_strings_become_text(tmp_path):
+    variants = {"solo": SOLO, "central": SOLO, "ours": PAIR | {"title": HOSTILE, "run_id": "a"}}
+    study = made_up_study(tmp_path, variants, seeds=[0], gaps=[GAP | {"name": HOSTILE}], title=HOSTILE)
+    machine = made_up(study, "ours", 0, [5.0]).machine.model_copy(update={"cpu": HOSTILE})
+    table = write_report(study, {("ours", 0): made_up(study, "ours", 0, [7.0, 5.0], machine=machine)}, tmp_path)
+    content = (tmp_path / "report.html").read_text()
+    page = Page(content)
+    assert {tag for tag, _ in page.tags}.isdisjoint({"script", "iframe", "link"}) and "<script" not in content
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
+    assert html.escape(HOSTILE) in content
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", content)
+    unescaped = re.split(r"(?<!\\)\|", table.splitlines()[2])
+    assert len(unescaped) == len(re.split(r"(?<!\\)\|", table.splitlines()[1])), "a title adds no column"
+
+
+def test_markdown_escapes_what_would_end_a_cell():
+    assert markdown(["a", "b"], [["x|y", "1"]]).splitlines() == [
+        "| a    |   b |",
+        "| :--- | --: |",
+        r"| x\|y |   1 |",
+    ]
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+    study = study_of(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="choose a writable --output"):
+        write_report(study, results_of(study), tmp_path / "file")

@@ -1,0 +1,100 @@
+"""Runs in processes of their own: all are made, one's end is only its own, and none is left behind."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import signal
+import struct
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.simulator import Evaluation
+from spes_p2p.study.results import RunResult
+from spes_p2p.study.runs import Failure, Job, News, Worker, run_all, run_job
+from spes_p2p.study.settings import load_study
+from tests.unit.study.studies import PAIR, SOLO, write_study
+
+ENDLESS = {**SOLO, "run": {"round": {"total": 1_000_000}}, "held_out_tokens": 16}
+
+
+def job(folder: Path, name: str, **settings: Any) -> Job:
+    study = load_study(write_study(folder, {name: settings}))
+    log = folder / "logs" / f"{name}.log"
+    return Job(name, 0, study.variants[name].scenarios[0], 1, folder / "cache", log)
+
+
+class Heard:
+    """What was said of each run."""
+
+    def __init__(self) -> None:
+        self.news: dict[str, list[News]] = {}
+
+    def __call__(self, job: Job, news: News, seconds: float) -> None:
+        assert seconds > 0
+        self.news.setdefault(job.variant, []).append(news)
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path):
+    good = job(tmp_path, "good", **PAIR)
+    no_text = job(tmp_path, "no_text", **PAIR, text=[str(tmp_path / "absent.txt")])
+    our_fault = dataclasses.replace(job(tmp_path, "our_fault", **SOLO), cache="no path")  # type: ignore[arg-type]
+    heard = Heard()
+    run_all([our_fault, no_text, good], 2, heard)
+    assert not multiprocessing.active_children()
+    [bad_text], [fault] = heard.news["no_text"], heard.news["our_fault"]
+    assert isinstance(bad_text, Failure) and "absent.txt" in bad_text.reason
+    assert isinstance(fault, Failure) and "AttributeError" in fault.reason and str(our_fault.log) in fault.reason
+    assert "Traceback" in our_fault.log.read_text()
+    *evaluations, result = heard.news["good"]
+    assert isinstance(result, RunResult) and [type(one) for one in evaluations] == [Evaluation] * 2
+    alone = run_job(good, lambda news: None)
+    assert result.evaluations == alone.evaluations and result.peers == alone.peers, "a process changes no number"
+    assert "round 2" in good.log.read_text()
+
+
+@pytest.mark.slow
+def test_a_run_that_is_killed_is_reported(tmp_path):
+    heard = Heard()
+
+    def on_news(job: Job, news: News, seconds: float) -> None:
+        heard(job, news, seconds)
+        if isinstance(news, Evaluation):
+            [child] = multiprocessing.active_children()
+            assert child.pid is not None
+            os.kill(child.pid, signal.SIGKILL)
+
+    run_all([job(tmp_path, "endless", **ENDLESS)], 1, on_news)
+    last = heard.news["endless"][-1]
+    assert isinstance(last, Failure) and "SIGKILL" in last.reason and "--workers" in last.reason
+
+
+def test_a_run_that_dies_amid_a_message_is_reported(tmp_path):
+    worker = Worker(job(tmp_path, "endless", **ENDLESS))
+    theirs = worker.pipe
+    reader, writer = os.pipe()
+    os.write(writer, struct.pack("!i", 100) + b"three")
+    os.close(writer)
+    worker.pipe = Connection(reader)
+    worker.terminate()
+    news = worker.news()
+    worker.stop(10)
+    theirs.close()
+    assert isinstance(news, Failure) and "SIGTERM" in news.reason
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ConfigError])
+def test_whatever_ends_the_parent_ends_the_runs(tmp_path, error):
+    def on_news(job: Job, news: News, seconds: float) -> None:
+        raise error
+
+    with pytest.raises(error):
+        run_all([job(tmp_path, "endless", **ENDLESS)], 1, on_news)
+    assert not multiprocessing.active_children()

@@ -1,0 +1,121 @@
+"""A study is read whole or refused in one line, before anything runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spes_p2p.cli import load_settings
+from spes_p2p.errors import ConfigError
+from spes_p2p.study.command import SimulateConfig
+from spes_p2p.study.settings import deep_merge, flat, load_study, scenario_digest
+from tests.unit.study.studies import PAIR, SOLO, made_up_study, write_study
+
+
+def test_merging_goes_key_by_key_and_replaces_lists():
+    base = {"a": {"b": 1, "c": {"d": 2, "e": 3}}, "f": [1, 2], "g": 4}
+    changes = {"a": {"c": {"e": 5}, "h": 6}, "f": [7], "g": {"i": 8}, "j": None}
+    before = repr(base)
+    assert deep_merge(base, changes) == {
+        "a": {"b": 1, "c": {"d": 2, "e": 5}, "h": 6},
+        "f": [7],
+        "g": {"i": 8},
+        "j": None,
+    }
+    assert repr(base) == before
+
+
+def test_settings_by_dotted_names():
+    assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [2]}) == {"a.b.c": 1, "a.d": {}, "e": [2]}
+
+
+def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path: Path):
+    variants = {"solo": {**SOLO, "title": "Alone"}, "ours": {**PAIR, "run": {"train": {"lr": 0.5}}}, "base": None}
+    study = load_study(write_study(tmp_path, variants, seeds=[3, 1], title="T"))
+    assert study.title == "T" and list(study.variants) == ["solo", "ours", "base"]
+    assert [study.variants[name].title for name in study.variants] == ["Alone", "ours", "base"]
+    ours = study.variants["ours"].scenarios
+    assert list(ours) == [3, 1]
+    for seed, scenario in ours.items():
+        assert scenario.seed == scenario.run.seed == seed
+        assert scenario.run.train.lr == 0.5 and scenario.run.train.batch_size == 2 and scenario.peers == 2
+    assert study.variants["base"].scenarios[1].peers == 4
+
+
+def test_a_digest_changes_with_any_setting_and_not_with_the_title(tmp_path: Path):
+    def digest(**settings: Any) -> str:
+        return scenario_digest(made_up_study(tmp_path, {"x": settings}).variants["x"].scenarios[0])
+
+    plain = digest(**PAIR)
+    assert digest(**PAIR, title="another") == plain
+    assert digest(**PAIR, run={"train": {"lr": 2e-3}}) == plain, "the default, written out"
+    assert digest(**PAIR, run={"train": {"lr": 1e-3}}) != plain
+    assert digest(**PAIR, split="tuning") != plain
+
+
+@pytest.mark.parametrize(
+    ("content", "value", "remedy"),
+    [
+        ({"variant": {}}, "variants is missing", "convergence.yaml"),
+        ({"variants": {}}, "variants={}", "at least 1"),
+        ({"variants": {"x": {}}, "seed": 3}, "unknown setting seed=3", "remove it"),
+        ({"variants": {"a/b": {}}}, "a/b", "match pattern"),
+        ({"variants": {"x": {"peer": 3}}}, "variant x: unknown setting peer=3", "remove it"),
+        ({"variants": {"x": {"run": {"train": {"rate": 3}}}}}, "run.train.rate=3", "remove it"),
+        ({"variants": {"x": {"peers": 0}}}, "peers=0", "greater than 0"),
+        ({"variants": {"x": {"max_slots": 99}}}, "max_slots=99", "16 or less"),
+        ({"variants": {"x": {}}, "base": {"peers": "many"}}, "variant x: peers='many'", "convergence.yaml"),
+        ({"variants": {"x": {"seed": 3}}}, "seed=3", "under seeds"),
+        ({"variants": {"x": {"run": {"seed": 0}}}}, "run.seed=0", "under seeds"),
+        ({"variants": {"x": {"run": 3}}, "base": {"run": {"train": {}}}}, "run=3", "convergence.yaml"),
+        ({"variants": {"x": {"title": "a\nb"}}}, "a\\nb", "match pattern"),
+        ({"variants": {"x": 3}}, "variants.x=3", "dictionary"),
+        ({"variants": {"x": {}}, "seeds": [1, 1]}, "seeds=[1, 1]", "once"),
+        ({"variants": {"x": {}}, "seeds": []}, "seeds=[]", "at least 1"),
+        ({"variants": {"x": {}}, "seeds": [-1]}, "-1", "greater than or equal to 0"),
+        (
+            {"variants": {"x": {}}, "gaps": [{"name": "g", "solo": "x", "centralised": "y", "of": ["x"]}]},
+            "'y'",
+            "choose from x",
+        ),
+        ({"variants": {"x": {}}, "gaps": [{"name": "g", "solo": "x"}]}, "gaps.0.centralised", "add it"),
+        ([1], "list", "settings"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_what_a_study_cannot_be_is_one_line_with_value_and_remedy(tmp_path: Path, content, value, remedy):
+    path = tmp_path / "study.yaml"
+    path.write_text(yaml.safe_dump(content))
+    with pytest.raises(ConfigError) as raised:
+        load_study(path)
+    message = str(raised.value)
+    assert "\n" not in message and "study.yaml" in message
+    assert value in message and remedy in message
+
+
+def test_what_is_chosen_runs_seed_by_seed(tmp_path: Path):
+    study = made_up_study(tmp_path, {"a": {}, "b": {}, "c": {}}, seeds=[0, 1])
+    assert study.chosen([], []) == [(name, seed) for seed in (0, 1) for name in "abc"]
+    assert study.chosen(["c", "a"], [1]) == [("a", 1), ("c", 1)]
+    with pytest.raises(ConfigError, match=r"--only d: .* choose from a, b, c"):
+        study.chosen(["a", "d"], [])
+    with pytest.raises(ConfigError, match=r"--seeds 2: .* choose from 0, 1"):
+        study.chosen([], [2])
+
+
+@pytest.mark.parametrize("words", [["--only", "a,b", "--seeds", "0,1"], ["--only", "a", "b", "--seeds", "0", "1"]])
+def test_lists_on_the_command_line_are_split_by_commas_or_spaces(words):
+    config = load_settings(SimulateConfig, ["study.yaml", *words])
+    assert (config.study, config.only, config.seeds) == (Path("study.yaml"), ["a", "b"], [0, 1])
+
+
+def test_the_command_has_variables_of_its_own(monkeypatch):
+    monkeypatch.setenv("SPES_RUN_ID", "a peer's")
+    monkeypatch.setenv("SPES_SIMULATE_WORKERS", "3")
+    assert load_settings(SimulateConfig, ["study.yaml"]).workers == 3
+    monkeypatch.setenv("SPES_SIMULATE_WORKER", "3")
+    with pytest.raises(ConfigError, match="SPES_SIMULATE_WORKER;"):
+        load_settings(SimulateConfig, ["study.yaml"])

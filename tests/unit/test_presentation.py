@@ -1,0 +1,41 @@
+"""Pages and pictures take any text as text."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+
+import pytest
+from PIL import Image
+
+from spes_p2p import presentation
+from spes_p2p.errors import ConfigError
+
+HOSTILE = "<b>&\"'"
+ESCAPED = "&lt;b&gt;&amp;&quot;&#x27;"
+
+
+def test_every_string_of_a_page_is_escaped():
+    table = presentation.table([HOSTILE], [[HOSTILE]])
+    section = presentation.section(HOSTILE, table, caption=HOSTILE)
+    picture = presentation.section("p", presentation.image(HOSTILE, b"png"))
+    page = presentation.page(HOSTILE, [HOSTILE], {HOSTILE: HOSTILE}, [section, picture])
+    assert HOSTILE not in page
+    assert page.count(ESCAPED) == 2 + 1 + 2 + 4 + 1
+
+
+def test_text_with_dollars_underscores_and_length_is_drawn():
+    figure, axes = presentation.canvas("x", "y", large="xy")
+    for label in ("$x_{", "_hidden", "a \\$ b", "long " * 40):
+        axes.plot([0, 50_000], [0, 50_000], label=presentation.drawable(label))
+    assert len(axes.get_legend_handles_labels()[1]) == 4
+    presentation.legend(figure, axes)
+    with Image.open(io.BytesIO(presentation.png(figure))) as picture:
+        assert picture.format == "PNG"
+    assert axes.xaxis.get_major_formatter().format_data(20_000) == "20k"
+
+
+def test_a_missing_library_is_one_line(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
+        presentation.check_plotting()

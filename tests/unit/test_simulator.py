@@ -1,0 +1,250 @@
+"""Simulations: what befalls virtual peers, the same way each time."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peer_processes import TINY, write_corpus
+from pydantic import ValidationError
+
+from spes_p2p.config import RunConfig
+from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.errors import ConfigError, SimulationError
+from spes_p2p.planner import model_size
+from spes_p2p.simulator import Attack, Event, Scenario, SimulationResult, simulate
+
+STEP_TOKENS = 4 * 16
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("simulator")
+    write_corpus(folder / "corpus.jsonl")
+    return folder
+
+
+def scenario(folder: Path, *, round: dict[str, Any] | None = None, moments: str = "both", **changes: Any) -> Scenario:
+    """Three peers of a tiny run; one step takes each a second unless changed."""
+    settings = {**TINY, "round": {**TINY["round"], **(round or {})}, "outer": {"moments": moments}}
+    run = RunConfig(**settings)  # type: ignore[arg-type]
+    fields = {"peers": 3, "max_slots": 2, "speeds": float(STEP_TOKENS), "threads": 1, "evaluate_rounds": 100}
+    return Scenario(run=run, text=[folder / "corpus.jsonl"], **(fields | changes))
+
+
+def run(folder: Path, **changes: Any) -> SimulationResult:
+    return simulate(scenario(folder, **changes), cache=folder / "cache")
+
+
+def rounds_of(result: SimulationResult, peer: int) -> list[int]:
+    return [report.round for report in result.reports[peer]]
+
+
+def assert_members_agree(result: SimulationResult) -> None:
+    """Everybody who reports a round has the digest that the first to finish it had."""
+    for reports in result.reports:
+        for report in reports:
+            assert report.shared_digest == result.digests[report.round]["shared"][:16]
+
+
+@pytest.mark.parametrize("mode", ["steps", "tokens"])
+def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode: str) -> None:
+    settings = {"round": {"mode": mode, "tokens": 1500, "min_seconds": 1.0}, "speeds": [64.0, 100.0, 150.0]}
+    first, again, other = (run(folder, seed=seed, **settings) for seed in (3, 3, 4))
+    assert first.digests == again.digests and first.reports == again.reports
+    assert first.evaluations == again.evaluations
+    assert first.virtual_seconds == again.virtual_seconds
+    assert all(first.digests[n]["shared"] != other.digests[n]["shared"] for n in (1, 2, 3))
+    assert_members_agree(first)
+
+
+def test_all_versions_of_all_rounds_are_accounted_for(folder: Path) -> None:
+    result = run(folder)
+    assert sorted(result.digests) == [1, 2, 3]
+    for digests in result.digests.values():
+        assert {"shared", *(f"slot-{slot}" for slot in range(4))} <= set(digests)
+    for name in ("shared", "slot-0", "slot-3"):
+        assert len({digests[name] for digests in result.digests.values()}) == 3, "each round changes everything"
+
+
+def test_unequal_speeds_bring_unequal_tokens(folder: Path) -> None:
+    settings = {"round": {"mode": "tokens", "tokens": 6400, "min_seconds": 1.0}}
+    result = run(folder, speeds=[64.0, 128.0, 256.0], **settings)
+    for number in (1, 2):
+        slow, middle, fast = (result.reports[peer][number] for peer in range(3))
+        assert middle.tokens == pytest.approx(2 * slow.tokens, abs=2 * STEP_TOKENS)
+        assert fast.tokens == pytest.approx(4 * slow.tokens, abs=4 * STEP_TOKENS)
+        assert fast.tokens_per_second == pytest.approx(256.0)
+        assert slow.tokens + middle.tokens + fast.tokens == pytest.approx(6400, rel=0.25)
+    assert_members_agree(result)
+
+
+def test_with_fixed_steps_the_fast_wait_for_the_slow(folder: Path) -> None:
+    result = run(folder, speeds=[16.0, 64.0, 64.0])
+    assert {report.tokens for reports in result.reports for report in reports} == {5 * STEP_TOKENS}
+    assert result.reports[0][1].train_seconds == pytest.approx(20.0)
+    assert result.reports[1][1].train_seconds == pytest.approx(5.0)
+    assert result.reports[1][1].other_seconds == pytest.approx(15.0, abs=1.0)
+
+
+def test_a_killed_peers_slots_are_adopted_by_the_others(folder: Path) -> None:
+    """Its records expire, and the swarm goes on with what was last published of its slots."""
+    result = run(folder, round={"total": 10}, max_slots=[2, 2, 4], events=[Event(peer=2, kind="kill", round=2)])
+    assert rounds_of(result, 2) == [1, 2]
+    assert rounds_of(result, 0) == rounds_of(result, 1) == list(range(1, 11))
+    assert set(result.reports[2][-1].slots) == {0, 1, 2, 3}
+    assert {*result.reports[0][-1].slots, *result.reports[1][-1].slots} == {0, 1, 2, 3}
+    assert result.reports[0][2].num_members == 2
+    assert len({digests["slot-0"] for digests in result.digests.values()}) > 5, "its slots are trained on"
+    assert_members_agree(result)
+
+
+@pytest.mark.parametrize("moments", ["local", "second", "both"])
+def test_a_full_peer_gives_up_a_slot_that_others_hold_for_an_orphan(folder: Path, moments: str) -> None:
+    kill = Event(peer=2, kind="kill", round=2)
+    result = run(folder, round={"total": 12}, moments=moments, events=[kill])
+    before, after = ({*result.reports[0][i].slots, *result.reports[1][i].slots} for i in (1, -1))
+    assert before != {0, 1, 2, 3} == after, "of two slots each, and another draw of ids will not do"
+    assert_members_agree(result)
+
+
+def test_a_leaver_hands_its_slots_back_at_once(folder: Path) -> None:
+    result = run(folder, round={"total": 5}, max_slots=[2, 2, 4], events=[Event(peer=2, kind="leave", round=2)])
+    assert rounds_of(result, 2) == [1, 2]
+    assert rounds_of(result, 0) == [1, 2, 3, 4, 5]
+    assert {*result.reports[0][3].slots, *result.reports[1][3].slots} == {0, 1, 2, 3}
+    assert result.virtual_seconds < 5 * 6.0 + 5.0, "nobody waits for its lease to end"
+    assert_members_agree(result)
+
+
+def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder: Path) -> None:
+    result = run(folder, round={"total": 8}, events=[Event(peer=1, kind="join", round=3)])
+    assert rounds_of(result, 0) == rounds_of(result, 2) == list(range(1, 9))
+    joined = rounds_of(result, 1)
+    assert joined[0] > 3 and joined == list(range(joined[0], 9))
+    assert result.reports[1][-1].num_members == 3
+    assert result.reports[1][-1].slots, "it holds slots"
+    assert_members_agree(result)
+
+
+def test_whoever_starts_later_is_waited_for(folder: Path) -> None:
+    result = run(folder, starts=[0.0, 40.0, 0.0])
+    assert result.virtual_seconds > 40.0
+    assert [rounds_of(result, peer) for peer in range(3)] == [[1, 2, 3]] * 3
+
+
+def test_a_group_with_nan_in_it_is_dropped_and_the_others_are_not(folder: Path) -> None:
+    result = run(folder, attacks=[Attack(peer=1, kind="nan", groups="slots", from_round=1)])
+    spoiled = {f"slot-{slot}" for slot in result.slots[1]}
+    for name, digest in result.digests[1].items():
+        assert (result.digests[3][name] == digest) == (name.removeprefix("moments-") in spoiled)
+    assert result.reports[1][1].dropped == 2 and result.reports[1][0].dropped == 0
+    assert_members_agree(result)
+
+
+def test_a_swarm_that_can_commit_nothing_any_more_says_why(folder: Path) -> None:
+    with pytest.raises(SimulationError, match=r"round 2 was dropped 20 times in a row: .*NaN"):
+        run(folder, attacks=[Attack(peer=1, kind="nan", from_round=1)])
+
+
+@pytest.mark.parametrize("peers", [1, 3])
+def test_a_run_that_diverges_ends_and_says_so(folder: Path, peers: int) -> None:
+    settings = scenario(folder, peers=peers)
+    train = settings.run.train.model_copy(update={"lr": 1e30, "warmup_rounds": 0.0})
+    diverging = settings.model_copy(update={"run": settings.run.model_copy(update={"train": train})})
+    with pytest.raises(SimulationError, match=r"dropped 20 times in a row: .*lower run\.train\.lr"):
+        simulate(diverging, cache=folder / "cache")
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "scale", "stale"])
+def test_attacks_begin_when_they_should_and_change_what_they_should(folder: Path, kind: str) -> None:
+    plain, attacked = (
+        run(folder, attacks=attacks) for attacks in ([], [Attack(peer=1, kind=kind, from_round=1, groups="shared")])
+    )
+    assert attacked.digests[1] == plain.digests[1]
+    assert attacked.digests[2]["shared"] != plain.digests[2]["shared"]
+    assert {n: d for n, d in attacked.digests[2].items() if n != "shared"} == {
+        n: d for n, d in plain.digests[2].items() if n != "shared"
+    }
+    assert_members_agree(attacked)
+
+
+def test_one_peer_is_solo_training_and_costs_no_traffic(folder: Path) -> None:
+    result = run(folder, peers=1, max_slots=4, evaluate_rounds=2)
+    assert [(e.round, e.tokens_per_peer) for e in result.evaluations] == [(2, 10 * STEP_TOKENS), (3, 15 * STEP_TOKENS)]
+    assert result.evaluations[1].loss < result.evaluations[0].loss
+    assert result.bytes_in == result.bytes_out == [0]
+
+
+def test_what_is_received_was_sent(folder: Path) -> None:
+    result = run(folder)
+    assert sum(result.bytes_in) == sum(result.bytes_out) > 0
+
+
+def test_an_all_reduce_costs_each_member_its_share_of_the_vector_both_ways(folder: Path) -> None:
+    """All hold all slots, so nothing is pulled."""
+    result = run(folder, max_slots=4, moments="local")
+    data = scenario(folder).run.data
+    vocab_size = len(resolve_tokenizer(data, [folder / "corpus.jsonl"], folder / "cache"))
+    num_bytes = 4 * model_size(scenario(folder).run.model, vocab_size).total_params
+    for count in (*result.bytes_in, *result.bytes_out):
+        assert count == pytest.approx(3 * 2 * (2 / 3) * num_bytes, abs=3 * 5)
+
+
+def test_evaluations_are_reported_as_they_are_made(folder: Path) -> None:
+    seen: list = []
+    result = simulate(scenario(folder, evaluate_rounds=1), cache=folder / "cache", on_evaluation=seen.append)
+    assert seen == list(result.evaluations) and [e.round for e in seen] == [1, 2, 3]
+
+
+def test_settings_are_chosen_on_other_text_than_is_reported(folder: Path) -> None:
+    reported, tuning = (run(folder, split=split) for split in ("held_out", "tuning"))
+    assert reported.digests == tuning.digests
+    assert reported.evaluations[-1].loss != tuning.evaluations[-1].loss
+
+
+def test_an_exception_in_a_callback_ends_the_simulation_and_all_threads(folder: Path) -> None:
+    def fail(_: Any) -> None:
+        raise ConfigError("mine")
+
+    before, threads = threading.active_count(), torch.get_num_threads()
+    with pytest.raises(ConfigError, match="mine"):
+        simulate(scenario(folder), cache=folder / "cache", on_evaluation=fail)
+    assert threading.active_count() == before and torch.get_num_threads() == threads
+
+
+def test_a_scenario_survives_json(folder: Path) -> None:
+    whole = scenario(
+        folder,
+        events=[Event(peer=1, kind="join", round=1)],
+        attacks=[Attack(peer=0, kind="scale", factor=3.0)],
+        max_slots=[1, 2, 3],
+    )
+    assert Scenario.model_validate_json(whole.model_dump_json()) == whole
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_slots": [1, 2]}, "max_slots lists 2 peers, peers=3"),
+        ({"max_slots": 5}, "max_slots=5 exceeds run.model.num_experts=4"),
+        ({"events": [Event(peer=3, kind="kill", round=1)]}, "peer 3 is not one of peers=3"),
+        ({"attacks": [Attack(peer=7, kind="nan")]}, "peer 7 is not one of peers=3"),
+        ({"events": [Event(peer=0, kind="kill", round=0)]}, "choose from 1 to 2"),
+        ({"events": [Event(peer=0, kind="join", round=3)]}, "choose from 0 to 2"),
+        ({"events": [Event(peer=i, kind="join", round=1) for i in range(3)]}, "nobody to join"),
+        ({"events": [Event(peer=1, kind=kind, round=2) for kind in ("kill", "leave")]}, "then go once"),
+        ({"events": [Event(peer=1, kind="leave", round=1), Event(peer=1, kind="join", round=2)]}, "join once"),
+        ({"attacks": [Attack(peer=1, kind="nan", from_round=3)]}, "begins in round 3 of 3"),
+        ({"slots": [[0, 0], [1], [2]]}, "list each once"),
+        ({"slots": [[9], [1], [2]]}, "up to 3"),
+        ({"speed": 3}, "speed"),
+    ],
+    ids=str,
+)
+def test_a_scenario_that_cannot_be_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        scenario(folder, **changes)
