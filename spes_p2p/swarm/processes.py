@@ -11,8 +11,10 @@ from hivemind import DHT
 from hivemind.p2p import P2P
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
+from hivemind.utils.mpfuture import MPFuture
 
 _PR_SET_PDEATHSIG = 1
+_ANSWER_SECONDS = 5.0
 # Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
 _EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -69,3 +71,17 @@ class BoundDHT(DHT):
         die_with_parent(self._parent_pid)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         super().run()
+
+    def terminate(self) -> None:
+        """End the process between two of its answers.
+
+        All processes answer under one lock, which one that ends amid an answer would keep for ever. Its answer is read
+        before the lock is released, so a parent that acts on the last word of a DHT is early enough to do that.
+        """
+        held = MPFuture._update_lock.acquire(timeout=_ANSWER_SECONDS)
+        try:
+            super().terminate()
+            self.join(_ANSWER_SECONDS)
+        finally:
+            if held:
+                MPFuture._update_lock.release()

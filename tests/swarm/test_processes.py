@@ -1,9 +1,12 @@
 """A peer is several processes; they start with clear errors, and end together, even by SIGKILL."""
 
+import os
 import socket
+import time
 
 import psutil
 import pytest
+from hivemind.utils.mpfuture import MPFuture
 from real_peers import PeerProcess
 
 from spes_p2p.errors import ConfigError, JoinError
@@ -78,18 +81,21 @@ def test_one_initial_peer_that_answers_is_enough(node, tmp_path):
     joined.close()
 
 
-def test_an_initial_peer_that_runs_something_else_is_named_and_nothing_stays_behind(node, tmp_path):
-    """It is reached, but has no DHT: the failure comes late, when p2pd runs already."""
+@pytest.fixture(scope="module")
+def no_dht(node):
+    """The address of a peer that runs something else: it is reached, but has no DHT."""
     other = node.run(BoundP2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_relay=False, auto_nat=False), 30)
-    try:
-        address = str(node.run(other.get_visible_maddrs(), 30)[0])
-        before = children()
-        with pytest.raises(JoinError) as raised:
-            Node(Identity(tmp_path / "key"), "run", initial_peers=[address])
-        assert address in str(raised.value)
-        assert_gone(children() - before)
-    finally:
-        node.run(other.shutdown(), 30)
+    yield str(node.run(other.get_visible_maddrs(), 30)[0])
+    node.run(other.shutdown(), 30)
+
+
+def test_an_initial_peer_that_runs_something_else_is_named_and_nothing_stays_behind(no_dht, tmp_path):
+    """The failure comes late, when p2pd runs already."""
+    before = children()
+    with pytest.raises(JoinError) as raised:
+        Node(Identity(tmp_path / "key"), "run", initial_peers=[no_dht])
+    assert no_dht in str(raised.value)
+    assert_gone(children() - before)
 
 
 def test_an_address_whose_peer_id_is_another_peers_is_an_error(node, tmp_path):
@@ -134,3 +140,32 @@ def test_a_node_can_be_closed_twice_and_its_port_used_again(tmp_path):
         assert f"/tcp/{port}/" in node.addresses()[0]
         node.close()
         node.close()
+
+
+class SlowLock:
+    """A lock that takes its time to open, in processes other than its maker's."""
+
+    def __init__(self, lock):
+        self._lock, self._maker = lock, os.getpid()
+
+    def acquire(self, *args, **kwargs):
+        return self._lock.acquire(*args, **kwargs)
+
+    def release(self):
+        if os.getpid() != self._maker:
+            time.sleep(1.0)  # the moment between an answer and the lock's release, made long
+        self._lock.release()
+
+    def __enter__(self):
+        self.acquire()
+
+    def __exit__(self, *exc_info):
+        self.release()
+
+
+def test_a_dht_that_is_ended_right_after_its_answer_leaves_the_others_able_to_answer(no_dht, tmp_path, monkeypatch):
+    monkeypatch.setattr(MPFuture, "_update_lock", SlowLock(MPFuture._update_lock))
+    with pytest.raises(JoinError):
+        Node(Identity(tmp_path / "key"), "run", initial_peers=[no_dht])
+    assert MPFuture._update_lock.acquire(timeout=10)
+    MPFuture._update_lock.release()
