@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from typing import Any, NoReturn, TypeVar, get_origin
 
 import yaml
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from spes_p2p.errors import ConfigError, SpesError
@@ -22,6 +24,9 @@ OTHER_PREFIXES = ("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_TES
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+KIND = re.compile(r"constrained-\w+|int|float|str|bool|bytes|none|path|\w[\w-]*\[.*\]|\[key\]")
+"""Pydantic's names of kinds of values, in the location of an error of a setting that takes several kinds."""
+SHOULD_BE = "Input should be "
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
@@ -81,6 +86,27 @@ def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
             raise ConfigError(f"unknown key {key!r} in {path}; known keys: {', '.join(cls.model_fields)}")
 
 
+class _KeyTwice(yaml.YAMLError):
+    """A mapping sets one key twice; YAML itself would let the last one win in silence."""
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Reads as `yaml.safe_load` does, but refuses a key that is set twice."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line, known = key.start_mark.line + 1, lines.get((key.tag, key.value))
+            if known is not None:
+                where = f"on line {known} and again on line {line}" if known != line else f"twice on line {line}"
+                raise _KeyTwice(f"sets {key.value!r} {where}; keep one")
+            lines[key.tag, key.value] = line
+        return node
+
+
 def read_yaml(path: Path, name: str) -> dict[Any, Any]:
     """Return the settings in a YAML file.
 
@@ -89,10 +115,12 @@ def read_yaml(path: Path, name: str) -> dict[Any, Any]:
         name: What the user calls it, for messages.
 
     Raises:
-        ConfigError: it cannot be read, is no YAML, or holds something else than settings.
+        ConfigError: it cannot be read, is no YAML, sets a key twice, or holds something else than settings.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        content = _UniqueKeys(path.read_text(encoding="utf-8")).get_single_data() or {}
+    except _KeyTwice as error:
+        raise ConfigError(f"{name} {path} {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {name} {path}: {error.strerror}; name an existing YAML file") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -120,9 +148,8 @@ def explain(error: ValidationError, see: str = "--help") -> str:
         error: What pydantic found.
         see: Where the settings are explained; anything but `--help` means that they are no flags.
     """
-    problem = error.errors()[0]
-    where = ".".join(str(part) for part in problem["loc"])
-    message = problem["msg"].removeprefix("Value error, ")
+    problem, message = _first_problem(error)
+    where = ".".join(_setting(problem["loc"]))
     if problem["type"] == "extra_forbidden":
         return f"unknown setting {where}={problem['input']!r}; remove it or see {see}"
     if problem["type"] == "missing":
@@ -131,6 +158,40 @@ def explain(error: ValidationError, see: str = "--help") -> str:
     if problem["type"] == "value_error":
         return message
     return f"{where}={problem['input']!r}: {message[0].lower()}{message[1:]}; see {see}"
+
+
+def _first_problem(error: ValidationError) -> tuple[ErrorDetails, str]:
+    """Return what is wrong first, and how to say it; of a setting of several kinds, what fits none of them.
+
+    Pydantic tells for every kind apart why the value is not of it. If some of that is about a part of the value, it is
+    of the kind that has such parts, and that part is wrong; otherwise all reasons are one.
+    """
+    first, *others = error.errors()
+    kind_at = next((i for i, part in enumerate(first["loc"]) if _is_kind(part)), None)
+    if kind_at is None:
+        return first, _plain(first)
+    branches = [first, *(other for other in others if other["loc"][:kind_at] == first["loc"][:kind_at])]
+    depth = max(len(_setting(branch["loc"])) for branch in branches)
+    deepest = [branch for branch in branches if len(_setting(branch["loc"])) == depth]
+    said = dict.fromkeys(map(_plain, deepest))
+    return deepest[0], ", or ".join(text if not i else text.removeprefix(SHOULD_BE) for i, text in enumerate(said))
+
+
+def _plain(problem: ErrorDetails) -> str:
+    """Return pydantic's message without the names of its types or ours."""
+    if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
+        return f"{SHOULD_BE}settings, each with its value"
+    return problem["msg"].removeprefix("Value error, ")
+
+
+def _setting(loc: tuple[int | str, ...]) -> list[str]:
+    """Return where a setting is as its user writes it."""
+    return [str(part) for part in loc if not _is_kind(part)]
+
+
+def _is_kind(part: int | str) -> bool:
+    """Tell whether a part of a location is not the user's but pydantic's: the kind of value it tried, or a mark."""
+    return isinstance(part, str) and KIND.fullmatch(part) is not None
 
 
 def set_up_logging(level: str) -> None:

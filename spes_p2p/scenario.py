@@ -5,10 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from spes_p2p.config import Frozen, PositiveFloat, PositiveInt, RunConfig, RunId
 from spes_p2p.swarm.attacks import Attack
+from spes_p2p.swarm.records import PeerId
+
+PEER_ID: TypeAdapter[str] = TypeAdapter(PeerId)
 
 
 class Event(Frozen):
@@ -35,7 +38,7 @@ class Scenario(Frozen):
     """Seed of the peers' data orders and ids; the initial weights go by `run.seed`."""
     speeds: PositiveFloat | list[PositiveFloat] = 1000.0
     """Virtual tokens per second of training, of all or of each."""
-    starts: list[Annotated[float, Field(ge=0)]] = []
+    starts: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = []
     """Virtual seconds after which each peer starts; all at once by default."""
     peer_ids: list[str] = []
     """Ids of the peers, such as real peers have; drawn from `seed` by default."""
@@ -61,6 +64,21 @@ class Scenario(Frozen):
     """Where all peers train."""
     threads: PositiveInt | None = None
     """CPU threads; by default PyTorch's choice."""
+
+    @field_validator("peer_ids")
+    @classmethod
+    def _check_ids(cls, ids: list[str]) -> list[str]:
+        for peer_id in ids:
+            try:
+                PEER_ID.validate_python(peer_id)
+            except ValidationError as error:
+                raise ValueError(
+                    f"peer_ids holds {peer_id!r}, which is no peer id; copy one from a run (40 to 64 characters "
+                    f"of base58, such as Qm...), or leave peer_ids out"
+                ) from error
+            if ids.count(peer_id) > 1:
+                raise ValueError(f"peer_ids holds {peer_id} twice; give every peer its own")
+        return ids
 
     @model_validator(mode="after")
     def _check_peers(self) -> Scenario:

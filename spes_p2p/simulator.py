@@ -20,6 +20,7 @@ from torch import Tensor
 from spes_p2p.data.packing import held_out_batches, train_sources
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.errors import SimulationError
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.planner import model_size
 from spes_p2p.scenario import Event, Scenario
@@ -63,8 +64,9 @@ class SimulationResult:
     """What came of a scenario.
 
     Attributes:
-        evaluations: By round, ascending.
-        reports: Of each peer, by its index: one for every round it took part in.
+        evaluations: By round, ascending; the last is of the last round that was committed, which is the run's last
+            unless everybody was gone before.
+        reports: Of each peer, by its index: one for every round it took part in, none if it came too late for any.
         digests: By round, and by name of the version: `shared` and every slot, as the first peer to finish the round
             had them.
         slots: Held in the end, by peer.
@@ -122,6 +124,7 @@ class _Simulation:
         self._clock = VirtualClock()
         self._hub = MemoryHub(scenario.run_id, rounds.matchmaking_seconds, rounds.lease_seconds, self._clock)
         self._peers: dict[int, VirtualPeer] = {}
+        self._present = set(scenario.founders)
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[str, Tensor] = {}
         self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device)
@@ -143,12 +146,14 @@ class _Simulation:
         """Run to the end; `began` is when that was asked for, in real seconds."""
         started_at = self._clock.now()
         self._clock.run([functools.partial(self._live, peer) for peer in range(self._scenario.peers)])
+        if self._round and not self._is_evaluated:
+            self._evaluate()
         traffic = [swarm.traffic() for swarm in self._swarms]
         return SimulationResult(
             evaluations=self._evaluations,
-            reports=[self._peers[peer].reports for peer in range(self._scenario.peers)],
+            reports=[self._peers[peer].reports if peer in self._peers else [] for peer in range(self._scenario.peers)],
             digests=self._digests,
-            slots=[self._peers[peer].slots for peer in range(self._scenario.peers)],
+            slots=[self._peers[peer].slots if peer in self._peers else () for peer in range(self._scenario.peers)],
             bytes_in=[received for received, _ in traffic],
             bytes_out=[sent for _, sent in traffic],
             virtual_seconds=self._ended_at - started_at,
@@ -168,11 +173,22 @@ class _Simulation:
 
     def _live(self, index: int) -> None:
         """One peer's life, in its own thread."""
-        scenario = self._scenario
-        self._clock.advance(scenario.starts[index] if scenario.starts else 0.0)
-        join = scenario.event_round(index, "join")
-        while join is not None and self._round < join:
+        self._clock.advance(self._scenario.starts[index] if self._scenario.starts else 0.0)
+        if self._awaits_its_turn(index):
+            self._present.add(index)
+            self._take_part(index)
+            self._present.remove(index)
+            self._clock.notify_all()  # whoever waits to join somebody
+
+    def _awaits_its_turn(self, index: int) -> bool:
+        """Wait until a peer is to join; return whether anybody is there whom it could join."""
+        join = self._scenario.event_round(index, "join")
+        while join is not None and self._present and self._round < join:
             self._clock.wait(math.inf)
+        return join is None or bool(self._present)
+
+    def _take_part(self, index: int) -> None:
+        scenario = self._scenario
         peer = self._peers[index] = VirtualPeer(
             self._run,
             self._swarms[index],
@@ -191,9 +207,14 @@ class _Simulation:
 
     def _on_round(self, index: int, report: Metrics) -> None:
         """Take note of a round that a peer has finished, and let the peer go if its time has come."""
+        join, leave, kill = (self._scenario.event_round(index, kind) for kind in ("join", "leave", "kill"))
+        if join is not None and report.round <= join:
+            raise SimulationError(
+                f"peer {index} joined after round {join} when nobody was left to give it the model, and began anew; "
+                f"let somebody stay longer, or let it join earlier"
+            )
         if report.round > self._round:
             self._conclude(index, report.round)
-        leave, kill = (self._scenario.event_round(index, kind) for kind in ("leave", "kill"))
         if leave is not None and report.round >= leave:
             raise Leaves
         self._peers[index].is_doomed = kill is not None and report.round >= kill
@@ -205,13 +226,21 @@ class _Simulation:
         self._round, self._ended_at = round, self._clock.now()
         swarm, total = self._swarms[index], self._run.round.total
         self._digests[round] = {name: version.digest for name, version in swarm.versions().items()}
+        self._model.load(swarm)  # in every round: any may turn out to be the last, and then nobody has it any more
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
-            self._model.load(swarm)
-            loss = held_out_loss(self._model.module, self._batches)
-            self._evaluations.append(Evaluation(round, self._tokens_per_peer(), loss))
-            if self._on_evaluation is not None:
-                self._on_evaluation(self._evaluations[-1])
+            self._evaluate()
         self._clock.notify_all()
+
+    def _evaluate(self) -> None:
+        """Measure the model of the last round."""
+        loss = held_out_loss(self._model.module, self._batches)
+        self._evaluations.append(Evaluation(self._round, self._tokens_per_peer(), loss))
+        if self._on_evaluation is not None:
+            self._on_evaluation(self._evaluations[-1])
+
+    @property
+    def _is_evaluated(self) -> bool:
+        return bool(self._evaluations) and self._evaluations[-1].round == self._round
 
     def _tokens_per_peer(self) -> int:
         steps = sum(peer.trainer.steps for peer in self._peers.values())

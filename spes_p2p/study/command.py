@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import psutil
+from pydantic import BeforeValidator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from spes_p2p.config import CommandConfig, PositiveInt
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import check_plotting, say
 from spes_p2p.simulator import Evaluation
+from spes_p2p.study.notes import missing_lines
 from spes_p2p.study.report import REPORT_FILE, write_report
-from spes_p2p.study.results import RESULTS_FOLDER, RunResult, load_result, save_result
+from spes_p2p.study.results import RunResult
 from spes_p2p.study.runs import LOGS_FOLDER, Job, News, run_all
-from spes_p2p.study.settings import Study, load_study
+from spes_p2p.study.settings import Study, in_study_words, load_study
+from spes_p2p.study.store import RESULTS_FOLDER, Missing, load_result, save_failure, save_result
 from spes_p2p.training.process_group import ProcessGroup
+
+
+def _folder(value: object) -> Path:
+    """Return where `~` and the rest of a path lead.
+
+    Raises:
+        ValueError: it leads nowhere.
+    """
+    if not str(value):
+        raise ValueError("--output is empty; name a folder")
+    try:
+        return Path(str(value)).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"--output {value}: there is no such home folder; name another") from error
 
 
 class SimulateConfig(CommandConfig):
@@ -28,7 +45,7 @@ class SimulateConfig(CommandConfig):
 
     study: CliPositionalArg[Path]
     """YAML file with the study's base, seeds and variants."""
-    output: Path = Path("runs/study")
+    output: Annotated[Path, BeforeValidator(_folder)] = Path("runs/study")
     """Folder for results, pictures and report; runs that are finished in it are not made again."""
     only: list[str] = []
     """Variants to run, such as `solo,ours`; all by default."""
@@ -49,31 +66,39 @@ def main(config: SimulateConfig) -> int:
     check_plotting()
     study = load_study(config.study)
     chosen = study.chosen(config.only, config.seeds)
-    finished = finished_runs(study, config.output)
-    missing = [] if config.report_only else [key for key in chosen if key not in finished]
+    absent = missing_runs(study, config.output)
+    missing = [] if config.report_only else [key for key in chosen if key in absent]
     progress = Progress(config.output, len(missing))
     if missing:
         default = default_workers(study)
-        workers = min(config.workers or default, len(chosen))
+        workers = min(config.workers or default, len(missing))
         _prepare(config.output)
         jobs = [_job(config, study, variant, seed, workers) for variant, seed in missing]
         say(_opening(study, len(chosen) - len(missing), jobs, workers))
+        for line in missing_lines({key: absent[key] for key in missing if absent[key].kind != "not made"}):
+            say(f"made again: {line}")
         try:
             run_all(jobs, workers, progress)
         except KeyboardInterrupt:
             say(f"\nstopped; the finished runs are in {config.output / RESULTS_FOLDER}, the same command does the rest")
             raise
-    return _conclude(study, config.output, progress.failures)
+    return _conclude(study, config.output, progress.num_failed)
 
 
 def finished_runs(study: Study, output: Path) -> dict[tuple[str, int], RunResult]:
     """Return the results in a folder that the study's scenarios made, by variant and seed, in the study's order."""
-    found = {
-        (variant.name, seed): load_result(output, variant.name, seed, scenario)
-        for variant in study.variants.values()
-        for seed, scenario in variant.scenarios.items()
-    }
-    return {key: result for key, result in found.items() if result is not None}
+    return {key: run for key, run in _stored_runs(study, output) if isinstance(run, RunResult)}
+
+
+def missing_runs(study: Study, output: Path) -> dict[tuple[str, int], Missing]:
+    """Return the study's other runs, and why they have no result that counts."""
+    return {key: run for key, run in _stored_runs(study, output) if isinstance(run, Missing)}
+
+
+def _stored_runs(study: Study, output: Path) -> Iterator[tuple[tuple[str, int], RunResult | Missing]]:
+    for variant in study.variants.values():
+        for seed, scenario in variant.scenarios.items():
+            yield (variant.name, seed), load_result(output, variant.name, seed, scenario)
 
 
 def default_workers(study: Study) -> int:
@@ -83,7 +108,10 @@ def default_workers(study: Study) -> int:
         ConfigError: a variant wants a GPU where there is none.
     """
     devices = {scenario.device for variant in study.variants.values() for scenario in variant.scenarios.values()}
-    on_gpu = any(ProcessGroup(device).device.type == "cuda" for device in devices)
+    try:
+        on_gpu = any(ProcessGroup(device).device.type == "cuda" for device in devices)
+    except ConfigError as error:
+        raise ConfigError(in_study_words(str(error))) from error
     return 1 if on_gpu else num_cores()
 
 
@@ -125,7 +153,7 @@ class Progress:
     def __init__(self, output: Path, num_runs: int) -> None:
         self._output, self._left = output, num_runs
         self._began = time.monotonic()
-        self.failures: dict[tuple[str, int], str] = {}
+        self.num_failed = 0
 
     def __call__(self, job: Job, news: News, seconds: float) -> None:
         """Take note of a run's news, `seconds` after its start."""
@@ -135,10 +163,12 @@ class Progress:
         elif isinstance(news, RunResult):
             self._left -= 1
             save_result(self._output, news)
-            what = f"finished, loss {news.loss:.4f}"
+            end = "finished" if news.stopped_at is None else "ended early"
+            what = "; ".join([f"{end}, loss {news.loss:.4f}", *news.remarks])
         else:
             self._left -= 1
-            self.failures[job.variant, job.seed] = news.reason
+            self.num_failed += 1
+            save_failure(self._output, job.variant, job.seed, job.scenario, news.reason)
             what = f"failed: {news.reason}"
         elapsed = f"{_duration(seconds)} of {_duration(time.monotonic() - self._began)}"
         say(f"{job.variant} seed {job.seed}  {what}  [{elapsed}, {self._left} {_runs(self._left)} left]")
@@ -146,24 +176,28 @@ class Progress:
 
 def _opening(study: Study, num_finished: int, jobs: list[Job], workers: int) -> str:
     done = f", {num_finished} finished before" if num_finished else ""
-    threads = jobs[0].threads
+    threads = sorted({job.scenario.threads or job.threads for job in jobs})
+    each = f"{threads[0]} {'thread' if threads == [1] else 'threads'} each"
+    if len(threads) > 1:
+        each = f"{threads[0]} to {threads[-1]} threads each"
     return (
-        f"{study.title}: {len(jobs)} {_runs(len(jobs))} to make{done}; {workers} at a time, "
-        f"{threads} {'thread' if threads == 1 else 'threads'} each; logs in {jobs[0].log.parent}"
+        f"{study.title}: {len(jobs)} {_runs(len(jobs))} to make{done}; {workers} at a time, {each}; "
+        f"logs in {jobs[0].log.parent}"
     )
 
 
-def _conclude(study: Study, output: Path, failures: Mapping[tuple[str, int], str]) -> int:
-    results = finished_runs(study, output)
+def _conclude(study: Study, output: Path, num_failed: int) -> int:
+    results, missing = finished_runs(study, output), missing_runs(study, output)
     if results:
-        table = write_report(study, results, output)
+        table = write_report(study, results, output, missing)
         say(f"\n{table}\n\nreport  {output / REPORT_FILE}")
-    elif not failures:
-        where = output / RESULTS_FOLDER
-        raise ConfigError(f"{where} holds no finished run of this study; drop --report-only or name its --output")
-    for (variant, seed), reason in failures.items():
-        say(f"failed: {variant} seed {seed}: {reason}")
-    return 1 if failures else 0
+    elif num_failed:
+        say("\n" + "\n".join(missing_lines(missing)))
+    else:
+        lines = missing_lines({key: run for key, run in missing.items() if run.kind != "not made"})
+        where = f"{output / RESULTS_FOLDER} holds no finished run of this study{f' ({lines[0]})' if lines else ''}"
+        raise ConfigError(f"{where}; drop --report-only or name its --output")
+    return 1 if num_failed else 0
 
 
 def _duration(seconds: float) -> str:

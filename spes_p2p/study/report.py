@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from spes_p2p import presentation
 from spes_p2p.study import figures
-from spes_p2p.study.results import write_file
+from spes_p2p.study.notes import UNEQUAL_MARK, MissingRuns, missing_cells, notes, of_seeds
 from spes_p2p.study.settings import Study, Variant, flat
+from spes_p2p.study.store import write_file
 from spes_p2p.study.summary import Results, Row, Spread, summarise
 
 TABLE_FILE, RESULTS_FILE, REPORT_FILE = "table.md", "results.json", "report.html"
 NONE = "-"
+NOTHING: MissingRuns = MappingProxyType({})
 NOTES = (
     "Losses are means over seeds ± their sample standard deviation. Gap closed: (solo - x) / (solo - centralised), "
     "seed by seed. Memory, of the experts and of all that is trained or kept, is the planner's, without activations, "
@@ -22,27 +25,30 @@ NOTES = (
 )
 
 
-def write_report(study: Study, results: Results, output: Path) -> str:
-    """Write everything anew and return the table.
+def write_report(study: Study, results: Results, output: Path, missing: MissingRuns = NOTHING) -> str:
+    """Write everything anew and return the table, with what must be said below it.
 
     Args:
         study: What was compared.
         results: What has finished; at least one run.
         output: Folder to write to; older reports there are replaced.
+        missing: The study's other runs.
 
     Raises:
         ConfigError: it cannot be written.
     """
     rows = summarise(study, results)
     table = markdown(*table_cells(study, rows))
+    below = notes(results, missing, rows)
     pictures = dict(_pictures(rows))
-    write_file(output / TABLE_FILE, f"{table}\n\n{NOTES}\n".encode())
-    write_file(output / RESULTS_FILE, _json(study, results, rows))
+    write_file(output / TABLE_FILE, "\n\n".join([table, NOTES, *below]).encode() + b"\n")
+    write_file(output / RESULTS_FILE, _json(study, results, rows, missing))
     (output / "loss_by_bytes.png").unlink(missing_ok=True)  # an older report may have had it
     for name, (_, _, picture) in pictures.items():
         write_file(output / f"{name}.png", picture)
-    write_file(output / REPORT_FILE, _page(study, results, rows, pictures).encode())
-    return table
+    page = _page(study, results, rows, pictures, missing)
+    write_file(output / REPORT_FILE, page.encode())
+    return "\n\n".join([table, "\n".join(below)]) if below else table
 
 
 def table_cells(study: Study, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
@@ -50,14 +56,34 @@ def table_cells(study: Study, rows: Sequence[Row]) -> tuple[list[str], list[list
     asked = [gap.name for gap in study.gaps]
     gaps = ["gap closed"] if len(asked) == 1 else [f"gap closed: {name}" for name in asked]
     costs = ["tokens/peer", "MB sent/peer", "expert MB/peer", "all MB/peer", "wall s/run"]
-    titles = ["variant", "seeds", "held-out loss", *gaps, *costs]
+    any_remarks = any(row.remarks for row in rows)
+    titles = ["variant", "seeds", "held-out loss", *gaps, *costs, *(["remarks"] if any_remarks else [])]
     cells = []
     for row in rows:
-        closed = [_spread(row.gaps[name], "{:.1%}") if name in row.gaps else NONE for name in asked]
-        numbers = [f"{row.tokens:,.0f}", *map(_quantity, _costs(row))]
+        numbers = [_tokens(row), *map(_quantity, _costs(row))]
         seeds = f"{len(row.loss.values)} of {len(study.seeds)}"
-        cells.append([row.title, seeds, _spread(row.loss, "{:.4f}"), *closed, *numbers])
+        remarks = [_remarks(row)] if any_remarks else []
+        closed = [_gap(row, name) for name in asked]
+        cells.append([row.title, seeds, _spread(row.loss, "{:.4f}"), *closed, *numbers, *remarks])
     return titles, cells
+
+
+def _gap(row: Row, name: str) -> str:
+    mark = f" {UNEQUAL_MARK}" if name in row.unequal else ""
+    return _spread(row.gaps[name], "{:.1%}") + mark if name in row.gaps else NONE
+
+
+def _tokens(row: Row) -> str:
+    """The mean, and from whom to whom where it is not everybody's."""
+    least, most = row.tokens_range
+    return f"{row.tokens:,.0f}" if least == most else f"{row.tokens:,.0f} ({least:,}–{most:,})"
+
+
+def _remarks(row: Row) -> str:
+    """What must be known of its runs; of which ones, if not of all."""
+    all_seeds = list(row.loss.values)
+    texts = [text if seeds == all_seeds else f"{text} ({of_seeds(seeds)})" for text, seeds in row.remarks.items()]
+    return "; ".join(texts) or NONE
 
 
 def _costs(row: Row) -> tuple[float, ...]:
@@ -99,14 +125,18 @@ def _pictures(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[str, str, bytes]
     yield "final_loss", ("Final loss", caption, figures.final_loss(rows))
 
 
-def _json(study: Study, results: Results, rows: Sequence[Row]) -> bytes:
+def _json(study: Study, results: Results, rows: Sequence[Row], missing: MissingRuns) -> bytes:
     """All results in one document, without the scenarios, which repeat the study from run to run."""
     summary = {
         row.name: {
             "title": row.title,
             "loss": _numbers(row.loss),
-            "gap_closed": {name: _numbers(spread) for name, spread in row.gaps.items()},
+            "gap_closed": {
+                name: _numbers(spread) | {"equal_tokens": name not in row.unequal} for name, spread in row.gaps.items()
+            },
             "tokens_per_peer": row.tokens,
+            "tokens_per_peer_range": row.tokens_range,
+            "remarks": row.remarks,
             "bytes_out_per_peer": row.megabytes * 1e6,
             "expert_bytes_per_peer": row.expert_megabytes * 1e6,
             "memory_bytes_per_peer": row.memory_megabytes * 1e6,
@@ -119,6 +149,10 @@ def _json(study: Study, results: Results, rows: Sequence[Row]) -> bytes:
         "study": {"title": study.title, "seeds": study.seeds, "base": study.base, "variants": variants},
         "summary": summary,
         "runs": [json.loads(result.model_dump_json(exclude={"scenario"})) for result in results.values()],
+        "missing": [
+            {"variant": variant, "seed": seed, "kind": run.kind, "reason": run.reason}
+            for (variant, seed), run in missing.items()
+        ],
     }
     return json.dumps(document, indent=1, default=str, ensure_ascii=False).encode() + b"\n"
 
@@ -127,9 +161,19 @@ def _numbers(spread: Spread) -> dict[str, Any]:
     return {"mean": spread.mean, "deviation": spread.deviation, "by_seed": dict(spread.values)}
 
 
-def _page(study: Study, results: Results, rows: Sequence[Row], pictures: Mapping[str, tuple[str, str, bytes]]) -> str:
+def _page(
+    study: Study,
+    results: Results,
+    rows: Sequence[Row],
+    pictures: Mapping[str, tuple[str, str, bytes]],
+    missing: MissingRuns,
+) -> str:
     def sections() -> Iterator[str]:
-        yield presentation.section("Results", presentation.table(*table_cells(study, rows)), caption=NOTES, wide=True)
+        caption = " ".join([NOTES, *notes(results, {}, rows)])
+        yield presentation.section("Results", presentation.table(*table_cells(study, rows)), caption=caption, wide=True)
+        if missing:
+            absent = presentation.table(("what became of them", "runs", "why"), missing_cells(missing))
+            yield presentation.section("Not in the table", absent, wide=True)
         for title, caption, picture in pictures.values():
             yield presentation.section(title, presentation.image(title, picture), caption=caption)
         for variant in study.variants.values():

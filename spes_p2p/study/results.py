@@ -1,27 +1,23 @@
-"""What is kept of one run of a study: a JSON file of its own, whole or absent, that says what made it."""
+"""What is kept of one run of a study: its losses, what each peer gave and needed, and what made it."""
 
 from __future__ import annotations
 
 import datetime
 import platform
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import ConfigDict, ValidationError
+from pydantic import ConfigDict, Field
 
 from spes_p2p import __version__
 from spes_p2p.config import Frozen
-from spes_p2p.data.cache import write_atomically
-from spes_p2p.errors import ConfigError, SimulationError
+from spes_p2p.errors import SimulationError
 from spes_p2p.planner import SCRATCH_BYTES, TRAINED_BYTES, ModelSize, peer_bytes
 from spes_p2p.scenario import Scenario
 from spes_p2p.simulator import SimulationResult
-from spes_p2p.study.settings import scenario_digest
 from spes_p2p.swarm.records import Metrics
-
-RESULTS_FOLDER = "results"
 
 
 class Point(Frozen):
@@ -66,17 +62,26 @@ class Machine(Frozen):
     torch: str
 
 
+def _stopped_at(known: Mapping[str, Any]) -> int | None:
+    """Return the last committed round if it is not the scenario's last, from what else is known of a result."""
+    evaluations: Sequence[Point] = known["evaluations"]
+    total = known["scenario"].get("run", {}).get("round", {}).get("total", 0)
+    return evaluations[-1].round if evaluations and evaluations[-1].round < total else None
+
+
 class RunResult(Frozen):
-    """One finished run."""
+    """One run that came to an end; what other versions of the program know of it beside this is ignored."""
+
+    model_config = ConfigDict(extra="ignore")
 
     variant: str
     seed: int
-    digest: str
-    """Of the scenario."""
     scenario: dict[str, Any]
     """All settings that made it."""
     evaluations: list[Point]
-    """By round, ascending."""
+    """By round, ascending; the last is of the last committed round."""
+    stopped_at: int | None = Field(default_factory=_stopped_at)
+    """The last committed round, if everybody was gone before the scenario's last."""
     peers: list[PeerAccount]
     virtual_seconds: float
     wall_seconds: float
@@ -90,6 +95,15 @@ class RunResult(Frozen):
     def loss(self) -> float:
         """Held-out loss at the end, nats per token."""
         return self.evaluations[-1].loss
+
+    @property
+    def remarks(self) -> list[str]:
+        """What must be known beside the loss: that the run ended early, and who has no part in it."""
+        total = self.scenario["run"]["round"]["total"]
+        stopped = [] if self.stopped_at is None else [f"stopped at round {self.stopped_at}/{total}: nobody was left"]
+        late = [str(index) for index, peer in enumerate(self.peers) if not peer.tokens]
+        who = f"{'peer' if len(late) == 1 else 'peers'} {', '.join(late)}"
+        return stopped + ([f"{who} came too late to train"] if late else [])
 
 
 def run_result(
@@ -113,7 +127,6 @@ def run_result(
     return RunResult(
         variant=variant,
         seed=seed,
-        digest=scenario_digest(scenario),
         scenario=scenario.model_dump(mode="json"),
         evaluations=[
             Point(
@@ -167,43 +180,3 @@ def cpu_name() -> str:
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
-
-
-def result_file(output: Path, variant: str, seed: int) -> Path:
-    """Return where a run's result is kept."""
-    return output / RESULTS_FOLDER / f"{variant}-{seed}.json"
-
-
-def save_result(output: Path, result: RunResult) -> Path:
-    """Keep a result, whole or not at all; return its file.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    file = result_file(output, result.variant, result.seed)
-    write_file(file, result.model_dump_json(indent=1).encode() + b"\n")
-    return file
-
-
-def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> RunResult | None:
-    """Return a run's result; None if there is none, it is damaged, or another scenario made it."""
-    try:
-        result = RunResult.model_validate_json(result_file(output, variant, seed).read_bytes())
-    except (OSError, ValidationError):
-        return None
-    is_same = (result.variant, result.seed, result.digest) == (variant, seed, scenario_digest(scenario))
-    return result if is_same and result.evaluations else None
-
-
-def write_file(file: Path, content: bytes) -> None:
-    """Write a file of the output, whole or not at all, and its folder if there is none.
-
-    Raises:
-        ConfigError: it cannot be written.
-    """
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(file) as stream:
-            stream.write(content)
-    except OSError as error:
-        raise ConfigError(f"cannot write {file}: {error.strerror}; choose a writable --output") from error

@@ -21,6 +21,7 @@ from spes_p2p.planner import model_size
 from spes_p2p.scenario import Scenario
 from spes_p2p.simulator import Evaluation, simulate
 from spes_p2p.study.results import RunResult, run_result, this_machine
+from spes_p2p.study.settings import in_study_words
 from spes_p2p.swarm.processes import die_with_parent
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -94,8 +95,9 @@ def _work(job: Job, pipe: Connection, parent_pid: int) -> None:
     try:
         pipe.send(run_job(job, pipe.send))
     except SpesError as error:
-        log.error("%s", error)
-        pipe.send(Failure(str(error)))
+        reason = in_study_words(str(error))
+        log.error("%s", reason)
+        pipe.send(Failure(reason))
 
 
 class Worker:
@@ -107,6 +109,7 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
+        self._log_start = job.log.stat().st_size if job.log.exists() else 0
         self.job, self.started_at = job, time.monotonic()
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("spawn")
@@ -127,8 +130,8 @@ class Worker:
         return Failure(f"{self._last_words()}; see {self.job.log}")
 
     def _last_words(self) -> str:
-        lines = self.job.log.read_text(errors="replace").splitlines() if self.job.log.exists() else []
-        return lines[-1].strip() if lines else f"ended with exit code {self._process.exitcode}"
+        log = self.job.log.read_bytes()[self._log_start :] if self.job.log.exists() else b""
+        return last_words(log.decode(errors="replace")) or f"ended with exit code {self._process.exitcode}"
 
     def terminate(self) -> None:
         """Ask the process to end."""
@@ -141,6 +144,17 @@ class Worker:
             self._process.kill()
             self._process.join()
         self.pipe.close()
+
+
+def last_words(log: str) -> str:
+    """Return what a run's log says of its end: the exception of its last traceback, or its last line.
+
+    An exception may have a message of many lines, the last of which tells the least.
+    """
+    lines = [line.rstrip() for line in log.splitlines() if line.strip()]
+    tracebacks = [index for index, line in enumerate(lines) if line.startswith("Traceback ")]
+    said = [line for line in lines[tracebacks[-1] + 1 :] if not line.startswith(" ")] if tracebacks else lines[-1:]
+    return said[0] if said else ""
 
 
 @contextmanager

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,8 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.scenario import Scenario
 
 EXAMPLE = "configs/convergence.yaml"
+SCENARIO_EXAMPLE = "configs/scenarios.yaml"
+"""Which shows what a scenario can be beside a run."""
 
 
 def _distinct(seeds: list[int]) -> list[int]:
@@ -143,7 +144,7 @@ def _variant(name: str, settings: Settings, file: StudyFile, path: Path) -> Vari
     merged = deep_merge(file.base, own)
     run = merged.get("run") or {}
     if not isinstance(run, dict):
-        raise ConfigError(f"{where}: run={run!r} holds no settings; see {EXAMPLE}")
+        raise ConfigError(f"{where}: run={run!r} holds no settings; see {SCENARIO_EXAMPLE}")
     for key, value in (("seed", merged.get("seed")), ("run.seed", run.get("seed"))):
         if value is not None:
             raise ConfigError(f"{where}: {key}={value!r} is set by the study; list it under seeds instead")
@@ -154,7 +155,7 @@ def _variant(name: str, settings: Settings, file: StudyFile, path: Path) -> Vari
             for seed in file.seeds
         }
     except ValidationError as error:
-        raise ConfigError(f"{where}: {explain(error, EXAMPLE)}") from error
+        raise ConfigError(f"{where}: {explain(error, SCENARIO_EXAMPLE)}") from error
     return Variant(name, title, own, scenarios)
 
 
@@ -177,7 +178,8 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return rows
 
 
-def scenario_digest(scenario: Scenario) -> str:
-    """Return the SHA-256 of all settings of a scenario, its own and the defaults; not of the text it reads."""
-    document = json.dumps(scenario.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(document.encode()).hexdigest()
+def in_study_words(message: str) -> str:
+    """Return an error's message with settings of the study in place of a peer's flags, which a study has not."""
+    message = re.sub(r"--(text) (?:PATH \.\.\.|FILE)", r"base.\1", message)
+    message = re.sub(r"--(device) (\w+)", r"base.\1: \2", message)
+    return re.sub(r"--(text|device)\b", r"base.\1", message)

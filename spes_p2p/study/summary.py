@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from statistics import mean, stdev
 
 from spes_p2p.study.results import RunResult
-from spes_p2p.study.settings import Gap, Study
+from spes_p2p.study.settings import Gap, Study, Variant
 
 Results = Mapping[tuple[str, int], RunResult]
 """By variant and seed."""
+TOKENS_TOLERANCE = 0.01
+"""Relative: a round by tokens ends with somebody's batch, not with the exact number."""
 
 
 @dataclass(frozen=True)
@@ -65,24 +67,30 @@ class Row:
         title: For people.
         loss: Held-out loss at the end, nats per token.
         gaps: Share of each gap that it closed, by the gap's name; only those with a value.
+        unequal: Gaps among them whose ends were trained on other numbers of tokens than it was; see `has_equal_tokens`.
         tokens: Trained per peer, mean over peers and seeds.
+        tokens_range: Trained by the peer that trained least, and by the one that trained most.
         megabytes: Sent per peer, mean over peers and seeds.
         expert_megabytes: Memory of all experts on the peer that needs most.
         memory_megabytes: All planned memory of that peer.
         wall_seconds: Per run, mean over seeds.
         curve: Loss over the run.
+        remarks: What must be known of some of its runs beside their losses, and of which seeds.
     """
 
     name: str
     title: str
     loss: Spread
     gaps: Mapping[str, Spread]
+    unequal: frozenset[str]
     tokens: float
+    tokens_range: tuple[int, int]
     megabytes: float
     expert_megabytes: float
     memory_megabytes: float
     wall_seconds: float
     curve: Curve
+    remarks: Mapping[str, Sequence[int]]
 
 
 def summarise(study: Study, results: Results) -> list[Row]:
@@ -91,26 +99,49 @@ def summarise(study: Study, results: Results) -> list[Row]:
     for variant in study.variants.values():
         own = {seed: results[variant.name, seed] for seed in study.seeds if (variant.name, seed) in results}
         if own:
-            gaps = {gap.name: gap_spread(gap, variant.name, results) for gap in study.gaps if variant.name in gap.of}
-            found = {name: spread for name, spread in gaps.items() if spread is not None}
-            rows.append(_row(variant.name, variant.title, own, found))
+            rows.append(_row(study, variant, own, results))
     return rows
 
 
-def _row(name: str, title: str, own: Mapping[int, RunResult], gaps: Mapping[str, Spread]) -> Row:
+def _row(study: Study, variant: Variant, own: Mapping[int, RunResult], results: Results) -> Row:
+    gaps, unequal = dict[str, Spread](), set[str]()
+    for gap in study.gaps:
+        spread = gap_spread(gap, variant.name, results) if variant.name in gap.of else None
+        if spread is not None:
+            gaps[gap.name] = spread
+            ends = [(results[gap.solo, seed], results[gap.centralised, seed], own[seed]) for seed in spread.values]
+            unequal |= set() if all(has_equal_tokens(*runs) for runs in ends) else {gap.name}
     peers = [peer for result in own.values() for peer in result.peers]
+    tokens = [peer.tokens for peer in peers]
+    remarks: dict[str, list[int]] = {}
+    for seed, result in own.items():
+        for remark in result.remarks:
+            remarks.setdefault(remark, []).append(seed)
     return Row(
-        name=name,
-        title=title,
+        name=variant.name,
+        title=variant.title,
         loss=Spread({seed: result.loss for seed, result in own.items()}),
         gaps=gaps,
-        tokens=mean(result.evaluations[-1].tokens_per_peer for result in own.values()),
+        unequal=frozenset(unequal),
+        tokens=mean(tokens),
+        tokens_range=(min(tokens), max(tokens)),
         megabytes=mean(peer.bytes_out for peer in peers) / 1e6,
         expert_megabytes=max(peer.expert_bytes for peer in peers) / 1e6,
         memory_megabytes=max(peer.memory_bytes for peer in peers) / 1e6,
         wall_seconds=mean(result.wall_seconds for result in own.values()),
         curve=_curve(list(own.values())),
+        remarks=remarks,
     )
+
+
+def has_equal_tokens(solo: RunResult, centralised: RunResult, ours: RunResult) -> bool:
+    """Return whether each peer trained as many tokens as the lone one, and all together as many as the centralised one.
+
+    Only then does a gap compare ways to train, and not how much was trained.
+    """
+    of_solo, of_all, own = (sum(peer.tokens for peer in run.peers) for run in (solo, centralised, ours))
+    each = [(peer.tokens, of_solo / len(solo.peers)) for peer in ours.peers]
+    return all(math.isclose(*pair, rel_tol=TOKENS_TOLERANCE) for pair in [*each, (own, of_all)])
 
 
 def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:

@@ -16,8 +16,10 @@ from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.planner import model_size
 from spes_p2p.simulator import Attack, Event, Scenario, SimulationResult, simulate
+from spes_p2p.swarm.identity import hashed_peer_id
 
 STEP_TOKENS = 4 * 16
+IDS = [hashed_peer_id(name) for name in (b"a", b"b", b"c")]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,37 @@ def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder: Path) -> N
     assert result.reports[1][-1].num_members == 3
     assert result.reports[1][-1].slots, "it holds slots"
     assert_members_agree(result)
+
+
+def test_when_everybody_is_gone_the_last_committed_round_is_measured(folder: Path) -> None:
+    """Between two evaluations, too: as a run that ends there by plan."""
+    steady = run(folder, round={"total": 2}, evaluate_rounds=1)
+    for kind in ("kill", "leave"):
+        events = [Event(peer=peer, kind=kind, round=2) for peer in range(3)]
+        result = run(folder, round={"total": 9}, evaluate_rounds=5, events=events)
+        assert [evaluation.round for evaluation in result.evaluations] == [2] and sorted(result.digests) == [1, 2]
+        assert result.evaluations[0].tokens_per_peer == steady.evaluations[1].tokens_per_peer, "no work of round 3"
+
+
+def test_the_model_that_all_have_left_is_the_one_that_is_measured(folder: Path) -> None:
+    events = [Event(peer=peer, kind="leave", round=2) for peer in range(3)]
+    seldom, often = (run(folder, evaluate_rounds=every, events=events) for every in (5, 1))
+    assert seldom.evaluations[-1] == often.evaluations[-1] and len(often.evaluations) == 2
+
+
+def test_nobody_joins_a_swarm_that_everybody_has_left(folder: Path) -> None:
+    leaves = [Event(peer=peer, kind="leave", round=2) for peer in (0, 1)]
+    result = run(folder, round={"total": 8}, events=[*leaves, Event(peer=2, kind="join", round=4)])
+    assert sorted(result.digests) == [1, 2] and result.evaluations[-1].round == 2
+    assert (rounds_of(result, 2), result.slots[2], result.bytes_in[2]) == ([], (), 0)
+
+
+def test_whoever_can_get_the_model_from_nobody_fails_the_run_and_does_not_begin_anew(folder: Path) -> None:
+    kills = [Event(peer=peer, kind="kill", round=2) for peer in (0, 1)]
+    with pytest.raises(
+        SimulationError, match=r"peer 2 joined after round 2 when nobody was left .*; let somebody stay"
+    ):
+        run(folder, round={"total": 6}, events=[*kills, Event(peer=2, kind="join", round=2)])
 
 
 def test_whoever_starts_later_is_waited_for(folder: Path) -> None:
@@ -242,6 +275,10 @@ def test_a_scenario_survives_json(folder: Path) -> None:
         ({"slots": [[0, 0], [1], [2]]}, "list each once"),
         ({"slots": [[9], [1], [2]]}, "up to 3"),
         ({"speed": 3}, "speed"),
+        ({"peer_ids": [IDS[0]]}, "peer_ids lists 1 peers, peers=3"),
+        ({"peer_ids": [IDS[0], IDS[1], IDS[0]]}, f"peer_ids holds {IDS[0]} twice; give every peer its own"),
+        ({"peer_ids": [*IDS[:2], "peer-3"]}, "peer_ids holds 'peer-3', which is no peer id"),
+        ({"starts": [0.0, 0.0, float("inf")]}, "finite"),
     ],
     ids=str,
 )

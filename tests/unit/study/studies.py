@@ -8,8 +8,9 @@ from typing import Any
 
 import yaml
 
+from spes_p2p import __version__
 from spes_p2p.study.results import Machine, PeerAccount, Point, RunResult
-from spes_p2p.study.settings import Study, load_study, scenario_digest
+from spes_p2p.study.settings import Study, load_study
 
 TINY: dict[str, Any] = {
     "max_slots": 4,
@@ -45,16 +46,21 @@ def write_study(folder: Path, variants: dict[str, Any] | None = None, **changes:
     return path
 
 
-def made_up(study: Study, variant: str, seed: int, losses: list[float], **changes: Any) -> RunResult:
-    """Return a result of one of a study's runs, with these losses after rounds 1, 2, ...; 100 tokens a round."""
+def made_up(
+    study: Study, variant: str, seed: int, losses: list[float], round_tokens: int = 100, **changes: Any
+) -> RunResult:
+    """Return a result of one of a study's runs, with these losses after rounds 1, 2, ..., however many it should have.
+
+    Every peer trains `round_tokens` in a round.
+    """
     scenario = study.variants[variant].scenarios[seed]
     sent = 0 if scenario.peers == 1 else 2_000_000
     points = [
-        Point(round=i, tokens_per_peer=100 * i, bytes_out_per_peer=sent * i, loss=loss)
+        Point(round=i, tokens_per_peer=round_tokens * i, bytes_out_per_peer=sent * i, loss=loss)
         for i, loss in enumerate(losses, 1)
     ]
     peer = PeerAccount(
-        tokens=100 * len(losses),
+        tokens=round_tokens * len(losses),
         bytes_in=sent,
         bytes_out=sent * len(losses),
         max_slots=2,
@@ -65,13 +71,13 @@ def made_up(study: Study, variant: str, seed: int, losses: list[float], **change
     fields = {
         "variant": variant,
         "seed": seed,
-        "digest": scenario_digest(scenario),
         "scenario": scenario.model_dump(mode="json"),
         "evaluations": points,
+        "stopped_at": None,
         "peers": [peer] * scenario.peers,
         "virtual_seconds": 10.0,
         "wall_seconds": 7.0,
-        "software": "0.0.0",
+        "software": __version__,
         "machine": Machine(cpu="a cpu", device="cpu", threads=1, python="3.11", torch="2"),
         "finished_at": "2026-01-02T03:04:05+00:00",
     }

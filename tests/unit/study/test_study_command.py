@@ -17,11 +17,12 @@ import pytest
 import torch
 
 from spes_p2p.__main__ import main as program_main
+from spes_p2p.cli import load_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.study import command
 from spes_p2p.study.command import SimulateConfig, default_workers, main, num_cores
-from spes_p2p.study.results import result_file, save_result
 from spes_p2p.study.runs import Failure, Job, News, run_job
+from spes_p2p.study.store import result_file, save_result
 from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study, write_study
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -61,6 +62,7 @@ def test_finished_runs_are_not_made_again_and_changed_ones_are(tmp_path, made, c
     write_study(tmp_path, {"solo": SOLO, "ours": PAIR | {"run": {"train": {"lr": 0.1}}}}, seeds=[0, 1])
     assert main(settings(tmp_path)) == 0
     assert made == ["ours-0", "ours-1"]
+    assert "made again: outdated: ours seeds 0, 1: run.train.lr was 0.002, is 0.1\n" in capsys.readouterr().out
 
 
 def test_a_torn_result_is_made_again(tmp_path, made):
@@ -72,7 +74,7 @@ def test_a_torn_result_is_made_again(tmp_path, made):
     main(settings(tmp_path))
     assert made == ["solo-0"] * 2
     again = json.loads(file.read_text())
-    assert again["evaluations"] == whole["evaluations"] and again["digest"] == whole["digest"]
+    assert again["evaluations"] == whole["evaluations"] and again["scenario"] == whole["scenario"]
 
 
 def test_a_run_can_be_chosen_and_the_report_still_shows_all(tmp_path, made, capsys):
@@ -103,6 +105,31 @@ def test_report_only_makes_the_report_and_no_run(tmp_path, made):
     assert made == [] and (tmp_path / "out" / "report.html").exists()
 
 
+def test_a_report_lists_what_is_outdated_with_the_settings_that_differ(tmp_path, made, capsys):
+    study = made_up_study(tmp_path, {"solo": SOLO, "ours": PAIR})
+    for name in ("solo", "ours"):
+        save_result(tmp_path / "out", made_up(study, name, 0, [5.0]))
+    write_study(tmp_path, {"solo": SOLO, "ours": PAIR | {"max_slots": 3}})
+    assert main(settings(tmp_path, report_only=True)) == 0
+    assert "\noutdated: ours seed 0: max_slots was 2, is 3\n" in capsys.readouterr().out
+    write_study(tmp_path, {"ours": PAIR | {"max_slots": 3}})
+    with pytest.raises(ConfigError, match=r"holds no finished run of this study \(outdated: ours .*\); drop"):
+        main(settings(tmp_path, report_only=True))
+
+
+def test_a_run_that_everybody_left_did_not_finish(tmp_path, made, capsys):
+    leave = [{"peer": peer, "kind": "leave", "round": 1} for peer in (0, 1)]
+    write_study(tmp_path, {"solo": SOLO, "ours": PAIR | {"events": leave}})
+    assert main(settings(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    [end] = [line for line in lines if line.startswith("ours seed 0  ended early, loss ")]
+    assert "; stopped at round 1/2: nobody was left  [" in end and not any(
+        "ours seed 0  finished" in line for line in lines
+    )
+    [row] = [line for line in lines if line.startswith("| ours")]
+    assert "| stopped at round 1/2: nobody was left |" in row
+
+
 def test_failed_runs_are_named_at_the_end_with_exit_code_1(tmp_path, monkeypatch, capsys):
     study = made_up_study(tmp_path, {"solo": SOLO, "ours": PAIR})
 
@@ -112,13 +139,16 @@ def test_failed_runs_are_named_at_the_end_with_exit_code_1(tmp_path, monkeypatch
 
     monkeypatch.setattr(command, "run_all", half_fails)
     assert main(settings(tmp_path)) == 1
-    assert capsys.readouterr().out.splitlines()[-1] == "failed: ours seed 0: out of luck"
+    assert "\nfailed: ours seed 0: out of luck\n" in capsys.readouterr().out
     assert "solo" in (tmp_path / "out" / "table.md").read_text()
     assert not result_file(tmp_path / "out", "ours", 0).exists()
+    assert main(settings(tmp_path, report_only=True)) == 0
+    assert "\nfailed: ours seed 0: out of luck\n" in capsys.readouterr().out, "and it is not forgotten"
 
     monkeypatch.setattr(command, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
     assert main(settings(tmp_path, output=tmp_path / "other")) == 1
     assert not (tmp_path / "other" / "report.html").exists()
+    assert "\nfailed: solo seed 0: no\n" in capsys.readouterr().out
 
 
 def test_workers_share_the_cores(tmp_path, monkeypatch):
@@ -136,6 +166,33 @@ def test_workers_share_the_cores(tmp_path, monkeypatch):
     assert taken == [(3, 2), (1, 8), (2, 4), (3, 2)]
 
 
+def test_cores_are_shared_among_the_runs_that_are_left(tmp_path, monkeypatch):
+    study = made_up_study(tmp_path, {"a": SOLO, "b": SOLO, "c": SOLO})
+    for name in ("a", "b"):
+        save_result(tmp_path / "out", made_up(study, name, 0, [5.0]))
+    taken: list[tuple[int, int]] = []
+
+    def run_none(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
+        taken.append((num_workers, jobs[0].threads))
+
+    monkeypatch.setattr(command, "num_cores", lambda: 8)
+    monkeypatch.setattr(command, "run_all", run_none)
+    main(settings(tmp_path, workers=None))
+    assert taken == [(1, 8)]
+
+
+@pytest.mark.parametrize(
+    ("threads", "said"),
+    [((None, None), "2 at a time, 4 threads each;"), ((1, 1), "1 thread each;"), ((1, None), "1 to 4 threads each;")],
+)
+def test_the_opening_tells_the_threads_that_runs_will_have(tmp_path, monkeypatch, capsys, threads, said):
+    write_study(tmp_path, {name: SOLO | {"threads": number} for name, number in zip("ab", threads, strict=True)})
+    monkeypatch.setattr(command, "num_cores", lambda: 8)
+    monkeypatch.setattr(command, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
+    main(settings(tmp_path))
+    assert said in capsys.readouterr().out.splitlines()[0]
+
+
 def test_a_gpu_takes_one_run_at_a_time(tmp_path, monkeypatch):
     study = made_up_study(tmp_path, {"a": SOLO | {"device": "cpu"}, "b": SOLO})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -148,9 +205,18 @@ def test_a_gpu_that_is_not_there_is_noticed_before_anything_runs(tmp_path, made,
     write_study(tmp_path, {"a": SOLO, "b": SOLO | {"device": "cuda"}})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for workers in (None, 2):
-        with pytest.raises(ConfigError, match="device=cuda"):
+        with pytest.raises(ConfigError, match=r"device=cuda.*set base\.device: cpu$"):
             main(settings(tmp_path, workers=workers))
     assert made == [] and not (tmp_path / "out").exists()
+
+
+def test_an_output_may_begin_at_home_and_may_not_be_empty(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_settings(SimulateConfig, ["s.yaml", "--output=~/out"]).output == tmp_path / "out"
+    assert load_settings(SimulateConfig, ["s.yaml", "--output", "."]).output == Path(".")
+    for value, remedy in (("", "name a folder"), ("~nobody-of-that-name/x", "name another")):
+        with pytest.raises(ConfigError, match=rf"^--output.*{remedy}$"):
+            load_settings(SimulateConfig, ["s.yaml", f"--output={value}"])
 
 
 def test_an_output_that_is_no_folder_is_named(tmp_path, made):

@@ -8,6 +8,7 @@ import io
 import json
 import math
 import re
+from collections.abc import Mapping
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -15,9 +16,13 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from spes_p2p import __version__
 from spes_p2p.errors import ConfigError
-from spes_p2p.study.report import differences, markdown, write_report
+from spes_p2p.study.report import differences, markdown, table_cells, write_report
+from spes_p2p.study.results import RunResult
 from spes_p2p.study.settings import Study
+from spes_p2p.study.store import Missing
+from spes_p2p.study.summary import summarise
 from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study
 
 HOSTILE = "</h2><script>alert(1)</script><img src=x onerror='a'>$x_{$ | \\\"&"
@@ -54,7 +59,7 @@ def study_of(folder: Path, **ours: Any) -> Study:
 def results_of(study: Study) -> dict:
     losses = {"solo": [5.0, 6.0], "central": [4.0, 4.0], "ours": [4.5, 4.5]}
     return {
-        (name, seed): made_up(study, name, seed, [7.0, loss])
+        (name, seed): made_up(study, name, seed, [7.0, loss], round_tokens=200 if name == "central" else 100)
         for name, by_seed in losses.items()
         for seed, loss in enumerate(by_seed)
     }
@@ -92,12 +97,83 @@ def test_the_table_says_what_was_found(tmp_path):
     assert len({len(line) for line in lines}) == 1, "columns align"
 
 
+def with_tokens(result: RunResult, *tokens: int) -> RunResult:
+    """The same result with peers that were trained on so many tokens."""
+    peers = [result.peers[0].model_copy(update={"tokens": number}) for number in tokens]
+    return result.model_copy(update={"peers": peers})
+
+
+def test_unequal_tokens_are_shown_from_least_to_most_and_mark_the_gap(tmp_path):
+    study = study_of(tmp_path)
+    results = results_of(study)
+    results["ours", 1] = with_tokens(results["ours", 1], 300, 100)
+    table = write_report(study, results, tmp_path)
+    ours = [cell.strip() for cell in table.splitlines()[4].split("|")]
+    assert "62.5% ± 17.7% †" in ours and "200 (100–300)" in ours
+    assert table.count("†") == 2 and "\n† Not at equal tokens" in table, "the mark and what it means"
+    assert "† Not at equal tokens" in (tmp_path / "table.md").read_text()
+    assert "† Not at equal tokens" in " ".join(Page((tmp_path / "report.html").read_text()).text)
+    summary = json.loads((tmp_path / "results.json").read_text())["summary"]["ours"]
+    assert summary["gap_closed"]["all"]["equal_tokens"] is False and summary["tokens_per_peer_range"] == [100, 300]
+
+
+def test_a_run_that_ended_early_says_so_in_the_table(tmp_path):
+    study = study_of(tmp_path)
+    results = results_of(study)
+    assert "remarks" not in write_report(study, results, tmp_path)
+    results["ours", 1] = results["ours", 1].model_copy(update={"stopped_at": 1})
+    titles, _, _, _, ours = ([cell.strip() for cell in line.split("|")][-2] for line in stripped_table(study, results))
+    assert titles == "remarks" and ours == "stopped at round 1/2: nobody was left (seed 1)"
+    results["ours", 0] = results["ours", 0].model_copy(update={"stopped_at": 1})
+    write_report(study, results, tmp_path)
+    assert "| stopped at round 1/2: nobody was left |" in (tmp_path / "table.md").read_text()
+    content = json.loads((tmp_path / "results.json").read_text())
+    assert content["summary"]["ours"]["remarks"] == {"stopped at round 1/2: nobody was left": [0, 1]}
+    assert [run["stopped_at"] for run in content["runs"]] == [None] * 4 + [1, 1]
+
+
+def stripped_table(study: Study, results: Mapping[tuple[str, int], RunResult]) -> list[str]:
+    return markdown(*table_cells(study, summarise(study, results))).splitlines()
+
+
+def test_runs_that_are_not_in_the_table_stand_below_it_with_the_reason(tmp_path):
+    study = study_of(tmp_path)
+    results = {key: result for key, result in results_of(study).items() if key[0] == "solo"}
+    missing = {
+        ("central", 0): Missing("not made"),
+        ("central", 1): Missing("failed", "out of\nluck"),
+        ("ours", 0): Missing("outdated", "peers was 3, is 2"),
+        ("ours", 1): Missing("outdated", "peers was 3, is 2"),
+    }
+    below = [
+        "not made: central seed 0",
+        "failed: central seed 1: out of luck",
+        "outdated: ours seeds 0, 1: peers was 3, is 2",
+    ]
+    table = write_report(study, results, tmp_path, missing)
+    assert table.splitlines()[-3:] == below
+    assert all(line in (tmp_path / "table.md").read_text().splitlines() for line in below)
+    assert "peers was 3, is 2" in Page((tmp_path / "report.html").read_text()).text
+    first = json.loads((tmp_path / "results.json").read_text())["missing"][1]
+    assert first == {"variant": "central", "seed": 1, "kind": "failed", "reason": "out of\nluck"}
+
+
+def test_another_version_of_the_program_is_said_and_counts(tmp_path):
+    study = study_of(tmp_path)
+    results = results_of(study)
+    for seed in (0, 1):
+        results["ours", seed] = results["ours", seed].model_copy(update={"software": "0.0.1"})
+    table = write_report(study, results, tmp_path)
+    assert table.splitlines()[-1] == f"made by spes_p2p 0.0.1 (this is {__version__}): ours seeds 0, 1"
+    assert "62.5%" in table
+
+
 def test_two_gaps_are_two_columns(tmp_path):
     variants = {"solo": SOLO, "central": SOLO, "ours": PAIR}
     gaps = [GAP, GAP | {"name": "other", "solo": "ours", "of": ["solo"]}]
     study = made_up_study(tmp_path, variants, seeds=[0, 1], gaps=gaps)
     titles = write_report(study, results_of(study), tmp_path).splitlines()[0]
-    assert "| gap closed: all | gap closed: other |" in titles
+    assert [title.strip() for title in titles.split("|")][4:6] == ["gap closed: all", "gap closed: other"]
 
 
 def test_an_unfinished_study_reports_what_it_has(tmp_path):

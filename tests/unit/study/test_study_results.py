@@ -1,19 +1,20 @@
-"""What is kept of a run is what the simulation did and what the planner says; nothing damaged or outdated counts."""
+"""What is kept of a run is what the simulation did, to its last committed round, and what the planner says."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from spes_p2p.errors import ConfigError, SimulationError
+from spes_p2p.errors import SimulationError
 from spes_p2p.planner import SCRATCH_BYTES, TRAINED_BYTES, ModelSize
 from spes_p2p.simulator import SimulationResult, simulate
-from spes_p2p.study.results import RunResult, load_result, result_file, run_result, save_result, this_machine
+from spes_p2p.study.results import RunResult, run_result, this_machine
 from spes_p2p.study.runs import Job, run_job
 from spes_p2p.study.settings import load_study
-from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study, write_study
+from tests.unit.study.studies import PAIR, made_up, made_up_study, write_study
 
 
 @pytest.fixture(scope="module")
@@ -70,59 +71,36 @@ def test_memory_is_what_a_peer_trains_and_what_it_keeps_frozen(result):
         assert peer.memory_bytes - peer.expert_bytes == shared_bytes > 0
 
 
-def test_a_result_survives_its_file(result, job, tmp_path):
-    file = save_result(tmp_path, result)
-    assert file == tmp_path / "results" / "ours-0.json" and [p.name for p in file.parent.iterdir()] == [file.name]
-    assert load_result(tmp_path, "ours", 0, job.scenario) == result
-    content = json.loads(file.read_text())
-    assert content["scenario"]["run"]["train"]["batch_size"] == 2
-    assert content["machine"]["cpu"] and content["machine"]["torch"] and content["software"]
-
-
-def test_a_loss_that_is_no_number_survives_its_file(tmp_path):
-    study = made_up_study(tmp_path)
-    save_result(tmp_path, made_up(study, "ours", 0, [float("inf"), float("nan")]))
-    found = load_result(tmp_path, "ours", 0, study.variants["ours"].scenarios[0])
-    assert found is not None and [repr(point.loss) for point in found.evaluations] == ["inf", "nan"]
-
-
-@pytest.mark.parametrize("damage", ["torn", "empty", "not json", "a field too few", "no evaluation", "another digest"])
-def test_a_damaged_or_outdated_result_counts_as_none(tmp_path, damage):
-    study = made_up_study(tmp_path)
-    scenario = study.variants["ours"].scenarios[0]
-    file = save_result(tmp_path, made_up(study, "ours", 0, [5.0]))
-    whole, content = file.read_text(), json.loads(file.read_text())
-    assert load_result(tmp_path, "ours", 0, scenario) is not None
-    content.pop("peers")
-    contents = {
-        "torn": whole[: len(whole) // 2],
-        "empty": "",
-        "not json": "\x00",
-        "a field too few": json.dumps(content),
-        "no evaluation": json.dumps(json.loads(whole) | {"evaluations": []}),
-        "another digest": json.dumps(json.loads(whole) | {"digest": "0" * 64}),
-    }
-    file.write_text(contents[damage])
-    assert load_result(tmp_path, "ours", 0, scenario) is None
-
-
-def test_a_result_counts_for_its_own_variant_seed_and_scenario_only(tmp_path):
-    study = made_up_study(tmp_path, {"ours": PAIR, "twin": PAIR, "solo": SOLO}, seeds=[0, 1])
-    file = save_result(tmp_path, made_up(study, "ours", 0, [5.0]))
-    assert load_result(tmp_path, "ours", 1, study.variants["ours"].scenarios[1]) is None
-    assert load_result(tmp_path, "ours", 0, study.variants["solo"].scenarios[0]) is None
-    result_file(tmp_path, "twin", 0).write_bytes(file.read_bytes())
-    assert load_result(tmp_path, "twin", 0, study.variants["twin"].scenarios[0]) is None
-
-
 def test_a_simulation_that_measured_nothing_is_no_result(job):
     nothing = SimulationResult([], [[], []], {}, [(), ()], [0, 0], [0, 0], 0.0, 0.0)
     with pytest.raises(SimulationError, match="no peer finished a round"):
         run_result("ours", 0, job.scenario, nothing, ModelSize(1, 1, 4), this_machine("cpu", 1))
 
 
-def test_an_output_that_cannot_be_written_is_named(tmp_path):
+def result_of(folder: Path, **settings: Any) -> RunResult:
+    study = load_study(write_study(folder, {"ours": {**PAIR, **settings}}))
+    job = Job("ours", 0, study.variants["ours"].scenarios[0], 1, folder / "cache", folder / "ours-0.log")
+    return run_job(job, lambda news: None)
+
+
+def test_a_run_that_everybody_left_is_measured_at_its_last_round_and_says_so(folder, result):
+    leave = [{"peer": 0, "kind": "leave", "round": 3}, {"peer": 1, "kind": "kill", "round": 3}]
+    left = result_of(folder, events=leave, evaluate_rounds=2, run={"round": {"total": 6}})
+    assert [point.round for point in left.evaluations] == [2, 3] and left.stopped_at == 3
+    assert left.remarks == ["stopped at round 3/6: nobody was left"]
+    assert result.stopped_at is None and not result.remarks
+
+
+def test_a_peer_that_came_too_late_is_named(folder):
+    events = [{"peer": 1, "kind": "leave", "round": 1}, {"peer": 0, "kind": "join", "round": 3}]
+    alone = result_of(folder, events=events, run={"round": {"total": 4}})
+    assert [peer.tokens for peer in alone.peers] == [0, 32]
+    assert alone.remarks == ["stopped at round 1/4: nobody was left", "peer 0 came too late to train"]
+
+
+def test_an_older_result_says_itself_that_it_ended_early(tmp_path):
     study = made_up_study(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="choose a writable --output"):
-        save_result(tmp_path / "file", made_up(study, "ours", 0, [5.0]))
+    kept = json.loads(made_up(study, "ours", 0, [5.0]).model_dump_json(exclude={"stopped_at"}))
+    assert RunResult.model_validate(kept | {"digest": "0" * 64}).stopped_at == 1
+    whole = json.loads(made_up(study, "ours", 0, [5.0, 4.0]).model_dump_json(exclude={"stopped_at"}))
+    assert RunResult.model_validate(whole).stopped_at is None

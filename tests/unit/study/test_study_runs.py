@@ -7,16 +7,19 @@ import multiprocessing
 import os
 import signal
 import struct
+import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.scenario import Scenario
 from spes_p2p.simulator import Evaluation
 from spes_p2p.study.results import RunResult
-from spes_p2p.study.runs import Failure, Job, News, Worker, run_all, run_job
+from spes_p2p.study.runs import Failure, Job, News, Worker, last_words, run_all, run_job
 from spes_p2p.study.settings import load_study
 from tests.unit.study.studies import PAIR, SOLO, write_study
 
@@ -50,6 +53,7 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path):
     assert not multiprocessing.active_children()
     [bad_text], [fault] = heard.news["no_text"], heard.news["our_fault"]
     assert isinstance(bad_text, Failure) and "absent.txt" in bad_text.reason
+    assert "base.text" in bad_text.reason and "--text" not in bad_text.reason
     assert isinstance(fault, Failure) and "AttributeError" in fault.reason and str(our_fault.log) in fault.reason
     assert "Traceback" in our_fault.log.read_text()
     *evaluations, result = heard.news["good"]
@@ -73,6 +77,32 @@ def test_a_run_that_is_killed_is_reported(tmp_path):
     run_all([job(tmp_path, "endless", **ENDLESS)], 1, on_news)
     last = heard.news["endless"][-1]
     assert isinstance(last, Failure) and "SIGKILL" in last.reason and "--workers" in last.reason
+
+
+def test_a_runs_last_words_are_its_exception_and_not_the_end_of_a_long_message():
+    with pytest.raises(ValidationError) as raised:
+        Scenario(peers="many")  # type: ignore[arg-type]
+    log = "I round 1\n" + "".join(traceback.format_exception(raised.value)) + "\n"
+    assert "errors.pydantic.dev" in log.splitlines()[-2]
+    assert last_words(log) == "pydantic_core._pydantic_core.ValidationError: 1 validation error for Scenario"
+    try:
+        try:
+            raise KeyError("first")
+        except KeyError as error:
+            raise RuntimeError("second\n  with more of it") from error
+    except RuntimeError as error:
+        assert last_words("".join(traceback.format_exception(error))) == "RuntimeError: second"
+    assert last_words("I round 1\nI round 2\n\n") == "I round 2"
+    assert last_words("") == ""
+
+
+def test_last_words_of_an_earlier_attempt_are_not_this_ones(tmp_path):
+    quiet = dataclasses.replace(job(tmp_path, "endless", **ENDLESS))
+    quiet.log.parent.mkdir()
+    quiet.log.write_text("Traceback (most recent call last):\nKeyError: of yesterday\n")
+    worker = Worker(quiet)
+    assert worker._last_words().startswith("ended with exit code")
+    worker.stop(0)
 
 
 def test_a_run_that_dies_amid_a_message_is_reported(tmp_path):

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import yaml
 
-from spes_p2p.cli import load_settings
+from spes_p2p.cli import load_settings, read_yaml
 from spes_p2p.errors import ConfigError
+from spes_p2p.scenario import Scenario
 from spes_p2p.study.command import SimulateConfig
-from spes_p2p.study.settings import deep_merge, flat, load_study, scenario_digest
+from spes_p2p.study.settings import SCENARIO_EXAMPLE, deep_merge, flat, in_study_words, load_study
+from spes_p2p.swarm.attacks import Attack
 from tests.unit.study.studies import PAIR, SOLO, made_up_study, write_study
+
+REPOSITORY = Path(__file__).resolve().parents[3]
 
 
 def test_merging_goes_key_by_key_and_replaces_lists():
@@ -45,15 +50,29 @@ def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path: Pa
     assert study.variants["base"].scenarios[1].peers == 4
 
 
-def test_a_digest_changes_with_any_setting_and_not_with_the_title(tmp_path: Path):
-    def digest(**settings: Any) -> str:
-        return scenario_digest(made_up_study(tmp_path, {"x": settings}).variants["x"].scenarios[0])
+def test_a_scenario_changes_with_any_setting_and_not_with_the_title(tmp_path: Path):
+    def scenario(**settings: Any) -> Scenario:
+        return made_up_study(tmp_path, {"x": settings}).variants["x"].scenarios[0]
 
-    plain = digest(**PAIR)
-    assert digest(**PAIR, title="another") == plain
-    assert digest(**PAIR, run={"train": {"lr": 2e-3}}) == plain, "the default, written out"
-    assert digest(**PAIR, run={"train": {"lr": 1e-3}}) != plain
-    assert digest(**PAIR, split="tuning") != plain
+    plain = scenario(**PAIR)
+    assert scenario(**PAIR, title="another") == plain
+    assert scenario(**PAIR, run={"train": {"lr": 2e-3}}) == plain, "the default, written out"
+    assert scenario(**PAIR, run={"train": {"lr": 1e-3}}) != plain
+    assert scenario(**PAIR, split="tuning") != plain
+
+
+@pytest.mark.parametrize(
+    ("message", "wanted"),
+    [
+        ("x does not exist; give --text an existing file", "x does not exist; give base.text an existing file"),
+        ("trains on files; name yours with --text PATH ...", "trains on files; name yours with base.text"),
+        ("no sources; install them, or give --text FILE", "no sources; install them, or give base.text"),
+        ("no CUDA device; set --device cpu", "no CUDA device; set base.device: cpu"),
+        ("set --cache to a writable folder", "set --cache to a writable folder"),
+    ],
+)
+def test_remedies_name_settings_of_a_study_and_no_flags_that_it_has_not(message, wanted):
+    assert in_study_words(message) == wanted
 
 
 @pytest.mark.parametrize(
@@ -67,10 +86,18 @@ def test_a_digest_changes_with_any_setting_and_not_with_the_title(tmp_path: Path
         ({"variants": {"x": {"run": {"train": {"rate": 3}}}}}, "run.train.rate=3", "remove it"),
         ({"variants": {"x": {"peers": 0}}}, "peers=0", "greater than 0"),
         ({"variants": {"x": {"max_slots": 99}}}, "max_slots=99", "16 or less"),
-        ({"variants": {"x": {}}, "base": {"peers": "many"}}, "variant x: peers='many'", "convergence.yaml"),
+        ({"variants": {"x": {}}, "base": {"peers": "many"}}, "variant x: peers='many'", "scenarios.yaml"),
+        (
+            {"variants": {"x": {"max_slots": "all"}}},
+            "variant x: max_slots='all': input should be a valid integer",
+            "or a valid list",
+        ),
+        ({"variants": {"x": {"speeds": [1, 2, 0, 4]}}}, "variant x: speeds.2=0: ", "greater than 0"),
+        ({"variants": {"x": {"run": {"train": 3}}}}, "run.train=3: input should be settings", "scenarios.yaml"),
+        ({"variants": {"x": {"peer_ids": ["a", "b", "c", "d"]}}}, "peer_ids holds 'a'", "leave peer_ids out"),
         ({"variants": {"x": {"seed": 3}}}, "seed=3", "under seeds"),
         ({"variants": {"x": {"run": {"seed": 0}}}}, "run.seed=0", "under seeds"),
-        ({"variants": {"x": {"run": 3}}, "base": {"run": {"train": {}}}}, "run=3", "convergence.yaml"),
+        ({"variants": {"x": {"run": 3}}, "base": {"run": {"train": {}}}}, "run=3", "scenarios.yaml"),
         ({"variants": {"x": {"title": "a\nb"}}}, "a\\nb", "match pattern"),
         ({"variants": {"x": 3}}, "variants.x=3", "dictionary"),
         ({"variants": {"x": {}}, "seeds": [1, 1]}, "seeds=[1, 1]", "once"),
@@ -94,6 +121,31 @@ def test_what_a_study_cannot_be_is_one_line_with_value_and_remedy(tmp_path: Path
     message = str(raised.value)
     assert "\n" not in message and "study.yaml" in message
     assert value in message and remedy in message
+    assert not re.search(r"constrained|list\[|Config\b", message), "names of types"
+
+
+def test_the_example_of_scenarios_shows_all_that_can_befall_a_peer():
+    study = load_study(REPOSITORY / SCENARIO_EXAMPLE)
+    scenarios = [variant.scenarios[0] for variant in study.variants.values()]
+    events = {event.kind for scenario in scenarios for event in scenario.events}
+    assert events == {"join", "leave", "kill"}
+    assert any(scenario.attacks for scenario in scenarios)
+    assert any(isinstance(scenario.speeds, list) and len(set(scenario.speeds)) > 1 for scenario in scenarios)
+    assert all(
+        name in (REPOSITORY / SCENARIO_EXAMPLE).read_text() for name in get_args(Attack.model_fields["kind"].annotation)
+    )
+
+
+def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path: Path):
+    path = tmp_path / "study.yaml"
+    path.write_text("variants:\n  x:\n    peers: 3\n    max_slots: 2\n    peers: 4\n")
+    with pytest.raises(ConfigError, match=r"study.yaml sets 'peers' on line 3 and again on line 5; keep one$"):
+        load_study(path)
+    path.write_text("variants: {x: {peers: 1, peers: 1}}\n")
+    with pytest.raises(ConfigError, match=r"sets 'peers' twice on line 1; keep one$"):
+        load_study(path)
+    path.write_text("base: {run: &run {seed: 1, 1: 2, '1': 3}}\nvariants:\n  x: {run: {<<: *run, seed: 2}}\n")
+    assert read_yaml(path, "study")["variants"]["x"]["run"] == {"seed": 2, 1: 2, "1": 3}, "a merge may be overruled"
 
 
 def test_what_is_chosen_runs_seed_by_seed(tmp_path: Path):

@@ -22,7 +22,7 @@ def three_variants(folder: Path, **changes: Any) -> Study:
 def finished(study: Study, losses: dict[str, list[float]]) -> dict:
     """Results with these final losses, by seed; NaN for a run that has not finished."""
     return {
-        (name, seed): made_up(study, name, seed, [9.0, loss])
+        (name, seed): made_up(study, name, seed, [9.0, loss], round_tokens=200 if name == "central" else 100)
         for name, by_seed in losses.items()
         for seed, loss in enumerate(by_seed)
         if not math.isnan(loss)
@@ -54,6 +54,29 @@ def test_gaps_are_closed_seed_by_seed(tmp_path):
     assert shares.mean == 0.625
     assert shares.deviation == pytest.approx(0.125 * math.sqrt(2))
     assert not rows["solo"].gaps and not rows["central"].gaps
+
+
+@pytest.mark.parametrize(
+    ("solo", "centralised", "ours", "is_equal"),
+    [
+        (100, 200, (100, 100), True),
+        (1000, 2000, (1005, 995), True),
+        (100, 200, (150, 50), False),
+        (100, 200, (100, 0), False),
+        (150, 200, (100, 100), False),
+        (100, 100, (100, 100), False),
+    ],
+)
+def test_a_gap_is_fair_at_equal_tokens_of_each_peer_and_of_all_together(tmp_path, solo, centralised, ours, is_equal):
+    study = three_variants(tmp_path, gaps=[GAP])
+    results = finished(study, {"solo": [6.0], "central": [4.0], "ours": [5.0]})
+    for name, tokens in (("solo", (solo,)), ("central", (centralised,)), ("ours", ours)):
+        accounts = [results[name, 0].peers[0].model_copy(update={"tokens": number}) for number in tokens]
+        results[name, 0] = results[name, 0].model_copy(update={"peers": accounts})
+    rows = {row.name: row for row in summarise(study, results)}
+    assert rows["ours"].gaps["all"].mean == 0.5
+    assert rows["ours"].unequal == (set() if is_equal else {"all"})
+    assert rows["ours"].tokens_range == (min(ours), max(ours)) and not rows["solo"].unequal
 
 
 def test_a_gap_counts_only_seeds_that_all_three_have_finished(tmp_path):
