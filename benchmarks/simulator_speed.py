@@ -8,14 +8,17 @@ rounds, from the end of the first to the end of the last: training, averaging, v
 
 from __future__ import annotations
 
+import json
 import statistics
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from pydantic_settings import SettingsConfigDict
 
+from benchmarks.machine import Circumstances, load_average
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
@@ -48,6 +51,8 @@ class SpeedConfig(CommandConfig):
     """Measurements of each."""
     threads: PositiveInt = 1
     """CPU threads."""
+    output: Path | None = None
+    """JSON file to write."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "warning"
@@ -72,6 +77,7 @@ class Cost(NamedTuple):
 def main(config: SpeedConfig) -> int:
     """Measure, and say what came of it; return the exit code."""
     torch.set_num_threads(config.threads)
+    load_before = load_average()
     rounds = config.run.round.model_copy(update={"mode": "steps", "steps": config.steps, "total": config.rounds + 1})
     run = config.run.model_copy(update={"round": rounds})
     # The loss is measured on next to nothing: it marks the rounds' ends.
@@ -95,6 +101,10 @@ def main(config: SpeedConfig) -> int:
         )
     wall, cpu = (statistics.median(values) for values in zip(*ratios, strict=True))
     say(f"median of {len(ratios)} pairs: ratio {wall:.3f}, by CPU seconds {cpu:.3f}")
+    if config.output is not None:
+        measured = {"ratio": wall, "cpu_ratio": cpu, "pairs": [ratio._asdict() for ratio in ratios]}
+        circumstances = asdict(Circumstances.now(load_before, None))
+        config.output.write_text(json.dumps(measured | {"circumstances": circumstances}, indent=1) + "\n")
     return 0
 
 

@@ -141,7 +141,7 @@ def as_markdown(measured: Measured, circumstances: Circumstances, subject: Subje
     """Return the table, the curves, what was counted and where, as a page."""
     parts = [
         "# The local experiment, measured\n",
-        _markdown_table(HEAD, [row.cells for row in rows(measured)]),
+        markdown_table(HEAD, [row.cells for row in rows(measured)]),
         *disturbances(measured, circumstances.cores),
         "\n## Held-out loss by round\n",
         _curves(measured),
@@ -161,10 +161,11 @@ def _curves(measured: Measured) -> str:
         swarm = f"{measured.held_out[number]:.3f}" if number in measured.held_out else "-"
         losses = [f"{measured.baselines[name]['losses'][number]:.3f}" for name in names]
         lines.append((str(number), f"{tokens:,}", swarm, *losses))
-    return _markdown_table(("round", "tokens per peer", "the swarm's model", *names), lines)
+    return markdown_table(("round", "tokens per peer", "the swarm's model", *names), lines)
 
 
-def _markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table, its first column flush left."""
     rule = ["---", *["---:"] * (len(head) - 1)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines)) + "\n"
 

@@ -20,7 +20,10 @@ from spes_p2p.errors import ConfigError, SpesError
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
-OTHER_PREFIXES = ("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_TEST_", "SPES_VENV")
+OTHER_PREFIXES = (
+    *("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_PLAN_", "SPES_UPCYCLE_"),
+    *("SPES_TEST_", "SPES_VENV"),
+)
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130

@@ -5,16 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from spes_p2p.children import STOP_SECONDS, Child, start, stop
-from spes_p2p.config import CommandConfig, PositiveInt, RunConfig, RunId
+from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig, RunId
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
@@ -27,7 +27,7 @@ POLL_SECONDS = 0.5
 RUN_FILE = "run.yaml"
 
 
-class ExperimentConfig(CommandConfig):
+class ExperimentConfig(CommandConfig, MachineConfig):
     """A swarm on this machine: `./scripts/run_local_experiment.sh [--peers 4] [--output DIR] [--text FILE ...]`."""
 
     model_config = SettingsConfigDict(cli_prog_name="run_local_experiment.sh")
@@ -75,7 +75,7 @@ def main(config: ExperimentConfig) -> int:
 
 
 def _resumed(config: ExperimentConfig) -> ExperimentConfig:
-    """Take the run, its text and its number of peers from the interrupted experiment.
+    """Take the run, its text, its number of peers and how they compute from the interrupted experiment.
 
     Raises:
         ConfigError: `output` holds none.
@@ -85,8 +85,8 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     except OSError as error:
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
     peers = len(list(config.output.glob("peer-[0-9]*")))
-    run, text = RunConfig.model_validate(kept["run"]), [Path(path) for path in kept["text"]]
-    return config.model_copy(update={"run": run, "text": text, "peers": peers})
+    run, text = RunConfig.model_validate(kept.pop("run")), [Path(path) for path in kept.pop("text")]
+    return config.model_copy(update={**kept, **_chosen(config), "run": run, "text": text, "peers": peers})
 
 
 def _with_data(config: ExperimentConfig) -> ExperimentConfig:
@@ -130,7 +130,8 @@ class Experiment:
         out.mkdir(parents=True, exist_ok=True)
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
         if not self._config.resume:
-            settings = {"run": run.model_dump(mode="json"), "text": [str(path.resolve()) for path in self._config.text]}
+            text = [str(path.resolve()) for path in self._config.text]
+            settings = {"run": run.model_dump(mode="json"), "text": text} | _chosen(self._config)
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
         try:
             say(_opening(self._config, self._start(), self._max_slots))
@@ -165,6 +166,7 @@ class Experiment:
             *("--threads", "1", "--device", "cpu", "--data-seed", str(index)),
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
             *(["--resume"] if self._config.resume and output.exists() else []),
+            *_flags(_chosen(self._config)),
             *extra,
         ]
         self._peers.append(self._spawn(f"peer-{index}", "peers/run_peer.py", arguments))
@@ -202,6 +204,21 @@ class Experiment:
             for child in running:  # they leave by themselves once the monitor has archived the model
                 child.wait(STOP_SECONDS)
         return code
+
+
+def _chosen(config: ExperimentConfig) -> dict[str, Any]:
+    """Return what was chosen about the machine."""
+    choices = {name: getattr(config, name) for name in MachineConfig.model_fields if name in config.model_fields_set}
+    return {name: value for name, value in choices.items() if value is not None}
+
+
+def _flags(choices: Mapping[str, Any]) -> list[str]:
+    """Return settings as a peer's flags."""
+    flags = []
+    for name, value in choices.items():
+        flag = name.replace("_", "-")
+        flags.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+    return flags
 
 
 def _root() -> Path:

@@ -19,7 +19,7 @@ from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, DataError, JoinError, RecordError
 from spes_p2p.model.build import hf_config
-from spes_p2p.planner import free_memory_bytes, model_size, slots_that_fit
+from spes_p2p.planner import Setup, free_memory_bytes, model_size, slots_that_fit
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import (
@@ -169,10 +169,13 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admi
     run = manifest.config
     _check_slots(config, run)
     size = model_size(run.model, manifest.vocab_size)
-    storage = config.storage or run.frozen_storage
-    max_slots = config.max_slots or slots_that_fit(size, storage, free_memory_bytes())
+    max_slots = config.max_slots
+    if max_slots == "auto":
+        ranks = ProcessGroup(config.device).world_size
+        setup = Setup.of(run, config, manifest.vocab_size, num_ranks=ranks)
+        max_slots = slots_that_fit(size, setup, free_memory_bytes())
     numels = {SHARED: size.shared_params, "slot": size.slot_params}
-    anchors = Anchors(run.outer, numels)
+    anchors = Anchors(run, numels)
     sizes = {"bundle_numel": anchors.bundle_numel(), "averaged_numel": anchors.averaged_numel()}
     swarm.enter(run.round, **sizes, max_slots=max_slots)
     declare_manifest(swarm, manifest)
@@ -189,7 +192,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admi
 
 
 def _check_slots(config: PeerConfig, run: RunConfig | None) -> None:
-    if run is not None and (config.max_slots or 0) > run.model.num_experts:
+    if run is not None and config.max_slots != "auto" and config.max_slots > run.model.num_experts:
         raise ConfigError(
             f"max_slots={config.max_slots} exceeds model.num_experts={run.model.num_experts}; "
             f"set it to {run.model.num_experts} or less"
@@ -228,6 +231,7 @@ def _train(
                 initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
         rounds = Rounds(run, trainer, group, sync, checkpoint=checkpoint, run_id=admission.manifest.run_id)
         rounds.open(initial, resumed, moments)
+        del initial, moments  # as large as the model, and not needed again
         rounds.run()
         if swarm is not None:
             _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
@@ -255,9 +259,7 @@ def _trainer(config: PeerConfig, group: ProcessGroup, admission: Admission) -> T
         manifest.vocab_size,
         data,
         group,
-        storage=config.storage,
-        kernel=config.kernel,
-        micro_batch_size=config.micro_batch_size,
+        machine=config,
     )
 
 

@@ -1,7 +1,7 @@
 """The experts of one layer, a few of them trained here and the rest frozen.
 
-Shape legend: T tokens, D model width, K chosen experts per token, E experts, R = T * K routed rows,
-O output features, I input features of one expert's weight.
+Shape legend: T tokens, D model width, K chosen experts per token, E experts, O output features, I input features of
+one expert's weight.
 """
 
 from __future__ import annotations
@@ -13,11 +13,36 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.model.frozen import FrozenStore
-from spes_p2p.model.kernels import Kernel
+from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore, Weight
+from spes_p2p.model.kernels import Kernel, RoutedExperts
+from spes_p2p.model.routing import Routing
+from spes_p2p.parts import like, whole
 
-WEIGHT_NAMES = ("gate_up_proj", "down_proj")
 _STOCK_LAYOUT = {"is_transposed": False, "has_bias": False, "is_concatenated": True, "has_gate": True}
+
+
+class ClaimedExperts(nn.Module):
+    """The experts of a bank that are trained here. FSDP splits and gathers them as one, around `forward`.
+
+    Args:
+        slots: Parameters of each, by stock name.
+    """
+
+    def __init__(self, slots: Mapping[int, nn.ParameterDict]) -> None:
+        super().__init__()
+        self.slots = nn.ModuleDict({str(slot): params for slot, params in slots.items()})
+
+    def forward(
+        self,
+        kernel: Kernel,
+        routing: Routing,
+        frozen: Sequence[Mapping[str, Weight]],
+        x_TD: Tensor,
+        scores_TK: Tensor,
+    ) -> Tensor:
+        """As `RoutedExperts.forward`."""
+        claimed = [getattr(params, name) for params in self.slots.values() for name in WEIGHT_NAMES]
+        return RoutedExperts.apply(kernel, routing, frozen, x_TD, scores_TK, *claimed)
 
 
 class ExpertBank(nn.Module):
@@ -28,35 +53,28 @@ class ExpertBank(nn.Module):
     Rebuild a DDP wrapper after `adopt` and `release`: it does not see parameters that come later, and ranks would
     drift apart without an error.
 
+    A new bank is on the CPU and has no weights: `load` every expert, whole or one tensor at a time.
+
     Args:
-        stock: The experts module to replace; its `gate_up_proj` is `[E, 2I, D]`, its `down_proj` `[E, D, I]`.
+        stock: The experts module to stand in for, of which only the shapes are read: its `gate_up_proj` is
+            `[E, 2I, D]`, its `down_proj` `[E, D, I]`.
         claimed: Experts to train.
-        storage: Precision of the frozen experts, `fp32` or `bf16`.
+        storage: Precision of the frozen experts, see `FrozenStore`.
         kernel: How the grouped products are computed.
 
     Raises:
-        ConfigError: `stock` lays its weights out in another way, or `storage` is unknown.
+        ConfigError: `stock` is made in another way, or this machine cannot use `storage`.
     """
 
     def __init__(self, stock: nn.Module, claimed: Iterable[int], storage: str, kernel: Kernel) -> None:
         super().__init__()
         check_layout(stock)
-        weights_EOI: dict[str, Tensor] = {name: getattr(stock, name).detach() for name in WEIGHT_NAMES}
-        first_EOI = weights_EOI[WEIGHT_NAMES[0]]
-        self.num_experts = first_EOI.shape[0]
-        self.shapes = {name: tuple(weight_EOI.shape[1:]) for name, weight_EOI in weights_EOI.items()}
-        self.act_fn: Callable[[Tensor], Tensor] = stock.act_fn  # type: ignore[assignment]
+        stock_shapes = {name: tuple(getattr(stock, name).shape) for name in WEIGHT_NAMES}
+        self.num_experts = stock_shapes[WEIGHT_NAMES[0]][0]
+        self.shapes = {name: shape[1:] for name, shape in stock_shapes.items()}
         self.kernel = kernel
-        self.frozen = FrozenStore(storage, first_EOI.device)
-        self.trained = nn.ModuleDict()
-        self._claimed: list[int] = []
-        to_claim = set(claimed)
-        for slot in range(self.num_experts):
-            weights_OI = {name: weight_EOI[slot] for name, weight_EOI in weights_EOI.items()}
-            if slot in to_claim:
-                self.trained[str(slot)] = self._parameters_of(weights_OI)
-            else:
-                self.frozen.put(slot, weights_OI)
+        self.frozen = FrozenStore(storage)
+        self.trained = ClaimedExperts({slot: self._new_parameters() for slot in claimed})
         self._rank_experts()
 
     @property
@@ -66,7 +84,7 @@ class ExpertBank(nn.Module):
 
     def parameters_of(self, slot: int) -> dict[str, nn.Parameter]:
         """Trainable weights `[O, I]` of one claimed expert, by stock name."""
-        params = self.trained[str(slot)]
+        params = self.trained.slots[str(slot)]
         return {name: getattr(params, name) for name in WEIGHT_NAMES}
 
     def weights_of(self, slot: int) -> dict[str, Tensor]:
@@ -74,86 +92,73 @@ class ExpertBank(nn.Module):
         if slot in self.frozen:
             return self.frozen.get(slot, torch.float32)
         params = self.parameters_of(slot)
-        return {name: param.detach().to(torch.float32, copy=True) for name, param in params.items()}
+        return {name: whole(param.detach()).to(torch.float32, copy=True) for name, param in params.items()}
 
     def load(self, slot: int, weights_OI: Mapping[str, Tensor]) -> None:
-        """Overwrites one expert, in place where it is claimed."""
-        if slot in self.frozen:
+        """Overwrites one expert, or those of its weights that are given, in place where it is claimed.
+
+        Raises:
+            ValueError: a value is not finite and the storage cannot hold it; nothing was changed.
+        """
+        if str(slot) not in self.trained.slots:
             self.frozen.put(slot, weights_OI)
             return
+        params = self.parameters_of(slot)
         with torch.no_grad():
-            for name, param in self.parameters_of(slot).items():
-                param.copy_(weights_OI[name])
+            for name, weight_OI in weights_OI.items():
+                params[name].copy_(like(weight_OI, params[name]))
 
     def adopt(self, slot: int, weights_OI: Mapping[str, Tensor] | None = None) -> None:
         """Turns a frozen expert into a claimed one, starting from `weights_OI` or else from the stored weights."""
-        assert slot in self.frozen, f"slot {slot} is claimed already"
-        self.trained[str(slot)] = self._parameters_of(weights_OI or self.weights_of(slot))
+        assert str(slot) not in self.trained.slots, f"slot {slot} is claimed already"
+        weights_OI = weights_OI or self.weights_of(slot)
         self.frozen.remove(slot)
+        self.trained.slots[str(slot)] = self._new_parameters()
+        self.load(slot, weights_OI)
         self._rank_experts()
 
     def release(self, slot: int) -> None:
-        """Turns a claimed expert into a frozen one, rounded to the storage's precision."""
-        assert slot in self._claimed, f"slot {slot} is not claimed"
+        """Turns a claimed expert into a frozen one, rounded to the storage's precision.
+
+        Raises:
+            ValueError: as `load`.
+        """
+        assert str(slot) in self.trained.slots, f"slot {slot} is not claimed"
         self.frozen.put(slot, self.parameters_of(slot))
-        del self.trained[str(slot)]
+        del self.trained.slots[str(slot)]
         self._rank_experts()
+
+    def gather(self) -> None:
+        """Makes the claimed experts' parameters whole again, new ones, where ranks keep parts; on all ranks."""
+        claimed = {slot: self.weights_of(slot) for slot in self._claimed}
+        self.trained = ClaimedExperts({slot: self._new_parameters() for slot in claimed})
+        for slot, weights_OI in claimed.items():
+            self.load(slot, weights_OI)
 
     def forward(self, hidden_states_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         """Weighted sum over each token's chosen experts, `[T, D]` in the dtype of `hidden_states_TD`."""
-        num_tokens, top_k = top_k_index_TK.shape
+        routing = Routing.of(self._rank_E[top_k_index_TK], self.num_experts)
+        frozen = [{name: self.frozen.stored(slot, name) for name in WEIGHT_NAMES} for slot in self._frozen]
         x_TD = hidden_states_TD.to(_compute_dtype(hidden_states_TD))
-        rank_R, order_R = torch.sort(self._rank_E[top_k_index_TK.reshape(-1)], stable=True)
-        ends = torch.bincount(rank_R, minlength=self.num_experts).cumsum(0).tolist()
-        token_R = order_R // top_k
+        return self.trained(self.kernel, routing, frozen, x_TD, top_k_weights_TK).to(hidden_states_TD.dtype)
 
-        num_claimed = len(self._claimed)
-        split = ends[num_claimed - 1] if num_claimed else 0
-        parts_RD = []
-        if num_claimed:  # even without rows: starved experts must get zero gradients
-            claimed_ends, weights = ends[:num_claimed], [self.parameters_of(slot) for slot in self._claimed]
-            parts_RD.append(self._swiglu(x_TD.index_select(0, token_R[:split]), claimed_ends, weights))
-        if num_claimed < self.num_experts:
-            frozen_ends = [end - split for end in ends[num_claimed:]]
-            x_RD = x_TD.index_select(0, token_R[split:])
-            parts_RD.append(self._swiglu(x_RD, frozen_ends, self._frozen_weights()))
-        y_RD = torch.cat(parts_RD) * top_k_weights_TK.reshape(-1)[order_R].unsqueeze(-1)
-
-        # Back to token order and a sum over K, not index_add: that rounds in bf16 and is not deterministic on GPUs.
-        inverse_R = torch.empty_like(order_R)
-        inverse_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
-        y_TKD = y_RD.index_select(0, inverse_R).view(num_tokens, top_k, y_RD.shape[-1])
-        return y_TKD.sum(1).to(hidden_states_TD.dtype)
-
-    def _swiglu(self, x_RD: Tensor, ends: list[int], weights: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Each row through its own expert, `[R, D]`."""
-        gate_up, down = ([weights_OI[name] for weights_OI in weights] for name in WEIGHT_NAMES)
-        gate_RI, up_RI = self.kernel.grouped_linear(x_RD, ends, gate_up).chunk(2, dim=-1)
-        return self.kernel.grouped_linear(self.act_fn(gate_RI) * up_RI, ends, down)
-
-    def _frozen_weights(self) -> list[dict[str, Tensor]]:
-        """Stored weights of the frozen experts, ascending."""
-        slots = (slot for slot in range(self.num_experts) if slot in self.frozen)
-        return [{name: self.frozen.stored(slot, name) for name in WEIGHT_NAMES} for slot in slots]
-
-    def _parameters_of(self, weights_OI: Mapping[str, Tensor]) -> nn.ParameterDict:
+    def _new_parameters(self) -> nn.ParameterDict:
+        """Uninitialised parameters of one expert."""
         return nn.ParameterDict(
-            {
-                name: nn.Parameter(weights_OI[name].detach().to(self.frozen.device, torch.float32, copy=True))
-                for name in WEIGHT_NAMES
-            }
+            {name: nn.Parameter(torch.empty(shape, device=self.frozen.device)) for name, shape in self.shapes.items()}
         )
 
     def _rank_experts(self) -> None:
         """Ranks claimed experts first, so that their rows come as one block."""
-        self._claimed = sorted(int(key) for key in self.trained)
+        slots = self.trained.slots
+        self._claimed = sorted(int(key) for key in slots)
         # DDP pairs parameters across ranks by their order and all slots have equal shapes: ranks whose slots came in
         # another order would silently mix them up.
         for slot in self._claimed:
-            self.trained[str(slot)] = self.trained.pop(str(slot))
-        frozen = [slot for slot in range(self.num_experts) if slot in self.frozen]
+            slots[str(slot)] = slots.pop(str(slot))
+        self._frozen = [slot for slot in range(self.num_experts) if slot not in self._claimed]
         rank_E = torch.empty(self.num_experts, dtype=torch.long)
-        rank_E[self._claimed + frozen] = torch.arange(self.num_experts)
+        rank_E[self._claimed + self._frozen] = torch.arange(self.num_experts)
         self._rank_E = rank_E.to(self.frozen.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
@@ -175,8 +180,11 @@ def check_layout(stock: nn.Module) -> None:
     """Refuses experts modules that a bank cannot stand in for, such as gpt-oss's.
 
     Raises:
-        ConfigError: the weights are transposed, interleaved, have biases or no gate.
+        ConfigError: the weights are transposed, interleaved, have biases or no gate, or the activation is not SiLU.
     """
+    probe = torch.linspace(-4, 4, 9)
+    if not torch.equal(stock.act_fn(probe), nn.functional.silu(probe)):  # type: ignore[operator]
+        raise ConfigError(f"{type(stock).__name__} has the activation {stock.act_fn}; only SiLU is supported")
     for flag, expected in _STOCK_LAYOUT.items():
         if getattr(stock, flag, expected) != expected:
             raise ConfigError(

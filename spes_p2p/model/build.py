@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import (
     MixtralConfig,
     MixtralForCausalLM,
@@ -21,7 +20,9 @@ from transformers import (
 from spes_p2p.config import ModelConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
-from spes_p2p.model.kernels import kernel as kernel_named
+from spes_p2p.model.frozen import WEIGHT_NAMES
+from spes_p2p.model.initialise import initialise
+from spes_p2p.model.kernels import choose_kernel
 from spes_p2p.model.slot_model import SlotModel
 
 FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
@@ -89,8 +90,7 @@ def stock_model(model: ModelConfig, vocab_size: int, sequence_length: int, seed:
     Equal seeds give equal weights to those of `build_slot_model`, whatever is claimed there.
     """
     module = _meta_model(model, vocab_size, sequence_length)
-    for _ in _initialise(module, seed):
-        pass
+    initialise(module, seed)
     return module
 
 
@@ -103,10 +103,12 @@ def build_slot_model(
     claimed: Sequence[int],
     storage: str,
     kernel: str = "loop",
+    device: torch.device | str | None = None,
 ) -> SlotModel:
     """The model with an `ExpertBank` in every layer, on the CPU.
 
-    Layers are initialised and split one by one, so no more than one layer's experts are ever held whole.
+    It is made on the meta device and given its weights tensor by tensor: beyond what it keeps, building it takes the
+    memory of less than two dense experts of one layer.
 
     Args:
         model: Shape of the model.
@@ -114,21 +116,24 @@ def build_slot_model(
         sequence_length: Longest sequence in tokens.
         seed: Seed of the initial weights; equal seeds give equal weights, whatever is claimed.
         claimed: Slots to train; may be empty, or all.
-        storage: Precision of the others, `fp32` or `bf16`.
-        kernel: Name of the expert kernel.
+        storage: Precision of the others: `fp32`, `bf16`, `int8` or `nf4`.
+        kernel: Name of the expert kernel, or `auto`.
+        device: Where the model will be moved, for which the kernel is chosen; by default a CUDA device if there is one.
 
     Raises:
-        ConfigError: a claimed slot lies outside the model or comes twice, or `storage` or `kernel` is unknown.
+        ConfigError: a claimed slot lies outside the model or comes twice, or `storage` or `kernel` is unknown or cannot
+            be used here.
     """
     _check_claimed(model, claimed)
-    chosen = kernel_named(kernel)
+    target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     module = _meta_model(model, vocab_size, sequence_length)
-    banks: dict[str, ExpertBank] = {}
-    for name, experts in _initialise(module, seed):
-        if is_stock_experts(experts):
-            banks[name] = ExpertBank(experts, claimed, storage, chosen)
-            module.set_submodule(name, banks[name])
-            experts.to("meta")  # the walk still refers to it; its memory must go now
+    stock = {name: child for name, child in module.named_modules() if is_stock_experts(child)}
+    shapes = [tuple(getattr(next(iter(stock.values())), name).shape[1:]) for name in WEIGHT_NAMES]
+    chosen = choose_kernel(kernel, target, shapes)
+    banks = {name: ExpertBank(experts, claimed, storage, chosen) for name, experts in stock.items()}
+    initialise(module, seed, banks)
+    for name, bank in banks.items():
+        module.set_submodule(name, bank)
     return SlotModel(module, banks)
 
 
@@ -149,27 +154,3 @@ def _meta_model(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pr
     config._experts_implementation = "eager"
     with torch.device("meta"):
         return FAMILIES[model.family][1](config)
-
-
-def _initialise(module: PreTrainedModel, seed: int) -> Iterator[tuple[str, nn.Module]]:
-    """Gives a model on the meta device its stock initial weights, one submodule at a time, and yields each when done.
-
-    The caller may replace what was yielded. Draws come from torch's CPU generator, so its state is swapped around
-    every submodule.
-    """
-    generator = torch.random.default_generator
-    state = torch.Generator().manual_seed(seed).get_state()
-    tied = set(module.all_tied_weights_keys)
-    for name, child in list(module.named_modules()):
-        tensors = (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))
-        if tied.issuperset(f"{name}.{key}" for key, _ in tensors):  # also where there is nothing to initialise
-            continue
-        child.to_empty(device="cpu", recurse=False)
-        outer = generator.get_state()
-        generator.set_state(state)
-        with torch.no_grad():
-            module._init_weights(child)
-        state = generator.get_state()
-        generator.set_state(outer)
-        yield name, child
-    module.tie_weights(recompute_mapping=False)

@@ -68,6 +68,8 @@ def causal_lm_loss(
 ) -> LossParts:
     """Next-token cross entropy plus the router's losses, under autocast where `train.precision` says bf16.
 
+    Each part is a mean over sequences, so that parts of a batch, weighted by their sequences, add up to the whole.
+
     Args:
         module: A Hugging Face mixture-of-experts model.
         tokens_BT1: `[B, T + 1]`; the first T are the input, the last T the targets.
@@ -79,7 +81,13 @@ def causal_lm_loss(
     with torch.autocast(tokens_BT1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
         output = module(input_ids=tokens_BT1[:, :-1], output_router_logits=True, use_cache=False)
     cross_entropy = _cross_entropy(output.logits, tokens_BT1)
-    balance = balance_loss(output.router_logits, top_k, claimed=claimed, claimed_factor=claimed_factor)
+    balance = balance_loss(
+        output.router_logits,
+        top_k,
+        num_sequences=len(tokens_BT1),
+        claimed=claimed,
+        claimed_factor=claimed_factor,
+    )
     z = router_z_loss(output.router_logits)
     total = cross_entropy + train.balance_loss * balance + train.router_z_loss * z
     return LossParts(total, cross_entropy.detach(), balance.detach(), z.detach())

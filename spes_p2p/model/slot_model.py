@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from spes_p2p.errors import DataError
-from spes_p2p.model.bank import WEIGHT_NAMES, ExpertBank
+from spes_p2p.model.bank import ExpertBank
+from spes_p2p.model.frozen import WEIGHT_NAMES
+from spes_p2p.parts import like
 
 
 class SlotModel:
@@ -90,7 +92,7 @@ class SlotModel:
         check_tensors("shared", tensors, self.shared_shapes())
         with torch.no_grad():
             for name, parameter in self.shared_parameters().items():
-                parameter.copy_(tensors[name])
+                parameter.copy_(like(tensors[name], parameter))
 
     def load_slot(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         """Overwrites one slot, all or nothing: in place where it is claimed, rounded to storage where it is frozen.
@@ -120,15 +122,26 @@ class SlotModel:
             bank.adopt(slot, by_bank.get(prefix))
 
     def release(self, slot: int) -> None:
-        """Freezes a claimed slot, rounded to storage; take `slot_weights` first if the exact weights matter.
+        """Freezes a claimed slot, rounded to storage, all or nothing; take `slot_weights` first if exact ones matter.
 
         Raises:
             ValueError: the slot is not claimed.
+            DataError: a weight is not finite, which not every storage can hold.
         """
         if slot not in self.claimed:
             raise ValueError(f"slot {slot} is not claimed, only {list(self.claimed)} are; nothing to release")
+        check_tensors(f"slot-{slot}", self.slot_parameters(slot), self.slot_shapes())
         for bank in self._banks.values():
             bank.release(slot)
+
+    def claimed_modules(self) -> list[nn.Module]:
+        """Modules within which the claimed slots' parameters are used, one per layer."""
+        return [bank.trained for bank in self._banks.values()]
+
+    def gather(self) -> None:
+        """Makes claimed slots' parameters whole again, new ones, where ranks keep parts; on all ranks."""
+        for bank in self._banks.values():
+            bank.gather()
 
     def stock_state_dict(self, slots: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
         """A snapshot of the model under the stock class's own names, tied weights aliased as there.

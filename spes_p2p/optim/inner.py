@@ -1,59 +1,68 @@
-"""The inner optimizer: AdamW over what this peer trains, one group for the shared parameters and one per slot."""
+"""The inner optimizer over what this peer trains, one group for the shared parameters and one per slot."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from spes_p2p.config import TrainConfig
+from spes_p2p.config import OptimizerName, TrainConfig
+from spes_p2p.errors import ConfigError
+from spes_p2p.optim.rules import EIGHT_BIT, MOMENTS, Rule, make_rules
+from spes_p2p.parts import like, whole
 
 SHARED = "shared"
-BETAS = {"exp_avg": "beta1", "exp_avg_sq": "beta2"}
-"""The moments, and the setting each decays by."""
-STATE_KINDS = (*BETAS, "step")
-SETTLED_STEPS = 1e6
-"""Step count of moments that need no bias correction any more: averaged ones, which are corrected before."""
 
 
 class InnerOptimizer:
-    """AdamW whose groups come and go with a peer's claims.
+    """AdamW, or another by name, whose groups come and go with a peer's claims.
 
     Weight decay acts on every parameter, embeddings and norms too, as in SPES. The moments of a slot leave with it as a
     payload of plain tensors, and a later holder who installs the payload continues bit for bit. Parameters are kept by
-    reference; state goes in and out by copy. The fused kernel is the fast one and the one without temporaries: on a CPU
-    it takes a third of the time of `foreach`, which also needs a fourth of the trained bytes more.
+    reference; state goes in and out by copy. AdamW's fused kernel is the fast one and the one without temporaries: on a
+    CPU it takes a third of the time of `foreach`, which also needs a fourth of the trained bytes more.
 
-    State names are `<group>/<parameter>/<kind>`, the group being `shared` or `slot-<e>`, the kind `exp_avg`,
-    `exp_avg_sq` (both of the parameter's shape and dtype) or `step` (fp32 scalar). A parameter that was never stepped
-    has no state.
+    State names are `<group>/<parameter>/<kind>`, the group being `shared` or `slot-<e>`, the kind as the parameter's
+    rule has it: with AdamW `exp_avg`, `exp_avg_sq` (both of the parameter's shape and dtype) and `step` (fp32 scalar).
+    A parameter that was never stepped has no state.
 
-    Source: AdamW (https://arxiv.org/abs/1711.05101) in `torch.optim`; hyperparameters from SPES.
+    Source: AdamW (https://arxiv.org/abs/1711.05101) in `torch.optim`; hyperparameters from SPES. The others: `rules`.
 
     Args:
-        shared: The shared parameters by name.
+        shared: The shared parameters by name, on the device where they are trained.
         slots: The parameters of each claimed slot by name.
-        train: Betas, epsilon, weight decay and clipping norm; the learning rate comes with each step.
+        train: Optimizer, betas, epsilon, weight decay and clipping norm; the learning rate comes with each step.
+        name: Another optimizer than `train.optimizer`.
+        gradients: Precision in which gradients are kept until the step.
+
+    Raises:
+        ConfigError: the optimizer cannot work here, or not with such gradients.
     """
 
     def __init__(
-        self, shared: Mapping[str, Parameter], slots: Mapping[int, Mapping[str, Parameter]], train: TrainConfig
+        self,
+        shared: Mapping[str, Parameter],
+        slots: Mapping[int, Mapping[str, Parameter]],
+        train: TrainConfig,
+        name: OptimizerName | None = None,
+        gradients: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
+        name = name or train.optimizer
+        if gradients == "bf16" and name not in EIGHT_BIT:
+            raise ConfigError(
+                f"gradients=bf16 goes with the optimizers {' and '.join(EIGHT_BIT)}, not with {name}; "
+                f"set inner_optimizer to one of them, or gradients=fp32"
+            )
+        self._gradient_dtype = torch.bfloat16 if gradients == "bf16" else None
         self._clip_norm = train.clip_norm
-        self._betas = {kind: getattr(train, beta) for kind, beta in BETAS.items()}
-        self._groups: dict[str, dict[str, Parameter]] = {SHARED: dict(shared)}
-        self._adamw = torch.optim.AdamW(
-            [{"params": list(shared.values()), "name": SHARED}],
-            lr=train.lr,
-            betas=(train.beta1, train.beta2),
-            eps=train.eps,
-            weight_decay=train.weight_decay,
-            fused=True,
-        )
+        self._groups: dict[str, dict[str, Parameter]] = {}
+        self._rules = make_rules(name, train, next(iter(shared.values())).device)
+        self._add(SHARED, shared)
         for slot, params in slots.items():
             self.add_slot(slot, params)
 
@@ -62,8 +71,13 @@ class InnerOptimizer:
         """The slots with a group, ascending."""
         return sorted(int(group.removeprefix("slot-")) for group in self._groups if group != SHARED)
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """The kinds of moments that there are, in the order in which they lie behind a delta."""
+        return tuple(kind for kind in MOMENTS if any(kind in rule.moments for rule in self._rules))
+
     def step(self, lr: float) -> float:
-        """One AdamW step at rate `lr`, gradients scaled down to the clipping norm first.
+        """One step at rate `lr`, gradients scaled down to the clipping norm first.
 
         Returns:
             The global gradient norm before clipping. If it is not finite nothing was changed: the caller counts the
@@ -73,18 +87,20 @@ class InnerOptimizer:
         # which slots were claimed.
         groups = [SHARED, *(_group_name(slot) for slot in self.slots)]
         params = [p for group in groups for p in self._groups[group].values() if p.grad is not None]
-        norm = get_total_norm([p.grad for p in params if p.grad is not None])
+        norm = whole(get_total_norm([p.grad for p in params if p.grad is not None]))
         if not math.isfinite(norm.item()):
             return norm.item()
         clip_grads_with_norm_(params, self._clip_norm, norm)
-        for param_group in self._adamw.param_groups:
-            param_group["lr"] = lr
-        self._adamw.step()
+        for rule in self._rules:
+            for param_group in rule.optimizer.param_groups:
+                param_group["lr"] = lr
+            rule.optimizer.step()
         return norm.item()
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        self._adamw.zero_grad(set_to_none=True)
+        for rule in self._rules:
+            rule.optimizer.zero_grad(set_to_none=True)
 
     def add_slot(self, slot: int, params: Mapping[str, Parameter], payload: Mapping[str, Tensor] | None = None) -> None:
         """Starts to train a slot.
@@ -99,10 +115,22 @@ class InnerOptimizer:
         """
         group = _group_name(slot)
         assert group not in self._groups, f"slot {slot} is trained already"
-        state = _checked_state(params, payload or {}, group)
+        state = self._checked_state(params, payload or {}, group)
+        self._add(group, params)
+        self._write(params, state)
+
+    def _add(self, group: str, params: Mapping[str, Parameter]) -> None:
         self._groups[group] = dict(params)
-        self._adamw.add_param_group({"params": list(params.values()), "name": group})
-        self._adamw.state.update(state)
+        if self._gradient_dtype is not None:
+            for param in params.values():
+                param.grad_dtype = self._gradient_dtype
+        for rule in self._rules:
+            own = [param for name, param in params.items() if self._rule(name, param) is rule]
+            if own:
+                rule.optimizer.add_param_group({"params": own, "name": group})
+
+    def _rule(self, name: str, param: Parameter) -> Rule:
+        return next(rule for rule in self._rules if rule.takes(name, param))
 
     def remove_slot(self, slot: int) -> dict[str, Tensor]:
         """Stops training a slot.
@@ -113,23 +141,27 @@ class InnerOptimizer:
         group = _group_name(slot)
         params = self._groups.pop(group)
         payload = self._state_of(params)
-        self._adamw.param_groups = [entry for entry in self._adamw.param_groups if entry["name"] != group]
-        for param in params.values():
-            self._adamw.state.pop(param, None)
+        for rule in self._rules:
+            optimizer = rule.optimizer
+            optimizer.param_groups = [entry for entry in optimizer.param_groups if entry["name"] != group]
+            for param in params.values():
+                optimizer.state.pop(param, None)
         return payload
 
     def moments(self, group: str, kinds: Sequence[str]) -> list[dict[str, Tensor]]:
-        """The bias-corrected moments of a group by parameter, zeros where nothing was stepped.
+        """The bias-corrected moments of a group by parameter, zeros where nothing was stepped and where there is none.
 
         Corrected, the moments of peers that have made different numbers of steps have the same meaning, and so a mean.
+        The momenta of Lion and Muon count as first moments; they are used uncorrected, and stay so.
 
         Source: Adam, Algorithm 1 (https://arxiv.org/abs/1412.6980).
 
         Args:
             group: `shared` or `slot-<e>`.
-            kinds: Of `BETAS`; one dictionary is returned for each.
+            kinds: Of `MOMENTS`; one dictionary is returned for each, whatever the optimizer keeps.
         """
-        return [{name: self._corrected(param, kind) for name, param in self._groups[group].items()} for kind in kinds]
+        params = self._groups[group]
+        return [{name: self._rule(name, param).moment(param, kind) for name, param in params.items()} for kind in kinds]
 
     def set_moments(self, group: str, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Goes on from averaged, bias-corrected moments, and from its own in whatever kind was not averaged.
@@ -137,22 +169,10 @@ class InnerOptimizer:
         Args:
             group: `shared` or `slot-<e>`.
             moments: By kind, tensors of every parameter's shape. Second moments below zero count as zero, for a
-                low-bit mean may round there.
+                low-bit mean may round there. Kinds that a parameter's rule does not keep are ignored.
         """
         for name, param in self._groups[group].items():
-            state = {
-                kind: moments[kind][name].to(param.device, param.dtype, copy=True)
-                if kind in moments
-                else self._corrected(param, kind)
-                for kind in BETAS
-            }
-            state["exp_avg_sq"].clamp_(min=0)
-            self._adamw.state[param] = {"step": torch.tensor(SETTLED_STEPS, device=param.device), **state}
-
-    def _corrected(self, param: Parameter, kind: str) -> Tensor:
-        state = self._adamw.state.get(param)
-        step = state["step"].item() if state else 0.0
-        return state[kind] / (1.0 - self._betas[kind] ** step) if state and step else torch.zeros_like(param)
+            self._rule(name, param).settle(param, {kind: tensors[name] for kind, tensors in moments.items()})
 
     def state_tensors(self) -> dict[str, Tensor]:
         """All state, as copies on the CPU, under flat names that safetensors takes."""
@@ -168,61 +188,71 @@ class InnerOptimizer:
         Raises:
             ValueError: A name, shape, dtype or value does not fit; the state is as before.
         """
-        state: dict[Tensor, dict[str, Tensor]] = {}
+        state: dict[str, dict[str, dict[str, Tensor]]] = {}
         unread = dict(tensors)
         for group, params in self._groups.items():
             prefix = f"{group}/"
             own = {name.removeprefix(prefix): unread.pop(name) for name in tensors if name.startswith(prefix)}
-            state |= _checked_state(params, own, group)
+            state[group] = self._checked_state(params, own, group)
         if unread:
             raise ValueError(
                 f"optimizer state for {min(unread)!r}, but this peer trains {', '.join(self._groups)}; "
                 f"claim the same slots before loading"
             )
-        self._adamw.state.clear()
-        self._adamw.state.update(state)
+        for rule in self._rules:
+            rule.optimizer.state.clear()
+        for group, params in self._groups.items():
+            self._write(params, state[group])
 
     def _state_of(self, params: Mapping[str, Parameter]) -> dict[str, Tensor]:
         return {
-            f"{name}/{kind}": self._adamw.state[param][kind].detach().to("cpu", copy=True)
+            f"{name}/{kind}": whole(tensor).detach().to("cpu", copy=True)
             for name, param in params.items()
-            if param in self._adamw.state
-            for kind in STATE_KINDS
+            for kind, tensor in self._rule(name, param).read(param).items()
         }
+
+    def _write(self, params: Mapping[str, Parameter], state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        for name, own in state.items():
+            self._rule(name, params[name]).write(params[name], own)
+
+    def _checked_state(
+        self, params: Mapping[str, Parameter], tensors: Mapping[str, Tensor], group: str
+    ) -> dict[str, dict[str, Tensor]]:
+        """Copies of `tensors` (by `<parameter>/<kind>`) by parameter and kind, after checking every one of them.
+
+        Raises:
+            ValueError: A parameter is unknown or has only part of its state, or a tensor has the wrong shape or dtype,
+                or values that the optimizer cannot have produced.
+        """
+        state: dict[str, dict[str, Tensor]] = {}
+        unread = dict(tensors)
+        for name, param in params.items():
+            layout = self._rule(name, param).layout(param)
+            own = {kind: unread.pop(f"{name}/{kind}") for kind in layout if f"{name}/{kind}" in tensors}
+            if not own:
+                continue
+            if missing := sorted(layout.keys() - own.keys()):
+                raise ValueError(
+                    f"optimizer state of {group}/{name} lacks {', '.join(missing)}; give all of it or none"
+                )
+            for kind, tensor in own.items():
+                _check_tensor(f"{group}/{name}/{kind}", kind, tensor, *layout[kind])
+            state[name] = {kind: _on_ranks_of(param, tensor.detach().clone()) for kind, tensor in own.items()}
+        if unread:
+            raise ValueError(f"optimizer state for {group}/{min(unread)!s}, which this model does not have")
+        return state
+
+
+def _on_ranks_of(param: Parameter, tensor: Tensor) -> Tensor:
+    """State beside its parameter: in parts where that is, but for what has another shape."""
+    return like(tensor, param) if tensor.shape == param.shape else tensor.to(param.device)
 
 
 def _group_name(slot: int) -> str:
     return f"slot-{slot}"
 
 
-def _checked_state(
-    params: Mapping[str, Parameter], tensors: Mapping[str, Tensor], group: str
-) -> dict[Tensor, dict[str, Tensor]]:
-    """Copies of `tensors` (by `<parameter>/<kind>`) as AdamW's state, after checking every one of them.
-
-    Raises:
-        ValueError: A parameter is unknown or has only part of its state, or a tensor has the wrong shape or dtype, or
-            values that AdamW cannot have produced.
-    """
-    state: dict[Tensor, dict[str, Tensor]] = {}
-    unread = dict(tensors)
-    for name, param in params.items():
-        own = {kind: unread.pop(f"{name}/{kind}") for kind in STATE_KINDS if f"{name}/{kind}" in tensors}
-        if not own:
-            continue
-        if len(own) < len(STATE_KINDS):
-            missing = sorted(set(STATE_KINDS) - set(own))
-            raise ValueError(f"optimizer state of {group}/{name} lacks {', '.join(missing)}; give all of it or none")
-        for kind, tensor in own.items():
-            _check_tensor(f"{group}/{name}/{kind}", kind, tensor, param)
-        state[param] = {kind: tensor.detach().to(param.device, copy=True) for kind, tensor in own.items()}
-    if unread:
-        raise ValueError(f"optimizer state for {group}/{min(unread)!s}, which this model does not have")
-    return state
-
-
-def _check_tensor(where: str, kind: str, tensor: Tensor, param: Parameter) -> None:
-    shape, dtype = (torch.Size([]), torch.float32) if kind == "step" else (param.shape, param.dtype)
+def _check_tensor(where: str, kind: str, tensor: Tensor, shape: torch.Size, dtype: torch.dtype) -> None:
     if tensor.shape != shape or tensor.dtype != dtype:
         raise ValueError(f"{where} is {tensor.dtype} {list(tensor.shape)}; expected {dtype} {list(shape)}")
     if not tensor.isfinite().all():

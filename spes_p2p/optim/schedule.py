@@ -8,27 +8,31 @@ from spes_p2p.config import TrainConfig
 
 
 def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) -> float:
-    """Learning rate at one point of the run: linear warm-up, then a cosine or a constant.
+    """Learning rate at one point of the run: linear warm-up, then a cosine, a plateau with a decay, or a constant.
 
     Rounds, not steps, are the clock that all peers share: a slow peer makes fewer steps in a round, and stays on the
     same schedule. A newcomer therefore starts in the middle of it.
 
     Args:
-        train: Peak, warm-up, shape and final share.
+        train: Peak, warm-up, shape, decay and final share.
         rounds_elapsed: Rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
         total_rounds: Rounds in the run. A warm-up that is longer is cut off by the run's end.
 
     Returns:
         The rate for the next optimizer step: 0 at the very start if there is a warm-up, `train.lr` at the warm-up's
-        end, with `cosine` `train.lr * train.final_lr_ratio` at `total_rounds` and after.
+        end, with `cosine` and `wsd` `train.lr * train.final_lr_ratio` at `total_rounds` and after.
 
-    Source: SGDR's cosine without restarts (https://arxiv.org/abs/1608.03983), as SPES uses it.
+    Source: SGDR's cosine without restarts (https://arxiv.org/abs/1608.03983), as SPES uses it; warm-up, stable, decay
+    from MiniCPM (https://arxiv.org/abs/2404.06395), with the linear decay of https://arxiv.org/abs/2405.18392.
     """
     elapsed = min(max(rounds_elapsed, 0.0), float(total_rounds))
     if elapsed < train.warmup_rounds:
         return train.lr * elapsed / train.warmup_rounds
     if train.schedule == "constant" or total_rounds <= train.warmup_rounds:
         return train.lr
+    if train.schedule == "wsd":
+        left = min(1.0, (total_rounds - elapsed) / (total_rounds * train.decay_fraction))
+        return train.lr * (train.final_lr_ratio + (1 - train.final_lr_ratio) * left)
     progress = (elapsed - train.warmup_rounds) / (total_rounds - train.warmup_rounds)
     ratio = train.final_lr_ratio + (1 - train.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
     return train.lr * ratio

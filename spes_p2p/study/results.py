@@ -12,9 +12,9 @@ import torch
 from pydantic import ConfigDict, Field
 
 from spes_p2p import __version__
-from spes_p2p.config import Frozen
+from spes_p2p.config import Frozen, MachineConfig
 from spes_p2p.errors import SimulationError
-from spes_p2p.planner import SCRATCH_BYTES, TRAINED_BYTES, ModelSize, peer_bytes
+from spes_p2p.planner import ModelSize, Setup, peer_memory
 from spes_p2p.scenario import Scenario
 from spes_p2p.simulator import SimulationResult
 from spes_p2p.swarm.records import Metrics
@@ -153,16 +153,17 @@ def sent_until(reports: Sequence[Sequence[Metrics]], round: int) -> int:
 
 def _account(scenario: Scenario, result: SimulationResult, size: ModelSize, peer: int) -> PeerAccount:
     slots = scenario.max_slots[peer] if isinstance(scenario.max_slots, list) else scenario.max_slots
-    per_parameter = TRAINED_BYTES + SCRATCH_BYTES
-    memory = peer_bytes(size, slots, scenario.run.frozen_storage)
+    setup = Setup.of(scenario.run, MachineConfig(), None)
+    memory = peer_memory(size, slots, setup)
+    without_experts = peer_memory(ModelSize(size.shared_params, 0, 0), 0, setup)
     return PeerAccount(
         tokens=sum(report.tokens for report in result.reports[peer]),
         bytes_in=result.bytes_in[peer],
         bytes_out=result.bytes_out[peer],
         max_slots=slots,
-        trained_bytes=per_parameter * (size.shared_params + slots * size.slot_params),
-        expert_bytes=memory - per_parameter * size.shared_params,
-        memory_bytes=memory,
+        trained_bytes=memory.host_bytes - memory.frozen,
+        expert_bytes=memory.host_bytes - without_experts.host_bytes,
+        memory_bytes=memory.host_bytes,
     )
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Layout, digest
-from spes_p2p.config import MergeConfig, OuterConfig
+from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.merge import merge_alpha, merge_experts
 from spes_p2p.optim.outer import OuterOptimizer
 from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
@@ -21,13 +21,13 @@ class Anchors:
     one flat vector, so that whoever pulls it steps on exactly as its holders do.
 
     Args:
-        outer: How averaged deltas move an anchor.
+        run: How averaged deltas move an anchor, and which moments are averaged with them.
         numels: Elements of the `shared` and of a `slot` vector.
     """
 
-    def __init__(self, outer: OuterConfig, numels: Mapping[str, int]) -> None:
-        self._outer = OuterOptimizer(outer)
-        self._num_moments = len(outer.averaged_moments)
+    def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
+        self._outer = OuterOptimizer(run.outer)
+        self._num_moments = len(run.averaged_moments)
         self._numels = dict(numels)
         self._weights: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}

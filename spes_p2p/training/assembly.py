@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from spes_p2p.config import RunConfig
+from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.optim.rules import check_override
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.training.anchors import Anchors, initial_bundles
 from spes_p2p.training.holdings import Holdings
@@ -24,9 +25,7 @@ def build_trainer(
     data: TokenSource,
     group: ProcessGroup,
     *,
-    storage: str | None = None,
-    kernel: str = "loop",
-    micro_batch_size: int | None = None,
+    machine: MachineConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Trainer:
     """Return a trainer of the run's model, which holds no slot yet.
@@ -36,21 +35,36 @@ def build_trainer(
         vocab_size: Entries of the run's tokenizer.
         data: Batches.
         group: This peer's ranks.
-        storage: Precision of frozen experts; by default the run's.
-        kernel: Expert kernel.
-        micro_batch_size: Sequences per forward pass; None takes a rank's whole share.
+        machine: How this machine computes; by default as the run says.
         clock: Tells the seconds that pass.
+
+    Raises:
+        ConfigError: this machine cannot compute so.
     """
+    machine = machine or MachineConfig()
+    if machine.inner_optimizer is not None:
+        check_override(run, machine.inner_optimizer)
     model = build_slot_model(
         run.model,
         vocab_size=vocab_size,
         sequence_length=run.data.sequence_length,
         seed=run.seed,
         claimed=(),
-        storage=storage or run.frozen_storage,
-        kernel=kernel,
+        storage=machine.storage or run.frozen_storage,
+        kernel=machine.kernel,
     )
-    return Trainer(model, run.train, data, group, micro_batch_size, clock=clock)
+    return Trainer(
+        model,
+        run.train,
+        data,
+        group,
+        machine.micro_batch_size,
+        optimizer=machine.inner_optimizer,
+        activation_checkpointing=machine.activation_checkpointing,
+        shard=machine.shard,
+        gradients=machine.gradients,
+        clock=clock,
+    )
 
 
 def build_synchroniser(swarm: Swarm, run: RunConfig, trainer: Trainer, *, run_id: str, max_slots: int) -> Synchroniser:
@@ -63,7 +77,7 @@ def build_synchroniser(swarm: Swarm, run: RunConfig, trainer: Trainer, *, run_id
         run_id: The run's name.
         max_slots: Slots this peer can train.
     """
-    anchors = Anchors(run.outer, {kind: layout.numel for kind, layout in trainer.layouts.items()})
+    anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
     holdings = Holdings(swarm, run, run_id=run_id, anchors=anchors, max_slots=max_slots, clock=trainer.clock)
     return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"])
 

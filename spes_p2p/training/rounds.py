@@ -8,12 +8,14 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
+from spes_p2p.errors import DataError
 from spes_p2p.optim.schedule import learning_rate
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
+from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.synchroniser import Synchroniser, Trained, Update
+from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
@@ -68,9 +70,18 @@ class Rounds:
             self._trainer.data.load_state_dict(dict(resumed.data))
             groups = (SHARED, *map(slot_name, self._trainer.slots))
             kept = {name: tensor for name, tensor in moments.items() if name.split("/")[0] in groups}
-            self._trainer.optimizer.load_state_tensors(kept)
+            self._load_moments(kept)
         self._speed = self._trainer.calibrate()
         self._apply(self._lead(lambda sync: sync.meet(self._speed)))
+
+    def _load_moments(self, kept: Mapping[str, Tensor]) -> None:
+        try:
+            self._trainer.optimizer.load_state_tensors(kept)
+        except ValueError as error:
+            raise DataError(
+                f"the checkpoint's moments do not fit this optimizer ({error}); resume with the --inner-optimizer that "
+                f"wrote them, or delete the checkpoint's folder to go on without them"
+            ) from error
 
     def run(self, on_round: Callable[[Metrics], None] | None = None) -> None:
         """Train until the run's last round is committed.
@@ -79,11 +90,17 @@ class Rounds:
             on_round: Called on the leader with the report of each round.
         """
         while self._round < self._run.round.total:
-            before = self._round
-            trained, loss = self._train()
-            self._apply(self._finish(trained))
-            if self._sync is not None and self._round > before:
-                self._conclude(self._sync, trained, loss, on_round)
+            self._run_one(on_round)
+
+    def _run_one(self, on_round: Callable[[Metrics], None] | None) -> None:
+        """Train and synchronise once; the round's vectors are gone before the next one's training."""
+        before = self._round
+        trained, loss = self._train()
+        self._apply(self._finish(trained))
+        if self._round > before:
+            state = self._trainer.state_tensors() if self._checkpoint is not None else {}
+            if self._sync is not None:
+                self._conclude(self._sync, trained, loss, state, on_round)
 
     # ------------------------------------------------------------------ training
 
@@ -98,11 +115,7 @@ class Rounds:
         seconds = self._trainer.clock() - began
         self._speed = tokens / seconds
         self._total_tokens += tokens
-        names = (SHARED, *map(slot_name, self._trainer.slots))
-        leads = self._sync is not None
-        local = {name: self._trainer.flat(name) for name in names if leads}
-        kinds = self._run.outer.averaged_moments
-        moments = {name: self._trainer.moments(name, kinds) for name in names if leads and kinds}
+        local, moments = self._trainer.all_flats(), self._trainer.all_moments(self._run.averaged_moments)
         return Trained(local, tokens, self._speed, seconds, moments), weighted_loss / max(tokens, 1)
 
     def _share_done(self, steps: int, started_at: float) -> float:
@@ -157,10 +170,15 @@ class Rounds:
     # ------------------------------------------------------------------ reporting
 
     def _conclude(
-        self, sync: Synchroniser, trained: Trained, loss: float, on_round: Callable[[Metrics], None] | None
+        self,
+        sync: Synchroniser,
+        trained: Trained,
+        loss: float,
+        state: Mapping[str, Tensor],
+        on_round: Callable[[Metrics], None] | None,
     ) -> None:
         if self._checkpoint is not None:
-            self._checkpoint.save(self._state(), self._trainer.optimizer.state_tensors())
+            self._checkpoint.save(self._state(), state)
         report = self._report(sync, trained, loss)
         log.info(
             "round %d: %d peers, loss %.3f, %.0f tokens/s, shared %s, slots %s; "
@@ -187,8 +205,8 @@ class Rounds:
     def _report(self, sync: Synchroniser, trained: Trained, loss: float) -> Metrics:
         now = self._trainer.clock()
         wall, self._began = now - self._began, now
-        result, (bytes_in, bytes_out) = sync.last.result, sync.swarm.traffic()
-        spent = trained.seconds + result.matchmaking_seconds + result.averaging_seconds + sync.last.exchange_seconds
+        last, (bytes_in, bytes_out) = sync.last, sync.swarm.traffic()
+        spent = trained.seconds + last.matchmaking_seconds + last.averaging_seconds + last.exchange_seconds
         return Metrics(
             peer_id=sync.swarm.peer_id,
             round=self._round,
@@ -198,14 +216,14 @@ class Rounds:
             loss=loss,
             tokens_per_second=trained.tokens_per_second,
             slots=self._trainer.slots,
-            num_members=len(result.roster),
-            committed=len(result.committed),
-            dropped=len(result.dropped),
+            num_members=last.num_members,
+            committed=last.num_committed,
+            dropped=last.num_dropped,
             shared_digest=sync.anchors.digest(SHARED),
             train_seconds=trained.seconds,
-            matchmaking_seconds=max(0.0, result.matchmaking_seconds),
-            averaging_seconds=max(0.0, result.averaging_seconds),
-            exchange_seconds=sync.last.exchange_seconds,
+            matchmaking_seconds=last.matchmaking_seconds,
+            averaging_seconds=last.averaging_seconds,
+            exchange_seconds=last.exchange_seconds,
             other_seconds=max(0.0, wall - spent),
             bytes_in=bytes_in,
             bytes_out=bytes_out,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -16,6 +16,7 @@ from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings, is_bundle
+from spes_p2p.training.passages import Synchronised, Trained, Update
 
 log = logging.getLogger(__name__)
 
@@ -24,48 +25,6 @@ SETTLE_SECONDS = 3.0
 POLL_SECONDS = 0.5
 OPENING_SECONDS = 120.0
 """Longest a newcomer waits for the others to be between two rounds."""
-
-
-@dataclass(frozen=True)
-class Update:
-    """What every rank must do after the leader has synchronised.
-
-    Attributes:
-        slots: Slots to train from now on.
-        flats: Flat fp32 weights to put into the model, by name, and moments to put into its optimizer.
-        ends_at: DHT time at which the next round's training stops.
-    """
-
-    slots: tuple[int, ...]
-    flats: Mapping[str, Tensor] = field(default_factory=dict)
-    ends_at: float = 0.0
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What this peer brings to the end of a round.
-
-    Attributes:
-        local: Flat parameters of `shared` and the held slots as they are now.
-        tokens: Tokens trained since the anchors.
-        tokens_per_second: This peer's speed.
-        seconds: Spent training them.
-        moments: Flat optimizer moments of the same groups, where the run averages them.
-    """
-
-    local: Mapping[str, Tensor]
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    moments: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Synchronised:
-    """How the last synchronisation went: the averaging's result, and the seconds of the exchange."""
-
-    result: RoundResult
-    exchange_seconds: float
 
 
 class Synchroniser:
@@ -81,7 +40,7 @@ class Synchroniser:
 
     def __init__(self, swarm: Swarm, run: RunConfig, *, holdings: Holdings, anchors: Anchors, layout: Layout) -> None:
         self.swarm, self.anchors, self.holdings, self.round = swarm, anchors, holdings, 0
-        self.last = Synchronised(RoundResult(roster=()), 0.0)
+        self.last = Synchronised.of(RoundResult(roster=()), 0.0)
         self._run, self._layout = run, layout
         self._sync_seconds = 0.0
 
@@ -167,7 +126,7 @@ class Synchroniser:
             self.round = self.swarm.versions()[SHARED].round
         else:
             flats = self._commit(result, trained.tokens)
-        self.last = Synchronised(result, self.holdings.clock() - averaged)
+        self.last = Synchronised.of(result, self.holdings.clock() - averaged)
         flats |= self.holdings.rebalance()
         held = self.holdings.held_moments()  # not those of slots given up just now
         flats = {name: flat for name, flat in flats.items() if is_bundle(name) or name in held}

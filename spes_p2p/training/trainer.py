@@ -10,20 +10,21 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from spes_p2p.codecs import Layout
-from spes_p2p.config import TrainConfig
+from spes_p2p.config import OptimizerName, TrainConfig
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
-from spes_p2p.optim.inner import BETAS, InnerOptimizer
+from spes_p2p.optim.inner import InnerOptimizer
 from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.sharding import sharding_of
 
 CALIBRATION_STEPS = 2
 
@@ -44,8 +45,8 @@ class Step:
 class Trainer:
     """Trains the shared parameters and the claimed slots of a model on all of a peer's ranks.
 
-    Every rank draws the whole batch and takes its rows, so that the result does not depend on how a batch is split
-    over ranks and microbatches, but for the balance loss, which counts the tokens of one forward pass.
+    Every rank draws the whole batch and takes its rows, and every loss is a mean over sequences, so that the result
+    does not depend on how a batch is split over ranks and microbatches.
 
     Args:
         model: The model, on the CPU; moved to the group's device.
@@ -53,10 +54,14 @@ class Trainer:
         data: Batches, in the same order on every rank.
         group: This peer's ranks.
         micro_batch_size: Sequences per forward pass; None takes a rank's whole share.
+        optimizer: Another inner optimizer than `train.optimizer`; see `check_override`.
+        activation_checkpointing: Keep a layer's input only, and compute the layer again in the backward pass.
+        shard: How the ranks share the work, `ddp` or `fsdp`.
+        gradients: Precision in which gradients are kept until the step; `bf16` for one rank alone.
         clock: Tells the seconds that pass; a virtual peer's are virtual.
 
     Raises:
-        ConfigError: the batch cannot be split evenly over the ranks.
+        ConfigError: the batch cannot be split evenly over the ranks, or the optimizer cannot work here.
     """
 
     def __init__(
@@ -67,6 +72,10 @@ class Trainer:
         group: ProcessGroup,
         micro_batch_size: int | None = None,
         *,
+        optimizer: OptimizerName | None = None,
+        activation_checkpointing: bool = False,
+        shard: Literal["ddp", "fsdp"] = "ddp",
+        gradients: Literal["fp32", "bf16"] = "fp32",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if train.batch_size % group.world_size:
@@ -74,27 +83,26 @@ class Trainer:
                 f"train.batch_size={train.batch_size} does not split over {group.world_size} ranks; "
                 f"start a divisor of it with --nproc-per-node"
             )
+        if gradients == "bf16" and group.world_size > 1:
+            raise ConfigError(f"gradients=bf16 works with one rank, not {group.world_size}; set gradients=fp32")
         self.model, self.data, self._train, self._group = model, data, train, group
         self.clock = clock
         self._micro = micro_batch_size or train.batch_size // group.world_size
         torch.nn.Module.to(model.module, group.device)
+        if activation_checkpointing:
+            model.module.activation_checkpointing_enable({"use_reentrant": False})
         self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
         self._loss = TrainingLoss(model, train)
+        self._sharding = sharding_of(shard, group, optimizer or train.optimizer)
+        self._wrapped = self._sharding.wrap(self._loss)
         slots = {slot: model.slot_parameters(slot) for slot in model.claimed}
-        self.optimizer = InnerOptimizer(model.shared_parameters(), slots, train)
+        self.optimizer = InnerOptimizer(model.shared_parameters(), slots, train, optimizer, gradients)
         self.steps = 0
-        self._wrap()
 
     @property
     def slots(self) -> tuple[int, ...]:
         """The slots trained here, ascending."""
         return self.model.claimed
-
-    def _wrap(self) -> None:
-        """DDP notices only the parameters it was built with, so it is built anew whenever the slots change."""
-        self._wrapped: torch.nn.Module = self._loss
-        if self._group.world_size > 1:
-            self._wrapped = DistributedDataParallel(self._loss, broadcast_buffers=False)
 
     def close(self) -> None:
         """Drop the DDP wrapper; it must not outlive the process group, or its destructor may wait for it for ever."""
@@ -125,15 +133,11 @@ class Trainer:
         for index, micro_BT1 in enumerate(micros):
             share = len(micro_BT1) / len(rows_BT1)
             is_last = index == len(micros) - 1
-            with contextlib.nullcontext() if is_last else self._without_sync():
+            with contextlib.nullcontext() if is_last else self._sharding.accumulating(self._wrapped):
                 parts = self._wrapped(micro_BT1, claimed_factor)
                 (parts.total * share).backward()
             loss += parts.cross_entropy.item() * share
         return loss
-
-    def _without_sync(self) -> contextlib.AbstractContextManager[None]:
-        wrapped = self._wrapped
-        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else contextlib.nullcontext()
 
     def calibrate(self) -> float:
         """Return the tokens per second of forward and backward, leaving model and data order as they were."""
@@ -150,8 +154,32 @@ class Trainer:
 
     # ------------------------------------------------------------------ parameters
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """`shared` and the slots trained here."""
+        return (SHARED, *map(slot_name, self.slots))
+
+    def all_flats(self) -> dict[str, Tensor]:
+        """Return the current parameters of what is trained as flat fp32 CPU vectors by name; on the leader only."""
+        return self._on_leader(lambda: {name: self.flat(name) for name in self.names})
+
+    def all_moments(self, kinds: Sequence[str]) -> dict[str, Tensor]:
+        """Return what `moments` does of everything that is trained, by name; on the leader only."""
+        return self._on_leader(lambda: {name: self.moments(name, kinds) for name in self.names} if kinds else {})
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Return the optimizer's state for a checkpoint, on the leader only."""
+        return self._on_leader(self.optimizer.state_tensors)
+
+    def _on_leader(self, collect: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+        """Collect on the leader; with the help of all ranks where each has only a part."""
+        if not self._group.is_leader and not self._sharding.splits:
+            return {}
+        collected = collect()
+        return collected if self._group.is_leader else {}
+
     def flat(self, name: str) -> Tensor:
-        """Return the current parameters of `shared` or of a claimed slot as a flat fp32 CPU vector."""
+        """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
         if name == SHARED:
             return self.layouts[SHARED].flatten(self.model.shared_parameters())
         return self.layouts["slot"].flatten(self.model.slot_parameters(_slot_of(name)))
@@ -178,9 +206,9 @@ class Trainer:
                 self.model.load_slot(_slot_of(name), layout.unflatten(flat))
 
     def _by_kind(self, flat: Tensor, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """Return a vector of averaged moments as tensors by kind and parameter; one alone is the second."""
+        """Return a vector of averaged moments as tensors by kind and parameter; one alone is the last that there is."""
         parts = flat.split(layout.numel)
-        kinds = tuple(BETAS)[-len(parts) :]
+        kinds = self.optimizer.kinds[-len(parts) :]
         return {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
 
     def set_slots(self, slots: Iterable[int], masters: Mapping[str, Tensor] | None) -> None:
@@ -192,14 +220,20 @@ class Trainer:
         """
         new, old = set(slots), set(self.slots)
         weights = self._group.share(masters)
+        if new == old:
+            return
+        # Where ranks keep parts, all slots' parameters are laid out anew, and their state must follow.
+        renewed = old if self._sharding.splits else old - new
+        payloads = {slot: self.optimizer.remove_slot(slot) for slot in sorted(renewed)}
+        if self._sharding.splits:
+            self.model.gather()
         for slot in sorted(old - new):
-            self.optimizer.remove_slot(slot)
             self.model.release(slot)
         for slot in sorted(new - old):
             self.model.adopt(slot, self.layouts["slot"].unflatten(weights[slot_name(slot)]))
-            self.optimizer.add_slot(slot, self.model.slot_parameters(slot))
-        if new != old:
-            self._wrap()
+        self._wrapped = self._sharding.wrap(self._loss)
+        for slot in sorted((new - old) | (renewed & new)):
+            self.optimizer.add_slot(slot, self.model.slot_parameters(slot), payloads.get(slot))
 
 
 def _slot_of(name: str) -> int:

@@ -19,10 +19,10 @@ ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1
 TOTAL = 10
 
 
-def start_ranks(commands: Commands, folder: Path, total: int, output: str) -> Command:
+def start_ranks(commands: Commands, folder: Path, total: int, output: str, shard: str = "ddp") -> Command:
     settings = write_settings(folder / f"{output}.yaml", round={**ROUND, "total": total})
     flags = ["--run-id", "ranks", "--config", settings, "--text", folder / "corpus.jsonl", "--max-slots", "2"]
-    words = commands.peer_words(output, *flags, "--seed-seconds", "0")
+    words = commands.peer_words(output, *flags, "--shard", shard, "--seed-seconds", "0")
     return commands.start(*TORCHRUN, *words, GLOO_SOCKET_IFNAME="lo")
 
 
@@ -60,9 +60,10 @@ def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_both_ranks_and_the_peer_can_be_resumed(folder: Path) -> None:
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+def test_ctrl_c_ends_both_ranks_and_the_peer_can_be_resumed(shard: str, folder: Path) -> None:
     with commands_in(folder) as commands:
-        ranks = start_ranks(commands, folder, 500, "ranks")
+        ranks = start_ranks(commands, folder, 500, "ranks", shard)
         ranks.wait_for(r"round 2: 1 peers")
         for process in [psutil.Process(ranks.pid), *psutil.Process(ranks.pid).children()]:
             process.send_signal(signal.SIGINT)  # as a terminal does to all of them
@@ -70,6 +71,7 @@ def test_ctrl_c_ends_both_ranks_and_the_peer_can_be_resumed(folder: Path) -> Non
         commands.wait_until_gone()
         saved = json.loads((folder / "ranks" / "checkpoint" / "peer.json").read_text())
         assert saved["round"] >= 2
-        flags = ["--run-id", "ranks", "--text", folder / "corpus.jsonl", "--max-slots", "2", "--resume"]
+        flags = ["--run-id", "ranks", "--text", folder / "corpus.jsonl", "--max-slots", "2"]
+        flags += ["--resume", "--shard", shard]
         resumed = commands.start(*TORCHRUN, *commands.peer_words("ranks", *flags), GLOO_SOCKET_IFNAME="lo")
         assert int(resumed.wait_for(REPORT)[1]) == saved["round"] + 1

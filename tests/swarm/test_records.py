@@ -97,7 +97,7 @@ def test_leaving_frees_the_slots_at_once(trio):
     alice, bob, _ = trio
     run = RunConfig(model=ModelConfig(num_experts=2))
     holdings = [
-        Holdings(swarm, run, run_id="run", anchors=Anchors(run.outer, {"shared": 1, "slot": 1}), max_slots=1)
+        Holdings(swarm, run, run_id="run", anchors=Anchors(run, {"shared": 1, "slot": 1}), max_slots=1)
         for swarm in (alice, bob)
     ]
     for held, slot in zip(holdings, (0, 1), strict=True):

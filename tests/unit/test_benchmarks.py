@@ -162,7 +162,7 @@ def test_a_stock_step_trains_the_same_targets_with_transformers_own_loss_and_ker
     with torch.no_grad():
         entropy = causal_lm_loss(module, tokens_BT1, train=run.train, top_k=2).cross_entropy  # type: ignore[arg-type]
         logits = module(input_ids=tokens_BT1[:, :-1], output_router_logits=True).router_logits
-    pooled = 2 * balance_loss([torch.cat(logits)], 2)  # stock pools the layers, and sums over the top k
+    pooled = 2 * balance_loss([torch.cat(logits)], 2, num_sequences=1)  # stock pools the layers, sums over the top k
     before = [parameter.clone() for parameter in module.parameters()]
     loss = stock_step(module, torch.optim.SGD(module.parameters(), lr=0.1), tokens_BT1, run)  # type: ignore[arg-type]
     assert loss == pytest.approx(float(entropy + 0.1 * pooled), abs=1e-4)

@@ -90,6 +90,40 @@ def test_no_rate_is_negative_or_not_a_number(setting, value):
         RunConfig.model_validate({section: {name: value}})
 
 
+@pytest.mark.parametrize("setting", ["train.beta1", "train.beta2", "outer.momentum"])
+def test_no_moving_average_keeps_everything(setting):
+    section, name = setting.split(".")
+    with pytest.raises(ValidationError, match="less than 1"):
+        RunConfig.model_validate({section: {name: 1.0}})
+
+
+@pytest.mark.parametrize(
+    ("warmup", "decay", "remedy"), [(6, 0.5, "5"), (0.5, 1.0, "0"), (12, 0.25, "7.5")], ids=["half", "all", "too-long"]
+)
+def test_a_warm_up_that_reaches_into_the_decay_is_refused_with_the_remedy(warmup, decay, remedy):
+    train = {"schedule": "wsd", "warmup_rounds": warmup, "decay_fraction": decay}
+    with pytest.raises(ValidationError, match=rf"train.warmup_rounds={warmup} reaches .* set it to {remedy} or less"):
+        RunConfig.model_validate({"train": train, "round": {"total": 10}})
+    RunConfig.model_validate({"train": train | {"warmup_rounds": float(remedy)}, "round": {"total": 10}})
+    RunConfig.model_validate({"train": train | {"schedule": "cosine"}, "round": {"total": 10}})
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "moments", "expected"),
+    [
+        ("adamw", "both", ("exp_avg", "exp_avg_sq")),
+        ("adamw", "second", ("exp_avg_sq",)),
+        ("muon", "both", ("exp_avg", "exp_avg_sq")),
+        ("lion8bit", "both", ("exp_avg",)),
+        ("lion8bit", "local", ()),
+        ("adamw8bit", "local", ()),
+    ],
+)
+def test_a_run_averages_what_its_optimizer_has_of_what_it_asks_for(optimizer, moments, expected):
+    run = RunConfig.model_validate({"train": {"optimizer": optimizer}, "outer": {"moments": moments}})
+    assert run.averaged_moments == expected
+
+
 def test_heads_of_odd_width_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"hidden_size=30 over model.num_heads=10 .* choose another number of heads"):
         hf_config(ModelConfig(hidden_size=30, num_heads=10, num_kv_heads=10), 64, 16)

@@ -1,8 +1,11 @@
+"""Parameters, bytes and slots, against what PyTorch and the peer's own code really hold."""
+
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, get_args
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
@@ -16,12 +19,23 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config import MachineConfig, ModelConfig, OptimizerName, RunConfig, Storage, TrainConfig
 from spes_p2p.errors import ConfigError
-from spes_p2p.planner import ModelSize, free_memory_bytes, model_size, peer_bytes, slots_that_fit
+from spes_p2p.model.build import build_slot_model
+from spes_p2p.model.frozen import unavailable
+from spes_p2p.model.loss import TrainingLoss
+from spes_p2p.model.slot_model import SlotModel
+from spes_p2p.optim.inner import InnerOptimizer
+from spes_p2p.planner import Activations, ModelSize, Setup, fits, model_size, peer_bytes, peer_memory, slots_that_fit
 
 SIZE = ModelSize(shared_params=1000, slot_params=300, num_slots=8)
 VOCAB = 97
+GIB = 2**30
+
+
+def small_model(**changes: Any) -> ModelConfig:
+    shapes = {"hidden_size": 48, "intermediate_size": 32, "num_layers": 3, "num_experts": 5, "top_k": 2}
+    return ModelConfig.model_validate(shapes | changes)
 
 
 def stock_model(model: ModelConfig) -> torch.nn.Module:
@@ -47,21 +61,20 @@ def stock_model(model: ModelConfig) -> torch.nn.Module:
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**common, num_experts=model.num_experts))
 
 
+def slot_model(model: ModelConfig, claimed: int, storage: Storage = "bf16") -> SlotModel:
+    return build_slot_model(
+        model, vocab_size=VOCAB, sequence_length=64, seed=0, claimed=range(claimed), storage=storage
+    )
+
+
+# ---------------------------------------------------------------------- parameters
+
+
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 def test_counts_what_stock_hugging_face_builds(family: str, tied: bool, num_kv_heads: int) -> None:
-    model = ModelConfig.model_validate(
-        {
-            "family": family,
-            "tie_embeddings": tied,
-            "num_kv_heads": num_kv_heads,
-            "hidden_size": 48,
-            "intermediate_size": 20,
-            "num_layers": 3,
-            "num_experts": 5,
-        }
-    )
+    model = small_model(family=family, tie_embeddings=tied, num_kv_heads=num_kv_heads, intermediate_size=20)
     params = dict(stock_model(model).named_parameters())
     expert_params = sum(p.numel() for name, p in params.items() if ".experts." in name)
     size = model_size(model, VOCAB)
@@ -70,42 +83,221 @@ def test_counts_what_stock_hugging_face_builds(family: str, tied: bool, num_kv_h
     assert size.total_params == sum(p.numel() for p in params.values())
 
 
-def test_bytes_follow_the_formula() -> None:
-    assert peer_bytes(SIZE, 2, "bf16") == 32 * 1000 + 32 * 2 * 300 + 2 * 6 * 300
-    assert peer_bytes(SIZE, 2, "fp32") == 32 * 1000 + 32 * 2 * 300 + 4 * 6 * 300
-    assert peer_bytes(SIZE, 8, "fp32") == peer_bytes(SIZE, 8, "bf16") == 32 * (1000 + 8 * 300)
-    assert peer_bytes(SIZE, 2, "bf16", other_bytes=77) == peer_bytes(SIZE, 2, "bf16") + 77
+# ---------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("claimed", [0, 2, 5])
+@pytest.mark.parametrize("storage", get_args(Storage))
+def test_weights_and_frozen_experts_take_what_the_model_takes(storage: Storage, claimed: int) -> None:
+    if reason := unavailable(storage):
+        pytest.skip(reason)
+    model = small_model(hidden_size=64, intermediate_size=64)
+    built = slot_model(model, claimed, storage)
+    plan = peer_memory(model_size(model, VOCAB), claimed, Setup(storage))
+    assert plan.shared_weights == sum(p.nbytes for p in built.shared_parameters().values())
+    assert plan.slot_weights == sum(p.nbytes for slot in range(claimed) for p in built.slot_parameters(slot).values())
+    assert plan.frozen == sum(bank.frozen.nbytes() for bank in built._banks.values())
+
+
+@pytest.mark.parametrize("name", get_args(OptimizerName))
+@pytest.mark.parametrize("width", [48, 64, 96])
+def test_gradients_and_optimizer_state_take_what_the_optimizer_takes(name: OptimizerName, width: int) -> None:
+    pytest.importorskip("bitsandbytes")
+    model = small_model(hidden_size=width, intermediate_size=width)
+    built = slot_model(model, claimed=2)
+    slots: Mapping[int, Any] = {slot: built.slot_parameters(slot) for slot in range(2)}
+    optimizer = InnerOptimizer(built.shared_parameters(), slots, TrainConfig(optimizer=name))
+    params = [p for p in built.module.parameters() if p.requires_grad]
+    for param in params:
+        param.grad = torch.randn_like(param)
+    optimizer.step(1e-3)
+    state = {kind: tensor for kind, tensor in optimizer.state_tensors().items() if not kind.endswith("/step")}
+    size = model_size(model, VOCAB)
+    plan = peer_memory(size, 2, Setup(optimizer=name))
+    assert plan.gradients == sum(p.grad.nbytes for p in params if p.grad is not None)
+    # The last block of a tensor may be a part of one, and has a whole scale.
+    assert plan.optimizer == pytest.approx(sum(tensor.nbytes for tensor in state.values()), abs=4 * len(state))
+
+
+@pytest.mark.parametrize("claimed", [0, 2, 5])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+def test_activations_are_about_what_autograd_keeps(family: str, precision: Any, claimed: int) -> None:
+    model = small_model(family=family, hidden_size=64, num_kv_heads=2, intermediate_size=96)
+    built = slot_model(model, claimed)
+    loss = TrainingLoss(built, TrainConfig(precision=precision))
+    weights = {p.untyped_storage().data_ptr() for p in built.module.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if (storage := tensor.untyped_storage()).data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss(torch.randint(VOCAB, (4, 65)))
+    activations = Activations(model, VOCAB, sequences=4, sequence_length=64, precision=precision)
+    assert activations.kept_bytes == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.03)
+
+
+def test_checkpointing_keeps_less_and_a_larger_batch_more() -> None:
+    once = Activations(small_model(num_layers=12), 1000, sequences=4, sequence_length=128)
+    assert replace(once, checkpointing=True).num_bytes < once.num_bytes / 3
+    assert replace(once, sequences=8).num_bytes == 2 * once.num_bytes
+    run = RunConfig.model_validate({"train": {"batch_size": 8}, "data": {"sequence_length": 32}})
+    whole, micro, ranks = (
+        Setup.of(run, machine, VOCAB, num_ranks=num_ranks).activations
+        for machine, num_ranks in (
+            (MachineConfig(), 1),
+            (MachineConfig(micro_batch_size=2), 1),
+            (MachineConfig(micro_batch_size=8), 4),
+        )
+    )
+    assert whole and micro and ranks
+    assert (whole.tokens, micro.tokens, ranks.tokens) == (8 * 32, 2 * 32, 2 * 32)
+
+
+def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
+    run = RunConfig.model_validate(
+        {
+            "train": {"optimizer": "lion8bit"},
+            "outer": {"moments": "both", "optimizer": "nesterov"},
+            "merge": {"alpha": 0.1},
+            "frozen_storage": "int8",
+        }
+    )
+    theirs = Setup.of(run, MachineConfig(), None)
+    assert theirs == Setup("int8", "lion8bit", averaged_moments=1, outer_momentum=True, merges=True)
+    assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
+    own = Setup.of(RunConfig(), MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
+    assert own == Setup("nf4", "adamw8bit", averaged_moments=2)
+
+
+def test_vectors_are_those_that_a_round_holds() -> None:
+    trained, frozen = 1000 + 2 * 300, 6 * 300
+    local = Setup("fp32", averaged_moments=0)
+    plan = peer_memory(SIZE, 2, local)
+    assert plan.vectors == 4 * 3 * trained  # anchor, averager's inputs and outputs
+    # What was taken from the model, the contribution, the result, and what was fetched.
+    assert plan.round_vectors == 4 * (6 * trained + frozen + 3 * 300)
+    assert plan.training_bytes == 16 * trained + 4 * frozen + plan.vectors
+    assert plan.round_bytes == 12 * trained + 4 * frozen + plan.round_vectors
+    assert peer_memory(SIZE, 8, local).round_vectors == 4 * (6 + 1) * 3400  # nothing is fetched
+    both = peer_memory(SIZE, 2, replace(local, averaged_moments=2))
+    assert both.vectors == 4 * 7 * trained and both.round_vectors == 4 * (16 * trained + 3 * 1000)
+    nesterov = peer_memory(SIZE, 2, replace(local, outer_momentum=True))
+    assert nesterov.vectors == 4 * 4 * trained and nesterov.round_vectors == 4 * (7 * trained + frozen + 6 * 300)
+    merging = peer_memory(SIZE, 2, replace(local, merges=True))
+    assert merging.round_vectors == 4 * (6 * trained + 4 * 8 * 300 + 2 * 300)
+    start = 4 * 1000 + 4 * 8 * 300 + 4 * (2 * trained + 3 * 3400)
+    assert plan.opening == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
+
+
+def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
+    size = ModelSize(shared_params=1000, slot_params=300, num_slots=8, matrix_params=600, num_layers=3)
+    one, two = Setup(num_ranks=1), Setup(num_ranks=2)
+    alone, ddp, fsdp = (peer_memory(size, 2, setup) for setup in (one, two, replace(two, shard="fsdp")))
+    trained = 1000 + 2 * 300
+    assert alone.static_bytes == 16 * trained + 2 * 6 * 300 and alone.gathered == 0
+    assert ddp.static_bytes == alone.static_bytes and ddp.gathered == 4 * trained
+    assert fsdp.static_bytes == 8 * trained + 2 * 6 * 300
+    assert fsdp.gathered == 4 * (2 * 400 + 3 * (600 + 2 * 300) // 3)
+    several = replace(two, shard="fsdp", accumulates=True)
+    assert peer_memory(size, 2, several).gathered == fsdp.gathered + 4 * trained
+    assert ddp.vectors == fsdp.vectors == alone.vectors  # the leader's alone
+    assert ddp.training_bytes == 2 * (alone.static_bytes + ddp.gathered) + alone.vectors
+    eight = replace(two, shard="fsdp", num_ranks=8)
+    assert peer_memory(size, 2, eight).round_vectors == 4 * (16 + 5 * 3) * trained  # all ranks put vectors together
+
+
+def test_eight_bit_adamw_is_not_offered_to_ranks_that_have_parts() -> None:
+    size = ModelSize(shared_params=10**9, slot_params=10**9, num_slots=8)
+    setup = Setup("nf4", num_ranks=2, on_gpu=True)
+    for shard, offers in (("ddp", True), ("fsdp", False)):
+        with pytest.raises(ConfigError) as refused:
+            slots_that_fit(size, replace(setup, shard=shard), 33 * 10**9 if offers else 10 * 10**9)
+        assert ("adamw8bit" in str(refused.value)) == offers
+
+
+def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors() -> None:
+    gpu = peer_memory(SIZE, 2, Setup(num_ranks=2, shard="fsdp", on_gpu=True))
+    assert gpu.device_bytes == gpu.rank_bytes == gpu.static_bytes + gpu.gathered
+    assert gpu.host_bytes == max(gpu.round_vectors, gpu.opening) > gpu.device_bytes
+
+
+# ---------------------------------------------------------------------- slots
 
 
 @given(
     shared=st.integers(0, 10**12),
     slot=st.integers(1, 10**11),
-    num_slots=st.integers(1, 256),
-    storage=st.sampled_from(["fp32", "bf16"]),
-    memory=st.integers(0, 2**44),
-    other=st.integers(0, 2**36),
+    num_slots=st.integers(1, 64),
+    storage=st.sampled_from(get_args(Storage)),
+    optimizer=st.sampled_from(get_args(OptimizerName)),
+    moments=st.integers(0, 2),
+    merges=st.booleans(),
+    on_gpu=st.booleans(),
+    memory=st.integers(0, 2**46),
 )
 def test_claims_as_many_slots_as_fit_and_not_one_more(
-    shared: int, slot: int, num_slots: int, storage: Any, memory: int, other: int
+    shared: int,
+    slot: int,
+    num_slots: int,
+    storage: Any,
+    optimizer: Any,
+    moments: int,
+    merges: bool,
+    on_gpu: bool,
+    memory: int,
 ) -> None:
     size = ModelSize(shared, slot, num_slots)
-    if peer_bytes(size, 1, storage, other) > memory:
-        with pytest.raises(ConfigError):
-            slots_that_fit(size, storage, memory, other)
+    setup = Setup(storage, optimizer, averaged_moments=moments, merges=merges, on_gpu=on_gpu)
+    needs = [peer_bytes(size, claimed, setup) for claimed in range(1, num_slots + 1)]
+    assert needs == sorted(needs)
+    if needs[0] > memory:
+        with pytest.raises(ConfigError, match="training 1 slot needs"):
+            slots_that_fit(size, setup, memory)
         return
-    claimed = slots_that_fit(size, storage, memory, other)
-    assert peer_bytes(size, claimed, storage, other) <= memory
-    assert claimed == num_slots or peer_bytes(size, claimed + 1, storage, other) > memory
+    claimed = slots_that_fit(size, setup, memory)
+    assert needs[claimed - 1] <= memory
+    assert claimed == num_slots or needs[claimed] > memory
 
 
-def test_too_little_memory_says_how_much_is_missing_and_what_to_do() -> None:
-    size = ModelSize(shared_params=2**26, slot_params=2**26, num_slots=1)
-    assert slots_that_fit(size, "fp32", 4 * 2**30) == 1
-    with pytest.raises(ConfigError, match=r"needs 4 GiB, 1 GiB more than the 3 GiB available; .*--storage bf16"):
-        slots_that_fit(size, "fp32", 3 * 2**30)
-    with pytest.raises(ConfigError, match="free some memory or join a run with a smaller model"):
-        slots_that_fit(size, "bf16", 3 * 2**30)
+def test_on_a_gpu_both_memories_count() -> None:
+    setup = Setup(on_gpu=True)
+    plan = peer_memory(SIZE, 4, setup)
+    assert slots_that_fit(SIZE, setup, plan.device_bytes) == 4
+    assert slots_that_fit(SIZE, setup, 10**9, plan.host_bytes) == 4
+    with pytest.raises(ConfigError, match=r"on the host, .* more than the 1e-05 MB there are"):
+        slots_that_fit(SIZE, setup, 10**9, 10)
 
 
-def test_free_memory_is_less_than_all_memory() -> None:
-    assert 0 < free_memory_bytes() < psutil.virtual_memory().total
+def test_too_little_memory_says_how_much_is_missing_and_the_least_change_that_fits() -> None:
+    size = ModelSize(shared_params=10**9, slot_params=10**9, num_slots=8)
+    setup = Setup("fp32", "adamw", averaged_moments=0, on_gpu=True)
+    assert peer_bytes(size, 1, setup) == 60 * 10**9
+    cases = [
+        (50, "needs 60 GB, 10 GB more than the 50 GB there are; set --storage bf16 .46 GB."),
+        (40, "set --storage int8 .39.2 GB."),
+        (36, "set --storage nf4 .35.9 GB."),
+        (34, "set --storage int8 --inner-optimizer adamw8bit .27.3 GB."),
+        (10, "; free some memory or join a run with a smaller model"),
+    ]
+    for gigabytes, said in cases:
+        with pytest.raises(ConfigError, match=said):
+            slots_that_fit(size, setup, gigabytes * 10**9)
+    activations = Activations(small_model(), 10**5, sequences=8, sequence_length=1024)
+    with pytest.raises(ConfigError, match="; set --micro-batch-size 1 "):
+        slots_that_fit(size, replace(setup, activations=activations), 62 * 10**9)
+
+
+def test_another_optimizer_is_not_offered_where_it_would_make_other_steps() -> None:
+    size = ModelSize(shared_params=10**9, slot_params=10**9, num_slots=8)
+    with pytest.raises(ConfigError) as refused:
+        slots_that_fit(size, Setup("nf4", "muon", on_gpu=True), 20 * 10**9)
+    assert "adamw8bit" not in str(refused.value)
+
+
+def test_fits_agrees_with_what_is_needed() -> None:
+    needed = peer_bytes(SIZE, 3, Setup())
+    assert fits(SIZE, 3, Setup(), needed) and not fits(SIZE, 3, Setup(), needed - 1)

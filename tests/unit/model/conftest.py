@@ -57,7 +57,12 @@ def slot_model(tiny: Callable[..., ModelConfig], seed: int) -> Callable[..., Slo
     """Builds a tiny slot model, weights drawn from the test's seed."""
 
     def build(
-        claimed: list[int], storage: str = "fp32", family: str = "olmoe", model_seed: int = seed, **shape: object
+        claimed: list[int],
+        storage: str = "fp32",
+        family: str = "olmoe",
+        model_seed: int = seed,
+        kernel: str = "loop",
+        **shape: object,
     ) -> SlotModel:
         return build_slot_model(
             tiny(family, **shape),
@@ -66,6 +71,7 @@ def slot_model(tiny: Callable[..., ModelConfig], seed: int) -> Callable[..., Slo
             seed=model_seed,
             claimed=claimed,
             storage=storage,
+            kernel=kernel,
         )
 
     return build
@@ -78,7 +84,7 @@ def pair(
     """A stock model as transformers builds it, and a slot model loaded with its weights."""
 
     def build(
-        family: str, claimed: list[int], storage: str = "fp32", **shape: object
+        family: str, claimed: list[int], storage: str = "fp32", kernel: str = "loop", **shape: object
     ) -> tuple[PreTrainedModel, SlotModel]:
         config = hf_config(tiny(family, **shape), VOCAB, SEQUENCE)
         config._experts_implementation = "eager"
@@ -87,7 +93,7 @@ def pair(
             for parameter in stock.parameters():
                 if parameter.dim() > 1:
                     parameter.mul_(4)  # stock initial weights give logits too small to tell a fault from rounding
-        swapped = slot_model(claimed, storage, family, **shape)
+        swapped = slot_model(claimed, storage, family, kernel=kernel, **shape)
         load_from_stock(swapped, stock)
         return stock, swapped
 

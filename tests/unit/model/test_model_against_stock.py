@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from spes_p2p.model.export import save_checkpoint
+from tests.unit.model.plain import NEEDS_BITSANDBYTES, NF4
 
 FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
 CLAIMS = [[0, 1, 2, 3, 4, 5], [1, 4], []]
@@ -27,8 +28,9 @@ def assert_near(actual: Tensor, expected: Tensor, what: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("claimed", CLAIMS, ids=["all", "some", "none"])
-def test_logits_and_gradients_equal_stock(pair, tokens, family, claimed):
-    stock, swapped = pair(family, claimed)
+@pytest.mark.parametrize("kernel", ["loop", "grouped_mm"])
+def test_logits_and_gradients_equal_stock(pair, tokens, family, claimed, kernel):
+    stock, swapped = pair(family, claimed, kernel=kernel)
     inputs = tokens[:, :-1]
     assert_near(swapped.module(inputs).logits, stock(inputs).logits, "logits")
     next_token_loss(stock, tokens).backward()
@@ -82,8 +84,9 @@ def test_export_loads_bit_equal_with_stock_classes(slot_model, tokens, tmp_path,
     assert_near(swapped.module(tokens).logits, loaded(tokens).logits, "logits")
 
 
-def test_true_weights_are_exported_in_place_of_rounded_ones(pair):
-    stock, swapped = pair("olmoe", [0], "bf16")
+@pytest.mark.parametrize("storage", ["bf16", "int8", NF4])
+def test_true_weights_are_exported_in_place_of_rounded_ones(pair, storage):
+    stock, swapped = pair("olmoe", [0], storage)
     expected = stock.state_dict()
     rounded = swapped.stock_state_dict()
     name = "model.layers.1.mlp.experts.down_proj"
@@ -93,15 +96,17 @@ def test_true_weights_are_exported_in_place_of_rounded_ones(pair):
         assert torch.equal(tensor, expected[name]), name
 
 
-def test_bf16_storage_stays_within_rounding(pair, tokens):
+@pytest.mark.parametrize(
+    ("storage", "largest"), [("bf16", 2e-2), ("int8", 3e-2), pytest.param("nf4", 0.3, marks=NEEDS_BITSANDBYTES)]
+)
+def test_frozen_storage_stays_within_rounding(pair, tokens, storage, largest):
     # all experts chosen: rounding that flips a token's routing would be another matter
-    stock, swapped = pair("olmoe", [2], "bf16", top_k=6)
+    stock, swapped = pair("olmoe", [2], storage, top_k=6)
     exact = stock(tokens).logits
     error = (swapped.module(tokens).logits - exact).abs().max() / exact.abs().max()
-    assert 0 < error < 2e-2
-    stored = swapped.slot_weights(3)
-    for name, tensor in stored.items():
-        assert torch.equal(tensor, stock.get_parameter(name)[3].bfloat16().float())
+    assert 0 < error < largest
+    for name, tensor in swapped.slot_weights(2).items():
+        assert torch.equal(tensor, stock.get_parameter(name)[2])
 
 
 def test_perturbed_frozen_expert_changes_the_logits(pair, tokens):

@@ -88,4 +88,4 @@ def test_two_ranks_equal_one_process_before_and_after_an_adoption(seed, tmp_path
                 )
         starved = [grad for name, grad in ranks[0].items() if f".{STARVED}." in name]
         assert len(starved) == 4 and all(torch.count_nonzero(grad) == 0 for grad in starved)
-        assert any(grad.abs().max() > 0 for name, grad in ranks[0].items() if ".trained.1." in name)
+        assert any(grad.abs().max() > 0 for name, grad in ranks[0].items() if ".trained.slots.1." in name)

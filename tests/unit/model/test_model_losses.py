@@ -24,23 +24,37 @@ def collapsed(first: int, second: int) -> torch.Tensor:
 
 
 def test_balanced_router_scores_one(seed):
-    assert balance_loss([1e-3 * torch.randn(TOKENS, EXPERTS) for _ in range(3)], TOP_K).item() == pytest.approx(
-        1.0, abs=1e-2
-    )
+    layers = [1e-3 * torch.randn(TOKENS, EXPERTS) for _ in range(3)]
+    assert balance_loss(layers, TOP_K, num_sequences=4).item() == pytest.approx(1.0, abs=1e-2)
 
 
 def test_layers_collapsed_onto_different_experts_score_high(seed):
     """Stock pools the layers and calls these balanced."""
     layers = [collapsed(0, 1), collapsed(2, 3), collapsed(4, 5), collapsed(6, 7)]
-    assert balance_loss(layers, TOP_K).item() == pytest.approx(EXPERTS / TOP_K, rel=1e-3)
+    assert balance_loss(layers, TOP_K, num_sequences=4).item() == pytest.approx(EXPERTS / TOP_K, rel=1e-3)
     pooled = load_balancing_loss_func(tuple(layers), EXPERTS, TOP_K) / TOP_K
     assert pooled.item() == pytest.approx(1.0, rel=1e-3)
 
 
-def test_one_layer_equals_stock(seed):
-    logits_TE = torch.randn(TOKENS, EXPERTS)
-    stock = load_balancing_loss_func((logits_TE,), EXPERTS, TOP_K)
-    assert (balance_loss([logits_TE], TOP_K) * TOP_K).item() == pytest.approx(stock.item(), rel=1e-5)
+@pytest.mark.parametrize("num_sequences", [1, 8])
+def test_one_layer_equals_the_mean_of_stock_over_sequences(num_sequences, seed):
+    logits_TE = torch.randn(64, EXPERTS)
+    sequences = logits_TE.chunk(num_sequences)
+    stock = sum(load_balancing_loss_func((part,), EXPERTS, TOP_K) for part in sequences) / num_sequences
+    actual = balance_loss([logits_TE], TOP_K, num_sequences=num_sequences) * TOP_K
+    assert actual.item() == pytest.approx(stock.item(), rel=1e-5)
+
+
+def test_the_loss_of_a_batch_is_the_mean_over_its_parts(seed):
+    """Which is why a batch may be split: counted over a batch at once, these parts would not add up."""
+    layers = [3 * torch.randn(64, EXPERTS) for _ in range(2)]
+    settings = {"claimed": [1, 6], "claimed_factor": 0.7}
+    whole = balance_loss(layers, TOP_K, num_sequences=8, **settings)
+    first = balance_loss([layer[:16] for layer in layers], TOP_K, num_sequences=2, **settings)
+    rest = balance_loss([layer[16:] for layer in layers], TOP_K, num_sequences=6, **settings)
+    torch.testing.assert_close(0.25 * first + 0.75 * rest, whole)
+    at_once = balance_loss(layers, TOP_K, num_sequences=1, **settings)
+    assert abs(at_once.item() - whole.item()) > 1e-3
 
 
 def test_factor_scales_the_counts_of_claimed_experts(seed):
@@ -48,13 +62,14 @@ def test_factor_scales_the_counts_of_claimed_experts(seed):
     claimed, factor = [1, 6], 0.7
     probs_TE = logits_TE.softmax(-1)
     expected = 0.0
-    for expert in range(EXPERTS):
-        count = sum(expert in row for row in probs_TE.topk(TOP_K).indices.tolist())
-        share = count / (50 * TOP_K) * (factor if expert in claimed else 1.0)
-        expected += EXPERTS * share * probs_TE[:, expert].mean().item()
-    actual = balance_loss([logits_TE], TOP_K, claimed=claimed, claimed_factor=factor)
+    for probs_SE in probs_TE.chunk(5):
+        for expert in range(EXPERTS):
+            count = sum(expert in row for row in probs_SE.topk(TOP_K).indices.tolist())
+            share = count / (10 * TOP_K) * (factor if expert in claimed else 1.0)
+            expected += EXPERTS * share * probs_SE[:, expert].mean().item() / 5
+    actual = balance_loss([logits_TE], TOP_K, num_sequences=5, claimed=claimed, claimed_factor=factor)
     assert actual.item() == pytest.approx(expected, rel=1e-5)
-    assert actual < balance_loss([logits_TE], TOP_K)
+    assert actual < balance_loss([logits_TE], TOP_K, num_sequences=5)
 
 
 def test_z_loss_equals_its_formula(seed):
@@ -64,7 +79,7 @@ def test_z_loss_equals_its_formula(seed):
 
 
 def test_losses_without_router_logits_say_how_to_get_them():
-    for loss in (lambda: balance_loss([], 2), lambda: router_z_loss(())):
+    for loss in (lambda: balance_loss([], 2, num_sequences=1), lambda: router_z_loss(())):
         with pytest.raises(ValueError, match="output_router_logits"):
             loss()
 
@@ -75,7 +90,7 @@ def test_training_loss_is_the_sum_of_its_parts(slot_model, tokens):
     output = model.module(tokens[:, :-1], output_router_logits=True)
     assert len(output.router_logits) == 2
     entropy = F.cross_entropy(output.logits.flatten(0, 1), tokens[:, 1:].flatten())
-    balance = balance_loss(output.router_logits, 2, claimed=[1, 2], claimed_factor=0.7)
+    balance = balance_loss(output.router_logits, 2, num_sequences=4, claimed=[1, 2], claimed_factor=0.7)
     z = router_z_loss(output.router_logits)
     torch.testing.assert_close(
         torch.stack(parts), torch.stack([entropy + 0.5 * balance + 0.25 * z, entropy, balance, z])

@@ -15,6 +15,7 @@ from spes_p2p.model.build import hf_config, stock_model
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
+from tests.unit.model.plain import STORAGES
 
 VOCAB, SEQUENCE = 64, 16
 
@@ -43,7 +44,7 @@ def test_release_and_adopt_leave_the_forward_pass_as_it_was(slot_model, tokens):
     assert model.claimed == (0, 3, 5) and torch.equal(model.module(tokens).logits, before)
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("storage", STORAGES)
 def test_slot_released_and_adopted_with_its_state_continues_bit_for_bit(slot_model, seed, storage):
     batches = torch.randint(0, VOCAB, (8, 2, SEQUENCE + 1))
     model = slot_model([0, 3], storage)
@@ -112,6 +113,18 @@ def test_tensors_that_do_not_fit_change_nothing(slot_model, fault, target):
         actions[target]()
     assert model.claimed == (1,)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.stock_state_dict().items())
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_slot_with_values_that_are_not_finite_is_not_released(slot_model, storage):
+    """Not half of its layers either, whatever their storage can hold."""
+    model = slot_model([1], storage)
+    broken = list(model.slot_parameters(1).values())[-1]
+    with torch.no_grad():
+        broken[0, 0] = float("nan")
+    with pytest.raises(DataError, match=r"slot-1: .*not finite"):
+        model.release(1)
+    assert model.claimed == (1,) and len(model.slot_parameters(1)) == 4
 
 
 def test_slots_that_cannot_be_are_refused(slot_model):

@@ -35,7 +35,25 @@ def test_constant_keeps_the_peak_after_the_warm_up() -> None:
     assert [learning_rate(train, rounds, 4) for rounds in (0.5, 1, 3, 99)] == [0.25, 0.5, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("schedule", ["cosine", "constant"])
+def test_wsd_warms_up_stays_at_the_peak_and_decays_linearly_at_the_end() -> None:
+    train = TrainConfig(lr=1.0, schedule="wsd", warmup_rounds=2, decay_fraction=0.4, final_lr_ratio=0.1)
+    points = {0.0: 0.0, 1.0: 0.5, 2.0: 1.0, 4.0: 1.0, 6.0: 1.0, 7.0: 0.775, 8.0: 0.55, 10.0: 0.1, 99.0: 0.1}
+    assert [learning_rate(train, rounds, 10) for rounds in points] == pytest.approx(list(points.values()))
+
+
+def test_a_wsd_run_that_ends_later_is_the_same_until_the_earlier_ones_decay() -> None:
+    """Which is what the plateau is for: a run may be prolonged before it decays."""
+    train = TrainConfig(schedule="wsd", decay_fraction=0.2)
+    for rounds in (0.1, 0.5, 3.0, 7.9):
+        assert learning_rate(train, rounds, 10) == learning_rate(train, rounds, 100)
+
+
+def test_wsd_without_plateau_or_warm_up_is_a_straight_line() -> None:
+    train = TrainConfig(lr=1.0, schedule="wsd", warmup_rounds=0, decay_fraction=1.0, final_lr_ratio=0.0)
+    assert [learning_rate(train, rounds, 4) for rounds in range(5)] == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0])
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "wsd", "constant"])
 def test_past_the_end_the_rate_stays(schedule: str) -> None:
     train = TrainConfig.model_validate({"schedule": schedule})
     assert learning_rate(train, 10, 10) == learning_rate(train, 10.5, 10) == learning_rate(train, 1e9, 10)
@@ -47,7 +65,12 @@ def test_a_warm_up_longer_than_the_run_is_cut_off() -> None:
     assert learning_rate(TrainConfig(lr=1.0, warmup_rounds=4), 4, 4) == 1.0
 
 
-@given(rounds=st.floats(-5, 100), total=st.integers(1, 50), warmup=st.floats(0, 20))
-def test_stays_between_zero_and_the_peak(rounds: float, total: int, warmup: float) -> None:
-    train = TrainConfig(lr=0.7, warmup_rounds=warmup)
+@given(
+    rounds=st.floats(-5, 100),
+    total=st.integers(1, 50),
+    warmup=st.floats(0, 20),
+    schedule=st.sampled_from(["cosine", "wsd", "constant"]),
+)
+def test_stays_between_zero_and_the_peak(rounds: float, total: int, warmup: float, schedule: str) -> None:
+    train = TrainConfig.model_validate({"lr": 0.7, "warmup_rounds": warmup, "schedule": schedule})
     assert 0 <= learning_rate(train, rounds, total) <= 0.7

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.config import MachineConfig
 from spes_p2p.errors import SimulationError
-from spes_p2p.planner import SCRATCH_BYTES, TRAINED_BYTES, ModelSize
+from spes_p2p.planner import ModelSize, Setup, model_size, peer_memory
 from spes_p2p.simulator import SimulationResult, simulate
 from spes_p2p.study.results import RunResult, run_result, this_machine
 from spes_p2p.study.runs import Job, run_job
@@ -58,17 +59,17 @@ def test_tokens_and_bytes_are_counted_per_peer(result):
     assert 0 < first < last <= sum(peer.bytes_out for peer in result.peers) / 2
 
 
-def test_memory_is_what_a_peer_trains_and_what_it_keeps_frozen(result):
+def test_memory_is_what_a_peer_trains_and_what_it_keeps_frozen(result, job):
+    run = job.scenario.run
+    size, setup = model_size(run.model, run.data.vocab_size), Setup.of(run, MachineConfig(), None)
     slot = 3 * 16 * 8  # one layer's gate, up and down projections
-    trained = TRAINED_BYTES + SCRATCH_BYTES
     one, three = result.peers
     assert (one.max_slots, three.max_slots) == (1, 3)
-    assert one.expert_bytes == trained * slot + 2 * 3 * slot
-    assert three.expert_bytes == trained * 3 * slot + 2 * slot
-    assert three.trained_bytes - one.trained_bytes == trained * 2 * slot
     for peer in (one, three):
-        shared_bytes = peer.trained_bytes - peer.max_slots * trained * slot
-        assert peer.memory_bytes - peer.expert_bytes == shared_bytes > 0
+        assert peer.memory_bytes == peer_memory(size, peer.max_slots, setup).host_bytes
+        assert peer.memory_bytes - peer.trained_bytes == 2 * (4 - peer.max_slots) * slot
+        assert peer.memory_bytes - peer.expert_bytes == one.memory_bytes - one.expert_bytes > 0
+    assert three.memory_bytes > one.memory_bytes
 
 
 def test_a_simulation_that_measured_nothing_is_no_result(job):

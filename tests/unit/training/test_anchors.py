@@ -8,15 +8,15 @@ from torch import nn
 from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM, set_seed
 
 from spes_p2p.codecs import Layout
-from spes_p2p.config import MergeConfig, ModelConfig, OuterConfig
+from spes_p2p.config import MergeConfig, ModelConfig, OuterConfig, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.merge import merge_alpha, merge_experts
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
 
 NUMELS = {SHARED: 11, "slot": 7}
-MEAN = OuterConfig(moments="local")
-NESTEROV = OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9, moments="local")
+MEAN = RunConfig(outer=OuterConfig(moments="local"))
+NESTEROV = RunConfig(outer=OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9, moments="local"))
 STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
 
 
@@ -25,15 +25,15 @@ def shape(family: str = "olmoe", **changes) -> ModelConfig:
     return ModelConfig.model_validate({"family": family, "num_experts": 4, "top_k": 2, **sizes, **changes})
 
 
-@pytest.mark.parametrize("outer", [MEAN, NESTEROV], ids=["mean", "nesterov"])
-def test_whoever_takes_over_a_bundle_steps_on_exactly_as_its_author_does(outer, seed):
+@pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
+def test_whoever_takes_over_a_bundle_steps_on_exactly_as_its_author_does(run, seed):
     torch.manual_seed(seed)
-    author, newcomer = Anchors(outer, NUMELS), Anchors(outer, NUMELS)
+    author, newcomer = Anchors(run, NUMELS), Anchors(run, NUMELS)
     sizes = author.bundle_numel()
     author.set("slot-3", torch.zeros(sizes["slot"]))
     author.commit("slot-3", torch.randn(7))
     bundle = author.bundle("slot-3")
-    assert bundle.numel() == sizes["slot"] == (14 if outer is NESTEROV else 7)
+    assert bundle.numel() == sizes["slot"] == (14 if run is NESTEROV else 7)
     newcomer.set("slot-3", bundle)
     assert newcomer.digest("slot-3") == author.digest("slot-3")
     delta = torch.randn(7)
@@ -42,11 +42,11 @@ def test_whoever_takes_over_a_bundle_steps_on_exactly_as_its_author_does(outer, 
     assert torch.equal(author.bundle("slot-3"), newcomer.bundle("slot-3"))
 
 
-@pytest.mark.parametrize("outer", [MEAN, NESTEROV], ids=["mean", "nesterov"])
-def test_an_anchor_steps_as_torchs_sgd_does(outer, seed):
+@pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
+def test_an_anchor_steps_as_torchs_sgd_does(run, seed):
     torch.manual_seed(seed)
-    anchors, parameter = Anchors(outer, NUMELS), nn.Parameter(torch.randn(11))
-    settings = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if outer is NESTEROV else {"lr": 1.0}
+    anchors, parameter = Anchors(run, NUMELS), nn.Parameter(torch.randn(11))
+    settings = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if run is NESTEROV else {"lr": 1.0}
     sgd = torch.optim.SGD([parameter], **settings)
     start = parameter.detach()
     anchors.set(SHARED, torch.cat([start, torch.zeros(anchors.bundle_numel()[SHARED] - 11)]))
@@ -75,7 +75,7 @@ def test_a_delta_is_anchor_minus_local_and_committing_it_arrives_at_local(seed):
 
 def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed):
     torch.manual_seed(seed)
-    anchors = Anchors(OuterConfig(moments="both"), NUMELS)
+    anchors = Anchors(RunConfig(), NUMELS)
     start, local, moments = torch.randn(7), torch.randn(7), torch.rand(14)
     anchors.set("slot-2", start)
     contribution = anchors.contribution("slot-2", local, moments)
@@ -87,7 +87,7 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
 
 
 def test_who_has_trained_nothing_brings_no_moments():
-    anchors = Anchors(OuterConfig(moments="both"), NUMELS)
+    anchors = Anchors(RunConfig(), NUMELS)
     anchors.set(SHARED, torch.ones(11))
     assert not anchors.contribution(SHARED, torch.ones(11), None).any()
 
@@ -155,23 +155,23 @@ def test_two_holders_move_a_slot_by_the_same_bits(seed):
 # ---------------------------------------------------------------------- the run's start
 
 
-@pytest.mark.parametrize("outer", [MEAN, NESTEROV], ids=["mean", "nesterov"])
+@pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
 @pytest.mark.parametrize("family", list(STOCK))
-def test_the_first_bundles_are_the_stock_models_weights(family, outer, seed):
+def test_the_first_bundles_are_the_stock_models_weights(family, run, seed):
     set_seed(seed)
     model = shape(family)
     stock = stock_model(model, 32, 8, seed)
     assert type(stock) is STOCK[family]
     built = build_slot_model(model, vocab_size=32, sequence_length=8, seed=seed, claimed=[0], storage="fp32")
     layouts = {SHARED: Layout(built.shared_shapes()), "slot": Layout(built.slot_shapes())}
-    anchors = Anchors(outer, {kind: layout.numel for kind, layout in layouts.items()})
+    anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
     bundles = initial_bundles(anchors, layouts, stock.state_dict(), 4)
     assert set(bundles) == {SHARED, *map(slot_name, range(4))}
     named = dict(stock.named_parameters())
     seen = set()
     for name, bundle in bundles.items():
         weights, momentum = anchors.split(name, bundle)
-        assert momentum is None if outer is MEAN else not momentum.any()
+        assert momentum is None if run is MEAN else not momentum.any()
         for parameter, tensor in layouts[SHARED if name == SHARED else "slot"].unflatten(weights).items():
             wanted = named[parameter] if name == SHARED else named[parameter][int(name.removeprefix("slot-"))]
             assert torch.equal(tensor, wanted), parameter

@@ -15,6 +15,7 @@ from spes_p2p.model.build import build_slot_model
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.rounds import Rounds
 from spes_p2p.training.trainer import Trainer
 
 STATE = PeerState(run_id="r", round=3, slots=(1, 2), steps=30, total_tokens=999, data={"epoch": 1, "position": 5})
@@ -154,3 +155,14 @@ def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(checkpoint)
         assert steady.step(1e-2) == restarted.step(1e-2)
     for name in names:
         assert torch.equal(steady.flat(name), restarted.flat(name)), name
+
+
+def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
+    wrote = make_trainer()
+    wrote.step(1e-2)
+    moments = {
+        name: tensor for name, tensor in wrote.optimizer.state_tensors().items() if not name.endswith("exp_avg_sq")
+    }
+    rounds = Rounds(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
+    with pytest.raises(DataError, match="--inner-optimizer"):
+        rounds._load_moments(moments)

@@ -25,7 +25,7 @@ class Member:
     ) -> None:
         run = tiny_run(**changes)
         self.swarm = MemorySwarm(hub, peer_id(index))
-        self.anchors = Anchors(run.outer, NUMELS)
+        self.anchors = Anchors(run, NUMELS)
         self.holdings = Holdings(self.swarm, run, run_id="run", anchors=self.anchors, max_slots=2)
         value = float(round) if value is None else value
         self.swarm.publish(round, {SHARED: torch.full((5,), value), "slot-0": torch.full((3,), value)})

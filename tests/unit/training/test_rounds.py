@@ -4,7 +4,7 @@ import pytest
 import torch
 from virtual import VirtualPeer, run_virtual, tiny_run
 
-from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig
+from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.swarm.reduce import weighted_mean
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.trainer import Trainer
@@ -56,22 +56,25 @@ def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.
     return alone.trainer, initial
 
 
-@pytest.mark.parametrize("moments", ["second", "both"])
-def test_after_a_round_members_share_the_mean_of_their_moments(moments):
+@pytest.mark.parametrize(
+    ("optimizer", "moments"),
+    [("adamw", "second"), *((name, "both") for name in ("adamw", "adamw8bit", "lion8bit", "lamb", "muon"))],
+)
+def test_after_a_round_members_share_the_mean_of_their_moments(optimizer, moments):
     """Compared with a plain replay: each peer trained alone from the same start, its moments averaged by hand."""
     outer = OuterConfig(moments=moments)
     rounds = RoundConfig(mode="steps", steps=3, total=1, min_peers=2, max_seconds=60)
-    run = tiny_run(round=rounds, outer=outer)
+    run = tiny_run(round=rounds, outer=outer, train=TrainConfig(batch_size=4, lr=1e-3, optimizer=optimizer))
     peers = run_virtual(run, num_peers=2, max_slots=3)
     replays = {peer.swarm.peer_id: replay(run, peer)[0] for peer in peers}
     for name in (SHARED, *map(slot_name, range(4))):
         holders = [p for p in peers if name == SHARED or int(name.removeprefix("slot-")) in p.slots]
         expected = weighted_mean(
-            [replays[id].moments(name, outer.averaged_moments) for id in sorted(p.swarm.peer_id for p in holders)],
+            [replays[id].moments(name, run.averaged_moments) for id in sorted(p.swarm.peer_id for p in holders)],
             [192.0] * len(holders),
         )
         for peer in holders:
-            torch.testing.assert_close(peer.trainer.moments(name, outer.averaged_moments), expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(peer.trainer.moments(name, run.averaged_moments), expected, rtol=1e-6, atol=0)
 
 
 def test_a_run_with_moments_of_its_own_leaves_them_to_each_peer():

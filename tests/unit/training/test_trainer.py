@@ -4,45 +4,41 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from virtual import VOCAB, RandomTokens, tiny_run
 
 from spes_p2p.config import ModelConfig, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
 MODEL = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=8, num_experts=5)
 BATCH, RANKS, STARVED = 8, 2, 3
 # A large epsilon: AdamW divides by the gradient's size, and would blow rounding up to a step where a gradient is tiny.
-TRAIN = TrainConfig(batch_size=BATCH, lr=1e-2, eps=1e-3)
-PLAIN = TRAIN.model_copy(update={"balance_loss": 0.0})
-"""Without the balance loss, which counts the tokens of one forward pass and so depends on the split."""
+TRAIN = TrainConfig(batch_size=BATCH, lr=1e-2, eps=1e-3, balance_loss=0.5, router_z_loss=0.1, clip_norm=0.5)
+"""All losses on, and gradients that are clipped."""
 
 
-class RankOrder(RandomTokens):
-    """The same batches, each rank's rows in one piece: a microbatch of one process is then the share of a rank."""
-
-    def next_batch(self, num_sequences: int) -> Tensor:
-        batch = super().next_batch(num_sequences)
-        return torch.cat([batch[rank::RANKS] for rank in range(RANKS)])
-
-
-def trainer(train: TrainConfig, seed: int, *, data=None, claimed=(), micro: int | None = None) -> Trainer:
+def trainer(
+    train: TrainConfig, seed: int, *, claimed: Sequence[int] = (), micro: int | None = None, **settings: Any
+) -> Trainer:
     """One in which no token ever reaches expert STARVED."""
     model = build_slot_model(MODEL, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=claimed, storage="fp32")
     for layer in model.module.model.layers:
         layer.mlp.gate.register_forward_hook(_starve)
-    return Trainer(model, train, data or RandomTokens(seed, 16), ProcessGroup("cpu"), micro)
+    return Trainer(model, train, RandomTokens(seed, 16), ProcessGroup("cpu"), micro, **settings)
 
 
 def _starve(module, inputs, output):
@@ -50,12 +46,27 @@ def _starve(module, inputs, output):
     return logits_TE, scores_TK, torch.where(index_TK == STARVED, 0, index_TK)
 
 
+def gradients(trainer: Trainer) -> dict[str, Tensor]:
+    """Those of one batch."""
+    trainer._backward(RandomTokens(7, 16).next_batch(BATCH), 0.7)
+    found = {name: parameter.grad for name, parameter in trainer.model.module.named_parameters()}
+    trainer.optimizer.zero_grad()
+    return found
+
+
 def learn(trainer: Trainer, is_leader: bool = True) -> list[float]:
-    """Five steps, and after two of them one slot goes and one comes, its weights known to the leader only."""
+    """Five steps, and after two of them one slot goes and one comes, its weights known to the leader only.
+
+    Then parameters, moments and state go out and in again, as they do in a round and at a restart.
+    """
     losses = [trainer.step(1e-2, 0.9).loss for _ in range(2)]
     numel = trainer.layouts["slot"].numel
     master = torch.linspace(-0.1, 0.1, numel)
     trainer.set_slots((1, STARVED), {slot_name(1): master} if is_leader else None)
+    flats = {name: trainer.flat(name) for name in trainer.names}
+    flats |= {moments_name(SHARED): trainer.moments(SHARED, trainer.optimizer.kinds)}
+    trainer.load(flats if is_leader else None)
+    trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors())
     return losses + [trainer.step(1e-2, 0.9).loss for _ in range(3)]
 
 
@@ -75,9 +86,17 @@ def assert_rounding_apart(actual: dict[str, Tensor], expected: dict[str, Tensor]
 # ---------------------------------------------------------------------- microbatches
 
 
+@pytest.mark.parametrize("micro", [1, 2, 3, 4, 8])
+def test_a_batchs_gradient_is_the_same_in_whatever_microbatches(micro, seed):
+    whole, split = (gradients(trainer(TRAIN, seed, claimed=[0, STARVED], micro=size)) for size in (None, micro))
+    for name, gradient in whole.items():
+        error = (split[name] - gradient).abs().max()
+        assert error <= 2e-6 * gradient.abs().max(), f"{name}: {error:.1e} of {gradient.abs().max():.1e}"
+
+
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_microbatches_change_nothing_but_rounding(micro, seed):
-    whole, split = trainer(PLAIN, seed, claimed=[0, STARVED]), trainer(PLAIN, seed, claimed=[0, STARVED], micro=micro)
+    whole, split = trainer(TRAIN, seed, claimed=[0, STARVED]), trainer(TRAIN, seed, claimed=[0, STARVED], micro=micro)
     start = state(whole)
     torch.testing.assert_close(learn(split), learn(whole), rtol=1e-5, atol=1e-6)
     assert_rounding_apart(state(split), state(whole))
@@ -85,7 +104,7 @@ def test_microbatches_change_nothing_but_rounding(micro, seed):
 
 
 def test_a_microbatch_that_does_not_divide_the_batch_counts_by_its_rows(seed):
-    whole, split = trainer(PLAIN, seed, claimed=[0]), trainer(PLAIN, seed, claimed=[0], micro=3)
+    whole, split = trainer(TRAIN, seed, claimed=[0]), trainer(TRAIN, seed, claimed=[0], micro=3)
     for _ in range(3):
         whole.step(1e-2), split.step(1e-2)
     assert_rounding_apart(state(split), state(whole))
@@ -94,7 +113,7 @@ def test_a_microbatch_that_does_not_divide_the_batch_counts_by_its_rows(seed):
 def test_a_step_is_that_of_the_stock_model_under_torchs_adamw(seed):
     """All experts claimed, no router losses, no clipping: nothing is left of us but the plumbing."""
     model = MODEL.model_copy(update={"tie_embeddings": False})
-    train = PLAIN.model_copy(update={"router_z_loss": 0.0, "clip_norm": 1e9})
+    train = TRAIN.model_copy(update={"balance_loss": 0.0, "router_z_loss": 0.0, "clip_norm": 1e9})
     built = build_slot_model(model, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=range(5), storage="fp32")
     ours = Trainer(built, train, RandomTokens(seed, 16), ProcessGroup("cpu"), micro_batch_size=4)
     stock, data = stock_model(model, VOCAB, 16, seed), RandomTokens(seed, 16)
@@ -120,11 +139,13 @@ def test_a_step_is_that_of_the_stock_model_under_torchs_adamw(seed):
 # ---------------------------------------------------------------------- steps, slots, calibration
 
 
-def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_counts_no_tokens(seed):
-    broken = trainer(TRAIN, seed, claimed=[0])
+@pytest.mark.parametrize("micro", [None, 2])
+def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_counts_no_tokens(micro, seed):
+    """Nor does it if only one microbatch's is not."""
+    broken = trainer(TRAIN, seed, claimed=[0], micro=micro)
     before = state(broken)
-    gate = broken.model.module.model.layers[0].mlp.gate.weight
-    handle = gate.register_hook(lambda grad: grad * float("nan"))
+    gate, faults = broken.model.module.model.layers[0].mlp.gate.weight, iter([float("nan")])
+    handle = gate.register_hook(lambda grad: grad * next(faults, 1.0))
     assert broken.step(1e-2).tokens == 0
     after = state(broken)
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
@@ -159,39 +180,91 @@ def test_a_batch_that_does_not_split_over_the_ranks_is_refused_with_the_remedy(m
         Trainer(model, run.train, RandomTokens(0, 16), ProcessGroup("cpu"))
 
 
+@pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "lamb", "muon"])
+def test_a_machines_optimizer_is_the_one_that_it_names(name, seed):
+    one, other = trainer(TRAIN, seed, claimed=[0], optimizer=name), trainer(TRAIN, seed, claimed=[0])
+    by_run = trainer(TRAIN.model_copy(update={"optimizer": name}), seed, claimed=[0])
+    for each in (one, other, by_run):
+        each.step(1e-2), each.step(1e-2)
+    assert all(torch.equal(state(one)[key], tensor) for key, tensor in state(by_run).items())
+    assert not torch.equal(state(one)[SHARED], state(other)[SHARED])
+
+
+# ---------------------------------------------------------------------- activation checkpointing
+
+
+@pytest.mark.parametrize(("micro", "precision"), [(None, "fp32"), (2, "fp32"), (2, "bf16")])
+def test_activation_checkpointing_changes_no_bit(micro, precision, seed):
+    """Nor does it count a router's logits twice, which would change the losses."""
+    train = TRAIN.model_copy(update={"precision": precision})
+    plain, frugal = (
+        trainer(train, seed, claimed=[0, STARVED], micro=micro, activation_checkpointing=on) for on in (False, True)
+    )
+    assert learn(plain) == learn(frugal)
+    assert all(torch.equal(state(frugal)[name], tensor) for name, tensor in state(plain).items())
+    logits = frugal.model.module(torch.zeros(1, 4, dtype=torch.long), output_router_logits=True).router_logits
+    assert len(logits) == MODEL.num_layers
+
+
+def test_activation_checkpointing_keeps_little_for_the_backward_pass(seed):
+    def saved_bytes(on: bool) -> int:
+        one, total = trainer(TRAIN, seed, claimed=[0], activation_checkpointing=on), 0
+
+        def pack(tensor: Tensor) -> Tensor:
+            nonlocal total
+            total += tensor.nbytes
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            one.step(1e-2)
+        return total
+
+    assert saved_bytes(True) < 0.5 * saved_bytes(False)
+
+
 # ---------------------------------------------------------------------- ranks
 
 
-def rank_main(rank: int, port: int, seed: int, folder: str) -> None:
+def rank_main(rank: int, port: int, seed: int, folder: str, micro: int | None, shard: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group = ProcessGroup("cpu")
     group.connect()
     try:
-        rank_learn(group, seed, folder)
+        rank_learn(group, seed, folder, micro, shard)
     finally:
         group.close()
 
 
-def rank_learn(group: ProcessGroup, seed: int, folder: str) -> None:
+def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, shard: str) -> None:
     """A function of its own, so that the trainer's DDP wrapper is gone before its process group is."""
     model = build_slot_model(
         MODEL, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=[0, STARVED], storage="fp32"
     )
     for layer in model.module.model.layers:
         layer.mlp.gate.register_forward_hook(_starve)
-    one = Trainer(model, TRAIN, RandomTokens(seed, 16), group)
+    data = RandomTokens(seed, 16)
+    one = Trainer(model, TRAIN, data, group, micro, activation_checkpointing=micro is not None, shard=shard)
     losses = learn(one, group.is_leader)
+    kept = sum(kept_here(param).numel() for param in model.module.parameters())
+    whole = sum(param.numel() for param in model.module.parameters())
+    assert kept == whole if shard == "ddp" else kept < 0.6 * whole
     save_file({**state(one), "losses": torch.tensor(losses)}, f"{folder}/rank-{group.rank}.safetensors")
 
 
-def test_two_ranks_learn_what_one_process_with_accumulation_does(seed, tmp_path: Path, monkeypatch):
+def kept_here(param: Tensor) -> Tensor:
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+@pytest.mark.parametrize("micro", [None, 1], ids=["whole", "microbatches-checkpointed"])
+def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(rank_main, args=(port, seed, str(tmp_path)), nprocs=RANKS)
-    alone = trainer(TRAIN, seed, data=RankOrder(seed, 16), claimed=[0, STARVED], micro=BATCH // RANKS)
+    mp.spawn(rank_main, args=(port, seed, str(tmp_path), micro, shard), nprocs=RANKS)
+    alone = trainer(TRAIN, seed, claimed=[0, STARVED])
     expected = {"losses": torch.tensor(learn(alone))} | state(alone)
     ranks = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(RANKS)]
     for rank in ranks:

@@ -1,22 +1,17 @@
-"""What the swarm agrees on (RunConfig) and what one machine decides (PeerConfig).
-
-A RunConfig travels inside the run's signed manifest, so joining needs no file. A PeerConfig is read by
-pydantic-settings: flags over environment (`SPES_...`) over YAML over defaults; unknown keys are errors.
-"""
+"""What the swarm agrees on. A RunConfig travels inside the run's signed manifest, so joining needs no file."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Storage = Literal["fp32", "bf16"]
-RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Storage = Literal["fp32", "bf16", "int8", "nf4"]
+OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon"]
 
 
 class Frozen(BaseModel):
@@ -100,24 +95,29 @@ class TrainConfig(Frozen):
 
     batch_size: PositiveInt = 8
     """Sequences per optimizer step of one peer, over all its ranks and microbatches."""
+    optimizer: OptimizerName = "adamw"
+    """Inner optimizer; a machine may put `adamw8bit` for `adamw`, or the reverse, with --inner-optimizer. `muon` takes
+    AdamW's learning rates, `lion8bit` a third to a tenth of them; `lamb`'s are shares of a tensor's norm."""
     lr: PositiveFloat = 2e-3
-    """Peak learning rate of AdamW."""
-    beta1: Fraction = 0.9
-    """AdamW's decay of the first moment."""
-    beta2: Fraction = 0.95
-    """AdamW's decay of the second moment."""
+    """Peak learning rate."""
+    beta1: Decay = 0.9
+    """Decay of the first moment; Muon's momentum, Lion's mix of momentum and gradient."""
+    beta2: Decay = 0.95
+    """Decay of the second moment; of Lion's momentum."""
     eps: PositiveFloat = 1e-8
-    """AdamW's epsilon."""
+    """Epsilon of AdamW and LAMB."""
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
     """Decoupled weight decay, on every parameter as in SPES."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm above which gradients are scaled down; over shared and claimed parameters together."""
-    schedule: Literal["cosine", "constant"] = "cosine"
-    """Learning rate after the warm-up, over the run's rounds."""
+    schedule: Literal["cosine", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up, over the run's rounds; `wsd` stays at the peak until it decays at the end."""
+    decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.2
+    """Share of the run, at its end, over which `wsd` decays."""
     warmup_rounds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
     """Rounds (may be a fraction) of linear warm-up."""
     final_lr_ratio: Fraction = 0.1
-    """Learning rate at the end of the cosine, as a share of the peak."""
+    """Learning rate at the end of `cosine` and `wsd`, as a share of the peak."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16` runs the forward pass under autocast; parameters stay fp32."""
     balance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-2
@@ -179,16 +179,11 @@ class OuterConfig(Frozen):
     """`mean` takes the average as it is; `nesterov` adds momentum over rounds."""
     lr: PositiveFloat = 0.7
     """Outer learning rate of `nesterov`."""
-    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    momentum: Decay = 0.9
     """Momentum of `nesterov`."""
     moments: Literal["both", "second", "local"] = "both"
-    """AdamW's moments that are averaged with the deltas; `local` leaves them to each peer, `second` spares a third of
-    the averaged bytes. Why they are averaged: docs/convergence.md."""
-
-    @property
-    def averaged_moments(self) -> tuple[str, ...]:
-        """The averaged moments by torch's names, in the order in which they lie behind a delta."""
-        return {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[self.moments]
+    """The inner optimizer's moments that are averaged with the deltas: all that it keeps, the second only, which spares
+    a third of the averaged bytes, or none. Why they are averaged: docs/convergence.md."""
 
 
 class MergeConfig(Frozen):
@@ -218,79 +213,24 @@ class RunConfig(Frozen):
     frozen_storage: Storage = "bf16"
     """Default precision of the experts a peer does not hold; a machine may choose otherwise with --storage."""
 
+    @property
+    def averaged_moments(self) -> tuple[str, ...]:
+        """The averaged moments by torch's names, in the order in which they lie behind a delta."""
+        kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[self.outer.moments]
+        return kinds[:1] if self.train.optimizer == "lion8bit" else kinds
 
-class CommandConfig(BaseSettings):
-    """Base of the commands' settings: flags over `SPES_` variables over the YAML of `--config` over defaults."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_",
-        env_nested_delimiter="__",
-        extra="forbid",
-        frozen=True,
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
-        cli_hide_none_type=True,
-        nested_model_default_partial_update=True,
-        use_attribute_docstrings=True,
-    )
-
-    @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, YamlConfigSettingsSource(settings_cls))
-
-
-class PeerConfig(CommandConfig):
-    """One machine's choices, as flags: `--run-id r --initial-peers ADDR ...`."""
-
-    model_config = SettingsConfigDict(cli_prog_name="run_peer.py")
-
-    config: Path | None = None
-    """YAML file to start a new run from, and to read this machine's choices from."""
-    run_id: RunId
-    """Name of the run to found or to join."""
-    initial_peers: list[str] = []
-    """Multiaddrs of peers already in the swarm; none founds a new run."""
-    run: RunConfig | None = None
-    """The run's settings, for its founder only; everybody else takes them from the signed manifest."""
-    output: Path = Path("runs/peer")
-    """Directory of this peer's identity, versions, checkpoint and log."""
-    resume: bool = False
-    """Continue from what `output` holds."""
-    overwrite: bool = False
-    """Delete what `output` holds and start anew."""
-    max_slots: PositiveInt | None = None
-    """Expert slots to claim at most; by default as many as this machine's free memory allows."""
-    storage: Storage | None = None
-    """Precision of the experts this peer does not hold; by default the run's."""
-    kernel: Literal["loop"] = "loop"
-    """Expert kernel."""
-    micro_batch_size: PositiveInt | None = None
-    """Sequences per forward pass; by default the whole step's share of this rank."""
-    text: list[Path] = []
-    """Local files or folders (text, jsonl, parquet) to train on, for runs whose data source is `files`."""
-    data_seed: int | None = None
-    """Seed of this peer's data order; by default derived from its identity."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every interface."""
-    port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port to listen on; 0 lets the system choose."""
-    announce: list[str] = []
-    """Multiaddrs under which others reach this peer, where they differ from host and port."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to train."""
-    threads: PositiveInt | None = None
-    """CPU threads per rank; by default PyTorch's choice."""
-    seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """After the run's last round, keep serving its versions for so long, or until a monitor has archived them."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
+    @model_validator(mode="after")
+    def _check_together(self) -> RunConfig:
+        train, total = self.train, self.round.total
+        if self.outer.moments == "second" and train.optimizer in ("lion8bit", "muon"):
+            raise ValueError(
+                f"outer.moments=second, but train.optimizer={train.optimizer} keeps no second moment of an expert; "
+                f"set outer.moments to both or local"
+            )
+        latest = round(total * (1 - train.decay_fraction), 9)
+        if train.schedule == "wsd" and train.warmup_rounds > latest:
+            raise ValueError(
+                f"train.warmup_rounds={train.warmup_rounds:g} reaches into the decay that train.decay_fraction="
+                f"{train.decay_fraction:g} begins at round {latest:g}; set it to {latest:g} or less"
+            )
+        return self

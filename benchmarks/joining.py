@@ -1,0 +1,138 @@
+"""What joining is worth: the study's results as the tables of README.md and docs/convergence.md.
+
+    .venv/bin/python benchmarks/joining.py [--write]
+
+The runs are made by `spes_p2p simulate configs/convergence.yaml --output benchmarks/results/convergence`; this reads
+them and takes no time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from statistics import mean, stdev
+
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.tables import HEAD, Row, markdown_table
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+from spes_p2p.presentation import say
+from spes_p2p.study.command import finished_runs
+from spes_p2p.study.settings import Study, load_study
+from spes_p2p.study.summary import Results, Spread, gap_closed, summarise
+
+SPEED = Path("benchmarks/results/simulator_speed.json")
+"""What benchmarks/simulator_speed.py --output wrote."""
+README, PAGE = Path("README.md"), Path("docs/convergence.md")
+
+
+class JoiningConfig(CommandConfig):
+    """The study's figures beside what they had to reach."""
+
+    model_config = SettingsConfigDict(cli_prog_name="joining.py")
+
+    study: Path = Path("configs/convergence.yaml")
+    """The study."""
+    results: Path = Path("benchmarks/results/convergence")
+    """Its output."""
+    write: bool = False
+    """Put the tables into README.md and docs/convergence.md, between their markers."""
+
+
+def figures(results: Results) -> Iterator[Row]:
+    """Yield the rows that the study had to reach."""
+    yield _gap_row(
+        "gap closed, 4 peers, rounds of 5 steps, against one peer that trains everything", results, "ours", 0.6
+    )
+    yield _gap_row("- SPES as published beside it: one owner, plain mean, fp32, rounds of 25", results, "spes")
+    yield _gap_row("- one holder per slot, a quarter of the expert memory", results, "ours_quarter")
+    yield _gap_row("- all slots everywhere", results, "everywhere")
+    yield _gap_row("gap closed, 4 peers, rounds of 25 steps", results, "ours_long_rounds", 0.4)
+    text = "gap closed, against one peer of the same memory (8 of 16 slots)"
+    yield _gap_row(text, results, "ours", 0.7, solo="solo_in_memory")
+    yield _gap_row("gap closed, 16 peers", results, "ours_16_peers", 0.4, centralised="centralised_16")
+    below = {name: _by_seed(results, name, lambda loss, solo: solo - loss) for name in ("ours_16_peers", "ours")}
+    texts = [f"{_spread(below[name])}" for name in below]
+    is_more = min(below["ours_16_peers"].values()) > max(below["ours"].values())
+    yield Row("- nats below the lone peer: 16 peers / 4 peers", " / ".join(texts), "more with 16", is_more)
+    worse = _by_seed(results, "ours_quarter", lambda loss, other: 100 * (loss / other - 1), other="diloco")
+    yield Row(
+        "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25), at a quarter of its expert memory",
+        f"{mean(worse.values()):+.1f} % ± {stdev(worse.values()):.1f} % ({len(worse)} seeds)",
+        "+1 % or less",
+        mean(worse.values()) <= 1,
+    )
+    speed = json.loads(SPEED.read_text())
+    texts = [f"{speed['ratio']:.2f} ({len(speed['pairs'])} pairs)", f"{speed['cpu_ratio']:.2f} by CPU seconds"]
+    is_reached = speed["ratio"] >= 0.8
+    yield Row("simulator's speed against plain training of the same tokens", "; ".join(texts), "0.8", is_reached)
+
+
+def _gap_row(
+    text: str,
+    results: Results,
+    name: str,
+    goal: float | None = None,
+    *,
+    solo: str = "solo",
+    centralised: str = "centralised",
+) -> Row:
+    shares = {
+        seed: gap_closed(results[solo, seed].loss, results[centralised, seed].loss, result.loss)
+        for (variant, seed), result in results.items()
+        if variant == name
+    }
+    known = {seed: share for seed, share in shares.items() if share is not None}
+    is_reached = None if goal is None else mean(known.values()) >= goal
+    return Row(text, f"{_spread(known)} ({len(known)} seeds)", f"{goal or ''}", is_reached)
+
+
+def _by_seed(
+    results: Results, name: str, compare: Callable[[float, float], float], *, other: str = "solo"
+) -> dict[int, float]:
+    return {
+        seed: compare(result.loss, results[other, seed].loss)
+        for (variant, seed), result in results.items()
+        if variant == name
+    }
+
+
+def _spread(values: Mapping[int, float]) -> str:
+    spread = Spread(values)
+    return f"{spread.mean:.2f}" + (f" ± {spread.deviation:.2f}" if spread.deviation is not None else "")
+
+
+def losses(study: Study, results: Results) -> str:
+    """Return every scheme's held-out loss as a Markdown table."""
+    lines = []
+    for row in summarise(study, results):
+        deviation = f" ± {row.loss.deviation:.3f}" if row.loss.deviation is not None else ""
+        gap = f"{next(iter(row.gaps.values())).mean:.2f}" if row.gaps else ""
+        cells = (row.title, f"{row.loss.mean:.3f}{deviation}", str(len(row.loss.values)), gap, f"{row.megabytes:,.0f}")
+        lines.append(cells)
+    return markdown_table(("scheme", "held-out loss", "seeds", "gap closed", "MB sent per peer"), lines)
+
+
+def main(config: JoiningConfig) -> int:
+    """Print the tables; return the exit code."""
+    study = load_study(config.study)
+    results = finished_runs(study, config.results)
+    goals = markdown_table(HEAD, [row.cells for row in figures(results)])
+    schemes = losses(study, results)
+    say(f"{schemes}\n{goals}")
+    if config.write:
+        _put(README, "JOINING", goals)
+        _put(PAGE, "TABLE", f"{schemes}\n{goals}")
+    return 0
+
+
+def _put(page: Path, marker: str, table: str) -> None:
+    pattern = rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)"
+    page.write_text(re.sub(pattern, lambda found: found[1] + table + found[2], page.read_text(), flags=re.DOTALL))
+
+
+if __name__ == "__main__":
+    entry_point(JoiningConfig, main)

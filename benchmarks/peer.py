@@ -1,0 +1,116 @@
+"""A peer's memory and speed, every figure beside what it had to reach.
+
+    .venv/bin/python benchmarks/peer.py [--output benchmarks/results/peer]
+
+The held-out losses are those that
+`spes_p2p simulate configs/frozen_storage.yaml --output benchmarks/results/frozen_storage` has left.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks import memory
+from benchmarks.experts import module_rows, step_rows
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.tables import HEAD, Row, markdown_table
+from spes_p2p.cli import entry_point, read_yaml
+from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
+from spes_p2p.planner import Setup, model_size, peer_memory
+from spes_p2p.presentation import say
+from spes_p2p.study.command import finished_runs
+from spes_p2p.study.settings import load_study
+from spes_p2p.study.summary import Spread
+
+SEVEN_B = Path("configs/spes_7b.yaml")
+MAX_LOSS = {"bf16": None, "int8": 0.1, "nf4": 0.5}
+"""Per cent."""
+
+
+class PeerBenchmarkConfig(CommandConfig):
+    """A peer's memory and speed."""
+
+    model_config = SettingsConfigDict(cli_prog_name="peer.py")
+
+    study: Path = Path("configs/frozen_storage.yaml")
+    """The study of frozen experts' precision."""
+    results: Path = Path("benchmarks/results/frozen_storage")
+    """Its output."""
+    pairs: PositiveInt = 15
+    """Turns of each in the measurements of speed."""
+    output: Path | None = None
+    """Where to leave the figures: this name with `.md` and with `.json`."""
+
+
+def main(config: PeerBenchmarkConfig) -> int:
+    """Measure and print; return the exit code."""
+    load_before = load_average()
+    torch.set_num_threads(1)
+    found = []
+    for row in rows(config):
+        say("  ".join(cell for cell in row.cells if cell))
+        found.append(row)
+    if config.output is not None:
+        circumstances = Circumstances.now(load_before, None)
+        document = {"figures": [row._asdict() for row in found], "circumstances": asdict(circumstances)}
+        config.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        where = f"{circumstances.date}, {circumstances.cpu}, {circumstances.cores} cores, commit {circumstances.commit}"
+        table = markdown_table(HEAD, [row.cells for row in found])
+        config.output.with_suffix(".md").write_text(f"# A peer's memory and speed\n\n{where}\n\n{table}")
+    return 0
+
+
+def rows(config: PeerBenchmarkConfig) -> Iterator[Row]:
+    """Measure; yield the table's rows."""
+    yield from memory.rows()
+    yield from module_rows("cpu", config.pairs)
+    yield from step_rows("cpu", config.pairs)
+    yield from storage_rows(config)
+    yield from planned_rows()
+
+
+def storage_rows(config: PeerBenchmarkConfig) -> Iterator[Row]:
+    """Yield what frozen experts' precision costs the swarm's model."""
+    study = load_study(config.study)
+    losses = {key: result.loss for key, result in finished_runs(study, config.results).items()}
+    for storage, limit in MAX_LOSS.items():
+        seeds = [seed for seed in study.seeds if (storage, seed) in losses and ("fp32", seed) in losses]
+        if not seeds:
+            continue
+        worse = Spread({seed: 100 * (losses[storage, seed] / losses["fp32", seed] - 1) for seed in seeds})
+        deviation = f" ± {worse.deviation:.2f}" if worse.deviation is not None else ""
+        yield Row(
+            f"held-out loss after 300 steps, frozen experts in {storage} instead of fp32",
+            f"{worse.mean:+.2f} %{deviation} ({len(seeds)} seeds)",
+            f"+{limit} %" if limit is not None else "",
+            worse.mean <= limit if limit is not None else None,
+        )
+
+
+def planned_rows() -> Iterator[Row]:
+    """Yield the planner's word on the SPES paper's model of 7 B parameters."""
+    run = RunConfig.model_validate(read_yaml(SEVEN_B, "config")["run"])
+    size = model_size(run.model, run.data.vocab_size)
+    for machine, limit in (
+        (MachineConfig(storage="nf4"), 21.0),
+        (MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None),
+        (MachineConfig(storage="nf4", inner_optimizer="adamw8bit", gradients="bf16"), 12.5),
+    ):
+        gigabytes = peer_memory(size, 1, Setup.of(run, machine, None)).static_bytes / 1e9
+        what = f"{machine.inner_optimizer or 'adamw'}, gradients in {machine.gradients}"
+        yield Row(
+            f"SPES 7B, 1 of 32 slots, the others in nf4, {what}: planned static memory",
+            f"{gigabytes:.2f} GB",
+            f"{limit} GB" if limit else "",
+            gigabytes <= limit if limit else None,
+        )
+
+
+if __name__ == "__main__":
+    entry_point(PeerBenchmarkConfig, main)

@@ -1,0 +1,38 @@
+"""Settings: `run` is what the swarm agrees on, `machine` what one machine decides."""
+
+from spes_p2p.config.machine import CommandConfig, MachineConfig, PeerConfig, RunId
+from spes_p2p.config.run import (
+    DataConfig,
+    Fraction,
+    Frozen,
+    MergeConfig,
+    ModelConfig,
+    OptimizerName,
+    OuterConfig,
+    PositiveFloat,
+    PositiveInt,
+    RoundConfig,
+    RunConfig,
+    Storage,
+    TrainConfig,
+)
+
+__all__ = [
+    "CommandConfig",
+    "DataConfig",
+    "Fraction",
+    "Frozen",
+    "MachineConfig",
+    "MergeConfig",
+    "ModelConfig",
+    "OptimizerName",
+    "OuterConfig",
+    "PeerConfig",
+    "PositiveFloat",
+    "PositiveInt",
+    "RoundConfig",
+    "RunConfig",
+    "RunId",
+    "Storage",
+    "TrainConfig",
+]

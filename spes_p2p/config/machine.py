@@ -1,0 +1,107 @@
+"""What one machine decides, read by pydantic-settings: flags over environment over YAML over defaults.
+
+Unknown keys are errors.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
+
+from spes_p2p.config.run import Frozen, OptimizerName, PositiveInt, RunConfig, Storage
+
+KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
+RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+class CommandConfig(BaseSettings):
+    """Base of the commands' settings: flags over `SPES_` variables over the YAML of `--config` over defaults."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPES_",
+        env_nested_delimiter="__",
+        extra="forbid",
+        frozen=True,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        nested_model_default_partial_update=True,
+        use_attribute_docstrings=True,
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return (init_settings, env_settings, YamlConfigSettingsSource(settings_cls))
+
+
+class MachineConfig(Frozen):
+    """How one machine computes; the results that it shares have the same meaning whatever it chooses."""
+
+    storage: Storage | None = None
+    """Precision of the experts this peer does not hold; by default the run's."""
+    kernel: KernelName = "auto"
+    """Expert kernel; `auto` takes the fastest that this machine can use."""
+    inner_optimizer: OptimizerName | None = None
+    """Inner optimizer of this machine; by default the run's, whose moments it must share."""
+    micro_batch_size: PositiveInt | None = None
+    """Sequences per forward pass; by default the whole step's share of this rank."""
+    activation_checkpointing: bool = False
+    """Recompute each layer in the backward pass instead of keeping its activations."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """Precision in which gradients are kept until the step; `bf16` halves them, for the 8-bit optimizers alone."""
+    shard: Literal["ddp", "fsdp"] = "ddp"
+    """How several ranks share the work: `ddp` copies what is trained to each, `fsdp` splits it among them."""
+
+
+class PeerConfig(CommandConfig, MachineConfig):
+    """One machine's choices, as flags: `--run-id r --initial-peers ADDR ...`."""
+
+    model_config = SettingsConfigDict(cli_prog_name="run_peer.py")
+
+    config: Path | None = None
+    """YAML file to start a new run from, and to read this machine's choices from."""
+    run_id: RunId
+    """Name of the run to found or to join."""
+    initial_peers: list[str] = []
+    """Multiaddrs of peers already in the swarm; none founds a new run."""
+    run: RunConfig | None = None
+    """The run's settings, for its founder only; everybody else takes them from the signed manifest."""
+    output: Path = Path("runs/peer")
+    """Directory of this peer's identity, versions, checkpoint and log."""
+    resume: bool = False
+    """Continue from what `output` holds."""
+    overwrite: bool = False
+    """Delete what `output` holds and start anew."""
+    max_slots: PositiveInt | Literal["auto"] = "auto"
+    """Expert slots to claim at most; `auto`: as many as this machine's free memory allows."""
+    text: list[Path] = []
+    """Local files or folders (text, jsonl, parquet) to train on, for runs whose data source is `files`."""
+    data_seed: int | None = None
+    """Seed of this peer's data order; by default derived from its identity."""
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """TCP port to listen on; 0 lets the system choose."""
+    announce: list[str] = []
+    """Multiaddrs under which others reach this peer, where they differ from host and port."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    threads: PositiveInt | None = None
+    """CPU threads per rank; by default PyTorch's choice."""
+    seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
+    """After the run's last round, keep serving its versions for so long, or until a monitor has archived them."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where trained tokenizers and tokenised text are kept."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""

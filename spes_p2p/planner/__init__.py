@@ -1,0 +1,28 @@
+"""What a peer will need before anything starts: parameters, memory, bytes and time."""
+
+from spes_p2p.planner.activations import Activations
+from spes_p2p.planner.fit import fits, shortage, slots_that_fit
+from spes_p2p.planner.machine import free_memory_bytes
+from spes_p2p.planner.memory import PeerMemory, peer_bytes, peer_memory
+from spes_p2p.planner.setup import Setup
+from spes_p2p.planner.size import ModelSize, model_size
+from spes_p2p.planner.traffic import RoundSeconds, RoundTraffic, round_traffic, training_seconds, transfer_seconds
+
+__all__ = [
+    "Activations",
+    "ModelSize",
+    "PeerMemory",
+    "RoundSeconds",
+    "RoundTraffic",
+    "Setup",
+    "fits",
+    "free_memory_bytes",
+    "model_size",
+    "peer_bytes",
+    "peer_memory",
+    "round_traffic",
+    "shortage",
+    "slots_that_fit",
+    "training_seconds",
+    "transfer_seconds",
+]

@@ -1,0 +1,126 @@
+"""A plan as people read it, in lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from spes_p2p.config import RunConfig
+from spes_p2p.planner.memory import PeerMemory
+from spes_p2p.planner.setup import Setup
+from spes_p2p.planner.size import ModelSize
+from spes_p2p.planner.traffic import RoundTraffic, training_seconds, transfer_seconds
+
+NAMES = {"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"}
+
+
+def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, vocab_size: int) -> Iterator[str]:
+    """Yield what the model is, and which part of it the peer trains."""
+    model, tokenizer = run.model, run.data.tokenizer
+    yield (
+        f"{NAMES[model.family]}: {model.num_layers} layers of width {model.hidden_size}, {model.num_experts} experts "
+        f"of width {model.intermediate_size} with {model.top_k} active, "
+        f"vocabulary {vocab_size}{', tied' if model.tie_embeddings else ''}"
+    )
+    if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
+        yield f"  (the vocabulary is data.vocab_size; {tokenizer} is not on this machine, and a run takes its size)"
+    active = size.shared_params + model.top_k * size.slot_params
+    yield (
+        f"  {_params(size.total_params)} parameters, {_params(active)} active: "
+        f"{_params(size.shared_params)} shared, {size.num_slots} slots of {_params(size.slot_params)}"
+    )
+    trained = size.trained_params(claimed)
+    yield (
+        f"  a peer with {claimed} of the slots trains {_params(trained)} ({trained / size.total_params:.0%}) "
+        f"by {setup.optimizer}, and holds {_params(size.frozen_params(claimed))} frozen in {setup.storage}"
+    )
+
+
+def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
+    """Yield what the peer needs of memory, by part."""
+    each = f" of each of {setup.num_ranks} ranks ({setup.shard})" if setup.num_ranks > 1 else ""
+    yield ""
+    yield f"{f'memory{each}':<50}{'GB':>10}"
+    yield _row("weights, shared", memory.shared_weights)
+    yield _row("weights, slots", memory.slot_weights)
+    yield _row("gradients", memory.gradients)
+    yield _row(f"optimizer state, {setup.optimizer}", memory.optimizer)
+    yield _row(f"frozen experts, {setup.storage}", memory.frozen)
+    yield _row("= static", memory.static_bytes)
+    if setup.activations is not None:
+        kept = "checkpointed, " if setup.activations.checkpointing else ""
+        yield _row(f"activations, {kept}{setup.activations.tokens} tokens (estimate)", memory.activations)
+    if memory.gathered:
+        yield _row("gathered for the other ranks, or from them", memory.gathered)
+    if memory.on_gpu:
+        yield _row("= on a GPU", memory.device_bytes)
+        yield _row("on the host, at a round's end", memory.round_vectors)
+        yield _row("on the host, at the start", memory.opening)
+        return
+    if memory.num_ranks > 1:
+        yield _row("= all ranks", memory.num_ranks * memory.rank_bytes)
+    yield _row("vectors held between rounds", memory.vectors)
+    yield _row("= training", memory.training_bytes)
+    yield _row("= at a round's end, without gradients", memory.round_bytes)
+    yield _row("= at the start", memory.opening)
+
+
+def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claimed: int) -> Iterator[str]:
+    """Yield what the peer moves in a round."""
+    yield ""
+    yield f"{f'a round of {num_peers} such peers':<50}{'GB up':>10}{'GB down':>10}"
+    yield _row("averaging the shared parameters", traffic.shared, traffic.shared)
+    yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
+    yield _row("fetching others' slots, and serving its own", traffic.pulled, traffic.pulled)
+    yield _row("= in all", traffic.total, traffic.total)
+    if num_peers * claimed < size.num_slots:
+        yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: nobody trains the others"
+
+
+def time_lines(
+    run: RunConfig,
+    traffic: RoundTraffic,
+    num_peers: int,
+    links_mbit: tuple[float | None, float | None],
+    tokens_per_second: float | None,
+) -> Iterator[str]:
+    """Yield what a round takes at least, as far as that is known.
+
+    Args:
+        run: The run's settings.
+        traffic: Of each peer.
+        num_peers: Peers of the swarm.
+        links_mbit: Uplink and downlink.
+        tokens_per_second: A peer's speed.
+    """
+    uplink, downlink = links_mbit
+    if not uplink or not downlink:
+        return
+    least = transfer_seconds(traffic, uplink, downlink)
+    yield ""
+    yield f"{f'time at {uplink:g} Mbit/s up and {downlink:g} down, at least':<50}{'seconds':>10}"
+    for name, phase, deadline in (
+        ("averaging", least.averaging, "averaging_seconds"),
+        ("fetching", least.pulling, "exchange_seconds"),
+    ):
+        allowed = getattr(run.round, deadline)
+        too_long = f"   longer than round.{deadline}={allowed:g}" if phase > allowed else ""
+        yield f"  {name:<48}{phase:>10.0f}{too_long}"
+    if tokens_per_second is None:
+        yield f"  {'training':<48}{'unknown':>10}   --tokens-per-second"
+        return
+    training = training_seconds(run, num_peers, tokens_per_second)
+    yield f"  {'training':<48}{training:>10.0f}   {training / (training + least.total):.0%} of the round"
+
+
+def _row(name: str, *num_bytes: int) -> str:
+    return f"  {name:<48}" + "".join(f"{_gigabytes(count):>10}" for count in num_bytes)
+
+
+def _gigabytes(num_bytes: int) -> str:
+    gigabytes = num_bytes / 1e9
+    return f"{gigabytes:.0f}" if gigabytes >= 100 or not gigabytes else f"{gigabytes:.{2 if gigabytes >= 1 else 4}f}"
+
+
+def _params(count: int) -> str:
+    return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"

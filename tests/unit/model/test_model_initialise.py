@@ -1,0 +1,89 @@
+"""Initial weights: drawn expert by expert they are stock's, and the model never takes much more than it keeps."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from spes_p2p.config import ModelConfig
+from spes_p2p.model.build import build_slot_model, stock_model
+from tests.unit.model.plain import STORAGES
+
+VOCAB, SEQUENCE = 64, 16
+EVEN = {"hidden_size": 32, "intermediate_size": 16}
+ODD = {"hidden_size": 20, "num_heads": 2, "intermediate_size": 5, "num_experts": 3}
+"""Neither weight of an expert is a multiple of 16 numbers."""
+SUMS_OF_SEED_0 = {
+    "model.embed_tokens.weight": -4.878239589,
+    "model.layers.0.mlp.experts.gate_up_proj": -6.552891825,
+    "model.layers.3.mlp.experts.down_proj": 4.902741674,
+}
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("shape", [EVEN, ODD], ids=["even", "odd"])
+def test_experts_drawn_one_by_one_equal_all_drawn_at_once(tiny, seed, family, shape):
+    """`stock_model` draws each experts module whole, with stock's own code."""
+    config = tiny(family, **shape)
+    outside = torch.get_rng_state()
+    stock = stock_model(config, VOCAB, SEQUENCE, seed).state_dict()
+    for claimed in ([], [1], list(range(config.num_experts))):
+        built = build_slot_model(
+            config, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=seed, claimed=claimed, storage="fp32"
+        ).stock_state_dict()
+        assert built.keys() == stock.keys()
+        for name, tensor in built.items():
+            assert torch.equal(tensor, stock[name]), name
+    assert torch.equal(torch.get_rng_state(), outside), "the caller's random state was disturbed"
+
+
+def test_seed_gives_the_weights_that_it_always_gave():
+    """Peers of a run draw equal weights, whatever version of this program they are."""
+    state = stock_model(ModelConfig(), 512, SEQUENCE, 0).state_dict()
+    for name, expected in SUMS_OF_SEED_0.items():
+        assert float(state[name].double().sum()) == pytest.approx(expected, abs=1e-4), name
+
+
+BUILD = """
+import gc, json, sys
+import torch
+from spes_p2p.config import ModelConfig
+from spes_p2p.model.bank import ExpertBank
+from spes_p2p.model.build import build_slot_model
+
+def status(key):
+    return 1024 * int(next(line for line in open("/proc/self/status") if line.startswith(key)).split()[1])
+
+def build(claimed, **shape):
+    return build_slot_model(
+        ModelConfig(**shape), vocab_size=64, sequence_length=16, seed=0, claimed=claimed, storage=sys.argv[1]
+    )
+
+build([0], hidden_size=32, num_layers=1, intermediate_size=32, num_experts=2)
+gc.collect()
+before = status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+model = build([0, 3], hidden_size=512, num_layers=2, intermediate_size=2048, num_experts=8)
+kept = sum(parameter.nbytes for parameter in model.module.parameters())
+kept += sum(bank.frozen.nbytes() for bank in model.module.modules() if isinstance(bank, ExpertBank))
+print(json.dumps({"peak": status("VmHWM") - before, "kept": kept}))
+"""
+EXPERT_BYTES = 4 * 3 * 512 * 2048
+SLACK_BYTES = 2**21
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's account of a process's memory")
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", STORAGES)
+def test_building_takes_no_more_than_two_experts_beyond_what_is_kept(storage):
+    """What freed memory the process still holds counts in full."""
+    child = subprocess.run([sys.executable, "-c", BUILD, storage], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr
+    measured = json.loads(child.stdout.splitlines()[-1])
+    above = measured["peak"] - measured["kept"]
+    assert 0.3 * EXPERT_BYTES < above <= 2 * EXPERT_BYTES + SLACK_BYTES, f"{above / EXPERT_BYTES:.2f} experts"

@@ -1,0 +1,291 @@
+"""Kernels: all of them compute the plain sum and its gradients, keep little, and say when they cannot work."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.model import grouped_kernels, kernels
+from spes_p2p.model.bank import ExpertBank
+from spes_p2p.model.build import build_slot_model
+from spes_p2p.model.frozen import Int8, Nf4, Plain
+from spes_p2p.model.kernels import KERNELS, choose_kernel
+from tests.unit.model.plain import (
+    CPU,
+    EXPERTS,
+    INNER,
+    NEEDS_BITSANDBYTES,
+    NF4,
+    STORAGES,
+    TOP_K,
+    WIDTH,
+    PlainExperts,
+    bank_of,
+    routed,
+)
+
+CUDA = torch.device("cuda")
+SHAPES = [(2 * INNER, WIDTH), (WIDTH, INNER)]
+ON_CPU = ["loop", "grouped_mm"]
+
+
+def assert_near(actual: Tensor, expected: Tensor, share: float, what: str) -> None:
+    """Equal but for a share of the largest value, or of 1: a sum of numbers of about that size may cancel out."""
+    error = (actual.double() - expected.double()).abs().max().item() if actual.numel() else 0.0
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    assert actual.shape == expected.shape and error <= share * max(largest, 1.0), f"{what}: off by {error:.1e}"
+
+
+def assert_equals_plain(
+    bank: ExpertBank, stock: PlainExperts, batch, share: float, dtype: torch.dtype | None = None, autocast: bool = False
+) -> None:
+    """Compares the result and every gradient."""
+    x_TD, index_TK, weights_TK = batch
+    device = bank.frozen.device
+    with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
+        actual = bank(x_TD.to(device, dtype or x_TD.dtype), index_TK.to(device), weights_TK.to(device)).cpu()
+    assert actual.dtype == (dtype or x_TD.dtype)
+    expected = stock(x_TD, index_TK, weights_TK)
+    assert_near(actual, expected, share, "sum")
+    weight_TD = torch.randn(expected.shape, dtype=torch.float64)
+    params = [param for slot in bank.claimed for param in bank.parameters_of(slot).values()]
+    got = torch.autograd.grad((actual.double() * weight_TD).sum(), [x_TD, weights_TK, *params])
+    wanted = torch.autograd.grad(
+        (expected * weight_TD).sum(), [x_TD, weights_TK, *stock.parameters()], materialize_grads=True
+    )
+    assert_near(got[0], wanted[0], share, "tokens' gradient")
+    assert_near(got[1], wanted[1], share, "routing weights' gradient")
+    of_slots = (wanted_EOI[slot] for slot in bank.claimed for wanted_EOI in wanted[2:])
+    for grad, own in zip(got[2:], of_slots, strict=True):
+        assert grad.dtype == torch.float32
+        assert_near(grad.cpu(), own, share, f"gradient {list(own.shape)}")
+
+
+def as_stored(bank: ExpertBank) -> PlainExperts:
+    """Plain experts with the weights that a bank has after rounding."""
+    stock = PlainExperts()
+    with torch.no_grad():
+        for slot in range(EXPERTS):
+            for name, weight_OI in bank.weights_of(slot).items():
+                getattr(stock, name)[slot] = weight_OI
+    return stock
+
+
+@st.composite
+def cases(draw):
+    """Any routing, any claims: experts that no token chose, one token, no tokens."""
+    experts = draw(st.integers(1, 6))
+    hit = draw(st.integers(1, experts))
+    return SimpleNamespace(
+        seed=draw(st.integers(0, 2**31)),
+        experts=experts,
+        hit=hit,
+        top_k=draw(st.integers(1, hit)),
+        claimed=draw(st.sets(st.integers(0, experts - 1))),
+        num_tokens=draw(st.integers(0, 24)),
+        width=draw(st.sampled_from([8, 16, 40])),
+        inner=draw(st.sampled_from([8, 24])),
+    )
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@given(case=cases())
+def test_sum_and_every_gradient_equal_the_plain_ones(kernel, case):
+    torch.manual_seed(case.seed)
+    stock = PlainExperts(case.experts, case.width, case.inner)
+    bank = bank_of(stock, sorted(case.claimed), kernel=kernel)
+    batch = routed(case.num_tokens, case.hit, case.width, case.top_k)
+    assert_equals_plain(bank, stock, batch, 2e-6)
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("mode", ["autocast", "activations"])
+@pytest.mark.parametrize("claimed", [[], [1, 2], range(EXPERTS)], ids=["none", "some", "all"])
+def test_bf16_stays_within_its_rounding(seed, kernel, mode, claimed):
+    stock = PlainExperts()
+    bank = bank_of(stock, claimed, kernel=kernel)
+    dtype = torch.bfloat16 if mode == "activations" else None
+    assert_equals_plain(bank, stock, routed(11), 3e-2, dtype, autocast=mode == "autocast")
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_products_use_the_weights_as_they_are_stored(seed, kernel, storage):
+    bank = bank_of(PlainExperts(), [2], storage, kernel)
+    assert_equals_plain(bank, as_stored(bank), routed(9), 2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", list(KERNELS))
+@pytest.mark.parametrize("mode", ["fp32", "autocast", "activations"])
+@pytest.mark.parametrize("storage", ["bf16", "int8", NF4])
+@pytest.mark.parametrize("num_tokens", [0, 1, 40])
+def test_sum_and_every_gradient_on_cuda_equal_the_plain_ones(seed, kernel, mode, storage, num_tokens):
+    found = KERNELS[kernel]()
+    if (reason := found.available(CUDA)) is not None or (kernel, mode) == ("megablocks", "fp32"):
+        pytest.skip(reason or "bf16 only")
+    bank = bank_of(PlainExperts(), [1, 2], storage, kernel).to("cuda")
+    dtype = torch.bfloat16 if mode == "activations" else None
+    share = 2e-6 if mode == "fp32" else 3e-2
+    assert_equals_plain(bank, as_stored(bank), routed(num_tokens, experts=4), share, dtype, autocast=mode == "autocast")
+
+
+def test_bf16_products_are_in_bf16(seed, monkeypatch):
+    seen, mm = set(), torch.mm
+    monkeypatch.setattr(torch, "mm", lambda a, b, **options: seen.add(a.dtype) or mm(a, b, **options))
+    with torch.autocast("cpu", torch.bfloat16):
+        bank_of(PlainExperts(), [1])(*routed(5)).sum().backward()
+    assert seen == {torch.bfloat16}
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("num_tokens", [0, 7])
+def test_starved_claimed_expert_gets_zeros_and_not_none(seed, kernel, num_tokens):
+    bank = bank_of(PlainExperts(), [0, 4], kernel=kernel)
+    bank(*routed(num_tokens, experts=4)).sum().backward()
+    for parameter in bank.parameters_of(4).values():
+        assert torch.equal(parameter.grad, torch.zeros_like(parameter))
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("claimed", [[], [1, 3]], ids=["none", "some"])
+def test_of_frozen_experts_only_gate_and_up_are_saved(seed, kernel, storage, claimed):
+    """Stock saves a row's input, gate and up, both factors of the product and the product, and all weights."""
+    bank = bank_of(PlainExperts(), claimed, storage, kernel)
+    batch, saved = routed(6), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y_TD = bank(*batch)
+    own = {param.data_ptr() for param in bank.parameters()}
+    shapes = sorted(tuple(tensor.shape) for tensor in saved if tensor.data_ptr() not in own)
+    rows = 6 * TOP_K
+    assert shapes == sorted([(rows, 2 * INNER), (rows, 1), *([(6, WIDTH)] if claimed else [])])
+    assert any(tensor.data_ptr() == batch[0].data_ptr() for tensor in saved) == bool(claimed)
+    y_TD.sum().backward()
+
+
+@pytest.mark.parametrize("kernel", ON_CPU)
+@pytest.mark.parametrize(
+    ("storage", "kind"), [("bf16", Plain), ("int8", Int8), pytest.param("nf4", Nf4, marks=NEEDS_BITSANDBYTES)]
+)
+def test_one_weight_at_a_time_is_made_dense_and_none_is_kept(seed, kernel, storage, kind, monkeypatch):
+    made, dense = [], kind.dense
+
+    def watched(weight, dtype):
+        assert all(earlier.expired() for earlier in made), "an earlier dense weight is still alive"
+        tensor = dense(weight, dtype)
+        if tensor.data_ptr() not in {getattr(weight, part).data_ptr() for part in weight.PARTS}:
+            made.append(StorageWeakRef(tensor.untyped_storage()))
+        return tensor
+
+    bank = bank_of(PlainExperts(), [0], storage, kernel)
+    monkeypatch.setattr(kind, "dense", watched)
+    y_TD = bank(*routed(40))
+    forward = len(made)
+    assert forward == 2 * (EXPERTS - 1) and all(earlier.expired() for earlier in made)
+    y_TD.sum().backward()
+    assert len(made) == 2 * forward and all(earlier.expired() for earlier in made)
+
+
+# ---------------------------------------------------------------------- choosing
+
+
+def test_unknown_kernel_says_what_is_known():
+    with pytest.raises(ConfigError, match=r"'fast'.*auto or one of loop, grouped_mm, megablocks"):
+        choose_kernel("fast", CPU, SHAPES)
+
+
+def test_kernel_that_cannot_run_says_why_and_what_to_set():
+    with pytest.raises(ConfigError, match=r"kernel=megablocks .*CUDA devices, not on cpu; set --kernel auto"):
+        choose_kernel("megablocks", CPU, SHAPES)
+    with pytest.raises(ConfigError, match=r"kernel=grouped_mm .*sizes \[12\] are no multiples of 8; set --kernel auto"):
+        choose_kernel("grouped_mm", CPU, [(24, 32), (32, 12)])
+    assert choose_kernel("loop", CPU, [(24, 32), (32, 12)]).name == "loop"
+
+
+def test_pytorch_without_grouped_mm_says_which_has_it(monkeypatch):
+    monkeypatch.delattr(torch.nn.functional, "grouped_mm")
+    with pytest.raises(ConfigError, match=r"has no grouped_mm, which came with 2\.10"):
+        choose_kernel("grouped_mm", CPU, SHAPES)
+
+
+def test_megablocks_that_does_not_import_says_how_to_install_it():
+    grouped_kernels._grouped_gemm.cache_clear()
+    reason = KERNELS["megablocks"]().available(CUDA)
+    if reason is None:
+        pytest.skip("grouped_gemm imports here")
+    assert "grouped_gemm cannot be imported" in reason and "docs/kernels.md" in reason
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "shapes", "chosen", "why"),
+    [
+        (CPU, None, SHAPES, "loop", "loop, the fastest on cpu"),
+        (CUDA, (9, 0), SHAPES, "grouped_mm", "grouped_mm, the fastest on cuda"),
+        (CUDA, (7, 5), SHAPES, "loop", "not grouped_mm: T4 is older than Ampere"),
+        (CUDA, (9, 0), [(24, 32), (32, 12)], "loop", "not grouped_mm: an expert's sizes [12]"),
+        (torch.device("mps"), None, SHAPES, "loop", "loop, the fastest on mps"),
+    ],
+)
+def test_auto_takes_the_best_that_can_be_used_and_logs_why(
+    monkeypatch, caplog, device, capability, shapes, chosen, why
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "T4")
+    with caplog.at_level(logging.INFO, logger=kernels.__name__):
+        assert choose_kernel("auto", device, shapes).name == chosen
+    assert len(caplog.records) == 1 and why in caplog.text
+
+
+def test_misaligned_model_is_refused_when_it_is_built(tiny):
+    with pytest.raises(ConfigError, match=r"grouped_mm .*sizes \[12\]"):
+        build_slot_model(
+            tiny(intermediate_size=12),
+            vocab_size=64,
+            sequence_length=16,
+            seed=0,
+            claimed=[0],
+            storage="fp32",
+            kernel="grouped_mm",
+        )
+
+
+# ---------------------------------------------------------------------- megablocks, its package played by a loop
+
+
+class PlainGroupedGemm:
+    """`grouped_gemm.backend` as its source has it: bf16 only, contiguous rows, counts int64 on the host."""
+
+    @staticmethod
+    def gmm(a: Tensor, b: Tensor, batch_sizes: Tensor, trans_a: bool = False, trans_b: bool = False) -> Tensor:
+        assert a.dtype == b.dtype == torch.bfloat16 and a.is_contiguous() and b.is_contiguous()
+        assert batch_sizes.dtype == torch.int64 and batch_sizes.sum() == len(a) and not (trans_a and trans_b)
+        parts = a.split(batch_sizes.tolist())
+        if trans_a:
+            return torch.stack([x.t() @ y for x, y in zip(parts, b.split(batch_sizes.tolist()), strict=True)])
+        return torch.cat([x @ (w.t() if trans_b else w) for x, w in zip(parts, b, strict=True)])
+
+
+@pytest.mark.parametrize("claimed", [[], [1, 2], range(EXPERTS)], ids=["none", "some", "all"])
+@pytest.mark.parametrize("num_tokens", [0, 1, 11])
+def test_megablocks_calls_its_package_as_it_wants_to_be_called(seed, monkeypatch, claimed, num_tokens):
+    monkeypatch.setattr(grouped_kernels, "_grouped_gemm", lambda: PlainGroupedGemm)
+    assert KERNELS["megablocks"]().available(CUDA) is None
+    stock = PlainExperts()
+    bank = bank_of(stock, claimed, kernel="megablocks")
+    assert_equals_plain(bank, stock, routed(num_tokens, experts=4), 3e-2, autocast=True)
+
+
+def test_megablocks_in_fp32_says_what_to_set(seed, monkeypatch):
+    monkeypatch.setattr(grouped_kernels, "_grouped_gemm", lambda: PlainGroupedGemm)
+    bank = bank_of(PlainExperts(), [1], kernel="megablocks")
+    with pytest.raises(ConfigError, match=r"bf16 only, not in torch.float32; set train.precision=bf16"):
+        bank(*routed(3))

@@ -1,0 +1,153 @@
+"""`scripts/plan.py`: its table, and one line with exit code 2 where a plan does not fit."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spes_p2p.cli import load_settings
+from spes_p2p.config import DataConfig
+from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.planner.command import PlanConfig, main, vocabulary
+
+ROOT = Path(__file__).resolve().parents[2]
+SEVEN = ["--config", str(ROOT / "configs" / "spes_7b.yaml")]
+LOCAL = ["--config", str(ROOT / "configs" / "local_experiment.yaml")]
+
+
+def planned(capsys: pytest.CaptureFixture[str], *flags: str) -> str:
+    assert main(load_settings(PlanConfig, flags)) == 0
+    return capsys.readouterr().out
+
+
+def run_script(*flags: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "scripts" / "plan.py"), *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def row(text: str, name: str) -> list[float]:
+    """The numbers of the line that starts so."""
+    line = next(line for line in text.splitlines() if line.strip().startswith(name))
+    return [float(word) for word in re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", line.split(name, 1)[1])]
+
+
+def test_says_what_a_peer_needs_by_part(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, *SEVEN, "--slots", "1", "--storage", "nf4", "--device", "cuda", "--memory-gb", "48")
+    assert "7.33 B parameters, 1.7 B active: 891 M shared, 32 slots of 201 M" in text
+    assert "a peer with 1 of the slots trains 1.09 B (15%) by adamw, and holds 6.24 B frozen in nf4" in text
+    assert row(text, "= static") == [20.99]
+    parts = ("weights, shared", "weights, slots", "gradients", "optimizer state, adamw", "frozen experts, nf4")
+    assert sum(row(text, part)[-1] for part in parts) == pytest.approx(20.99, abs=0.03)
+    assert re.search(r"a GPU with 48 GB free can train \d+ of 32 slots at most", text)
+
+
+def test_the_optimizer_and_the_storage_are_the_machines_to_choose(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, *SEVEN, "--slots", "1", "--storage", "int8", "--inner-optimizer", "adamw8bit")
+    assert row(text, "optimizer state, adamw8bit") == [2.22] and row(text, "frozen experts, int8")[-1] == 6.44
+
+
+def test_several_ranks_share_or_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SEVEN, "--device", "cuda", "--ranks", "8"]
+    ddp, fsdp = planned(capsys, *flags), planned(capsys, *flags, "--shard", "fsdp")
+    assert "each of 8 ranks (fsdp)" in fsdp
+    assert row(ddp, "gradients")[0] == pytest.approx(8 * row(fsdp, "gradients")[0], rel=0.01)
+    assert row(ddp, "gathered for the other ranks")[0] == row(ddp, "gradients")[0]
+
+
+def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SEVEN, "--slots", "8", "--peers", "4"]
+    text = planned(capsys, *flags)
+    assert "Mbit/s" not in text
+    up, down = row(text, "= in all")
+    assert up == down == pytest.approx(24.67)
+    text = planned(capsys, *flags, "--uplink-mbit", "100", "--downlink-mbit", "1000")
+    averaging, fetching = row(text, "averaging the shared parameters")[0], row(text, "fetching others'")[0]
+    assert row(text, "averaging  ")[0] == pytest.approx(averaging * 80, rel=0.01)
+    assert row(text, "fetching  ")[0] == pytest.approx(fetching * 80, rel=0.01)
+    assert re.search(r"training +unknown +--tokens-per-second", text)
+    assert re.search(
+        r"training +\d+ +\d+% of the round", planned(capsys, *flags, "--uplink-mbit", "9", "--tokens-per-second", "9")
+    )
+
+
+def test_slots_that_nobody_holds_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SEVEN, "--slots", "7", "--peers"]
+    assert "they hold 28 of 32 slots: nobody trains the others" in planned(capsys, *flags, "4")
+    assert "they hold" not in planned(capsys, *flags, "5")
+
+
+def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, *SEVEN, "--downlink-mbit", "20")
+    assert "longer than round.averaging_seconds=1200" in text and "longer than round.exchange_seconds=3600" in text
+
+
+def test_without_slots_it_plans_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    text = planned(capsys, *LOCAL, "--memory-gb", "0.2")
+    fitting = int(re.search(r"can train (\d+) of 16 slots at most", text)[1])  # type: ignore[index]
+    assert 0 < fitting < 16 and f"a peer with {fitting} of the slots" in text
+    planned(capsys, *LOCAL, "--memory-gb", "0.2", "--slots", str(fitting))
+    with pytest.raises(ConfigError, match=f"claim at most {fitting}"):
+        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.2", "--slots", str(fitting + 1)]))
+    assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
+
+
+def test_a_plan_that_does_not_fit_exits_with_2_and_says_what_would() -> None:
+    command = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
+    done = run_script(*command)
+    assert done.returncode == 2, done.stderr
+    assert "= static" in done.stdout
+    assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    assert re.search(r"error: training 8 slots needs 76.4 GB, 52.4 GB more than the 24 GB there are; ", done.stderr)
+    command += ["--slots", "1", "--storage", "bf16"]
+    done = run_script(*command)
+    remedy = re.search(r"set (--storage .*) \(", done.stderr)
+    assert done.returncode == 2 and remedy, done.stderr
+    done = run_script(*command, *remedy[1].split())
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--slots", "99"], "--slots 99 exceeds model.num_experts=32; set it to 32 or less"),
+        (["--slots", "0"], "max_slots=.*greater than"),
+        (["--memory-gb", "nan"], "memory_gb=.*finite"),
+        (["--device", "cuda", "--max-slots", "auto"], "set --memory-gb, or --slots"),
+        (["--peer", "3"], "see --help"),
+        (["--slots", "1", "--device", "cuda", "--host-memory-gb", "50"], "on the host, .* there are; "),
+    ],
+)
+def test_bad_input_is_one_line_with_the_remedy(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        main(load_settings(PlanConfig, [*SEVEN, *flags]))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_local_tokenizer_is_counted_and_another_taken_as_configured(tmp_path: Path) -> None:
+    tokenizer = train_bpe(["peers average slots in rounds"] * 3, 270)
+    tokenizer.save_pretrained(tmp_path)
+    assert vocabulary(DataConfig(tokenizer=str(tmp_path), vocab_size=9)) == len(tokenizer)
+    assert vocabulary(DataConfig(tokenizer="someone/elses", vocab_size=99)) == 99
+    assert vocabulary(DataConfig(vocab_size=300)) == 300
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(DataError, match="name a folder with a tokenizer"):
+        vocabulary(DataConfig(tokenizer=str(tmp_path)))
+
+
+def test_a_vocabulary_that_is_only_configured_is_marked(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "Qwen/Qwen2.5-0.5B is not on this machine" in planned(capsys, *SEVEN)
+    assert "is not on this machine" not in planned(capsys, *LOCAL)
+
+
+def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPES_PLAN_MAX_SLOTS", "3")
+    monkeypatch.setenv("SPES_PLAN_RUN__FROZEN_STORAGE", "int8")
+    config = load_settings(PlanConfig, LOCAL)
+    assert config.max_slots == 3 and config.run.frozen_storage == "int8"
