@@ -52,6 +52,7 @@ def build_trainer(
         claimed=(),
         storage=machine.storage or run.frozen_storage,
         kernel=machine.kernel,
+        device=group.device,
     )
     return Trainer(
         model,
