@@ -14,7 +14,7 @@ from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
 from spes_p2p.children import STOP_SECONDS, Child, start, stop
-from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig, RunId
+from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig, RunId, check_machine
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
@@ -67,6 +67,7 @@ def main(config: ExperimentConfig) -> int:
     slots = config.max_slots or min(-(-2 * num_experts // config.peers), num_experts)
     if slots > num_experts:
         raise ConfigError(f"max_slots={slots} exceeds model.num_experts={num_experts}; set it to {num_experts} or less")
+    check_machine(config.run, config)
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
     _prepare_corpus(config)
     if config.overwrite and config.output.exists():

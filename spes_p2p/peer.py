@@ -14,11 +14,11 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs import digest
-from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.config import PeerConfig, RunConfig, check_machine
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, DataError, JoinError, RecordError
-from spes_p2p.model.build import hf_config
+from spes_p2p.model.build import check_build, hf_config
 from spes_p2p.planner import Setup, free_memory_bytes, model_size, slots_that_fit
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
@@ -92,7 +92,8 @@ def _joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
     run = config.run or RunConfig()
-    _check_slots(config, run if not config.initial_peers else None)
+    if not config.initial_peers:
+        _check_choices(config, run)
     kept = _kept(config)
     founded = None if config.initial_peers or config.resume else _found(config, run)
     node = Node(
@@ -167,7 +168,7 @@ def _manifest(
 
 def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admission:
     run = manifest.config
-    _check_slots(config, run)
+    _check_choices(config, run)
     size = model_size(run.model, manifest.vocab_size)
     max_slots = config.max_slots
     if max_slots == "auto":
@@ -191,8 +192,13 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admi
     return Admission(manifest, max_slots, data_seed)
 
 
-def _check_slots(config: PeerConfig, run: RunConfig | None) -> None:
-    if run is not None and config.max_slots != "auto" and config.max_slots > run.model.num_experts:
+def _check_choices(config: PeerConfig, run: RunConfig) -> None:
+    """Refuse what was chosen for this machine as soon as the run is known."""
+    group = ProcessGroup(config.device)
+    check_machine(run, config, group.world_size)
+    if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
+        check_build(run.model, config.storage or run.frozen_storage, config.kernel)
+    if config.max_slots != "auto" and config.max_slots > run.model.num_experts:
         raise ConfigError(
             f"max_slots={config.max_slots} exceeds model.num_experts={run.model.num_experts}; "
             f"set it to {run.model.num_experts} or less"

@@ -1,5 +1,6 @@
-"""Settings: `run` is what the swarm agrees on, `machine` what one machine decides."""
+"""Settings: `run` is what the swarm agrees on, `machine` what one machine decides, `checks` whether the two fit."""
 
+from spes_p2p.config.checks import EIGHT_BIT, check_machine, check_training
 from spes_p2p.config.machine import CommandConfig, MachineConfig, PeerConfig, RunId
 from spes_p2p.config.run import (
     DataConfig,
@@ -18,6 +19,7 @@ from spes_p2p.config.run import (
 )
 
 __all__ = [
+    "EIGHT_BIT",
     "CommandConfig",
     "DataConfig",
     "Fraction",
@@ -35,4 +37,6 @@ __all__ = [
     "RunId",
     "Storage",
     "TrainConfig",
+    "check_machine",
+    "check_training",
 ]

@@ -20,7 +20,7 @@ from transformers import (
 from spes_p2p.config import ModelConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
-from spes_p2p.model.frozen import WEIGHT_NAMES
+from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
 from spes_p2p.model.initialise import initialise
 from spes_p2p.model.kernels import choose_kernel
 from spes_p2p.model.slot_model import SlotModel
@@ -135,6 +135,18 @@ def build_slot_model(
     for name, bank in banks.items():
         module.set_submodule(name, bank)
     return SlotModel(module, banks)
+
+
+def check_build(model: ModelConfig, storage: str, kernel: str) -> None:
+    """Refuses for a CPU what `build_slot_model` would, by shapes and names alone.
+
+    Raises:
+        ConfigError: `storage` or `kernel` is unknown or cannot be used here.
+    """
+    FrozenStore(storage)
+    if kernel != "auto":
+        width, inner = model.hidden_size, model.intermediate_size
+        choose_kernel(kernel, torch.device("cpu"), [(2 * inner, width), (width, inner)])
 
 
 def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:

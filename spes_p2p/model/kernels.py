@@ -154,6 +154,7 @@ def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, .
     found = KERNELS[name]()
     if (reason := found.available(device) or found.refuses(shapes)) is not None:
         raise ConfigError(f"kernel={name} cannot be used here: {reason}; set --kernel auto")
+    log.info("kernel %s, as asked for", name)
     return found
 
 

@@ -12,8 +12,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spes_p2p.config import OptimizerName, TrainConfig
-from spes_p2p.errors import ConfigError
-from spes_p2p.optim.rules import EIGHT_BIT, MOMENTS, Rule, make_rules
+from spes_p2p.optim.rules import MOMENTS, Rule, make_rules
 from spes_p2p.parts import like, whole
 
 SHARED = "shared"
@@ -38,10 +37,10 @@ class InnerOptimizer:
         slots: The parameters of each claimed slot by name.
         train: Optimizer, betas, epsilon, weight decay and clipping norm; the learning rate comes with each step.
         name: Another optimizer than `train.optimizer`.
-        gradients: Precision in which gradients are kept until the step.
+        gradients: Precision in which gradients are kept until the step; `bf16` for the 8-bit optimizers alone.
 
     Raises:
-        ConfigError: the optimizer cannot work here, or not with such gradients.
+        ConfigError: the optimizer cannot work here.
     """
 
     def __init__(
@@ -52,16 +51,10 @@ class InnerOptimizer:
         name: OptimizerName | None = None,
         gradients: Literal["fp32", "bf16"] = "fp32",
     ) -> None:
-        name = name or train.optimizer
-        if gradients == "bf16" and name not in EIGHT_BIT:
-            raise ConfigError(
-                f"gradients=bf16 goes with the optimizers {' and '.join(EIGHT_BIT)}, not with {name}; "
-                f"set inner_optimizer to one of them, or gradients=fp32"
-            )
         self._gradient_dtype = torch.bfloat16 if gradients == "bf16" else None
         self._clip_norm = train.clip_norm
         self._groups: dict[str, dict[str, Parameter]] = {}
-        self._rules = make_rules(name, train, next(iter(shared.values())).device)
+        self._rules = make_rules(name or train.optimizer, train, next(iter(shared.values())).device)
         self._add(SHARED, shared)
         for slot, params in slots.items():
             self.add_slot(slot, params)

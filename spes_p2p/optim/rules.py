@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from spes_p2p.config import OptimizerName, RunConfig, TrainConfig
+from spes_p2p.config import OptimizerName, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.optim.lamb import Lamb
 from spes_p2p.parts import like
@@ -22,8 +22,6 @@ MIN_8BIT_SIZE = 4096
 """Parameters with fewer elements keep their state in fp32, as bitsandbytes has it."""
 BLOCK_SIZE = 256
 """Elements that share a scale in 8-bit state; fixed in bitsandbytes."""
-EIGHT_BIT = ("adamw8bit", "lion8bit")
-"""Optimizers of bitsandbytes."""
 NOT_HIDDEN = ("embed_tokens", "lm_head")
 """Modules whose matrices Muon leaves to AdamW, by their stock names."""
 
@@ -248,19 +246,3 @@ def _widening(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             p.grad, p.grad_dtype = None, narrow
 
     return Widening
-
-
-def check_override(run: RunConfig, name: OptimizerName) -> None:
-    """Refuses an inner optimizer of one machine whose steps and moments would not mean what the run's do.
-
-    AdamW in 8 bits makes AdamW's steps; all others read `train.lr` in another way. LAMB's moments are AdamW's, but its
-    steps are not.
-
-    Raises:
-        ConfigError: the two do not go together.
-    """
-    if name != run.train.optimizer and {name, run.train.optimizer} != {"adamw", "adamw8bit"}:
-        raise ConfigError(
-            f"inner_optimizer={name} does not make the steps of the run's train.optimizer={run.train.optimizer}; "
-            f"leave it out (only adamw and adamw8bit stand in for each other)"
-        )

@@ -8,7 +8,15 @@ from typing import Literal
 from pydantic_settings import SettingsConfigDict
 from tokenizers import Tokenizer
 
-from spes_p2p.config import CommandConfig, DataConfig, MachineConfig, PositiveFloat, PositiveInt, RunConfig
+from spes_p2p.config import (
+    CommandConfig,
+    DataConfig,
+    MachineConfig,
+    PositiveFloat,
+    PositiveInt,
+    RunConfig,
+    check_machine,
+)
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.planner.fit import fits, shortage, slots_that_fit
 from spes_p2p.planner.machine import free_memory_bytes
@@ -67,6 +75,9 @@ def main(config: PlanConfig) -> int:
         DataError: a local tokenizer cannot be read.
     """
     run, vocab_size = config.run, vocabulary(config.run.data)
+    check_machine(run, config, config.ranks)
+    if config.host_memory_gb and config.device != "cuda":
+        raise ConfigError("--host-memory-gb goes with --device cuda; without a GPU set --memory-gb")
     size = model_size(run.model, vocab_size)
     setup = Setup.of(run, config, vocab_size, num_ranks=config.ranks, on_gpu=config.device == "cuda")
     memory, host = _available(config)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import get_args
 
-from spes_p2p.config import OptimizerName, Storage
+from spes_p2p.config import EIGHT_BIT, OptimizerName, Storage
 from spes_p2p.errors import ConfigError
 from spes_p2p.planner.activations import Activations
 from spes_p2p.planner.memory import FROZEN_BYTES, peer_bytes, peer_memory
@@ -69,14 +69,27 @@ def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
     is_whole = setup.num_ranks == 1 or setup.shard == "ddp"
     may_shrink = setup.optimizer == "adamw" and is_whole
     optimizers: list[OptimizerName] = ["adamw", "adamw8bit"] if may_shrink else [setup.optimizer]
-    for optimizer in optimizers:
-        for storage in get_args(Storage):
-            if FROZEN_BYTES[storage] <= FROZEN_BYTES[setup.storage]:
-                flags = [f"--storage {storage}"] if storage != setup.storage else []
-                flags += [f"--inner-optimizer {optimizer}"] if optimizer != setup.optimizer else []
-                for more_flags, activations in _smaller_activations(setup.activations):
-                    other = replace(setup, storage=storage, optimizer=optimizer, activations=activations)
-                    yield " ".join([*flags, *more_flags]), other
+    smaller = [
+        (flags, replace(setup, storage=storage, optimizer=optimizer))
+        for optimizer in optimizers
+        for storage, flags in _smaller_storages(setup, optimizer)
+    ]
+    for flags, other in smaller:
+        for more_flags, activations in _smaller_activations(setup.activations):
+            yield " ".join([*flags, *more_flags]), replace(other, activations=activations)
+    # Gradients of two bytes are for the 8-bit optimizers and one rank, and add up badly.
+    if setup.num_ranks == 1 and not setup.accumulates:
+        for flags, other in smaller:
+            if other.optimizer in EIGHT_BIT:
+                yield " ".join([*flags, "--gradients bf16"]), replace(other, gradient_bytes=2)
+
+
+def _smaller_storages(setup: Setup, optimizer: OptimizerName) -> Iterator[tuple[Storage, list[str]]]:
+    """Storages no larger than the setup's, and the flags that set them and the optimizer."""
+    for storage in get_args(Storage):
+        if FROZEN_BYTES[storage] <= FROZEN_BYTES[setup.storage]:
+            flags = [f"--storage {storage}"] if storage != setup.storage else []
+            yield storage, flags + ([f"--inner-optimizer {optimizer}"] if optimizer != setup.optimizer else [])
 
 
 def _smaller_activations(activations: Activations | None) -> Iterator[tuple[list[str], Activations | None]]:

@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from spes_p2p.config import MachineConfig, RunConfig
+from spes_p2p.config import MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.optim.rules import check_override
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.training.anchors import Anchors, initial_bundles
 from spes_p2p.training.holdings import Holdings
@@ -42,8 +41,7 @@ def build_trainer(
         ConfigError: this machine cannot compute so.
     """
     machine = machine or MachineConfig()
-    if machine.inner_optimizer is not None:
-        check_override(run, machine.inner_optimizer)
+    check_machine(run, machine, group.world_size)
     model = build_slot_model(
         run.model,
         vocab_size=vocab_size,
@@ -54,18 +52,7 @@ def build_trainer(
         kernel=machine.kernel,
         device=group.device,
     )
-    return Trainer(
-        model,
-        run.train,
-        data,
-        group,
-        machine.micro_batch_size,
-        optimizer=machine.inner_optimizer,
-        activation_checkpointing=machine.activation_checkpointing,
-        shard=machine.shard,
-        gradients=machine.gradients,
-        clock=clock,
-    )
+    return Trainer(model, run.train, data, group, machine, clock=clock)
 
 
 def build_synchroniser(swarm: Swarm, run: RunConfig, trainer: Trainer, *, run_id: str, max_slots: int) -> Synchroniser:

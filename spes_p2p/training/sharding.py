@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from spes_p2p.errors import ConfigError
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -95,24 +94,13 @@ class Parts:
             wrapped.module.set_requires_gradient_sync(True)
 
 
-def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup, optimizer: str) -> Sharding:
+def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> Sharding:
     """Return the way to share the work of a peer's ranks.
 
     Args:
         name: As the machine's settings have it; nothing is shared by one rank alone.
         group: This peer's ranks, connected.
-        optimizer: The inner optimizer.
-
-    Raises:
-        ConfigError: the inner optimizer cannot work on parts of parameters.
     """
     if group.world_size == 1:
         return Alone()
-    if name == "ddp":
-        return Copies()
-    if optimizer != "adamw":
-        raise ConfigError(
-            f"inner optimizer {optimizer} cannot work with --shard fsdp, where a rank has parts of parameters; "
-            f"use adamw, or --shard ddp"
-        )
-    return Parts(group)
+    return Copies() if name == "ddp" else Parts(group)

@@ -10,15 +10,13 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Layout
-from spes_p2p.config import OptimizerName, TrainConfig
+from spes_p2p.config import MachineConfig, TrainConfig, check_training
 from spes_p2p.data.packing import TokenSource
-from spes_p2p.errors import ConfigError
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
@@ -53,11 +51,7 @@ class Trainer:
         train: Inner training settings.
         data: Batches, in the same order on every rank.
         group: This peer's ranks.
-        micro_batch_size: Sequences per forward pass; None takes a rank's whole share.
-        optimizer: Another inner optimizer than `train.optimizer`; see `check_override`.
-        activation_checkpointing: Keep a layer's input only, and compute the layer again in the backward pass.
-        shard: How the ranks share the work, `ddp` or `fsdp`.
-        gradients: Precision in which gradients are kept until the step; `bf16` for one rank alone.
+        machine: How this machine computes; by default as the run says.
         clock: Tells the seconds that pass; a virtual peer's are virtual.
 
     Raises:
@@ -70,33 +64,26 @@ class Trainer:
         train: TrainConfig,
         data: TokenSource,
         group: ProcessGroup,
-        micro_batch_size: int | None = None,
+        machine: MachineConfig | None = None,
         *,
-        optimizer: OptimizerName | None = None,
-        activation_checkpointing: bool = False,
-        shard: Literal["ddp", "fsdp"] = "ddp",
-        gradients: Literal["fp32", "bf16"] = "fp32",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if train.batch_size % group.world_size:
-            raise ConfigError(
-                f"train.batch_size={train.batch_size} does not split over {group.world_size} ranks; "
-                f"start a divisor of it with --nproc-per-node"
-            )
-        if gradients == "bf16" and group.world_size > 1:
-            raise ConfigError(f"gradients=bf16 works with one rank, not {group.world_size}; set gradients=fp32")
+        machine = machine or MachineConfig()
+        check_training(train, machine, group.world_size)
         self.model, self.data, self._train, self._group = model, data, train, group
         self.clock = clock
-        self._micro = micro_batch_size or train.batch_size // group.world_size
+        self._micro = machine.micro_batch_size or train.batch_size // group.world_size
         torch.nn.Module.to(model.module, group.device)
-        if activation_checkpointing:
+        if machine.activation_checkpointing:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
         self.layouts = {SHARED: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
         self._loss = TrainingLoss(model, train)
-        self._sharding = sharding_of(shard, group, optimizer or train.optimizer)
+        self._sharding = sharding_of(machine.shard, group)
         self._wrapped = self._sharding.wrap(self._loss)
         slots = {slot: model.slot_parameters(slot) for slot in model.claimed}
-        self.optimizer = InnerOptimizer(model.shared_parameters(), slots, train, optimizer, gradients)
+        self.optimizer = InnerOptimizer(
+            model.shared_parameters(), slots, train, machine.inner_optimizer, machine.gradients
+        )
         self.steps = 0
 
     @property

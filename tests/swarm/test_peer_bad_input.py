@@ -189,6 +189,12 @@ BAD = {
     "resume of nothing": Bad(flags("--resume"), "output", "drop --resume"),
     "resume and overwrite": Bad(flags("--resume", "--overwrite"), "--overwrite", "drop one"),
     "absent config": Bad(flags("--config", "absent.yaml"), "absent.yaml", "existing"),
+    "optimizer of another run": Bad(flags("--inner-optimizer", "lion8bit"), "inner_optimizer=lion8bit", "leave it out"),
+    "narrow gradients": Bad(flags("--gradients", "bf16"), "gradients=bf16", "set inner_optimizer"),
+    "kernel that is not here": Bad(flags("--kernel", "megablocks"), "kernel=megablocks", "--kernel auto"),
+    "unaligned experts": Bad(
+        flags("--kernel", "grouped_mm", "--run.model.intermediate-size", "100"), "kernel=grouped_mm", "--kernel auto"
+    ),
 }
 if not torch.cuda.is_available():
     BAD["no CUDA"] = Bad(flags("--device", "cuda"), "device=cuda", "--device cpu")
@@ -282,6 +288,7 @@ def test_a_joiners_bad_input_shows_once_the_run_is_known_and_nothing_stays_writt
         ([], "data.source=files", "--text"),
         (["--text", world.folder / "absent.txt"], "absent.txt", "existing"),
         (["--text", world.corpus, "--max-slots", "5"], "max_slots=5", "4 or less"),
+        (["--text", world.corpus, "--gradients", "bf16"], "gradients=bf16", "set inner_optimizer"),
     ):
         assert_refused(world.start(*words, *bad).end(SECONDS), value, remedy, logs=r"spes_p2p\.")
         assert not world.output.exists()
@@ -334,6 +341,7 @@ EXPERIMENT = {
     "text and dataset": (flags("--text", "a", "--dataset", "b"), "--dataset", "drop one"),
     "resume of nothing": (flags("--resume"), "output", "drop --resume"),
     "bad log level": (flags("--log-level", "loud"), "loud", "--help"),
+    "optimizer of another run": (flags("--inner-optimizer", "muon"), "inner_optimizer=muon", "leave it out"),
 }
 
 

@@ -151,3 +151,24 @@ def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("SPES_PLAN_RUN__FROZEN_STORAGE", "int8")
     config = load_settings(PlanConfig, LOCAL)
     assert config.max_slots == 3 and config.run.frozen_storage == "int8"
+
+
+def test_gradients_of_two_bytes_are_offered_where_they_alone_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--config", str(ROOT / "configs" / "spes_1b.yaml"), "--run.train.batch-size", "1", "--slots", "4"]
+    flags += ["--device", "cuda", "--inner-optimizer", "adamw8bit", "--storage", "nf4", "--memory-gb", "9"]
+    with pytest.raises(ConfigError, match="set --gradients bf16 "):
+        main(load_settings(PlanConfig, flags))
+    planned(capsys, *flags, "--gradients", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--inner-optimizer", "lion8bit"], "does not make the steps of the run's train.optimizer=adamw"),
+        (["--ranks", "3"], "does not split over 3 ranks"),
+        (["--host-memory-gb", "5"], "--host-memory-gb goes with --device cuda"),
+    ],
+)
+def test_what_no_peer_could_start_with_is_not_planned(flags: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        main(load_settings(PlanConfig, [*LOCAL, *flags]))

@@ -15,7 +15,7 @@ from spes_p2p.config import ModelConfig, OptimizerName, OuterConfig, RunConfig, 
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import stock_model
 from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.optim.rules import MIN_8BIT_SIZE, check_override
+from spes_p2p.optim.rules import MIN_8BIT_SIZE
 
 NAMES = get_args(OptimizerName)
 TRAIN = TrainConfig(clip_norm=1e9)
@@ -299,21 +299,6 @@ def test_a_device_that_bitsandbytes_cannot_use_is_named_with_the_remedy(
         inner(draw(seed), "adamw8bit")
 
 
-@pytest.mark.parametrize("of_run", NAMES)
-@pytest.mark.parametrize("of_machine", NAMES)
-def test_a_machine_may_only_choose_the_same_steps_in_other_bits(
-    of_run: OptimizerName, of_machine: OptimizerName
-) -> None:
-    run = RunConfig(train=TrainConfig(optimizer=of_run))
-    if of_run == of_machine or {of_run, of_machine} == {"adamw", "adamw8bit"}:
-        check_override(run, of_machine)
-    else:
-        with pytest.raises(
-            ConfigError, match=rf"inner_optimizer={of_machine} .*train.optimizer={of_run}; leave it out"
-        ):
-            check_override(run, of_machine)
-
-
 @pytest.mark.parametrize("name", ["lion8bit", "muon"])
 def test_averaging_second_moments_that_do_not_exist_is_refused_with_the_remedy(name: OptimizerName) -> None:
     with pytest.raises(
@@ -342,8 +327,3 @@ def test_gradients_of_two_bytes_lead_where_whole_ones_do(name):
     narrow, wide = pairs_of_steps(name, "bf16"), pairs_of_steps(name, "fp32")
     for key, tensor in wide.items():
         assert ((narrow[key] - tensor).abs() <= 4e-3).float().mean() > 0.99  # Lion's signs may flip near zero
-
-
-def test_an_optimizer_that_cannot_take_gradients_of_two_bytes_is_refused_with_the_remedy():
-    with pytest.raises(ConfigError, match=r"adamw8bit and lion8bit, not with adamw; set inner_optimizer"):
-        InnerOptimizer({"a": Parameter(torch.ones(8))}, {}, TrainConfig(), gradients="bf16")

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from virtual import VOCAB, RandomTokens, tiny_run
 
-from spes_p2p.config import ModelConfig, TrainConfig
+from spes_p2p.config import MachineConfig, ModelConfig, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
@@ -38,7 +38,9 @@ def trainer(
     model = build_slot_model(MODEL, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=claimed, storage="fp32")
     for layer in model.module.model.layers:
         layer.mlp.gate.register_forward_hook(_starve)
-    return Trainer(model, train, RandomTokens(seed, 16), ProcessGroup("cpu"), micro, **settings)
+    return Trainer(
+        model, train, RandomTokens(seed, 16), ProcessGroup("cpu"), MachineConfig(micro_batch_size=micro, **settings)
+    )
 
 
 def _starve(module, inputs, output):
@@ -115,7 +117,7 @@ def test_a_step_is_that_of_the_stock_model_under_torchs_adamw(seed):
     model = MODEL.model_copy(update={"tie_embeddings": False})
     train = TRAIN.model_copy(update={"balance_loss": 0.0, "router_z_loss": 0.0, "clip_norm": 1e9})
     built = build_slot_model(model, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=range(5), storage="fp32")
-    ours = Trainer(built, train, RandomTokens(seed, 16), ProcessGroup("cpu"), micro_batch_size=4)
+    ours = Trainer(built, train, RandomTokens(seed, 16), ProcessGroup("cpu"), MachineConfig(micro_batch_size=4))
     stock, data = stock_model(model, VOCAB, 16, seed), RandomTokens(seed, 16)
     adamw = torch.optim.AdamW(
         stock.parameters(), lr=1e-2, betas=(train.beta1, train.beta2), eps=train.eps, weight_decay=train.weight_decay
@@ -182,7 +184,7 @@ def test_a_batch_that_does_not_split_over_the_ranks_is_refused_with_the_remedy(m
 
 @pytest.mark.parametrize("name", ["adamw8bit", "lion8bit", "lamb", "muon"])
 def test_a_machines_optimizer_is_the_one_that_it_names(name, seed):
-    one, other = trainer(TRAIN, seed, claimed=[0], optimizer=name), trainer(TRAIN, seed, claimed=[0])
+    one, other = trainer(TRAIN, seed, claimed=[0], inner_optimizer=name), trainer(TRAIN, seed, claimed=[0])
     by_run = trainer(TRAIN.model_copy(update={"optimizer": name}), seed, claimed=[0])
     for each in (one, other, by_run):
         each.step(1e-2), each.step(1e-2)
@@ -244,7 +246,8 @@ def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, s
     for layer in model.module.model.layers:
         layer.mlp.gate.register_forward_hook(_starve)
     data = RandomTokens(seed, 16)
-    one = Trainer(model, TRAIN, data, group, micro, activation_checkpointing=micro is not None, shard=shard)
+    machine = MachineConfig(micro_batch_size=micro, activation_checkpointing=micro is not None, shard=shard)
+    one = Trainer(model, TRAIN, data, group, machine)
     losses = learn(one, group.is_leader)
     kept = sum(kept_here(param).numel() for param in model.module.parameters())
     whole = sum(param.numel() for param in model.module.parameters())
