@@ -21,11 +21,13 @@ from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
 from spes_p2p.study.command import finished_runs
+from spes_p2p.study.figures import loss_by_steps
 from spes_p2p.study.settings import Study, load_study
 from spes_p2p.study.summary import Results, Spread, gap_closed, summarise
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""
+PICTURE, PICTURED = Path("docs/convergence/joining.png"), ("solo", "solo_in_memory", "ours", "centralised")
 README, PAGE = Path("README.md"), Path("docs/convergence.md")
 
 
@@ -126,6 +128,8 @@ def main(config: JoiningConfig) -> int:
     if config.write:
         _put(README, "JOINING", goals)
         _put(PAGE, "TABLE", f"{schemes}\n{goals}")
+        pictured = [row for row in summarise(study, results) if row.name in PICTURED]
+        PICTURE.write_bytes(loss_by_steps(pictured))
     return 0
 
 
