@@ -24,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spes_p2p.config import CommandConfig, Fraction, PositiveFloat, PositiveInt
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.dense import INDEX, DenseWeights, read_config
+from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import say
 
 MLP = ("gate_proj", "up_proj", "down_proj")
@@ -172,7 +173,7 @@ def upcycle(config: UpcycleConfig) -> str:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return f"{family.target} with {config.num_experts} experts, {num_params / 1e9:.3g} B parameters"
+    return f"{family.target} with {config.num_experts} experts, {params_text(num_params)} parameters"
 
 
 # ---------------------------------------------------------------------- checks

@@ -106,4 +106,6 @@ def _smaller_activations(activations: Activations | None) -> Iterator[tuple[list
 
 
 def _gb(num_bytes: int) -> str:
+    if num_bytes >= 1e11:
+        return f"{num_bytes / 1e9:,.0f} GB"
     return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

@@ -26,13 +26,13 @@ def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, voc
         yield f"  (the vocabulary is data.vocab_size; {tokenizer} is not on this machine, and a run takes its size)"
     active = size.shared_params + model.top_k * size.slot_params
     yield (
-        f"  {_params(size.total_params)} parameters, {_params(active)} active: "
-        f"{_params(size.shared_params)} shared, {size.num_slots} slots of {_params(size.slot_params)}"
+        f"  {params_text(size.total_params)} parameters, {params_text(active)} active: "
+        f"{params_text(size.shared_params)} shared, {size.num_slots} slots of {params_text(size.slot_params)}"
     )
     trained = size.trained_params(claimed)
     yield (
-        f"  a peer with {claimed} of the slots trains {_params(trained)} ({trained / size.total_params:.0%}) "
-        f"by {setup.optimizer}, and holds {_params(size.frozen_params(claimed))} frozen in {setup.storage}"
+        f"  a peer with {claimed} of the slots trains {params_text(trained)} ({trained / size.total_params:.0%}) "
+        f"by {setup.optimizer}, and holds {params_text(size.frozen_params(claimed))} frozen in {setup.storage}"
     )
 
 
@@ -122,5 +122,8 @@ def _gigabytes(num_bytes: int) -> str:
     return f"{gigabytes:.0f}" if gigabytes >= 100 or not gigabytes else f"{gigabytes:.{2 if gigabytes >= 1 else 4}f}"
 
 
-def _params(count: int) -> str:
+def params_text(count: int) -> str:
+    """Return a number of parameters for people."""
+    if count < 10_000:
+        return f"{count:,}"
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
