@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 
@@ -22,8 +22,8 @@ from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
 from spes_p2p.study.command import finished_runs
 from spes_p2p.study.figures import loss_by_steps
-from spes_p2p.study.settings import Study, load_study
-from spes_p2p.study.summary import Results, Spread, gap_closed, summarise
+from spes_p2p.study.settings import Gap, Study, load_study
+from spes_p2p.study.summary import Results, Spread, gap_spread, summarise
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""
@@ -57,7 +57,7 @@ def figures(results: Results) -> Iterator[Row]:
     yield _gap_row(text, results, "ours", 0.7, solo="solo_in_memory")
     yield _gap_row("gap closed, 16 peers", results, "ours_16_peers", 0.4, centralised="centralised_16")
     below = {name: _by_seed(results, name, lambda loss, solo: solo - loss) for name in ("ours_16_peers", "ours")}
-    texts = [f"{_spread(below[name])}" for name in below]
+    texts = [_spread(Spread(below[name])) for name in below]
     is_more = min(below["ours_16_peers"].values()) > max(below["ours"].values())
     yield Row("- nats below the lone peer: 16 peers / 4 peers", " / ".join(texts), "more with 16", is_more)
     worse = _by_seed(results, "ours_quarter", lambda loss, other: 100 * (loss / other - 1), other="diloco")
@@ -82,14 +82,10 @@ def _gap_row(
     solo: str = "solo",
     centralised: str = "centralised",
 ) -> Row:
-    shares = {
-        seed: gap_closed(results[solo, seed].loss, results[centralised, seed].loss, result.loss)
-        for (variant, seed), result in results.items()
-        if variant == name
-    }
-    known = {seed: share for seed, share in shares.items() if share is not None}
-    is_reached = None if goal is None else mean(known.values()) >= goal
-    return Row(text, f"{_spread(known)} ({len(known)} seeds)", f"{goal or ''}", is_reached)
+    shares = gap_spread(Gap(name="gap", solo=solo, centralised=centralised, of=[name]), name, results)
+    assert shares is not None, f"no run of {name} is finished"
+    is_reached = None if goal is None else shares.mean >= goal
+    return Row(text, f"{_spread(shares)} ({len(shares.values)} seeds)", f"{goal or ''}", is_reached)
 
 
 def _by_seed(
@@ -102,8 +98,7 @@ def _by_seed(
     }
 
 
-def _spread(values: Mapping[int, float]) -> str:
-    spread = Spread(values)
+def _spread(spread: Spread) -> str:
     return f"{spread.mean:.2f}" + (f" ± {spread.deviation:.2f}" if spread.deviation is not None else "")
 
 

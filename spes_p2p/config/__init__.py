@@ -1,6 +1,6 @@
 """Settings: `run` is what the swarm agrees on, `machine` what one machine decides, `checks` whether the two fit."""
 
-from spes_p2p.config.checks import EIGHT_BIT, check_machine, check_training
+from spes_p2p.config.checks import EIGHT_BIT, check_machine, check_training, sequences_at_once
 from spes_p2p.config.machine import CommandConfig, MachineConfig, PeerConfig, RunId
 from spes_p2p.config.run import (
     DataConfig,
@@ -39,4 +39,5 @@ __all__ = [
     "TrainConfig",
     "check_machine",
     "check_training",
+    "sequences_at_once",
 ]

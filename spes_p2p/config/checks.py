@@ -61,7 +61,7 @@ def check_training(train: TrainConfig, machine: MachineConfig, num_ranks: int) -
         )
     if num_ranks > 1:
         raise ConfigError(f"gradients=bf16 works with one rank, not with {num_ranks}; set gradients=fp32")
-    sums = num_microbatches(train, machine)
+    sums = -(-train.batch_size // sequences_at_once(train, machine))
     if sums > MAX_NARROW_SUMS:
         raise ConfigError(
             f"gradients=bf16 adds up {sums} microbatches, and rounds too much from {MAX_NARROW_SUMS + 1} on; "
@@ -69,7 +69,7 @@ def check_training(train: TrainConfig, machine: MachineConfig, num_ranks: int) -
         )
 
 
-def num_microbatches(train: TrainConfig, machine: MachineConfig, num_ranks: int = 1) -> int:
-    """Returns the forward passes of a rank in one step."""
-    share = train.batch_size // num_ranks
-    return -(-share // min(machine.micro_batch_size or share, share))
+def sequences_at_once(train: TrainConfig, machine: MachineConfig, num_ranks: int = 1) -> int:
+    """Returns the sequences of a rank's forward pass."""
+    share = max(1, train.batch_size // num_ranks)
+    return min(machine.micro_batch_size or share, share)

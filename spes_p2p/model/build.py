@@ -22,7 +22,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
 from spes_p2p.model.initialise import initialise
-from spes_p2p.model.kernels import choose_kernel
+from spes_p2p.model.kernels import choose_kernel, kernel_named
 from spes_p2p.model.slot_model import SlotModel
 
 FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
@@ -146,7 +146,7 @@ def check_build(model: ModelConfig, storage: str, kernel: str) -> None:
     FrozenStore(storage)
     if kernel != "auto":
         width, inner = model.hidden_size, model.intermediate_size
-        choose_kernel(kernel, torch.device("cpu"), [(2 * inner, width), (width, inner)])
+        kernel_named(kernel, torch.device("cpu"), [(2 * inner, width), (width, inner)])
 
 
 def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:

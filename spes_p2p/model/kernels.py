@@ -149,12 +149,18 @@ def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, .
     """
     if name == "auto":
         return _automatic(device, shapes)
+    found = kernel_named(name, device, shapes)
+    log.info("kernel %s, as asked for", name)
+    return found
+
+
+def kernel_named(name: str, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> Kernel:
+    """As `choose_kernel`, without `auto` and without a word."""
     if name not in KERNELS:
         raise ConfigError(f"kernel={name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
     found = KERNELS[name]()
     if (reason := found.available(device) or found.refuses(shapes)) is not None:
         raise ConfigError(f"kernel={name} cannot be used here: {reason}; set --kernel auto")
-    log.info("kernel %s, as asked for", name)
     return found
 
 

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from spes_p2p.config import OptimizerName, Storage
+from spes_p2p.codecs import INT8_BLOCK
+from spes_p2p.config import EIGHT_BIT, OptimizerName, Storage
 from spes_p2p.planner.setup import Setup
 from spes_p2p.planner.size import ModelSize
 
 FP32 = 4
 """Bytes of a number in fp32, in which everything trained is held."""
-FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / 128, "nf4": 0.5 + 4 / 64}
-"""Per frozen parameter; int8 and nf4 with an fp32 scale to every block of 128 and 64."""
+FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
+"""Per frozen parameter; int8 and nf4 with an fp32 scale to every block, nf4's of 64."""
 MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, "lamb": 2, "muon": 2}
 """Kept of a parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
-EIGHT_BIT = 1 + 4 / 256
+EIGHT_BIT_BYTES = 1 + 4 / 256
 """Bytes of an 8-bit moment, with an fp32 scale to every block of 256."""
 
 
@@ -126,10 +127,10 @@ def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> 
     trained = size.trained_params(claimed)
     if optimizer == "muon":
         return FP32 * (2 * trained - size.matrix_params - claimed * size.slot_params)
-    if optimizer not in ("adamw8bit", "lion8bit"):
+    if optimizer not in EIGHT_BIT:
         return FP32 * MOMENTS[optimizer] * trained
     small = size.small_shared_params + claimed * size.small_slot_params
-    return round(MOMENTS[optimizer] * (FP32 * small + EIGHT_BIT * (trained - small)))
+    return round(MOMENTS[optimizer] * (FP32 * small + EIGHT_BIT_BYTES * (trained - small)))
 
 
 def gathered_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:

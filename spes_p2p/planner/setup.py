@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from spes_p2p.config import MachineConfig, OptimizerName, RunConfig, Storage
+from spes_p2p.config import MachineConfig, OptimizerName, RunConfig, Storage, sequences_at_once
 from spes_p2p.planner.activations import Activations
 
 
@@ -58,8 +58,7 @@ class Setup:
             num_ranks: Processes on this machine.
             on_gpu: Whether they train on GPUs.
         """
-        share = max(1, run.train.batch_size // num_ranks)
-        sequences = min(machine.micro_batch_size or share, share)
+        sequences = sequences_at_once(run.train, machine, num_ranks)
         activations = None
         if vocab_size is not None:
             activations = Activations(
@@ -81,5 +80,5 @@ class Setup:
             gradient_bytes=2 if machine.gradients == "bf16" else 4,
             on_gpu=on_gpu,
             activations=activations,
-            accumulates=sequences < share,
+            accumulates=sequences * num_ranks < run.train.batch_size,
         )

@@ -1,4 +1,4 @@
-"""Local steps of one peer: batches, DDP, the inner optimizer, and the set of slots it trains.
+"""Local steps of one peer: batches, ranks, the inner optimizer, and the set of slots it trains.
 
 Shape legend: B sequences, T tokens per sequence.
 """
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Layout
-from spes_p2p.config import MachineConfig, TrainConfig, check_training
+from spes_p2p.config import MachineConfig, TrainConfig, check_training, sequences_at_once
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
@@ -55,7 +55,7 @@ class Trainer:
         clock: Tells the seconds that pass; a virtual peer's are virtual.
 
     Raises:
-        ConfigError: the batch cannot be split evenly over the ranks, or the optimizer cannot work here.
+        ConfigError: the machine's choices cannot be combined, or the optimizer cannot work here.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Trainer:
         check_training(train, machine, group.world_size)
         self.model, self.data, self._train, self._group = model, data, train, group
         self.clock = clock
-        self._micro = machine.micro_batch_size or train.batch_size // group.world_size
+        self._micro = sequences_at_once(train, machine, group.world_size)
         torch.nn.Module.to(model.module, group.device)
         if machine.activation_checkpointing:
             model.module.activation_checkpointing_enable({"use_reentrant": False})
