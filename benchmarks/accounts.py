@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from monitor.journal import read_lines
-from monitor.view import PHASES, SwarmView, wall_seconds
+from monitor.view import PHASES, SwarmView, phase_seconds, wall_seconds
 from spes_p2p.errors import DataError
 from spes_p2p.swarm.records import Metrics
 
@@ -73,8 +73,7 @@ def account(view: SwarmView) -> Account:
         lost_tokens=sum(report.tokens for report in counted if not report.committed),
         wall_seconds=max(sum(map(wall_seconds, own)) for own in whole),
         shares={
-            phase: sum(getattr(report, f"{phase}_seconds") for own in whole for report in own) / seconds
-            for phase in PHASES
+            phase: sum(phase_seconds(report)[phase] for own in whole for report in own) / seconds for phase in PHASES
         },
     )
 

@@ -9,14 +9,13 @@ them and takes no time.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import mean, stdev
 
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.tables import HEAD, Row, markdown_table
+from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
@@ -121,16 +120,11 @@ def main(config: JoiningConfig) -> int:
     schemes = losses(study, results)
     say(f"{schemes}\n{goals}")
     if config.write:
-        _put(README, "JOINING", goals)
-        _put(PAGE, "TABLE", f"{schemes}\n{goals}")
+        fill(README, "JOINING", goals)
+        fill(PAGE, "TABLE", f"{schemes}\n{goals}")
         pictured = [row for row in summarise(study, results) if row.name in PICTURED]
         PICTURE.write_bytes(loss_by_steps(pictured))
     return 0
-
-
-def _put(page: Path, marker: str, table: str) -> None:
-    pattern = rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)"
-    page.write_text(re.sub(pattern, lambda found: found[1] + table + found[2], page.read_text(), flags=re.DOTALL))
 
 
 if __name__ == "__main__":

@@ -77,20 +77,34 @@ def rows(config: PeerBenchmarkConfig) -> Iterator[Row]:
 
 def storage_rows(config: PeerBenchmarkConfig) -> Iterator[Row]:
     """Yield what frozen experts' precision costs the swarm's model."""
-    study = load_study(config.study)
-    losses = {key: result.loss for key, result in finished_runs(study, config.results).items()}
     for storage, limit in MAX_LOSS.items():
-        seeds = [seed for seed in study.seeds if (storage, seed) in losses and ("fp32", seed) in losses]
-        if not seeds:
-            continue
-        worse = Spread({seed: 100 * (losses[storage, seed] / losses["fp32", seed] - 1) for seed in seeds})
-        deviation = f" ± {worse.deviation:.2f}" if worse.deviation is not None else ""
-        yield Row(
-            f"held-out loss after 300 steps, frozen experts in {storage} instead of fp32",
-            f"{worse.mean:+.2f} %{deviation} ({len(seeds)} seeds)",
-            f"+{limit} %" if limit is not None else "",
-            worse.mean <= limit if limit is not None else None,
-        )
+        what = f"held-out loss after 300 steps, frozen experts in {storage} instead of fp32"
+        yield from loss_rows(what, config.study, config.results, storage, limit)
+
+
+def loss_rows(what: str, path: Path, results: Path, variant: str, limit: float | None) -> Iterator[Row]:
+    """Yield by how much a study's variant is worse than its `fp32`, seed by seed; nothing if there are no results.
+
+    Args:
+        what: The row's name.
+        path: The study.
+        results: What it has left.
+        variant: The variant.
+        limit: To reach, in percent.
+    """
+    study = load_study(path)
+    losses = {key: result.loss for key, result in finished_runs(study, results).items()}
+    seeds = [seed for seed in study.seeds if (variant, seed) in losses and ("fp32", seed) in losses]
+    if not seeds:
+        return
+    worse = Spread({seed: 100 * (losses[variant, seed] / losses["fp32", seed] - 1) for seed in seeds})
+    deviation = f" ± {worse.deviation:.2f}" if worse.deviation is not None else ""
+    yield Row(
+        what,
+        f"{worse.mean:+.2f} %{deviation} ({len(seeds)} seeds)",
+        f"+{limit} %" if limit is not None else "",
+        worse.mean <= limit if limit is not None else None,
+    )
 
 
 def planned_rows() -> Iterator[Row]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks.accounts import Account
@@ -13,6 +15,8 @@ from benchmarks.machine import Circumstances
 from benchmarks.stock import StockPace
 from benchmarks.tasks import Subject
 from monitor.view import PHASES
+from spes_p2p.config import RunConfig
+from spes_p2p.errors import ConfigError
 
 MIN_PACE, MAX_NOT_TRAINING, MIN_FALL = 0.70, 0.25, 2.0
 QUIET = 0.93
@@ -170,6 +174,19 @@ def markdown_table(head: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines)) + "\n"
 
 
+def fill(page: Path, marker: str, table: str) -> None:
+    """Put a table into a page, between `<!-- MARKER -->` and `<!-- /MARKER -->`.
+
+    Raises:
+        ConfigError: the page has no such markers.
+    """
+    pattern = rf"(<!-- {marker} -->\n).*?(<!-- /{marker} -->)"
+    text, count = re.subn(pattern, lambda found: found[1] + table + found[2], page.read_text(), flags=re.DOTALL)
+    if not count:
+        raise ConfigError(f"{page} has no place for the table; put <!-- {marker} --> and <!-- /{marker} --> into it")
+    page.write_text(text)
+
+
 def _counted(measured: Measured, subject: Subject) -> str:
     account, run, peers = measured.account, subject.run, measured.peers
     first, last = account.rounds
@@ -212,6 +229,12 @@ def _circumstances(circumstances: Circumstances, measured: Measured, subject: Su
         f"{model.intermediate_size}, top {model.top_k}; {run.data.source} corpus, sequences of "
         f"{run.data.sequence_length}",
         f"{measured.peers} peers, batch {train.batch_size} each, {run.round.total} rounds, AdamW at {train.lr:g} "
-        f"({train.schedule}), {train.precision}, outer {run.outer.optimizer}; everything else in the .json beside",
+        f"({train.schedule}), {train.precision}, {_outer(run)}; everything else in the .json beside",
     ]
     return "\n".join(f"- {line}" for line in lines) + "\n"
+
+
+def _outer(run: RunConfig) -> str:
+    """Return what moves the anchors, of slots as well if that is another."""
+    shared, slots = run.outer.optimizer, run.outer.of_slots.optimizer
+    return f"outer {shared}" if shared == slots else f"outer {shared}, of slots {slots}"

@@ -19,6 +19,7 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.swarm.versions import Version
+from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.whole_model import WholeModel
 
 log = logging.getLogger(__name__)
@@ -59,6 +60,9 @@ class Archive:
         swarm: Where versions come from.
         manifest: The run's.
         batches: Gives the held-out batches `[B, T + 1]`, when first needed; None evaluates nothing.
+
+    Attributes:
+        anchors: Of the run's sizes, and empty: what tells bundles' sizes, and advances them by published deltas.
     """
 
     def __init__(
@@ -72,13 +76,14 @@ class Archive:
         self._make_batches = batches
         self._batches: Sequence[LongTensor] | None = None if batches is not None else ()
         self._model = WholeModel(run, manifest.vocab_size)
+        self.anchors = Anchors(run, self._model.numels)
         self.round = 0
 
     @property
     def bundle_numel(self) -> dict[str, int]:
-        """Elements of a published bundle by kind: weights, then the outer optimizer's momentum if it has any."""
-        copies = 2 if self._run.outer.optimizer == "nesterov" else 1
-        return {kind: copies * numel for kind, numel in self._model.numels.items()}
+        """Elements of a published bundle by kind: weights, then its outer optimizer's momentum if that has any."""
+        sizes = self.anchors.bundle_numel()
+        return {kind: sizes[kind] for kind in self._model.numels}
 
     @property
     def has_versions(self) -> bool:

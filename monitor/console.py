@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from monitor.view import PeerView, SwarmView, sync_share
+from monitor.view import PeerView, RoundSummary, SwarmView, sync_share
 
 MAX_ROWS = 40
 
@@ -87,6 +87,7 @@ def round_line(view: SwarmView, number: int) -> str:
         f"loss {number_or_dash(summary.loss)}",
         f"held-out {_held_out(view)}",
         f"coverage {_coverage(view)}",
+        *_stale(summary),
         *(f"{peer.short_id}: {slot_ranges(peer.slots)}" for peer in view.active[:MAX_ROWS]),
     ]
     return "  ".join(map(printable, parts))
@@ -103,6 +104,7 @@ def render(run_id: str, view: SwarmView) -> Group:
         f"loss {number_or_dash(newest.loss)}" if newest else "",
         f"held-out {_held_out(view)}",
         f"coverage {_coverage(view)}",
+        *(_stale(newest) if newest else ()),
     ]
     table = Table(box=box.SIMPLE_HEAD)
     for title in ("peer", "state", "round", "loss", "tokens/s", "syncing", "seen", "slots"):
@@ -150,6 +152,11 @@ def _held_out(view: SwarmView) -> str:
         return "-"
     number, loss = max(view.held_out.items())
     return f"{loss:.4f} (round {number})"
+
+
+def _stale(summary: RoundSummary) -> list[str]:
+    """Return how old others' slots are where a peer does not fetch all of them in every round."""
+    return [f"slots up to {summary.stale_rounds} rounds old"] if summary.stale_rounds else []
 
 
 def _coverage(view: SwarmView) -> str:

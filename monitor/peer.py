@@ -87,7 +87,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         manifest, document = fetch_manifest(swarm)
         tokenizer = tokenizer_from_bytes(document, output / VERSIONS_DIRECTORY / "tokenizer")
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
-        swarm.enter(manifest.config.round, bundle_numel=archive.bundle_numel, averaged_numel={}, max_slots=0)
+        swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0)
 
         def save() -> None:
             archive.save(output / MODEL_DIRECTORY, tokenizer)

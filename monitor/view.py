@@ -26,7 +26,8 @@ MAX_TOKENS_PER_SECOND = 1e9
 MAX_ROUND_SECONDS = 1e6
 WEIGHT_CAP = 4
 """A report counts for at most so many times the round's median tokens."""
-PHASES = ("train", "matchmaking", "averaging", "exchange", "other")
+SYNCHRONISING = ("matchmaking", "averaging", "exchange")
+PHASES = ("train", *SYNCHRONISING, "other")
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class RoundSummary:
         agreement: Share of reports with the most common digest of the shared parameters.
         phases: Median seconds by phase.
         sync_share: Median share of the wall time not spent training.
+        dropped: Groups that their members have dropped, counted by each.
+        stale_rounds: Most rounds by which a slot of anybody's model lay behind its holders'.
     """
 
     round: int
@@ -86,6 +89,7 @@ class RoundSummary:
     phases: Mapping[str, float]
     sync_share: float
     dropped: int
+    stale_rounds: int = 0
 
 
 @dataclass(frozen=True)
@@ -234,15 +238,32 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
         tokens_per_second=tokens / seconds if seconds else 0.0,
         loss=loss,
         agreement=max(digests.values()) / len(reports),
-        phases={phase: median(getattr(report, f"{phase}_seconds") for report in reports) for phase in PHASES},
+        phases={phase: median(phase_seconds(report)[phase] for report in reports) for phase in PHASES},
         sync_share=median(map(sync_share, reports)),
         dropped=sum(min(report.dropped, 4097) for report in reports),
+        stale_rounds=max(min(report.stale_rounds, report.round) for report in reports),
     )
+
+
+def phase_seconds(report: Metrics) -> dict[str, float]:
+    """Wall time of the reported round, by phase.
+
+    Where synchronising runs beside training, its phases count by what training waited for them, in proportion; what it
+    waited beyond them, for slower peers, is in `other`.
+    """
+    seconds = {phase: getattr(report, f"{phase}_seconds") for phase in PHASES}
+    if report.waited_seconds is None:
+        return seconds
+    synchronising = sum(seconds[phase] for phase in SYNCHRONISING)
+    waited = min(report.waited_seconds, synchronising)
+    share = waited / synchronising if synchronising else 0.0
+    shown = {phase: share * seconds[phase] for phase in SYNCHRONISING}
+    return seconds | shown | {"other": seconds["other"] + report.waited_seconds - waited}
 
 
 def wall_seconds(report: Metrics) -> float:
     """Wall time of the reported round."""
-    return sum(getattr(report, f"{phase}_seconds") for phase in PHASES)
+    return sum(phase_seconds(report).values())
 
 
 def sync_share(report: Metrics) -> float:

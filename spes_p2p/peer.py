@@ -33,7 +33,7 @@ from spes_p2p.swarm.manifest import (
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
-from spes_p2p.swarm.versions import VersionStore
+from spes_p2p.swarm.version_store import VersionStore
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
@@ -104,7 +104,7 @@ def _joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
         port=config.port,
         announce=config.announce,
     )
-    swarm = HivemindSwarm(node, config.output / "versions")
+    swarm = HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit)
     try:
         manifest = _manifest(config, swarm, founded, kept)
         yield swarm, _enter(config, swarm, manifest)
@@ -177,8 +177,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Admi
         max_slots = slots_that_fit(size, setup, free_memory_bytes())
     numels = {SHARED: size.shared_params, "slot": size.slot_params}
     anchors = Anchors(run, numels)
-    sizes = {"bundle_numel": anchors.bundle_numel(), "averaged_numel": anchors.averaged_numel()}
-    swarm.enter(run.round, **sizes, max_slots=max_slots)
+    swarm.enter(run.round, anchors.vectors(), max_slots=max_slots)
     declare_manifest(swarm, manifest)
     address = swarm.node.addresses()[0]
     (config.output / ADDRESS_FILE).write_text(f"{address}\n")
@@ -232,7 +231,7 @@ def _train(
         resumed, moments = (checkpoint.load() or (None, {})) if config.resume else (None, {})
         initial = None
         if swarm is not None:
-            sync = _synchroniser(swarm, admission, trainer, resumed)
+            sync = _synchroniser(config, swarm, admission, trainer, resumed)
             if SHARED not in swarm.versions():
                 initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
         rounds = Rounds(run, trainer, group, sync, checkpoint=checkpoint, run_id=admission.manifest.run_id)
@@ -278,10 +277,10 @@ def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:
 
 
 def _synchroniser(
-    swarm: HivemindSwarm, admission: Admission, trainer: Trainer, resumed: PeerState | None
+    config: PeerConfig, swarm: HivemindSwarm, admission: Admission, trainer: Trainer, resumed: PeerState | None
 ) -> Synchroniser:
     run, run_id = admission.manifest.config, admission.manifest.run_id
-    sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots)
+    sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots, machine=config)
     if resumed is not None:
         sync.holdings.resume(resumed.slots)
     return sync

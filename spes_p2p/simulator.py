@@ -243,7 +243,7 @@ class _Simulation:
         return bool(self._evaluations) and self._evaluations[-1].round == self._round
 
     def _tokens_per_peer(self) -> int:
-        steps = sum(peer.trainer.steps for peer in self._peers.values())
+        steps = sum(peer.rounds.brought_steps for peer in self._peers.values())
         return steps * self._run.train.batch_size * self._run.data.sequence_length // self._scenario.peers
 
 

@@ -3,6 +3,8 @@
 from spes_p2p.config.checks import EIGHT_BIT, check_machine, check_training, sequences_at_once
 from spes_p2p.config.machine import CommandConfig, MachineConfig, PeerConfig, RunId
 from spes_p2p.config.run import (
+    CodecConfig,
+    CodecName,
     DataConfig,
     Fraction,
     Frozen,
@@ -10,6 +12,7 @@ from spes_p2p.config.run import (
     ModelConfig,
     OptimizerName,
     OuterConfig,
+    OuterStep,
     PositiveFloat,
     PositiveInt,
     RoundConfig,
@@ -20,6 +23,8 @@ from spes_p2p.config.run import (
 
 __all__ = [
     "EIGHT_BIT",
+    "CodecConfig",
+    "CodecName",
     "CommandConfig",
     "DataConfig",
     "Fraction",
@@ -29,6 +34,7 @@ __all__ = [
     "ModelConfig",
     "OptimizerName",
     "OuterConfig",
+    "OuterStep",
     "PeerConfig",
     "PositiveFloat",
     "PositiveInt",

@@ -32,6 +32,11 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"inner_optimizer={name} does not make the steps of the run's train.optimizer={run.train.optimizer}; "
             f"leave it out (only adamw and adamw8bit stand in for each other)"
         )
+    if machine.refresh_slots is not None and run.merge.alpha:
+        raise ConfigError(
+            f"refresh_slots={machine.refresh_slots} goes with no run that merges experts "
+            f"(merge.alpha={run.merge.alpha:g}), which takes every slot's newest version; leave it out"
+        )
     check_training(run.train, machine, num_ranks)
 
 

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from spes_p2p.config.run import Frozen, OptimizerName, PositiveInt, RunConfig, Storage
+from spes_p2p.config.run import Frozen, OptimizerName, PositiveFloat, PositiveInt, RunConfig, Storage
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
@@ -62,6 +62,11 @@ class MachineConfig(Frozen):
     """Precision in which gradients are kept until the step; `bf16` halves them, for the 8-bit optimizers alone."""
     shard: Literal["ddp", "fsdp"] = "ddp"
     """How several ranks share the work: `ddp` copies what is trained to each, `fsdp` splits it among them."""
+    uplink_mbit: PositiveFloat | None = None
+    """What this peer may send, in 10^6 bits per second; nothing holds it back by default. Where it is less than half of
+    the others', they reduce in its place and pass its slots on among themselves."""
+    refresh_slots: PositiveInt | None = None
+    """Slots of others to fetch per round: the most routed-to first, the rest in turn; by default all of them."""
 
 
 class PeerConfig(CommandConfig, MachineConfig):

@@ -12,6 +12,7 @@ Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Storage = Literal["fp32", "bf16", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon"]
+CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
 
 
 class Frozen(BaseModel):
@@ -150,13 +151,17 @@ class RoundConfig(Frozen):
     matchmaking_seconds: PositiveFloat = 3.0
     """Time a leader collects members when not everybody expected shows up."""
     averaging_seconds: PositiveFloat = 30.0
-    """Deadline of one averaging attempt, from roster to confirmed digests; a failed attempt is redone once."""
+    """Longest that one averaging attempt may take, from roster to confirmed digests; a failed attempt is redone once.
+    Once a peer has seen some, its own deadline follows what they took."""
     exchange_seconds: PositiveFloat = 60.0
     """Deadline of pulling the slots that this peer does not hold."""
     lease_seconds: PositiveFloat = 30.0
     """Lifetime of a claim that is not renewed."""
     heartbeat_seconds: PositiveFloat = 10.0
     """Interval of renewals."""
+    overlap: Annotated[int, Field(ge=0)] = 0
+    """Steps of the next round after which a round's result is applied, or when it lands if that is later; training goes
+    on meanwhile. 0 waits for the result before it trains on."""
 
     @model_validator(mode="after")
     def _check_times(self) -> RoundConfig:
@@ -172,8 +177,8 @@ class RoundConfig(Frozen):
         return self
 
 
-class OuterConfig(Frozen):
-    """How averaged deltas move the anchor (DiLoCo's outer optimizer)."""
+class OuterStep(Frozen):
+    """One outer optimizer."""
 
     optimizer: Literal["mean", "nesterov"] = "mean"
     """`mean` takes the average as it is; `nesterov` adds momentum over rounds."""
@@ -181,9 +186,41 @@ class OuterConfig(Frozen):
     """Outer learning rate of `nesterov`."""
     momentum: Decay = 0.9
     """Momentum of `nesterov`."""
+
+    @property
+    def has_momentum(self) -> bool:
+        """Whether anchors move with a momentum, which they then have and travel with."""
+        return self.optimizer == "nesterov"
+
+
+class OuterConfig(OuterStep):
+    """How averaged deltas move the anchor (DiLoCo's outer optimizer)."""
+
+    slots: OuterStep | None = None
+    """The outer optimizer of slots; by default that of `shared`."""
     moments: Literal["both", "second", "local"] = "both"
     """The inner optimizer's moments that are averaged with the deltas: all that it keeps, the second only, which spares
     a third of the averaged bytes, or none. Why they are averaged: docs/convergence.md."""
+
+    @property
+    def of_slots(self) -> OuterStep:
+        """The outer optimizer of slots."""
+        return self.slots or self
+
+
+class CodecConfig(Frozen):
+    """How averaged vectors travel: fewer bits are fewer bytes; what rounding leaves over goes with a later round."""
+
+    shared: CodecName = "fp32"
+    """Deltas of the shared parameters."""
+    slots: CodecName = "fp32"
+    """Deltas of slots, averaged with other holders and published to everybody else."""
+    moments: Literal["fp32", "bf16", "int8"] = "fp32"
+    """Averaged optimizer moments, where the run averages them (`outer.moments`)."""
+    moments_interval: PositiveInt = 1
+    """Average the moments every so many rounds."""
+    keyframe_rounds: PositiveInt = 8
+    """Most rounds that a peer may lag behind and still be brought up to date by deltas instead of a full copy."""
 
 
 class MergeConfig(Frozen):
@@ -207,6 +244,7 @@ class RunConfig(Frozen):
     train: TrainConfig = TrainConfig()
     round: RoundConfig = RoundConfig()
     outer: OuterConfig = OuterConfig()
+    codecs: CodecConfig = CodecConfig()
     merge: MergeConfig = MergeConfig()
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights, the same on every peer."""

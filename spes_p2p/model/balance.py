@@ -18,6 +18,7 @@ def balance_loss(
     num_sequences: int,
     claimed: Sequence[int] = (),
     claimed_factor: float = 1.0,
+    routed_E: Tensor | None = None,
 ) -> Tensor:
     """Load-balance loss, the mean over layers and sequences of `E * sum_e f_e P_e`.
 
@@ -37,6 +38,7 @@ def balance_loss(
         num_sequences: B, which divides T.
         claimed: Experts that this peer trains.
         claimed_factor: Multiplies the counts of `claimed`; below 1 it makes routing to them cheaper.
+        routed_E: To this is added how many tokens chose each expert, over all layers; integers.
 
     Returns:
         A scalar in fp32.
@@ -52,6 +54,8 @@ def balance_loss(
         chosen_BX = probs_BSE.detach().topk(top_k, dim=-1).indices.flatten(1)
         counts_BE = probs_BSE.new_zeros(num_sequences, num_experts)
         counts_BE.scatter_add_(1, chosen_BX, torch.ones_like(chosen_BX, dtype=torch.float32))
+        if routed_E is not None:
+            routed_E += counts_BE.sum(dim=0).to(routed_E.dtype)
         if claimed:
             counts_BE[:, list(claimed)] *= claimed_factor
         share_BE = counts_BE / (num_tokens * top_k)

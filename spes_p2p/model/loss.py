@@ -37,6 +37,10 @@ class TrainingLoss(nn.Module):
     Args:
         slot_model: The model to train; its claims are read at every call.
         train: Precision and loss coefficients.
+
+    Attributes:
+        routed_E: Tokens that have chosen each expert, over layers and calls, on the device, so that counting waits for
+            nothing; None before the first call, and whoever reads it may set it back to that.
     """
 
     def __init__(self, slot_model: SlotModel, train: TrainConfig) -> None:
@@ -44,9 +48,12 @@ class TrainingLoss(nn.Module):
         self.module = slot_model.module
         self.slot_model = slot_model
         self.train_config = train
+        self.routed_E: Tensor | None = None
 
     def forward(self, tokens_BT1: LongTensor, claimed_factor: float = 1.0) -> LossParts:
         """`causal_lm_loss` of `[B, T + 1]` tokens."""
+        if self.routed_E is None:
+            self.routed_E = torch.zeros(self.slot_model.num_slots, dtype=torch.int64, device=tokens_BT1.device)
         return causal_lm_loss(
             self.module,
             tokens_BT1,
@@ -54,6 +61,7 @@ class TrainingLoss(nn.Module):
             top_k=self.slot_model.config.num_experts_per_tok,
             claimed=self.slot_model.claimed,
             claimed_factor=claimed_factor,
+            routed_E=self.routed_E,
         )
 
 
@@ -65,6 +73,7 @@ def causal_lm_loss(
     top_k: int,
     claimed: Sequence[int] = (),
     claimed_factor: float = 1.0,
+    routed_E: Tensor | None = None,
 ) -> LossParts:
     """Next-token cross entropy plus the router's losses, under autocast where `train.precision` says bf16.
 
@@ -77,6 +86,7 @@ def causal_lm_loss(
         top_k: Experts per token.
         claimed: Experts that this peer trains.
         claimed_factor: SPES's factor on their counts in the balance loss.
+        routed_E: As in `balance_loss`.
     """
     with torch.autocast(tokens_BT1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
         output = module(input_ids=tokens_BT1[:, :-1], output_router_logits=True, use_cache=False)
@@ -87,6 +97,7 @@ def causal_lm_loss(
         num_sequences=len(tokens_BT1),
         claimed=claimed,
         claimed_factor=claimed_factor,
+        routed_E=routed_E,
     )
     z = router_z_loss(output.router_logits)
     total = cross_entropy + train.balance_loss * balance + train.router_z_loss * z

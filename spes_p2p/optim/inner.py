@@ -167,6 +167,32 @@ class InnerOptimizer:
         for name, param in self._groups[group].items():
             self._rule(name, param).settle(param, {kind: tensors[name] for kind, tensors in moments.items()})
 
+    def set_moments_late(
+        self,
+        group: str,
+        moments: Mapping[str, Mapping[str, Tensor]],
+        before: Mapping[str, Mapping[str, Tensor]],
+        steps: int,
+    ) -> None:
+        """Does what `set_moments` would have done `steps` steps ago; the gradients met since count as they would have.
+
+        Exact but for rounding, and for steps in which the other moments would have led elsewhere. Whatever kind was not
+        averaged goes on from what it is now. 8-bit state is rounded once more.
+
+        Args:
+            group: `shared` or `slot-<e>`.
+            moments: As `set_moments` takes them.
+            before: What `moments` returned `steps` steps ago, by kind.
+            steps: Steps made since.
+        """
+        for name, param in self._groups[group].items():
+            self._rule(name, param).settle_late(
+                param,
+                {kind: tensors[name] for kind, tensors in moments.items()},
+                {kind: tensors[name] for kind, tensors in before.items()},
+                steps,
+            )
+
     def state_tensors(self) -> dict[str, Tensor]:
         """All state, as copies on the CPU, under flat names that safetensors takes."""
         return {

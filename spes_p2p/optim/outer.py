@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from spes_p2p.config import OuterConfig
+from spes_p2p.config import OuterStep
 
 
 class OuterOptimizer:
@@ -22,15 +22,18 @@ class OuterOptimizer:
     keeps the returned momentum with the anchor.
 
     Source: DiLoCo, Algorithm 1 (https://arxiv.org/abs/2311.08105).
+
+    Args:
+        outer: Which of the two, and its rate and momentum; a run may have one for `shared` and another for slots.
     """
 
-    def __init__(self, outer: OuterConfig) -> None:
+    def __init__(self, outer: OuterStep) -> None:
         self._outer = outer
 
     @property
     def has_state(self) -> bool:
         """Whether `step` returns a momentum that belongs to the anchor's state."""
-        return self._outer.optimizer == "nesterov"
+        return self._outer.has_momentum
 
     def step(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """The next anchor, and the next momentum if there is one; the arguments stay as they are.

@@ -37,11 +37,19 @@ class Rule:
     Args:
         optimizer: Still without parameters; whoever adds a group to it adds its state here.
         keys: Names that the optimizer's own state has for the kinds.
-        betas: Decays of those moments that need bias correction.
+        decays: What one step leaves of each moment.
+        is_biased: Whether moments begin at zero and are corrected for it when they are used.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, keys: Mapping[str, str], betas: Mapping[str, float]) -> None:
-        self.optimizer, self._keys, self._betas = optimizer, dict(keys), dict(betas)
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        keys: Mapping[str, str],
+        decays: Mapping[str, float],
+        *,
+        is_biased: bool = True,
+    ) -> None:
+        self.optimizer, self._keys, self._decays, self._is_biased = optimizer, dict(keys), dict(decays), is_biased
         optimizer.param_groups.clear()  # torch wants one group to begin with
 
     @property
@@ -72,18 +80,50 @@ class Rule:
         state = self.read(param)
         if not state or kind not in self._keys:
             return torch.zeros_like(param)
-        value, beta = self._decode(param, kind, state), self._betas.get(kind)
-        if beta is None:
+        value = self._decode(param, kind, state)
+        if not self._is_biased:
             return value.clone()
         step = state["step"].item()
-        return value / (1.0 - beta**step) if step else torch.zeros_like(param)
+        return value / (1.0 - self._decays[kind] ** step) if step else torch.zeros_like(param)
 
     def settle(self, param: Parameter, moments: Mapping[str, Tensor]) -> None:
         """Goes on from bias-corrected moments, and from its own in whatever kind is not given."""
+        given = {kind: moments[kind].to(param.dtype, copy=True) for kind in self.moments if kind in moments}
+        self._put(param, {kind: like(tensor, param) for kind, tensor in given.items()})
+
+    def settle_late(
+        self, param: Parameter, moments: Mapping[str, Tensor], before: Mapping[str, Tensor], steps: int
+    ) -> None:
+        """Goes on as if it had settled on these moments `steps` steps ago, and met the same gradients since.
+
+        With decay b, n steps from a moment m lead to b^n m + g, g being of the gradients since alone. So from the own m
+        of then and of now, g = m_now - b^n m_then, and from the moment a that it should have settled on, b^n a + g.
+        What `moment` returned then is m_then / (1 - b^t) where t steps led there from zero; a needs no correction. g of
+        a second moment is a sum of squares: it is rounding, or 8-bit state, that makes it negative.
+
+        Args:
+            param: The parameter.
+            moments: As of `settle`; all kinds that are given are in `before`, too.
+            before: What `moment` returned `steps` steps ago.
+            steps: Steps made since, at most: a parameter without gradients makes none.
+        """
+        state, late = self.read(param), {}
+        total = state["step"].item() if "step" in state else float(steps)
+        for kind in (kind for kind in self.moments if kind in moments):
+            made = min(float(steps), total) if state else 0.0
+            left = self._decays[kind] ** made
+            late[kind] = like(moments[kind].to(param.dtype, copy=True), param).mul_(left)
+            if made:
+                share = left * (1.0 - self._decays[kind] ** (total - made)) if self._is_biased else left
+                since = self._decode(param, kind, state) - like(before[kind].to(param.dtype), param) * share
+                late[kind] += since.clamp_(min=0) if kind == "exp_avg_sq" else since
+        self._put(param, late)
+
+    def _put(self, param: Parameter, values: Mapping[str, Tensor]) -> None:
+        """Makes these values its moments, for good; where one is missing its own goes on, corrected."""
         state = {"step": torch.tensor(SETTLED_STEPS, device=param.device)}
         for kind in self.moments:
-            own = kind not in moments
-            value = self.moment(param, kind) if own else like(moments[kind].to(param.dtype, copy=True), param)
+            value = values[kind] if kind in values else self.moment(param, kind)
             state |= self._encode(param, kind, value.clamp_(min=0) if kind == "exp_avg_sq" else value)
         self.write(param, state)
 
@@ -189,7 +229,9 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
         return (BlockwiseRule(optimizer, {**keys, "step": "step"}, decays),)
     if name == "lion8bit":
         optimizer = _blockwise("Lion8bit", name, device)(none, **settings)
-        return (BlockwiseRule(optimizer, {"exp_avg": "state1", "exp_avg_absmax": "absmax1", "step": "step"}, {}),)
+        keys = {"exp_avg": "state1", "exp_avg_absmax": "absmax1", "step": "step"}
+        # Lion steps by beta1 of its momentum, but keeps beta2 of it.
+        return (BlockwiseRule(optimizer, keys, {"exp_avg": train.beta2}, is_biased=False),)
     adamw = Rule(torch.optim.AdamW(none, eps=train.eps, fused=True, **settings), both, decays)
     return (_muon(none, train), adamw) if name == "muon" else (adamw,)
 
@@ -202,7 +244,7 @@ def _muon(groups: list[Group], train: TrainConfig) -> MuonRule:
         weight_decay=train.weight_decay,
         adjust_lr_fn="match_rms_adamw",  # train.lr keeps its meaning
     )
-    return MuonRule(muon, {"exp_avg": "momentum_buffer"}, {})
+    return MuonRule(muon, {"exp_avg": "momentum_buffer"}, {"exp_avg": train.beta1}, is_biased=False)
 
 
 def _blockwise(cls: str, name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:

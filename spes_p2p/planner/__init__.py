@@ -6,7 +6,15 @@ from spes_p2p.planner.machine import free_memory_bytes
 from spes_p2p.planner.memory import PeerMemory, peer_bytes, peer_memory
 from spes_p2p.planner.setup import Setup
 from spes_p2p.planner.size import ModelSize, model_size
-from spes_p2p.planner.traffic import RoundSeconds, RoundTraffic, round_traffic, training_seconds, transfer_seconds
+from spes_p2p.planner.traffic import (
+    RoundSeconds,
+    RoundTraffic,
+    StarTraffic,
+    round_traffic,
+    star_traffic,
+    training_seconds,
+    transfer_seconds,
+)
 
 __all__ = [
     "Activations",
@@ -15,6 +23,7 @@ __all__ = [
     "RoundSeconds",
     "RoundTraffic",
     "Setup",
+    "StarTraffic",
     "fits",
     "free_memory_bytes",
     "model_size",
@@ -23,6 +32,7 @@ __all__ = [
     "round_traffic",
     "shortage",
     "slots_that_fit",
+    "star_traffic",
     "training_seconds",
     "transfer_seconds",
 ]

@@ -58,7 +58,7 @@ class PlanConfig(CommandConfig, MachineConfig):
     peers: PositiveInt | None = None
     """Peers of the swarm, all like this one; by default the run's `round.min_peers`, and two at least."""
     uplink_mbit: PositiveFloat | None = None
-    """Everybody's uplink in 10^6 bits per second; by default the downlink's."""
+    """Everybody's uplink in 10^6 bits per second, this machine's as well; by default the downlink's."""
     downlink_mbit: PositiveFloat | None = None
     """Everybody's downlink; by default the uplink's."""
     tokens_per_second: PositiveFloat | None = None

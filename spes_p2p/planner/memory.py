@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 from spes_p2p.codecs import INT8_BLOCK
 from spes_p2p.config import EIGHT_BIT, OptimizerName, Storage
+from spes_p2p.planner.encoded import FP32, element_bytes, is_exact
 from spes_p2p.planner.setup import Setup
 from spes_p2p.planner.size import ModelSize
 
-FP32 = 4
-"""Bytes of a number in fp32, in which everything trained is held."""
 FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
 """Per frozen parameter; int8 and nf4 with an fp32 scale to every block, nf4's of 64."""
 MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, "lamb": 2, "muon": 2}
@@ -38,6 +37,7 @@ class PeerMemory:
         vectors: Flat vectors held between rounds; see `vector_bytes`.
         round_vectors: Flat vectors at a round's end, at their peak.
         opening: Models and flat vectors while the peer enters the swarm.
+        overlaps: A round is averaged while the next one trains, so that its vectors come on top.
         num_ranks: Ranks that need the above.
         on_gpu: The ranks' part lies on GPUs.
     """
@@ -52,6 +52,7 @@ class PeerMemory:
     vectors: int
     round_vectors: int
     opening: int
+    overlaps: bool
     num_ranks: int
     on_gpu: bool
 
@@ -68,7 +69,7 @@ class PeerMemory:
     @property
     def training_bytes(self) -> int:
         """All ranks and the leader's vectors, while they train."""
-        return self.num_ranks * self.rank_bytes + self.vectors
+        return self.num_ranks * self.rank_bytes + (self.round_vectors if self.overlaps else self.vectors)
 
     @property
     def round_bytes(self) -> int:
@@ -113,6 +114,7 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         vectors=held,
         round_vectors=peak,
         opening=opening_bytes(size, claimed, setup),
+        overlaps=setup.overlaps,
         num_ranks=setup.num_ranks,
         on_gpu=setup.on_gpu,
     )
@@ -151,30 +153,72 @@ def gathered_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
 
 
 def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]:
-    """Returns the bytes of a leader's flat fp32 vectors, between rounds and at their peak.
+    """Returns the bytes of a leader's flat vectors, between rounds and at their peak.
 
-    With k = 1 + the number of averaged moments, and a = 2 with outer momentum, else 1, it holds per trained parameter
-    the anchor (a) and the averager's inputs and outputs (2 k). A round's end adds what was taken of the model (k), the
-    contribution made of it (k) and the result, or its parts while they come in (k), and one after the other: a group's
-    parts being put together (k), all slots for the merge (E P, a layer of them three times more), bundles to publish
-    (a), and every slot that was fetched (M) with some on their way (3 a P). Where ranks have parts, each of them puts
-    the whole together at first (k).
+    With k = 1 + the number of averaged moments, a = 2 with outer momentum, else 1, and e the bytes in which k numbers
+    travel, it holds per trained parameter the anchor (4 a) and the averager's inputs and outputs (2 e), and, where
+    deltas do not travel exactly, what rounding left over: of its own (4) and of the part that it reduces (4 at most).
+    A round's end adds what was taken of the model (4 k), the contribution made of it (4 k) and the result, or its parts
+    while they come in (4 k), and then what is left over anew (4) and one more copy as it travels (e); and one after the
+    other: a group's parts being put together (k), all slots for the merge (E P, a layer of them three times more),
+    bundles to publish (a), and every slot that was fetched (M) with some on their way (3 a P). Where ranks have parts,
+    each of them puts the whole together at first (k).
 
-    Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
+    Source: the code of `training/` and `swarm/`; measured in docs/planning.md with exact deltas.
     """
-    copies = 1 + setup.averaged_moments
-    anchors = 2 if setup.outer_momentum else 1
+    copies, vectors = 1 + setup.averaged_moments, _group_vectors(size, claimed, setup)
     trained, frozen = size.trained_params(claimed), size.frozen_params(claimed)
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
     phases = (
         copies * max(size.shared_params, size.slot_params if claimed else 0),
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
-        anchors * trained + shifts,
-        frozen + 3 * anchors * size.slot_params + shifts if frozen else 0,
+        sum(group.numel * group.anchors for group in vectors) + shifts,
+        frozen + 3 * vectors[1].anchors * size.slot_params + shifts if frozen else 0,
         (setup.num_ranks - 3) * copies * trained if setup.shard == "fsdp" else 0,
     )
-    return FP32 * (anchors + 2 * copies) * trained, FP32 * ((anchors + 5 * copies) * trained + max(phases))
+    held = sum(group.numel * group.held_bytes for group in vectors)
+    peak = sum(group.numel * (group.held_bytes + group.round_bytes) for group in vectors)
+    return round(held), round(peak + FP32 * (3 * copies * trained + max(phases)))
+
+
+@dataclass(frozen=True)
+class _GroupVectors:
+    """What is held of the trained parameters of one kind.
+
+    Attributes:
+        numel: Parameters.
+        anchors: Copies that a bundle has: 2 with outer momentum.
+        encoded: Bytes to a parameter of a contribution as it travels, with moments.
+        is_exact: Whether nothing is left over.
+    """
+
+    numel: int
+    anchors: int
+    encoded: float
+    is_exact: bool
+
+    @property
+    def held_bytes(self) -> float:
+        """Of one parameter, between rounds."""
+        return FP32 * self.anchors + 2 * self.encoded + (0 if self.is_exact else 2 * FP32)
+
+    @property
+    def round_bytes(self) -> float:
+        """Of one parameter, more at a round's end."""
+        return 0 if self.is_exact else FP32 + self.encoded
+
+
+def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupVectors, _GroupVectors]:
+    """The shared parameters' and the claimed slots' vectors."""
+    moments = setup.averaged_moments * element_bytes(setup.codecs.moments)
+    shared, slots = setup.codecs.shared, setup.codecs.slots
+    return (
+        _GroupVectors(size.shared_params, 1 + setup.shared_momentum, element_bytes(shared) + moments, is_exact(shared)),
+        _GroupVectors(
+            claimed * size.slot_params, 1 + setup.slot_momentum, element_bytes(slots) + moments, is_exact(slots)
+        ),
+    )
 
 
 def opening_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
@@ -183,10 +227,11 @@ def opening_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     Every rank has the model with all slots frozen, and the leader the averager's buffers. It draws the run's initial
     weights, flattens them and makes bundles of them: the whole model in fp32 two times, and once or twice more.
     """
-    copies, anchors = 1 + setup.averaged_moments, 2 if setup.outer_momentum else 1
     models = FP32 * size.shared_params + round(FROZEN_BYTES[setup.storage] * size.frozen_params(0))
-    buffers = 2 * copies * size.trained_params(claimed)
-    return setup.num_ranks * models + FP32 * (buffers + (2 + anchors) * size.total_params)
+    buffers = sum(2 * group.encoded * group.numel for group in _group_vectors(size, claimed, setup))
+    shared, slots = 3 + setup.shared_momentum, 3 + setup.slot_momentum
+    initial = FP32 * (shared * size.shared_params + slots * size.num_slots * size.slot_params)
+    return setup.num_ranks * models + round(buffers) + initial
 
 
 def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:

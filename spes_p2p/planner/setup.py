@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
-from spes_p2p.config import MachineConfig, OptimizerName, RunConfig, Storage, sequences_at_once
+from spes_p2p.config import CodecConfig, MachineConfig, OptimizerName, RunConfig, Storage, sequences_at_once
 from spes_p2p.planner.activations import Activations
 
 
 @dataclass(frozen=True)
 class Setup:
-    """How a peer trains, as far as memory goes.
+    """How a peer trains, as far as memory and traffic go.
 
     Attributes:
         storage: Precision of the frozen experts.
         optimizer: Inner optimizer.
         averaged_moments: How many of its moments are averaged with the deltas.
-        outer_momentum: Whether anchors move with a momentum, which they then have and travel with.
+        shared_momentum: Whether the shared anchor moves with a momentum, which it then has and travels with.
+        slot_momentum: Whether the slots' do.
+        codecs: How deltas and averaged moments travel.
+        refresh_slots: Slots of others that it fetches in a round; None fetches all.
+        overlaps: Whether a round is averaged while the next one trains.
         merges: Whether experts are pulled together.
         num_ranks: Processes of the peer on this machine.
         shard: Whether each holds what is trained, or a share of it; frozen experts are whole in each.
@@ -30,7 +34,11 @@ class Setup:
     storage: Storage = "bf16"
     optimizer: OptimizerName = "adamw"
     averaged_moments: int = 2
-    outer_momentum: bool = False
+    shared_momentum: bool = False
+    slot_momentum: bool = False
+    codecs: CodecConfig = field(default_factory=CodecConfig)
+    refresh_slots: int | None = None
+    overlaps: bool = False
     merges: bool = False
     num_ranks: int = 1
     shard: Literal["ddp", "fsdp"] = "ddp"
@@ -73,7 +81,11 @@ class Setup:
             storage=machine.storage or run.frozen_storage,
             optimizer=machine.inner_optimizer or run.train.optimizer,
             averaged_moments=len(run.averaged_moments),
-            outer_momentum=run.outer.optimizer == "nesterov",
+            shared_momentum=run.outer.has_momentum,
+            slot_momentum=run.outer.of_slots.has_momentum,
+            codecs=run.codecs,
+            refresh_slots=machine.refresh_slots,
+            overlaps=run.round.overlap > 0,
             merges=run.merge.alpha > 0,
             num_ranks=num_ranks,
             shard=machine.shard,

@@ -9,7 +9,7 @@ from spes_p2p.config import RunConfig
 from spes_p2p.planner.memory import PeerMemory
 from spes_p2p.planner.setup import Setup
 from spes_p2p.planner.size import ModelSize
-from spes_p2p.planner.traffic import RoundTraffic, training_seconds, transfer_seconds
+from spes_p2p.planner.traffic import RoundTraffic, star_traffic, training_seconds, transfer_seconds
 
 NAMES = {"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"}
 
@@ -73,6 +73,14 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
     yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
     yield _row("fetching others' slots, and serving its own", traffic.pulled, traffic.pulled)
     yield _row("= in all", traffic.total, traffic.total)
+    star = star_traffic(size, claimed)
+    yield _row("SPES's star in fp32, each of its peers", star.sent, star.received)
+    yield _row("- and its server", num_peers * star.received, num_peers * star.sent)
+    if traffic.total:
+        both = (star.sent + star.received) / (2 * traffic.total)
+        up, down = star.sent / traffic.total, star.received / traffic.total
+        here = "- this plan, of what the star's peer moves"
+        yield f"  {here:<48}{_fraction(up):>10}{_fraction(down):>10}   {_fraction(both)} of both"
     if num_peers * claimed < size.num_slots:
         yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: nobody trains the others"
 
@@ -110,7 +118,12 @@ def time_lines(
         yield f"  {'training':<48}{'unknown':>10}   --tokens-per-second"
         return
     training = training_seconds(run, num_peers, tokens_per_second)
-    yield f"  {'training':<48}{training:>10.0f}   {training / (training + least.total):.0%} of the round"
+    lasting = max(training, least.total) if run.round.overlap else training + least.total
+    yield f"  {'training':<48}{training:>10.0f}   {training / lasting:.0%} of the round"
+
+
+def _fraction(times_less: float) -> str:
+    return f"1/{times_less:.1f}" if times_less >= 1 else f"{1 / times_less:.1f}x"
 
 
 def _row(name: str, *num_bytes: int) -> str:

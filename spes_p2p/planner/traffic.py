@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.config import RunConfig
-from spes_p2p.planner.memory import FP32
+from spes_p2p.planner.encoded import FP32, element_bytes, is_exact
 from spes_p2p.planner.setup import Setup
 from spes_p2p.planner.size import ModelSize
 
@@ -37,11 +37,11 @@ class RoundTraffic:
 
 
 def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -> RoundTraffic:
-    """Returns what each of `num_peers` equal peers sends and receives in a round, in fp32 as it travels today.
+    """Returns what each of `num_peers` equal peers sends and receives in a round, as the run's codecs have it.
 
     A group of n peers that averages x bytes sends, and receives, `2 (n - 1) / n x` of each member (reduce-scatter and
     all-gather). N C claims cover the E slots evenly, so the holders' groups cost a peer `2 (N C - E) P / N`. Averaged
-    moments travel with the deltas; pulled slots come with their outer momentum.
+    moments travel with the deltas, in one of so many rounds; here is their mean. See `pulled_bytes` for the rest.
 
     Source: the bound of the WAN study, `[2 S (N - 1) + X (N - 1) + X (h - 1)] / N` with X = E P and h = N C / E.
 
@@ -49,16 +49,64 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
         size: From `model_size`.
         claimed: C.
         num_peers: N.
-        setup: What of the moments is averaged, and whether there is an outer momentum.
+        setup: How deltas travel, what of the moments is averaged, and whether there is an outer momentum.
     """
-    averaged_bytes = FP32 * (1 + setup.averaged_moments)
-    bundle_bytes = FP32 * (2 if setup.outer_momentum else 1)
+    codecs = setup.codecs
+    moments = setup.averaged_moments * element_bytes(codecs.moments) / codecs.moments_interval
+    shared = 2 * (num_peers - 1) / num_peers * size.shared_params
     covered = min(size.num_slots, num_peers * claimed)
+    slots = 2 * (num_peers * claimed - covered) / num_peers * size.slot_params
     return RoundTraffic(
-        shared=2 * (num_peers - 1) * averaged_bytes * size.shared_params // num_peers,
-        slots=2 * (num_peers * claimed - covered) * averaged_bytes * size.slot_params // num_peers,
-        pulled=bundle_bytes * (covered - claimed) * size.slot_params if num_peers > 1 else 0,
+        shared=round(shared * (element_bytes(codecs.shared) + moments)),
+        slots=round(slots * (element_bytes(codecs.slots) + moments)),
+        pulled=round(pulled_bytes(covered - claimed, setup) * size.slot_params) if num_peers > 1 else 0,
     )
+
+
+def pulled_bytes(num_others: int, setup: Setup) -> float:
+    """Returns the bytes of fetching others' slots in a round, to each parameter of one slot.
+
+    Where deltas travel exactly, a slot comes as a full copy, with its outer momentum: 4 bytes, or 8. Else its last
+    version is brought forward by the holders' mean delta, or by one for each round that it lies behind, unless those
+    are too many or a full copy is less: so fetching fewer slots per round spares nothing before that.
+
+    Args:
+        num_others: Slots that others train.
+        setup: How deltas travel, and how many slots are fetched.
+    """
+    if not num_others:
+        return 0.0
+    fetched = min(num_others, setup.refresh_slots or num_others)
+    copy = FP32 * (2.0 if setup.slot_momentum else 1.0)
+    rounds_behind = num_others / fetched
+    if is_exact(setup.codecs.slots) or rounds_behind > setup.codecs.keyframe_rounds:
+        return fetched * copy
+    return fetched * min(copy, rounds_behind * element_bytes(setup.codecs.slots))
+
+
+@dataclass(frozen=True)
+class StarTraffic:
+    """Bytes of one round of SPES, where a server sits between its peers and everything travels in fp32.
+
+    Attributes:
+        sent: By each peer: what it trains, `4 (S + C P)`.
+        received: By each peer: the whole model, `4 (S + E P)`.
+    """
+
+    sent: int
+    received: int
+
+
+def star_traffic(size: ModelSize, claimed: int) -> StarTraffic:
+    """Returns what each of SPES's peers sends and receives in a round; its server does so with every one of them.
+
+    Source: SPES (https://arxiv.org/abs/2602.11543), and its code.
+
+    Args:
+        size: From `model_size`.
+        claimed: C.
+    """
+    return StarTraffic(FP32 * size.trained_params(claimed), FP32 * size.total_params)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from pydantic import Field
 from torch import Tensor
 
 from spes_p2p.config import Frozen, PositiveFloat
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.base import Contribution
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
-from spes_p2p.swarm.roster import SHARED, kind_of
+from spes_p2p.swarm.roster import SHARED, Member, kind_of
 
 
 class Attack(Frozen):
@@ -50,10 +50,15 @@ class AttackingSwarm(MemorySwarm):
         self._attacks, self._delta_numel = attacks, delta_numel
         self._honest: dict[str, Tensor] = {}
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
         round = contribution.member.round
         deltas = {name: self._spoil(name, flat_N, round) for name, flat_N in contribution.deltas.items()}
-        return super().average(replace(contribution, deltas=deltas), expected=expected, starts_at=starts_at)
+        member, encoded = super()._encode(replace(contribution, deltas=deltas))
+        for attack in self._attacks:
+            for name in encoded if attack.kind == "nan" else ():
+                if attack.concerns(name, round):
+                    encoded[name].fill_(255)  # no number in any codec; an honest encoder would refuse to write it
+        return member, encoded
 
     def _spoil(self, name: str, flat_N: Tensor, round: int) -> Tensor:
         numel = self._delta_numel[kind_of(name)]
@@ -66,5 +71,5 @@ class AttackingSwarm(MemorySwarm):
             if attack.kind == "stale":
                 delta = self._honest.setdefault(name, delta)
             else:
-                delta = delta * {"sign_flip": -1.0, "scale": attack.factor, "nan": float("nan")}[attack.kind]
+                delta = delta * {"sign_flip": -1.0, "scale": attack.factor, "nan": 1.0}[attack.kind]
         return torch.cat([delta, moments])

@@ -7,33 +7,38 @@ import contextlib
 import hashlib
 import logging
 import signal
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import AsyncIterator  # noqa: UP035 - hivemind recognises only typing's
 
-import msgpack
 import torch
-from hivemind.averaging.allreduce import AveragingMode
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.averaging.group_info import GroupInfo
-from hivemind.averaging.partition import AllreduceException
+from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import runtime_pb2
+from hivemind.p2p.servicer import StubBase
+from hivemind.proto import averaging_pb2, runtime_pb2
 from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
-from spes_p2p.codecs import digest
 from spes_p2p.config import RoundConfig
-from spes_p2p.errors import RecordError
-from spes_p2p.swarm.meeting import Declarations
-from spes_p2p.swarm.outcome import Attempt
+from spes_p2p.swarm.clock import Patience
+from spes_p2p.swarm.group_work import Buffers, GroupWork, expected_of, finish_all, read_roster
+from spes_p2p.swarm.meeting import Meeting
+from spes_p2p.swarm.outcome import Attempt, quorum
 from spes_p2p.swarm.processes import BoundDHT, die_with_parent
-from spes_p2p.swarm.reduce import WholeRunner
-from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
+from spes_p2p.swarm.reduce import GroupPlan
+from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name, uplinks
 from spes_p2p.swarm.validation import matchmaking_prefix
+from spes_p2p.swarm.wire import Wire
 
 log = logging.getLogger(__name__)
 
-PART_BYTES = 2**18
-"""Larger messages cost hivemind's protobuf streams twice the CPU (facts: wan 4)."""
+LEAST_ATTEMPT_SECONDS = 10.0
+LEAST_SILENCE_SECONDS = 5.0
+"""Of a busy machine that is well."""
+SILENCE_SHARE = 1 / 4
+"""Of an attempt's longest duration; what a member may be silent for until some have been seen."""
 
 
 class SparseAverager(DecentralizedAverager):
@@ -46,42 +51,38 @@ class SparseAverager(DecentralizedAverager):
     Args:
         dht: This peer's DHT node.
         run_id: Names the matchmaking.
-        shared_numel: Elements of the shared delta.
-        slot_numel: Elements of one slot's delta.
+        wire: How vectors travel.
         max_slots: Slots this peer may hold at once.
         deadlines: The run's round settings.
     """
 
-    def __init__(
-        self,
-        dht: BoundDHT,
-        *,
-        run_id: str,
-        shared_numel: int,
-        slot_numel: int,
-        max_slots: int,
-        deadlines: RoundConfig,
-    ) -> None:
-        sizes = [shared_numel] + [slot_numel] * max_slots
-        self._inputs = [torch.zeros(size).share_memory_() for size in sizes]
-        self._outputs = [torch.zeros(size).share_memory_() for size in sizes]
-        self._attempt_seconds = deadlines.averaging_seconds
-        self._digests: dict[bytes, asyncio.Future[bytes]] = {}
+    _matchmaking: Matchmaking
+
+    def __init__(self, dht: BoundDHT, *, run_id: str, wire: Wire, max_slots: int, deadlines: RoundConfig) -> None:
+        self._wire = wire
+        formats = [wire.largest(SHARED), *[wire.largest(slot_name(0))] * max_slots]
+        self._buffers = [Buffers(format) for format in formats]
+        self._held: tuple[int, ...] = ()
+        most = deadlines.averaging_seconds
+        self._patience = Patience(LEAST_ATTEMPT_SECONDS, most)
+        self._silence = Patience(LEAST_SILENCE_SECONDS, SILENCE_SHARE * most)
+        self._most_seconds = most
+        self._work: dict[bytes, GroupWork] = {}
+        self._last_work: dict[bytes, GroupWork] = {}
+        self._is_redone = False
+        self._survivors: list[PeerID] = []
         super().__init__(
-            [*self._inputs, *self._outputs],
+            [torch.zeros(1)],
             dht,
             start=False,
             prefix=matchmaking_prefix(run_id),
             min_group_size=2,
             min_matchmaking_time=deadlines.matchmaking_seconds,
             request_timeout=deadlines.matchmaking_seconds / 3,
-            part_size_bytes=PART_BYTES,
-            sender_timeout=deadlines.averaging_seconds / 2,
-            reducer_timeout=deadlines.averaging_seconds,
             allow_state_sharing=False,
         )
         # Members hold different slots, so stock's hash over all tensors would refuse everybody.
-        self.schema_hash = hashlib.sha256(f"{run_id} {shared_numel} {slot_numel}".encode()).digest()
+        self.schema_hash = hashlib.sha256(f"{run_id} {wire.description}".encode()).digest()
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
@@ -95,21 +96,31 @@ class SparseAverager(DecentralizedAverager):
         if await_ready:
             self.wait_until_ready(timeout)
 
-    def attempt(self, member: Member, deltas: Mapping[str, Tensor], *, expected: int, starts_at: float) -> Attempt:
+    def attempt(
+        self,
+        member: Member,
+        encoded: Mapping[str, Tensor],
+        *,
+        expected: int,
+        starts_at: float,
+        is_redone: bool = False,
+    ) -> Attempt:
         """Meet and average once.
 
         Args:
-            member: This peer's roster entry; `deltas` holds `shared` and its slots.
-            deltas: Flat fp32 deltas.
+            member: This peer's roster entry; `encoded` holds `shared` and its slots.
+            encoded: What it sends, uint8, in the formats of the round after the member's.
             expected: Group size at which the roster stands at once.
             starts_at: DHT time at which it stands anyway.
+            is_redone: Meet those who were not lost in the last attempt, and nobody else.
 
         Returns:
             The attempt's outcome; `averaged` are copies.
         """
-        names = [SHARED, *map(slot_name, member.slots)]
-        for buffer, name in zip(self._inputs, names, strict=False):
-            buffer.copy_(deltas[name])
+        names = self._place(member.slots)
+        for buffers, name in zip(self._buffers, names, strict=False):
+            buffers.source[: encoded[name].numel()].copy_(encoded[name])
+        self._outer_pipe.send(("_prepare", [is_redone], {}))
         started = get_dht_time()
         scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
         patience = scheduled - get_dht_time() + self.matchmaking_kwargs["min_matchmaking_time"]
@@ -121,167 +132,152 @@ class SparseAverager(DecentralizedAverager):
             wait=False,
         )
         try:
-            outcome = control.result(timeout=patience + 2 * self._attempt_seconds)
+            outcome = control.result(timeout=patience + 2 * self._most_seconds)
         except Exception as error:  # noqa: BLE001 - hivemind reports "nobody came" by a dozen types
             control.cancel()
-            return Attempt(failure=f"no roster: {error!r}", matchmaking_seconds=get_dht_time() - started)
-        averaged = {
-            name: buffer.clone()
-            for buffer, name in zip(self._outputs, names, strict=False)
-            if outcome["status"].get(name) == ""
-        }
-        roster = tuple(Member.decode(peer, data) for peer, data in outcome["roster"])
+            failure = f"no roster of {quorum(expected)} of {expected} peers or more: {error!r}"
+            return Attempt(failure=failure, matchmaking_seconds=get_dht_time() - started)
+        places = {name: buffers for buffers, name in zip(self._buffers, names, strict=False)}
+        done = [name for name, reason in outcome["status"].items() if not reason]
+        formats = {name: self._wire.format(name, outcome["round"]) for name in done}
         return Attempt(
-            roster=roster,
+            roster=tuple(Member.decode(peer, data) for peer, data in outcome["roster"]),
+            refused=outcome["refused"],
             status=outcome["status"],
-            averaged=averaged,
+            averaged={name: places[name].result[: formats[name].num_bytes].clone() for name in done},
+            left={name: places[name].left(*outcome["spans"][name]) for name in done if not formats[name].is_exact},
+            lost=frozenset(outcome["lost"]),
             matchmaking_seconds=outcome["met_at"] - started,
             averaging_seconds=get_dht_time() - outcome["met_at"],
         )
 
+    def keep_errors(self, left: Mapping[str, tuple[int, Tensor]]) -> None:
+        """Let what the means of committed groups have left over go with a later round's.
+
+        Args:
+            left: As in the attempt.
+        """
+        names = [SHARED, *map(slot_name, self._held)]
+        for name, (start, error) in left.items():
+            self._buffers[names.index(name)].keep(start, error)
+
+    def forget_errors(self) -> None:
+        """Give up what was left over, because the anchors have been replaced."""
+        for buffers in self._buffers:
+            buffers.forget_error()
+
+    def _place(self, slots: tuple[int, ...]) -> list[str]:
+        """Return which group each of the buffers is for; errors of slots that move are given up."""
+        if slots != self._held:
+            for buffers in self._buffers[1:]:
+                buffers.forget_error()
+            self._held = slots
+        return [SHARED, *map(slot_name, slots)]
+
+    # ------------------------------------------------------------------ in the averager's process
+
+    async def _prepare(self, is_redone: bool) -> None:
+        self._is_redone = is_redone
+
     async def _step(self, *, step, future_for_init) -> None:
-        expected = _user_part(step.data_for_gather)[0]
-        target = expected if isinstance(expected, int) and expected >= 2 else None
-        if not isinstance(self._matchmaking.group_key_manager, Declarations):
-            self._matchmaking.group_key_manager = Declarations(self.dht, self.prefix, "", target)
-        self._matchmaking.target_group_size = target
-        self._matchmaking.group_key_manager.target_group_size = target
+        target = expected_of(step.data_for_gather)
+        if not isinstance(self._matchmaking, Meeting):
+            self._matchmaking = Meeting(
+                self._p2p, self.schema_hash, self.dht, client_mode=self.client_mode, **self.matchmaking_kwargs
+            )
+        # A group below quorum would only be thrown away, and take its members from a larger one.
+        self._matchmaking.prepare(target, max(2, quorum(target or 2)), self._survivors if self._is_redone else None)
         await super()._step(step=step, future_for_init=future_for_init)
 
     @contextlib.contextmanager
     def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
-        # The groups' names follow from the roster, so all are known before the first byte can arrive.
-        names = derive_groups(self._read_roster(group_info)).members
-        digests: dict[bytes, asyncio.Future[bytes]] = {_group_id(group_info, name): asyncio.Future() for name in names}
-        self._digests = digests
-        self._running_groups.update({gid: asyncio.Future() for gid in digests})
+        # The groups follow from the roster, so all are known before the first byte can arrive.
+        roster, _ = read_roster(group_info)
+        groups = derive_groups(roster)
+        self._last_work, self._work = (
+            self._work,
+            {
+                _group_id(group_info, name): self._group_work(name, groups, roster, _group_id(group_info, name))
+                for name in groups.members
+            },
+        )
         self._pending_groups_registered.set()
         try:
             yield
         finally:
-            for gid in digests:
-                future = self._running_groups.pop(gid, None)
-                if future is not None and not future.done():
-                    future.cancel()
+            for work in self._work.values():
+                work.close()
+
+    def _group_work(self, name: str, groups: Groups, roster: Sequence[Member], gid: bytes) -> GroupWork:
+        """Return what this peer does in a group; for groups of others, nothing but to say so."""
+        tokens, speeds = {member.peer_id: float(member.tokens) for member in roster}, uplinks(roster)
+        peers = groups.members[name]
+        plan = GroupPlan.of(
+            peers,
+            [tokens[peer] for peer in peers],
+            [speeds[peer] for peer in peers],
+            self._wire.format(name, groups.round + 1),
+        )
+        return GroupWork(plan, self.peer_id.to_base58(), gid, self._ask)
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, weight: float, **kwargs) -> dict:
-        met_at = get_dht_time()
-        roster = self._read_roster(group_info)
-        groups = derive_groups(roster)
+        met_at, began = get_dht_time(), time.monotonic()
+        roster, refused = read_roster(group_info)
         me = self.peer_id.to_base58()
-        slots = next(member.slots for member in roster if member.peer_id == me)
-        buffers = dict(
-            zip([SHARED, *map(slot_name, slots)], zip(self._inputs, self._outputs, strict=True), strict=False)
-        )
-        mine = [name for name, members in groups.members.items() if me in members]
-        work = {
-            name: asyncio.create_task(self._average_group(group_info, name, groups, roster, buffers[name], **kwargs))
-            for name in mine
+        slots = next((member.slots for member in roster if member.peer_id == me), ())
+        mine: dict[str, GroupWork] = {}
+        running: dict[str, asyncio.Task[str]] = {}
+        for place, name in enumerate([SHARED, *map(slot_name, slots)]):
+            work = self._work.get(_group_id(group_info, name))
+            if work is not None and me in work.plan.peers:
+                mine[name] = work
+                running[name] = asyncio.create_task(work.run(self._buffers[place], self._patience, self._silence))
+        status = await finish_all(running)
+        lost = mine[SHARED].lost if SHARED in mine else ""
+        self._survivors = [peer for peer in group_info.peer_ids if peer.to_base58() not in (lost, me)]
+        if not any(status.values()):
+            self._patience.observe(time.monotonic() - began)
+        return {
+            "roster": [(member.peer_id, member.model_dump_json()) for member in roster],
+            "refused": refused,
+            "round": derive_groups(roster).round + 1,
+            "status": status,
+            "lost": [lost] if lost else [],
+            "spans": {name: work.plan.span(me) for name, work in mine.items()},
+            "met_at": met_at,
         }
-        entries = [(member.peer_id, member.model_dump_json()) for member in roster]
-        return {"roster": entries, "status": await _finish_all(work), "met_at": met_at}
 
-    async def _average_group(self, group_info, name, groups: Groups, roster, buffers, **kwargs) -> str:
-        """Average one group into its output buffer; return why it failed, or "" when all members confirmed."""
-        gid = _group_id(group_info, name)
-        tokens = {member.peer_id: float(member.tokens) for member in roster}
-        weights = [tokens[peer] for peer in groups.members[name]]
-        source, result = buffers
-        reason = ""
-        try:
-            if not sum(weights):
-                reason = "nobody trained"
-            elif len(weights) == 1:
-                result.copy_(source)
-            else:
-                work = self._run_group(gid, groups.members[name], weights, source, result, **kwargs)
-                await asyncio.wait_for(work, self._attempt_seconds)
-        except (TimeoutError, AllreduceException, OSError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error}"
-        finally:
-            if not self._digests[gid].done():
-                self._digests[gid].set_result(b"")
-        return reason
+    def _ask(self, peer: str) -> StubBase:
+        return self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
 
-    async def _run_group(self, gid, members, weights, source, result, **kwargs) -> None:
-        peers = [PeerID.from_base58(peer) for peer in members]
-        runner = WholeRunner(
-            weights=weights,
-            p2p=self._p2p,
-            servicer_type=type(self),
-            prefix=self.prefix,
-            tensors=[source],
-            group_id=gid,
-            ordered_peer_ids=peers,
-            peer_fractions=tuple([1 / len(peers)] * len(peers)),
-            modes=tuple([AveragingMode.NODE] * len(peers)),
-            **kwargs,
-        )
-        self._running_groups[gid].set_result(runner)
-        try:
-            async for averaged in runner:
-                result.copy_(averaged)
-        except AllreduceException as error:
-            raise AllreduceException(f"lost {runner.lost}" if runner.lost else str(error)) from error
-        mine = digest(result).encode()
-        self._digests[gid].set_result(mine)
-        theirs = await asyncio.gather(*(self._ask_digest(peer, gid) for peer in peers if peer != self.peer_id))
-        if any(other != mine for other in theirs):
-            raise AllreduceException("members did not confirm the same digest")
+    async def _work_on(self, gid: bytes) -> GroupWork | None:
+        """Return a group of the newest roster or of the last; who asks may have heard of the roster before us."""
+        if gid not in self._work and gid not in self._last_work:
+            await asyncio.wait_for(self._pending_groups_registered.wait(), self._most_seconds)
+        return self._work.get(gid) or self._last_work.get(gid)
 
-    async def _ask_digest(self, peer: PeerID, gid: bytes) -> bytes:
-        stub = self.get_stub(self._p2p, peer, namespace=self.prefix)
-        try:
-            request = runtime_pb2.ExpertRequest(uid=gid.hex())
-            return (await stub.rpc_confirm(request, timeout=self._attempt_seconds)).metadata
-        except Exception as error:
-            raise AllreduceException(f"{peer} did not confirm: {error!r}") from error
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.AveragingData]:
+        """Lead a member's stream to its group; if that has failed already, say because of whom."""
+        greeting = await anext(stream)
+        work = await self._work_on(greeting.group_id)
+        if work is None:
+            yield averaging_pb2.AveragingData(code=averaging_pb2.BAD_GROUP_ID)
+            return
+        await asyncio.wait({work.reduction}, timeout=self._most_seconds)
+        if not work.reduction.done() or work.reduction.cancelled():
+            yield averaging_pb2.AveragingData(code=averaging_pb2.CANCELLED, peer_id=work.lost.encode())
+            return
+        async for message in work.reduction.result().rpc_aggregate_part(stream, context, greeting.weight):
+            yield message
 
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         """Tell a member the digest of our result in a group, once there is one; empty if we failed."""
-        future = self._digests.get(bytes.fromhex(request.uid[:256]))
-        if future is None:
-            return runtime_pb2.ExpertResponse(metadata=b"")
-        answer = await asyncio.wait_for(asyncio.shield(future), self._attempt_seconds)
+        work = await self._work_on(bytes.fromhex(request.uid[:256]))
+        answer = await work.confirmed(self._most_seconds) if work is not None else b""
         return runtime_pb2.ExpertResponse(metadata=answer)
-
-    def _read_roster(self, group_info: GroupInfo) -> list[Member]:
-        try:
-            return [
-                Member.decode(peer.to_base58(), _user_part(gathered)[1])
-                for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True)
-            ]
-        except (RecordError, ValueError, TypeError, IndexError) as error:
-            raise AllreduceException(f"roster refused: {error}") from error
-
-
-async def _finish_all(work: dict[str, asyncio.Task[str]]) -> dict[str, str]:
-    """Return each group's reason of failure; once `shared` has failed, wait for no other.
-
-    Nothing counts without `shared`, and whoever lingers in a slot's group misses the others' second attempt.
-    """
-    try:
-        if SHARED in work and await work[SHARED]:
-            for task in work.values():
-                task.cancel()
-        if work:
-            await asyncio.wait(work.values())
-    finally:
-        for task in work.values():
-            task.cancel()
-    return {name: "shared was dropped" if task.cancelled() else task.result() for name, task in work.items()}
 
 
 def _group_id(group_info: GroupInfo, name: str) -> bytes:
     return group_info.group_id + name.encode()
-
-
-def _user_part(gathered: bytes) -> list:
-    """Return [expected, roster entry] from what hivemind gathered, decoded without msgpack's extension types."""
-    if len(gathered) > 2**17:
-        raise ValueError("roster entry is too large")
-    _bandwidth, _mode, user = msgpack.unpackb(gathered, raw=False)
-    part = msgpack.unpackb(user, raw=False)
-    if not isinstance(part, list) or len(part) != 2:
-        raise ValueError("roster entry is not a pair")
-    return part

@@ -34,6 +34,8 @@ class RoundResult:
     Attributes:
         roster: Everybody's entries, the same on all members; only this peer's own if it was alone.
         committed: Averaged flat vector by group; bit-identical on all members of the group.
+        encoded: The delta's part of it by group as it travelled, for those who have the last version; empty where the
+            codec is exact.
         dropped: Reason by group, for groups that this peer was in and that go back to their anchor.
         is_behind: This peer's shared anchor is not the majority's: it must catch up.
         matchmaking_seconds: Time until the roster stood.
@@ -42,6 +44,7 @@ class RoundResult:
 
     roster: tuple[Member, ...]
     committed: Mapping[str, Tensor] = field(default_factory=dict)
+    encoded: Mapping[str, bytes] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
     is_behind: bool = False
     matchmaking_seconds: float = 0.0
@@ -77,8 +80,16 @@ class Swarm(Protocol):
             starts_at: DHT time at which the roster may stand without the rest.
         """
 
-    def publish(self, round: int, bundles: Mapping[str, Tensor]) -> Mapping[str, Version]:
-        """Sign and serve flat bundles as this round's versions, replacing older ones of the same name."""
+    def publish(
+        self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
+    ) -> Mapping[str, Version]:
+        """Sign and serve flat bundles as this round's versions, replacing older ones of the same name.
+
+        Args:
+            round: The versions' round.
+            bundles: By name.
+            deltas: By name, the encoded mean delta that leads here from this peer's newest version until now.
+        """
 
     def versions(self) -> Mapping[str, Version]:
         """Return the newest version of each name that this peer has, its own and pulled ones."""
@@ -86,17 +97,31 @@ class Swarm(Protocol):
     def load(self, name: str) -> Tensor:
         """Return the flat bundle of the newest version of `name` that this peer has, as a new tensor."""
 
-    def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
+    def pull(
+        self,
+        wanted: Mapping[str, Sequence[str]],
+        *,
+        min_round: int,
+        timeout: float,
+        relays: Mapping[str, Sequence[str]] | None = None,
+        uplinks: Mapping[str, float] | None = None,
+    ) -> Mapping[str, str]:
         """Fetch versions of at least `min_round` from peers that have them.
 
         Args:
-            wanted: Peers to ask, by version name; tried in an order of the swarm's choosing.
+            wanted: Peers to ask, by version name; those named first are preferred.
             min_round: Older versions are waited over: a peer that is about to publish is given time to.
             timeout: Seconds for all of it.
+            relays: By name, all peers that fetch this version now, this one included, in an order that they share:
+                each takes a share of it from the holder and passes that on to the others.
+            uplinks: What relays may send, in 10^6 bits per second; who sends more takes the larger share.
 
         Returns:
             Reason by name, for versions that could not be had; their old ones stay.
         """
+
+    def seeds(self) -> Mapping[str, Sequence[str]]:
+        """Return the other peers that say they serve a version, by its name, those with the newest first."""
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         """Ask peers which versions they have; silent peers are left out."""

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterable
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.roster import Member
 
 FALLBACK_TOKENS_PER_SECOND = 1.0
+REMEMBERED = 16
+SPREADS = 8.0
+"""Deviations from the median that are waited for: a normal variable exceeds five sigma once in two million times."""
+
+LEAST_SPREAD = 1 / 4
+"""Of the median: what has been steady need not stay so, as when newcomers begin to download."""
 
 
 def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
@@ -31,3 +38,33 @@ def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
 def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) -> int:
     """Return the tokens a peer may claim for a round of `train_seconds` at its stated speed, with a tenth to spare."""
     return max(0, min(tokens, int(1.1 * tokens_per_second * train_seconds) + 1))
+
+
+class Patience:
+    """How long to wait for others, going by how long it took them before.
+
+    The median of what was seen plus a multiple of the median deviation from it, within bounds. Medians, because one
+    stall must not make everybody wait longer from then on; a multiple of the deviation, as TCP's retransmission timer
+    takes (RFC 6298), because links differ in how steady they are.
+
+    Args:
+        least_seconds: Lower bound: machines stall, however steady the network.
+        most_seconds: Upper bound, and what is waited before anything was seen.
+    """
+
+    def __init__(self, least_seconds: float, most_seconds: float) -> None:
+        self._least, self._most = min(least_seconds, most_seconds), most_seconds
+        self._seen: deque[float] = deque(maxlen=REMEMBERED)
+
+    def observe(self, seconds: float) -> None:
+        """Take note of how long it took this time."""
+        self._seen.append(seconds)
+
+    @property
+    def seconds(self) -> float:
+        """What to wait at most."""
+        if len(self._seen) < 3:
+            return self._most
+        median = statistics.median(self._seen)
+        spread = statistics.median(abs(seconds - median) for seconds in self._seen)
+        return min(max(median + SPREADS * max(spread, LEAST_SPREAD * median), self._least), self._most)

@@ -1,79 +1,120 @@
-"""Versions move between peers: who has what, and the bytes in chunks, verified before use."""
+"""Versions move between peers: who has what, and the bytes, verified before use."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+import functools
 import logging
-import random
-from collections.abc import Mapping, Sequence
-from typing import AsyncIterator  # noqa: UP035 - hivemind recognises only typing's
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 
-from hivemind.p2p import P2PContext, PeerID, ServicerBase
-from hivemind.proto import runtime_pb2
-from hivemind.utils.asyncio import aiter_with_timeout
+import torch
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from torch import Tensor
 
-from spes_p2p.codecs import digest, from_bytes
+from spes_p2p.codecs import digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
+from spes_p2p.swarm.channel import END, Channel
+from spes_p2p.swarm.downloads import Download, Turns
+from spes_p2p.swarm.messages import MAX_DELTAS, Wanted
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.versions import DOCUMENTS, MAX_MANIFEST_BYTES, Version, VersionStore
+from spes_p2p.swarm.pulling import Pull
+from spes_p2p.swarm.roster import kind_of
+from spes_p2p.swarm.serving import Server
+from spes_p2p.swarm.version_store import VersionStore
+from spes_p2p.swarm.versions import Version
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 2**18
 CHUNK_SECONDS = 20.0
-"""Longest silence of a serving peer before the next one is tried."""
+"""Longest silence of another peer before the next one is tried."""
 INVENTORY_SECONDS = 10.0
 MAX_NAMES = 4200
-PARALLEL_PULLS = 4
+PARALLEL_OFFERS = 16
+"""Versions asked for at a time; as long as nobody has them yet, they cost nothing."""
+
+Advance = Callable[[str, Tensor, bytes], Tensor]
+"""From a name, its bundle, and an encoded mean delta, the bundle that follows."""
 
 
-class Exchange(ServicerBase):
+class Exchange:
     """Serves this peer's versions and pulls others'.
 
     Args:
-        node: The peer's host; serving starts at once unless it is in client mode.
+        node: The peer's host; serving starts at once.
         store: Where versions lie.
         serve: Answer others.
+        uplink_mbit: Most to send, in 10^6 bits per second; None holds nothing back.
     """
 
-    def __init__(self, node: Node, store: VersionStore, *, serve: bool = True) -> None:
+    def __init__(
+        self, node: Node, store: VersionStore, *, serve: bool = True, uplink_mbit: float | None = None
+    ) -> None:
+        self.serves, self.peer_id, self.run_id = serve, node.peer_id, node.run_id
+        self.bytes_in = 0
+        self.turns, self._offers = Turns(), asyncio.Semaphore(PARALLEL_OFFERS)
         self._node, self._store = node, store
-        self.bytes_in = self.bytes_out = 0
+        self._advance: Advance | None = None
+        self._delta_bytes: Mapping[str, int] = {}
+        self._downloads: dict[str, Download] = {}
+        self._server = Server(store, self._downloads, uplink_mbit)
+        store.subscribe(lambda: node.notify(self._server.changed.fire))
         if serve:
-            node.run(self.add_p2p_handlers(node.p2p, namespace=node.run_id), INVENTORY_SECONDS)
+            node.run(self._listen(), INVENTORY_SECONDS)
+
+    async def _listen(self) -> None:
+        for service, answer in {"fetch": self.serve_fetch, "inventory": self.serve_inventory}.items():
+            handler = functools.partial(self._handle, answer)
+            await self._node.p2p.add_binary_stream_handler(self._service(service), handler)
+
+    def _service(self, service: str) -> str:
+        return f"{self.run_id}::exchange.{service}"
+
+    @property
+    def bytes_out(self) -> int:
+        """Payload bytes sent."""
+        return self._server.bytes_out
+
+    def follow_deltas(self, advance: Advance, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
+        """Fetch deltas in place of whole versions where that is less, and keep them for others.
+
+        Args:
+            advance: Applies one.
+            delta_bytes: Exact bytes of one, by kind of vector; kinds left out come whole.
+            keyframe_rounds: Most of them in a row.
+        """
+        self._advance, self._delta_bytes, self._store.deltas.keep = advance, delta_bytes, keyframe_rounds
 
     # ------------------------------------------------------------------ serving
 
-    async def rpc_inventory(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
+    def reserve_for(self, peers: Collection[str], seconds: float) -> None:
+        """Serve nobody but `peers` for so long, or until `release`: a round goes before newcomers."""
+        self._server.reserve_for(peers, seconds)
+
+    def release(self) -> None:
+        """Serve everybody again."""
+        self._server.release()
+
+    async def _handle(
+        self, answer: Callable[[Channel, str], Awaitable[None]], info: StreamInfo, reader, writer
+    ) -> None:
+        channel, peer = Channel(reader, writer, 3 * CHUNK_SECONDS), info.peer_id.to_base58()
+        with contextlib.closing(channel):
+            try:
+                await answer(channel, peer)
+            except (ExchangeError, TimeoutError) as error:
+                log.info("stopped serving %s: %s", peer[-6:], error)
+
+    async def serve_fetch(self, channel: Channel, peer: str) -> None:
+        """Offer and send versions; see `Server`."""
+        await self._server.serve(channel, peer)
+
+    async def serve_inventory(self, channel: Channel, peer: str) -> None:
         """Name the newest version of everything this peer has."""
         for version in self._store.newest().values():
-            yield runtime_pb2.ExpertResponse(metadata=version.model_dump_json().encode())
-        yield runtime_pb2.ExpertResponse(metadata=b"")
-        await _until_the_caller_hangs_up()
-
-    async def rpc_fetch(
-        self, request: runtime_pb2.ExpertRequest, context: P2PContext
-    ) -> AsyncIterator[runtime_pb2.ExpertResponse]:
-        """Send a version's manifest, then its bytes; wait for a version that is about to be published."""
-        wanted = json.loads(request.metadata[:MAX_MANIFEST_BYTES])
-        timeout = min(float(wanted["timeout"]), CHUNK_SECONDS / 2)
-        loop = asyncio.get_running_loop()
-        version = await loop.run_in_executor(
-            None, self._store.wait_for, request.uid[:64], int(wanted["min_round"]), timeout
-        )
-        if version is None:
-            return
-        yield runtime_pb2.ExpertResponse(metadata=version.model_dump_json().encode())
-        if version.digest != wanted.get("have"):
-            with self._store.path(version).open("rb") as file:
-                while chunk := await loop.run_in_executor(None, file.read, CHUNK_BYTES):
-                    self.bytes_out += len(chunk)
-                    yield runtime_pb2.ExpertResponse(metadata=chunk)
-        await _until_the_caller_hangs_up()
+            await channel.send_text(version.model_dump_json())
+        await channel.send(END)
+        await channel.wait_for_hang_up()
 
     # ------------------------------------------------------------------ pulling
 
@@ -90,18 +131,16 @@ class Exchange(ServicerBase):
         return dict(self._node.run(ask_all(), 2 * INVENTORY_SECONDS))
 
     async def _ask(self, peer: str) -> dict[str, Version]:
-        stub = self.get_stub(self._node.p2p, PeerID.from_base58(peer), namespace=self._node.run_id)
-        stream = await stub.rpc_inventory(runtime_pb2.ExpertRequest())
         versions: dict[str, Version] = {}
-        async with contextlib.aclosing(stream):
-            async for message in aiter_with_timeout(stream, INVENTORY_SECONDS):
-                if not message.metadata:
-                    return versions
-                version = Version.verify(message.metadata, self._node.run_id)
-                versions[version.name] = version
-                if len(versions) > MAX_NAMES:
-                    raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
-        raise RecordError(f"{peer} was cut short after {len(versions)} versions")
+        async with asyncio.timeout(INVENTORY_SECONDS):
+            channel = await Channel.open(self._node, peer, self._service("inventory"), INVENTORY_SECONDS)
+            with contextlib.closing(channel):
+                while text := await channel.receive_text():
+                    version = Version.verify(text, self.run_id)
+                    versions[version.name] = version
+                    if len(versions) > MAX_NAMES:
+                        raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
+        return versions
 
     def pull(
         self,
@@ -110,6 +149,8 @@ class Exchange(ServicerBase):
         min_round: int,
         timeout: float,
         max_bytes: Mapping[str, int],
+        relays: Mapping[str, Sequence[str]] | None = None,
+        uplinks: Mapping[str, float] | None = None,
     ) -> dict[str, str]:
         """Fetch versions into the store; see `Swarm.pull`.
 
@@ -117,77 +158,78 @@ class Exchange(ServicerBase):
             max_bytes: By name, most bytes of a document, exact bytes of a vector.
         """
 
+        async def pull_one(name: str, deadline: float) -> str:
+            item = Wanted(
+                name,
+                min_round,
+                max_bytes[name],
+                delta_bytes=self._delta_bytes.get(kind_of(name), 0),
+                max_deltas=min(self._store.deltas.keep, MAX_DELTAS) if kind_of(name) in self._delta_bytes else 0,
+                relays=(relays or {}).get(name, ()),
+                uplinks=uplinks or {},
+            )
+            have = self._store.find(name)
+            return await Pull(item, wanted[name], have.digest if have else "", self).run(deadline)
+
         async def pull_all() -> dict[str, str]:
-            slots = asyncio.Semaphore(PARALLEL_PULLS)
             deadline = asyncio.get_running_loop().time() + timeout
-            work = [self._pull_one(n, peers, min_round, max_bytes[n], deadline, slots) for n, peers in wanted.items()]
-            return {name: why for name, why in zip(wanted, await asyncio.gather(*work), strict=True) if why}
+            reasons = await asyncio.gather(*(pull_in_turn(name, deadline) for name in wanted))
+            return {name: why for name, why in zip(wanted, reasons, strict=True) if why}
+
+        async def pull_in_turn(name: str, deadline: float) -> str:
+            async with self._offers:
+                return await pull_one(name, deadline)
 
         return self._node.run(pull_all(), timeout + CHUNK_SECONDS)
 
-    async def _pull_one(self, name, peers, min_round, max_bytes, deadline, slots) -> str:
-        """Try each peer once, in random order so that not everybody asks the same one; return why all failed."""
-        reasons = ["nobody has it"]
-        for peer in random.sample(list(peers), len(peers)):
-            async with slots:
-                remaining = deadline - asyncio.get_running_loop().time()
-                if remaining <= 0:
-                    reasons.append("out of time")
-                    break
-                try:
-                    await asyncio.wait_for(self._fetch(peer, name, min_round, max_bytes, remaining), remaining)
-                    return ""
-                except Exception as error:  # noqa: BLE001 - a bad peer is a reason to ask the next, whatever it did
-                    reasons.append(f"{peer[-6:]}: {error!r}")
-                    log.info("could not pull %s from %s: %r", name, peer[-6:], error)
-        return "; ".join(reasons[-3:])
+    async def connect(self, peer: str) -> Channel:
+        return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
 
-    async def _fetch(self, peer: str, name: str, min_round: int, max_bytes: int, remaining: float) -> None:
-        have = self._store.newest().get(name)
-        wanted = {"min_round": min_round, "timeout": remaining, "have": have.digest if have else ""}
-        request = runtime_pb2.ExpertRequest(uid=name, metadata=json.dumps(wanted).encode())
-        stub = self.get_stub(self._node.p2p, PeerID.from_base58(peer), namespace=self._node.run_id)
-        stream = await stub.rpc_fetch(request)
-        version: Version | None = None
-        data, num_bytes = bytearray(), -1
-        async with contextlib.aclosing(stream):
-            async for message in aiter_with_timeout(stream, CHUNK_SECONDS):
-                if version is None:
-                    version = Version.verify(message.metadata, self._node.run_id)
-                    self._check(version, name, min_round, max_bytes)
-                    num_bytes = 0 if have is not None and version.digest == have.digest else version.num_bytes
-                else:
-                    data += message.metadata
-                if len(data) >= num_bytes:
-                    break
-        if len(data) > max(num_bytes, 0):
-            raise ExchangeError(f"sent more than the {num_bytes} bytes announced")
-        if version is None:
-            raise ExchangeError(f"has no version of round {min_round}")
-        self.bytes_in += len(data)
-        if have is not None and version.digest == have.digest and not data:
-            data = bytearray(self._store.read(name))
-        await asyncio.get_running_loop().run_in_executor(None, self._accept, version, bytes(data))
+    def count(self, num_bytes: int) -> None:
+        self.bytes_in += num_bytes
 
-    @staticmethod
-    def _check(version: Version, name: str, min_round: int, max_bytes: int) -> None:
-        is_document = name in DOCUMENTS
-        fits = version.num_bytes <= max_bytes if is_document else version.num_bytes == max_bytes
-        codec = "raw" if is_document else "fp32"
-        if version.name != name or version.round < min_round or not fits or version.codec != codec:
-            raise ExchangeError(
-                f"offered {version.name} of round {version.round}, {version.num_bytes} bytes, {version.codec}; "
-                f"wanted {name} of round {min_round}, {max_bytes} bytes, {codec}"
-            )
+    def share(self, name: str, download: Download | None) -> None:
+        if download is None:
+            self._downloads.pop(name, None)
+        else:
+            self._downloads[name] = download
+        self._server.changed.fire()
 
-    def _accept(self, version: Version, data: bytes) -> None:
-        if len(data) != version.num_bytes or digest(data) != version.digest:
+    # ------------------------------------------------------------------ verifying
+
+    async def accept(self, version: Version, download: Download | None) -> None:
+        if download is None:
+            work = functools.partial(self._store.relist, version)
+        else:
+            work = functools.partial(self._add, version, download)
+        await asyncio.get_running_loop().run_in_executor(None, work)
+
+    def _add(self, version: Version, download: Download) -> None:
+        data = memoryview(download.data)
+        steps: list[tuple[str, str, bytes]] = []
+        if download.answer.state == "deltas":
+            data, steps = self._follow(version.name, download)
+        if digest(data) != version.digest:
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
         if version.codec == "fp32":
-            from_bytes(data, len(data) // 4)  # refuses what is not finite while another peer can still be asked
+            least, most = torch.frombuffer(data, dtype=torch.float32).aminmax()  # either is NaN if anything is
+            if not (torch.isfinite(least) and torch.isfinite(most)):
+                raise ExchangeError(f"{version.name} holds NaN or infinity")
+        for base, reached, delta in steps:
+            self._store.deltas.add(version.name, base, reached, delta)
         self._store.add({version.name: (version, data)})
 
-
-async def _until_the_caller_hangs_up() -> None:
-    """Wait to be cancelled: a stream that its server closes first may lose its tail on the way."""
-    await asyncio.sleep(CHUNK_SECONDS)
+    def _follow(self, name: str, download: Download) -> tuple[memoryview, list[tuple[str, str, bytes]]]:
+        """Return the bytes to which a chain of deltas leads, and its steps."""
+        assert self._advance is not None
+        bundle = self._store.load(name, download.have)
+        size, base, steps = download.num_bytes // download.answer.num_deltas, download.have, []
+        for start in range(0, download.num_bytes, size):
+            delta = bytes(download.data[start : start + size])
+            try:
+                bundle = self._advance(name, bundle, delta)
+            except ValueError as error:
+                raise ExchangeError(f"a delta of {name} cannot be applied: {error}") from error
+            steps.append((base, digest(bundle), delta))
+            base = steps[-1][1]
+        return to_bytes(bundle), steps

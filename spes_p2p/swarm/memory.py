@@ -3,98 +3,22 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from spes_p2p.codecs import digest
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.outcome import Attempt, alone, averaged_bytes, judge
+from spes_p2p.swarm.memory_hub import Entry, MemoryHub
+from spes_p2p.swarm.outcome import alone, averaged_bytes, judge
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
-from spes_p2p.swarm.reduce import weighted_mean
-from spes_p2p.swarm.roster import SHARED, derive_groups
+from spes_p2p.swarm.roster import SHARED, Member
 from spes_p2p.swarm.versions import Version
-from spes_p2p.swarm.virtual_clock import VirtualClock
+from spes_p2p.swarm.wire import Vectors, Wire
 
 MAX_FRUITLESS_ROUNDS = 20
 """Rounds dropped in a row after which a swarm is taken to be unable to go on."""
-
-
-class MemoryHub:
-    """Where the peers of one process meet, one of them running at a time.
-
-    Args:
-        run_id: Names the run in versions.
-        matchmaking_seconds: How long peers wait for others beyond a round's start.
-        lease_seconds: How long records outlive a peer that has vanished.
-        clock: Virtual time; a new one by default.
-    """
-
-    def __init__(
-        self,
-        run_id: str,
-        matchmaking_seconds: float = 3.0,
-        lease_seconds: float = 30.0,
-        clock: VirtualClock | None = None,
-    ) -> None:
-        self.run_id, self.matchmaking_seconds, self.lease_seconds = run_id, matchmaking_seconds, lease_seconds
-        self.clock = clock or VirtualClock()
-        self.records: dict[type[Record], dict[str, tuple[Record, float]]] = {}
-        self.bundles: dict[str, dict[str, tuple[Version, Tensor]]] = {}
-        self.bytes_out: dict[str, int] = {}
-        self._flats: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
-        self._waiting: dict[str, Contribution] = {}
-        self._attempts: dict[str, Attempt] = {}
-
-    def copy(self, flat_N: Tensor, digest: str) -> Tensor:
-        """Return a copy to keep, one for all who publish the same."""
-        kept = self._flats.get(digest)
-        if kept is None:
-            kept = self._flats[digest] = flat_N.clone()
-        return kept
-
-    def meet(self, contribution: Contribution, expected: int, deadline: float) -> Attempt:
-        """Wait until `expected` peers are here, or `deadline` (virtual seconds); return this peer's outcome."""
-        me, began = contribution.member.peer_id, self.clock.now()
-        self._waiting[me] = contribution
-        while me not in self._attempts:
-            if len(self._waiting) >= expected or self.clock.now() >= deadline:
-                self._assemble()
-            else:
-                self.clock.wait(deadline - self.clock.now())
-        return replace(self._attempts.pop(me), matchmaking_seconds=self.clock.now() - began)
-
-    def _assemble(self) -> None:
-        met, self._waiting = self._waiting, {}
-        if len(met) == 1:
-            self._attempts |= {peer: Attempt(failure="no roster: nobody came") for peer in met}
-        else:
-            self._attempts |= _average(met)
-        self.clock.notify_all()
-
-
-def _average(met: Mapping[str, Contribution]) -> dict[str, Attempt]:
-    roster = tuple(met[peer].member for peer in sorted(met))
-    tokens = {member.peer_id: float(member.tokens) for member in roster}
-    status: dict[str, dict[str, str]] = {peer: {} for peer in met}
-    averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
-    for name, members in derive_groups(roster).members.items():
-        weights = [tokens[peer] for peer in members]
-        parts = [met[peer].deltas[name] for peer in members]
-        reason = "" if all(torch.isfinite(part).all() for part in parts) else "a delta holds NaN or infinity"
-        reason = reason if sum(weights) else "nobody trained"
-        mean = None
-        if not reason:
-            mean = weighted_mean(parts, weights) if len(parts) > 1 else parts[0]
-        for peer in members:
-            status[peer][name] = reason
-            if mean is not None:
-                averaged[peer][name] = mean.clone()
-    return {peer: Attempt(roster, status[peer], averaged[peer]) for peer in met}
 
 
 class MemorySwarm:
@@ -109,6 +33,9 @@ class MemorySwarm:
         self._hub, self.clock, self.peer_id = hub, hub.clock, peer_id
         self._mine: dict[str, tuple[Version, Tensor]] = {}
         self._pulled_bytes = self._averaged_bytes = 0
+        self._wire, self._errors = Wire({}), dict[str, Tensor]()
+        self._held: tuple[int, ...] = ()
+        self._keyframe_rounds = 1
         self._fruitless = 0
         self._closed = False
         hub.bytes_out[peer_id] = 0
@@ -140,14 +67,35 @@ class MemorySwarm:
 
     # ------------------------------------------------------------------ rounds
 
+    def enter(self, vectors: Vectors) -> None:
+        """Become able to average.
+
+        Args:
+            vectors: What the run averages and publishes.
+        """
+        self._wire, self._keyframe_rounds = Wire(vectors.segments), vectors.keyframe_rounds
+
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        member, encoded = self._encode(contribution)
+        if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
+            self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
+            self._held = member.slots
         if expected <= 1:
-            attempt = alone(contribution)
+            attempt = alone(member, encoded)
         else:
             patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
-            attempt = self._hub.meet(contribution, expected, self.now() + patience)
-        result = judge(attempt, contribution, expected)
-        self._averaged_bytes += averaged_bytes(result, contribution)
+            entry = Entry(member, encoded, self._wire, self._errors)
+            attempt = self._hub.meet(entry, expected, self.now() + patience)
+        result = judge(attempt, contribution, expected, self._wire)
+        if result.is_behind:
+            self._wire.forget()
+            self._errors.clear()
+        else:
+            self._wire.settle(result.committed)
+            for name, (start, error) in attempt.left.items():
+                if name in result.committed:
+                    self._errors[name][start : start + error.numel()] = error
+        self._averaged_bytes += averaged_bytes(result, self._wire)
         self._check_progress(contribution, result)
         return result
 
@@ -161,10 +109,18 @@ class MemorySwarm:
                 f"or see the attacks and events"
             )
 
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
+        return self._wire.encode(contribution)
+
     # ------------------------------------------------------------------ versions
 
-    def publish(self, round: int, bundles: Mapping[str, Tensor]) -> Mapping[str, Version]:
+    def publish(
+        self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
+    ) -> Mapping[str, Version]:
         described = {name: self._describe(name, round, flat_N) for name, flat_N in bundles.items()}
+        for name, delta in (deltas or {}).items():
+            if name in self._mine and self._mine[name][0].digest != described[name].digest:
+                self._hub.deltas[described[name].digest] = self._mine[name][0].digest, len(delta)
         self._keep({n: (described[n], self._hub.copy(flat_N, described[n].digest)) for n, flat_N in bundles.items()})
         return described
 
@@ -188,7 +144,15 @@ class MemorySwarm:
             raise ExchangeError(f"this peer has no version of {name}")
         return self._mine[name][1].clone()
 
-    def pull(self, wanted: Mapping[str, Sequence[str]], *, min_round: int, timeout: float) -> Mapping[str, str]:
+    def pull(
+        self,
+        wanted: Mapping[str, Sequence[str]],
+        *,
+        min_round: int,
+        timeout: float,
+        relays: Mapping[str, Sequence[str]] | None = None,
+        uplinks: Mapping[str, float] | None = None,
+    ) -> Mapping[str, str]:
         deadline, failures = self.now() + timeout, {}
         for name, peers in wanted.items():
             peer = self._wait_for(name, peers, min_round, deadline)
@@ -196,9 +160,10 @@ class MemorySwarm:
                 failures[name] = "nobody has it"
                 continue
             found = self._hub.bundles[peer][name]
-            if name not in self._mine or self._mine[name][0].digest != found[0].digest:
-                self._pulled_bytes += found[0].num_bytes
-                self._hub.bytes_out[peer] += found[0].num_bytes
+            have = self._mine[name][0].digest if name in self._mine else ""
+            num_bytes = self._hub.transfer_bytes(found[0], have, self._keyframe_rounds)
+            self._pulled_bytes += num_bytes
+            self._hub.bytes_out[peer] += num_bytes
             self._keep({name: found})
         return failures
 
@@ -220,6 +185,10 @@ class MemorySwarm:
         self._mine |= items
         self._hub.bundles.setdefault(self.peer_id, {}).update(items)
         self.clock.notify_all()
+
+    def seeds(self) -> Mapping[str, Sequence[str]]:
+        """Return nobody: in memory, whoever has versions has claims."""
+        return {}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         bundles = self._hub.bundles

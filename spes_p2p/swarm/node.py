@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import socket
 import threading
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
 import uvloop
+from hivemind.dht import DHT, DHTNode
+from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.limits import increase_file_limit
 from hivemind.utils.multiaddr import Multiaddr
@@ -61,6 +64,7 @@ class Node:
         _check_port(host, port)
         increase_file_limit()
         self._validator = RecordValidator(run_id, identity)
+        self._initial_peers = [address.rsplit("/p2p/", 1)[-1] for address in initial_peers]
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
         self._thread.start()
@@ -121,9 +125,26 @@ class Node:
         future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), self._loop)
         return future.result(timeout + 5.0)
 
+    def notify(self, listener: Callable[[], None]) -> None:
+        """Call `listener` in the swarm thread, soon; not at all once the node is closed."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(listener)
+
     def addresses(self) -> list[str]:
         """Return the multiaddrs under which this peer can be reached."""
         return [str(address) for address in self.run(self.p2p.get_visible_maddrs(), DHT_SECONDS)]
+
+    def greet(self, peers: Iterable[str]) -> None:
+        """Make these peers and the initial ones known to the DHT again; nobody waits for their answers.
+
+        A DHT node forgets whoever fails to answer once. Where its own link was down it has forgotten everybody, and
+        been forgotten by all: without this, it would be alone for ever after.
+
+        Args:
+            peers: Ids of peers that this one has met.
+        """
+        known = sorted({*self._initial_peers, *peers} - {self.peer_id})
+        self.dht.run_coroutine(functools.partial(_greet, known), return_future=True)
 
     def store(self, record: Record, lifetime_seconds: float) -> bool:
         """Sign and store a record; tell whether any node took it."""
@@ -158,6 +179,14 @@ class Node:
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(DHT_SECONDS)
+
+
+async def _greet(peers: Sequence[str], dht: DHT, node: DHTNode) -> None:
+    """Ping the peers that the DHT node does not know; runs in its process."""
+    strangers = [
+        peer for peer in map(PeerID.from_base58, peers) if node.protocol.routing_table.get(peer_id=peer) is None
+    ]
+    await asyncio.gather(*map(node.protocol.call_ping, strangers))
 
 
 def _check_addresses(addresses: Sequence[str]) -> None:

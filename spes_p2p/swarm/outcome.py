@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
+from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups
+from spes_p2p.swarm.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -18,22 +19,33 @@ class Attempt:
 
     Attributes:
         roster: Entries of everybody who met; empty when nobody did.
+        refused: Why others who met are not on it.
         status: Reason of failure by group that this peer was in; "" for success.
-        averaged: Mean delta by group, for the successes.
+        averaged: Encoded mean by group, for the successes.
+        left: What encoding the means has left over of the slices that this peer reduced: first element, and errors.
+        lost: Members that this peer knows to be lost.
         failure: Why there is no roster.
         matchmaking_seconds: Until the roster stood.
         averaging_seconds: From there on.
     """
 
     roster: tuple[Member, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
     status: Mapping[str, str] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] = field(default_factory=dict)
+    left: Mapping[str, tuple[int, Tensor]] = field(default_factory=dict)
+    lost: frozenset[str] = frozenset()
     failure: str = ""
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
 
 
-def judge(attempt: Attempt, contribution: Contribution, expected: int) -> RoundResult:
+def quorum(expected: int) -> int:
+    """Return how many must meet for a round to count: half of the peers expected."""
+    return -(-expected // 2)
+
+
+def judge(attempt: Attempt, contribution: Contribution, expected: int, wire: Wire) -> RoundResult:
     """Return what may be committed of an attempt.
 
     No mean that is not finite: a part may have come from a liar, and finite deltas may overflow in their sum.
@@ -41,17 +53,23 @@ def judge(attempt: Attempt, contribution: Contribution, expected: int) -> RoundR
     else), or without `shared`: a slot trained against a router that was rolled back would no longer fit it.
     """
     if not attempt.roster:
-        dropped = dict.fromkeys(contribution.deltas, attempt.failure)
+        dropped = dict.fromkeys(contribution.deltas, attempt.failure or "everybody who met was refused")
         return RoundResult(
             roster=(contribution.member,), dropped=dropped, matchmaking_seconds=attempt.matchmaking_seconds
         )
-    committed = {name: mean for name, mean in attempt.averaged.items() if torch.isfinite(mean).all()}
+    groups = derive_groups(attempt.roster)
+    me = contribution.member.peer_id
+    committed: dict[str, Tensor] = {}
     dropped = {name: reason for name, reason in attempt.status.items() if reason}
-    dropped |= dict.fromkeys(attempt.averaged.keys() - committed.keys(), "the mean holds NaN or infinity")
+    for name, data in attempt.averaged.items():
+        try:
+            committed[name] = wire.decode(name, groups.round + 1, data)
+        except ExchangeError as error:
+            dropped[name] = f"the mean cannot be used: {error}"
     for name in contribution.deltas:
         if name not in committed:
-            dropped.setdefault(name, "this peer's anchor is not the majority's")
-    if 2 * len(attempt.roster) < expected:
+            dropped.setdefault(name, attempt.refused.get(me, "this peer's anchor is not the majority's"))
+    if len(attempt.roster) < quorum(expected):
         committed = {}
         dropped = dict.fromkeys(contribution.deltas, f"only {len(attempt.roster)} of {expected} peers met")
     elif SHARED not in committed:
@@ -60,24 +78,25 @@ def judge(attempt: Attempt, contribution: Contribution, expected: int) -> RoundR
     return RoundResult(
         roster=attempt.roster,
         committed=committed,
+        encoded={name: delta for name in committed if (delta := wire.delta_of(name, attempt.averaged[name]))},
         dropped=dropped,
-        is_behind=contribution.member.peer_id in derive_groups(attempt.roster).behind,
+        is_behind=me in groups.behind,
         matchmaking_seconds=attempt.matchmaking_seconds,
         averaging_seconds=attempt.averaging_seconds,
     )
 
 
-def alone(contribution: Contribution) -> Attempt:
-    """Return the attempt of a peer that has nobody to meet: its own deltas are the mean."""
-    if not contribution.member.tokens:
-        return Attempt((contribution.member,), status=dict.fromkeys(contribution.deltas, "nobody trained"))
-    return Attempt(
-        (contribution.member,), status=dict.fromkeys(contribution.deltas, ""), averaged=dict(contribution.deltas)
-    )
+def alone(member: Member, encoded: Mapping[str, Tensor]) -> Attempt:
+    """Return the attempt of a peer that has nobody to meet: what it would send is the mean."""
+    if not member.tokens:
+        return Attempt((member,), status=dict.fromkeys(encoded, "nobody trained"))
+    return Attempt((member,), status=dict.fromkeys(encoded, ""), averaged=dict(encoded))
 
 
-def averaged_bytes(result: RoundResult, contribution: Contribution) -> int:
+def averaged_bytes(result: RoundResult, wire: Wire) -> int:
     """Return what an all-reduce of the committed groups costs: a member sends, and receives, 2 (n - 1) / n of each."""
-    members = derive_groups(result.roster).members
-    sizes = {name: (len(members[name]), contribution.deltas[name].nbytes) for name in result.committed}
+    groups = derive_groups(result.roster)
+    sizes = {
+        name: (len(groups.members[name]), wire.format(name, groups.round + 1).num_bytes) for name in result.committed
+    }
     return sum(int(2 * (n - 1) / n * num_bytes) for n, num_bytes in sizes.values())

@@ -16,7 +16,13 @@ from hivemind.utils.mpfuture import MPFuture
 _PR_SET_PDEATHSIG = 1
 _ANSWER_SECONDS = 5.0
 # Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
-_EXEC = "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.execv(sys.argv[1], sys.argv[1:])"
+# p2pd is told to dial from other ports than it listens on: two peers that dial each other within one round trip
+# from the ports that they listen on get one connection, of which both take themselves for the caller, and neither tries
+# again for seconds.
+_EXEC = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.environ['LIBP2P_TCP_REUSEPORT'] = 'false'; "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
 
 
 def die_with_parent(parent_pid: int) -> None:

@@ -7,7 +7,9 @@ because every node parses it before it trusts it, and JSON has no types that can
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, ClassVar, Literal
+import itertools
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -148,8 +150,13 @@ class Metrics(Record):
     exchange_seconds: Seconds
     other_seconds: Seconds
     """Rest of the round's wall time: outer step, publishing, claims, checkpoint."""
+    waited_seconds: Seconds | None = None
+    """For which training stood still for synchronisations, where they run beside it; the three times above are of this
+    round's synchronisation, and no part of the wall time. None where all of them are."""
     bytes_in: Count
     bytes_out: Count
+    stale_rounds: Count = 0
+    """Most rounds by which a slot of this peer's model lies behind its holders'."""
 
 
 class Archived(Record):
@@ -160,4 +167,62 @@ class Archived(Record):
     round: Count
 
 
-RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived)
+Span = tuple[Literal["shared", "slot", "moments-shared", "moments-slot"], Slot, Slot, Count]
+"""Kind, first and last slot, and the round that the versions of all of them are of; slots are 0 where it has none."""
+
+
+class Seed(Record):
+    """What versions a peer serves, whether it made or pulled them, and whether it still takes part or not."""
+
+    kind: ClassVar[str] = "seeds"
+
+    spans: tuple[Span, ...] = Field(max_length=64)
+
+    @model_validator(mode="after")
+    def _check_spans(self) -> Seed:
+        ordered = sorted(self.spans)
+        if any(first > last or (last and not kind.endswith("slot")) for kind, first, last, _ in ordered):
+            raise ValueError("a span's slots must ascend")
+        if any(a[0] == b[0] and a[2] >= b[1] for a, b in itertools.pairwise(ordered)):
+            raise ValueError("spans must not overlap")
+        return self
+
+    def rounds(self) -> dict[str, int]:
+        """Return the round of each version by name."""
+        return {
+            f"{kind}-{slot}" if kind.endswith("slot") else kind: round
+            for kind, first, last, round in self.spans
+            for slot in range(first, last + 1)
+        }
+
+    @classmethod
+    def of(cls, peer_id: str, rounds: Mapping[str, int]) -> Seed:
+        """Return the record of a peer that has these versions; of the oldest, only those that fit.
+
+        Args:
+            peer_id: The peer's.
+            rounds: By name; documents are left out.
+        """
+        spans: list[Span] = []
+        for kind, slot, round in sorted(placed for name in rounds if (placed := _placed(name, rounds[name]))):
+            if spans and spans[-1] == (kind, spans[-1][1], slot - 1, round):
+                spans[-1] = (kind, spans[-1][1], slot, round)
+            else:
+                spans.append((kind, slot, slot, round))
+        spans.sort(key=lambda span: -span[3])
+        for count in range(min(len(spans), 64), 0, -1):
+            record = cls(peer_id=peer_id, spans=tuple(spans[:count]))
+            if len(record.model_dump_json()) <= MAX_RECORD_BYTES:
+                return record
+        return cls(peer_id=peer_id, spans=())
+
+
+def _placed(name: str, round: int) -> tuple[Any, int, int] | None:
+    """Return a vector's kind, slot and round; nothing for a document."""
+    kind, _, slot = name.rpartition("-")
+    if kind in ("slot", "moments-slot"):
+        return kind, int(slot), round
+    return (name, 0, round) if name in ("shared", "moments-shared") else None
+
+
+RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Seed)

@@ -1,25 +1,25 @@
-"""Weighted all-reduce of one group: whole, in one fixed order, or not at all.
+"""The arithmetic of a group's weighted mean: who reduces what, in which order, to which bytes.
 
-Hivemind's runner moves the bytes. Four things are changed, because the stock runner reports success when half the
-result is missing (facts: hivemind 1, wan 6): averages travel instead of differences, so that every member decodes
-the same bytes; contributions add up in the order of the roster, so that the result does not depend on arrival;
-weights come from the roster, not from the sender; and a lost member fails the group at once.
+Every member reduces a slice: it takes the others' encoded parts of it, adds them up in the order of the roster,
+encodes the mean, and sends those bytes to everybody, itself included. So all members end with the same bytes, whatever
+the codec, and whatever arrived when.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-from hivemind.averaging.allreduce import AllReduceRunner
-from hivemind.averaging.partition import AllreduceException, TensorPartReducer
-from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
-from hivemind.p2p import P2PContext, PeerID
-from hivemind.proto import averaging_pb2
-from hivemind.utils.asyncio import aiter_with_timeout, amap_in_executor
 from torch import Tensor
+
+from spes_p2p.codecs import Format, Part
+from spes_p2p.errors import ExchangeError
+
+MESSAGE_BYTES = 2**17
+"""Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB (facts: wan 4)."""
+Message = tuple[Part, ...]
 
 
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
@@ -38,118 +38,124 @@ def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
     return total.div_(sum(weights))
 
 
-class OrderedReducer(TensorPartReducer):
-    """Collects each part from all senders, then adds them up in the senders' order."""
+def reduced_shares(uplinks: Sequence[float]) -> list[float]:
+    """Return the share of a vector that each of n members reduces, so that all uplinks end at the same time.
 
-    def __init__(self, part_shapes: Sequence[torch.Size], weights: Sequence[float]) -> None:
-        self._weights = weights
-        self._parts: list[Tensor | None] = [None] * len(weights)
-        super().__init__(part_shapes, len(weights))
-
-    async def accumulate_part(self, sender_index: int, part_index: int, tensor_part: Tensor, weight=None) -> Tensor:
-        """Return the mean of a part once every sender's has come.
-
-        Raises:
-            AllreduceException: wrong shape or order, a value that is not finite, or the group failed meanwhile.
-        """
-        if part_index >= self.num_parts or tensor_part.shape != self.part_shapes[part_index]:
-            raise AllreduceException(f"part {part_index} has shape {tuple(tensor_part.shape)}")
-        if not torch.isfinite(tensor_part).all():
-            raise AllreduceException(f"part {part_index} holds NaN or infinity")
-        while part_index > self.current_part_index:
-            finished = asyncio.ensure_future(self.finished.wait())
-            await asyncio.wait({self.current_part_future, finished}, return_when=asyncio.FIRST_COMPLETED)
-            finished.cancel()
-            if self.finished.is_set():
-                raise AllreduceException("the group has already failed or finished")
-        future = self.current_part_future
-        if self._parts[sender_index] is not None:
-            raise AllreduceException(f"part {part_index} came twice")
-        self._parts[sender_index] = tensor_part
-        self.num_parts_received[sender_index] += 1
-        self.current_part_accumulated_from += 1
-        if all(part is not None for part in self._parts):
-            parts, self._parts = self._parts, [None] * self.num_senders
-            future.set_result(weighted_mean([part for part in parts if part is not None], self._weights))
-            self.reset_accumulators()
-        return await asyncio.shield(future)
-
-
-class WholeRunner(AllReduceRunner):
-    """One group's all-reduce; yields the averaged tensors, or raises.
+    Who reduces the share f of a vector of size S sends `S (1 - f)` as a member and `S f (n - 1)` as a reducer. The
+    shares level `(1 + f (n - 2)) / u`; a member too slow for that reduces nothing. Facts: wan 2.
 
     Args:
-        weights: Weight of each member, in the order of `ordered_peer_ids`; from the roster.
-        kwargs: As for hivemind's AllReduceRunner; `ordered_peer_ids` must be ascending.
+        uplinks: Each member's u, in any unit.
+    """
+    n = len(uplinks)
+    if n <= 2:
+        return [1 / n] * n
+    active = sorted(range(n), key=lambda i: (-uplinks[i], i))
+    while True:
+        # Sum of f over the active is 1: sum(T u - 1) = n - 2, with T in units of S.
+        level = (n - 2 + len(active)) / sum(uplinks[i] for i in active)
+        if level * uplinks[active[-1]] >= 1:
+            break
+        active.pop()
+    return [(level * uplinks[i] - 1) / (n - 2) if i in set(active) else 0.0 for i in range(n)]
+
+
+def slices(format: Format, shares: Sequence[float]) -> list[list[Message]]:
+    """Return what each member reduces: its parts of the vector, in the messages that carry them."""
+    sizes = [part.byte_stop - part.byte_start for part in format.parts]
+    ends = [round(end * len(sizes)) for end in itertools.accumulate(shares)]
+    ends[-1] = len(sizes)
+    return [
+        _messages(format.parts[start:end], sizes[start:end])
+        for start, end in itertools.pairwise([0, *itertools.accumulate(ends, max)])
+    ]
+
+
+def _messages(parts: Sequence[Part], sizes: Sequence[int]) -> list[Message]:
+    messages: list[Message] = []
+    batch: list[Part] = []
+    room = MESSAGE_BYTES
+    for part, size in zip(parts, sizes, strict=True):
+        if batch and size > room:
+            messages.append(tuple(batch))
+            batch, room = [], MESSAGE_BYTES
+        batch.append(part)
+        room -= size
+    return [*messages, tuple(batch)] if batch else messages
+
+
+def reduce_message(
+    format: Format, message: Message, decoded: Sequence[Tensor], weights: Sequence[float], error: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """Return the encoded mean of a message's parts, and what encoding them has left over.
+
+    Args:
+        format: The vector's.
+        message: Consecutive parts.
+        decoded: Each sender's values of these parts, one behind the other; of those with a weight.
+        weights: Of the same senders.
+        error: What was left over of these parts' deltas before; None where the codec is exact.
 
     Raises:
-        AllreduceException: from iteration, when a member was lost; `lost` names it.
+        ValueError: the mean is not finite.
+    """
+    mean_N = weighted_mean(decoded, weights)
+    numel = 0 if error is None else error.numel()
+    if error is not None:
+        mean_N[:numel] += error
+    encoded = encode_message(format, message, mean_N)
+    if error is None:
+        return encoded, None
+    return encoded, mean_N[:numel] - decode_message(format, message, encoded)[:numel]
+
+
+def encode_message(format: Format, message: Message, flat_N: Tensor) -> Tensor:
+    """Return the bytes of consecutive parts, uint8."""
+    start = message[0].start
+    return torch.cat([format.encode_part(part, flat_N[part.start - start : part.stop - start]) for part in message])
+
+
+def decode_message(format: Format, message: Message, data: Tensor) -> Tensor:
+    """Return the values of consecutive parts.
+
+    Raises:
+        ExchangeError: wrong length, or a value that is not finite.
+    """
+    start, stop = message[0].byte_start, message[-1].byte_stop
+    if data.numel() != stop - start:
+        raise ExchangeError(f"a message of {data.numel()} bytes, expected {stop - start}")
+    pieces = [format.decode_part(part, data[part.byte_start - start : part.byte_stop - start]) for part in message]
+    return torch.cat(pieces)
+
+
+@dataclass(frozen=True)
+class GroupPlan:
+    """Who reduces what in a group; derived from the roster, the same on all members.
+
+    Attributes:
+        peers: Members, ascending.
+        weights: Of each member's contribution; 0 only receives.
+        format: How the vector travels.
+        slices: Messages that each member reduces.
+        delta_numel: Elements of the vector's delta, whose rounding is fed back; 0 if the format is exact.
     """
 
-    def __init__(self, *, weights: Sequence[float], **kwargs) -> None:
-        super().__init__(weight=1.0, **kwargs)
-        self.lost: PeerID | None = None
-        self.tensor_part_reducer: TensorPartReducer
-        self.tensor_part_reducer.finished.set()  # stock's reducer is replaced before use, and need not complain
-        self.tensor_part_reducer = OrderedReducer([part.shape for part in self.parts_for_local_averaging], weights)
+    peers: tuple[str, ...]
+    weights: tuple[float, ...]
+    format: Format
+    slices: list[list[Message]]
+    delta_numel: int
 
-    async def _communicate_with_peer(self, peer_id: PeerID) -> None:
-        try:
-            index = self.ordered_peer_ids.index(peer_id)
-            if peer_id != self.peer_id:
-                await self._exchange_parts(peer_id, index)
-                return
-            for part_index, part in enumerate(self.parts_for_local_averaging):
-                averaged = await self.tensor_part_reducer.accumulate_part(index, part_index, part)
-                self.tensor_part_container.register_processed_part(index, part_index, averaged)
-        except Exception:  # of any type: whatever stopped this exchange, its peer is named as lost; the error goes on
-            self._fail(peer_id)
-            raise
+    @classmethod
+    def of(cls, peers: Sequence[str], weights: Sequence[float], uplinks: Sequence[float], format: Format) -> GroupPlan:
+        """Return the plan of a group whose members, ascending, have these weights and uplinks."""
+        numel = 0 if format.is_exact else format.segments[0].numel
+        return cls(tuple(peers), tuple(weights), format, slices(format, reduced_shares(uplinks)), numel)
 
-    async def _exchange_parts(self, peer_id: PeerID, index: int) -> None:
-        """Send a reducer its parts of our tensor and take their averages; hang up once we have them all."""
-        stream = await self._get_peer_stub(peer_id).rpc_aggregate_part(self._generate_input_for_peer(index))
-        messages = aiter_with_timeout(stream, self.reducer_timeout)
-        num_parts = self.tensor_part_container.num_parts_by_peer[index]
-        try:
-            for part_index in range(num_parts):
-                message = await anext(messages, None)
-                if message is None or message.code != averaging_pb2.AVERAGED_PART:
-                    raise AllreduceException(f"{peer_id} sent {part_index} of {num_parts} parts")
-                averaged = await asyncio.to_thread(deserialize_torch_tensor, message.tensor_part)
-                self.tensor_part_container.register_processed_part(index, part_index, averaged)
-        finally:
-            await stream.aclose()
-
-    async def rpc_aggregate_part(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        """Average a sender's parts, then let it hang up first: a stream that its server closes may lose its tail."""
-        async for message in super().rpc_aggregate_part(stream, context):
-            yield message
-        await asyncio.sleep(self.reducer_timeout or 0.0)
-
-    async def _accumulate_parts_streaming(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
-    ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        part_index, num_parts = 0, self.tensor_part_reducer.num_parts
-        try:
-            parts = amap_in_executor(lambda message: deserialize_torch_tensor(message.tensor_part), stream)
-            async with contextlib.aclosing(parts):
-                while part_index < num_parts and (part := await anext(parts, None)) is not None:
-                    averaged = await self.tensor_part_reducer.accumulate_part(sender_index, part_index, part)
-                    part_index += 1
-                    yield averaging_pb2.AveragingData(
-                        code=averaging_pb2.AVERAGED_PART, tensor_part=serialize_torch_tensor(averaged)
-                    )
-        finally:
-            if part_index != num_parts:
-                self._fail(self.sender_peer_ids[sender_index])
-
-    async def _ban_sender(self, peer_id: PeerID) -> None:
-        self._fail(peer_id)
-
-    def _fail(self, peer_id: PeerID) -> None:
-        if self.lost is None and not self._future.done():
-            self.lost = peer_id
-            self.finalize(cancel=True)
+    def span(self, peer: str) -> tuple[int, int]:
+        """Return the elements of the delta that a member reduces and encodes anew; none where it is alone."""
+        mine = self.slices[self.peers.index(peer)]
+        if not mine or len(self.peers) == 1:
+            return 0, 0
+        start, stop = mine[0][0].start, mine[-1][-1].stop
+        return min(start, self.delta_numel), min(stop, self.delta_numel)

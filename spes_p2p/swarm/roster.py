@@ -17,6 +17,8 @@ from spes_p2p.swarm.records import Count, PeerId, Seconds, Slot
 
 SHARED = "shared"
 MAX_MEMBER_BYTES = 64 * 1024
+MOST_TOKENS = 2**34
+"""More than any one peer can train between two rounds; a larger weight is a lie, or an accident."""
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -43,7 +45,7 @@ class Member(BaseModel):
     peer_id: PeerId
     round: Count
     """Round of the anchor that the deltas start from."""
-    tokens: Count
+    tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
     """Tokens trained since the anchor: the weight of this member's deltas; 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots it brings deltas of."""
@@ -54,6 +56,10 @@ class Member(BaseModel):
     """DHT time of entering."""
     sync_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
     """What synchronising took it last time, from entering to training again."""
+    uplink_mbit: Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)] | None = None
+    """What it may send, in 10^6 bits per second, if that is limited."""
+    refreshes: bool = False
+    """It fetches some of the others' slots in a round, not all, so that nobody counts on it to pass them on."""
 
     @classmethod
     def decode(cls, peer_id: str, data: str | bytes) -> Member:
@@ -86,6 +92,13 @@ class Groups:
     round: int
     behind: tuple[str, ...]
     members: Mapping[str, tuple[str, ...]]
+
+
+def uplinks(members: Sequence[Member]) -> dict[str, float]:
+    """Return what each member may send; who states nothing is taken to be as fast as the fastest that does."""
+    stated = [member.uplink_mbit for member in members if member.uplink_mbit is not None]
+    fastest = max(stated, default=1.0)
+    return {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in members}
 
 
 def derive_groups(roster: Sequence[Member]) -> Groups:

@@ -7,27 +7,28 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Layout, digest
+from spes_p2p.codecs import Layout, Segment, digest
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.merge import merge_alpha, merge_experts
 from spes_p2p.optim.outer import OuterOptimizer
 from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
+from spes_p2p.swarm.wire import Vectors
 
 
 class Anchors:
     """Anchors of `shared` and of the held slots, fp32 on the CPU, with their outer momentum.
 
-    A *bundle* is what is published of one: its weights, followed by its momentum if the outer optimizer has any, in
+    A *bundle* is what is published of one: its weights, followed by its momentum if its outer optimizer has any, in
     one flat vector, so that whoever pulls it steps on exactly as its holders do.
 
     Args:
-        run: How averaged deltas move an anchor, and which moments are averaged with them.
+        run: How averaged deltas move an anchor, which moments are averaged with them, and how all of it travels.
         numels: Elements of the `shared` and of a `slot` vector.
     """
 
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
-        self._outer = OuterOptimizer(run.outer)
-        self._num_moments = len(run.averaged_moments)
+        self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
+        self._moments, self._codecs = run.averaged_moments, run.codecs
         self._numels = dict(numels)
         self._weights: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
@@ -37,16 +38,39 @@ class Anchors:
         """Names that have an anchor here."""
         return tuple(self._weights)
 
+    # ------------------------------------------------------------------ sizes
+
     def bundle_numel(self) -> dict[str, int]:
         """Return the elements of what is published, by kind: bundles, and moments where the run averages them."""
-        copies = 2 if self._outer.has_state else 1
-        bundles = {kind: copies * numel for kind, numel in self._numels.items()}
-        moments = {moments_name(kind): self._num_moments * numel for kind, numel in self._numels.items()}
-        return bundles | (moments if self._num_moments else {})
+        bundles = {kind: (2 if self._outers[kind].has_state else 1) * numel for kind, numel in self._numels.items()}
+        moments = {moments_name(kind): len(self._moments) * numel for kind, numel in self._numels.items()}
+        return bundles | (moments if self._moments else {})
 
-    def averaged_numel(self) -> dict[str, int]:
-        """Return the elements of a contribution, by kind."""
-        return {kind: numel * (1 + self._num_moments) for kind, numel in self._numels.items()}
+    def segments(self) -> dict[str, tuple[Segment, ...]]:
+        """Return what a contribution is made of, by kind: the delta, then each averaged moment."""
+        deltas = {SHARED: self._codecs.shared, "slot": self._codecs.slots}
+        return {
+            kind: (Segment(numel, deltas[kind]), *(self._moment_segment(numel, moment) for moment in self._moments))
+            for kind, numel in self._numels.items()
+        }
+
+    def _moment_segment(self, numel: int, moment: str) -> Segment:
+        return Segment(
+            numel,
+            self._codecs.moments,
+            non_negative=moment == "exp_avg_sq",
+            interval=self._codecs.moments_interval,
+        )
+
+    def vectors(self) -> Vectors:
+        """Return what a swarm must know of the run's vectors."""
+        return Vectors(self.bundle_numel(), self.segments(), self.advance, self._codecs.keyframe_rounds)
+
+    def averages_moments(self, round: int) -> bool:
+        """Tell whether moments travel in the averaging that commits `round`."""
+        return bool(self._moments) and round % self._codecs.moments_interval == 0
+
+    # ------------------------------------------------------------------ bundles
 
     def set(self, name: str, bundle: Tensor) -> None:
         """Take a published bundle as the anchor."""
@@ -58,14 +82,11 @@ class Anchors:
     def split(self, name: str, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a bundle's weights and momentum, as views."""
         numel = self._numels[kind_of(name)]
-        return bundle[:numel], bundle[numel:] if self._outer.has_state else None
+        return bundle[:numel], bundle[numel:] if self._outers[kind_of(name)].has_state else None
 
     def bundle(self, name: str) -> Tensor:
         """Return the bundle to publish, as a new vector."""
-        if not self._outer.has_state:
-            return self._weights[name].clone()
-        momentum = self._momenta.get(name)
-        return torch.cat([self._weights[name], torch.zeros_like(self._weights[name]) if momentum is None else momentum])
+        return _join(self._weights[name], self._momenta.get(name))
 
     def weights(self, name: str) -> Tensor:
         """Return the anchor's weights; do not change them."""
@@ -75,26 +96,59 @@ class Anchors:
         """Return the first half of the bundle's digest, as rosters carry it."""
         return digest(self.bundle(name))[:16]
 
-    def contribution(self, name: str, local: Tensor, moments: Tensor | None) -> Tensor:
-        """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments."""
-        delta = self._weights[name] - local
-        if moments is None:
-            moments = delta.new_zeros(self._num_moments * delta.numel())
-        return torch.cat([delta, moments])
-
-    def commit(self, name: str, mean: Tensor, shift: Tensor | None = None) -> Tensor | None:
-        """Step the anchor by a mean contribution, and by a merge's shift if there is one; return the mean moments."""
-        mean_delta, moments = mean[: self._numels[kind_of(name)]], mean[self._numels[kind_of(name)] :]
-        weights, momentum = self._outer.step(self._weights[name], mean_delta, self._momenta.get(name))
-        self._weights[name] = weights if shift is None else weights + shift
-        if momentum is not None:
-            self._momenta[name] = momentum
-        return moments if self._num_moments else None
-
     def forget(self, name: str) -> None:
         """Drop the anchor of a slot that is no longer held."""
         self._weights.pop(name, None)
         self._momenta.pop(name, None)
+
+    # ------------------------------------------------------------------ steps
+
+    def contribution(self, name: str, local: Tensor, moments: Tensor | None, round: int) -> Tensor:
+        """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments.
+
+        Args:
+            name: The group.
+            local: Its parameters now.
+            moments: Its moments; None counts as zeros, where any are averaged.
+            round: To be committed; in many a round moments stay at home.
+        """
+        delta = self._weights[name] - local
+        if not self.averages_moments(round):
+            return delta
+        if moments is None:
+            moments = delta.new_zeros(len(self._moments) * delta.numel())
+        return torch.cat([delta, moments])
+
+    def commit(self, name: str, mean: Tensor, shift: Tensor | None = None) -> Tensor | None:
+        """Step the anchor by a mean contribution, and by a merge's shift; return the mean moments if it has any."""
+        numel = self._numels[kind_of(name)]
+        mean_delta, moments = mean[:numel], mean[numel:]
+        weights, momentum = self._step(name, self._weights[name], self._momenta.get(name), mean_delta)
+        self._weights[name] = weights if shift is None else weights + shift
+        if momentum is not None:
+            self._momenta[name] = momentum
+        return moments if moments.numel() else None
+
+    def advance(self, name: str, bundle: Tensor, mean_delta: Tensor) -> Tensor:
+        """Return the bundle that a mean delta makes of the one before: the bits that the holders of it publish.
+
+        Whoever does not hold `name` follows its holders so, from what they average; not over a merge's shift.
+
+        Args:
+            name: Whose bundle.
+            bundle: The version that the holders started the round from; stays as it is.
+            mean_delta: What they committed, as it was decoded.
+        """
+        return _join(*self._step(name, *self.split(name, bundle), mean_delta))
+
+    def _step(
+        self, name: str, weights: Tensor, momentum: Tensor | None, mean_delta: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        return self._outers[kind_of(name)].step(weights, mean_delta, momentum)
+
+
+def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:
+    return weights.clone() if momentum is None else torch.cat([weights, momentum])
 
 
 def merge_shifts(
@@ -145,5 +199,5 @@ def initial_bundles(
     for slot in range(num_slots):
         tensors = {name: state_dict[name][slot] for name in layouts["slot"].shapes}
         flats[slot_name(slot)] = layouts["slot"].flatten(tensors)
-    copies = anchors.bundle_numel()[SHARED] // flats[SHARED].numel()
-    return {name: torch.cat([flat, flat.new_zeros((copies - 1) * flat.numel())]) for name, flat in flats.items()}
+    sizes = anchors.bundle_numel()
+    return {n: torch.cat([flat, flat.new_zeros(sizes[kind_of(n)] - flat.numel())]) for n, flat in flats.items()}

@@ -55,7 +55,15 @@ def build_trainer(
     return Trainer(model, run.train, data, group, machine, clock=clock)
 
 
-def build_synchroniser(swarm: Swarm, run: RunConfig, trainer: Trainer, *, run_id: str, max_slots: int) -> Synchroniser:
+def build_synchroniser(
+    swarm: Swarm,
+    run: RunConfig,
+    trainer: Trainer,
+    *,
+    run_id: str,
+    max_slots: int,
+    machine: MachineConfig | None = None,
+) -> Synchroniser:
     """Return a synchroniser without anchors or claims, in the trainer's time.
 
     Args:
@@ -64,10 +72,20 @@ def build_synchroniser(swarm: Swarm, run: RunConfig, trainer: Trainer, *, run_id
         trainer: The leader's.
         run_id: The run's name.
         max_slots: Slots this peer can train.
+        machine: What this machine may send and fetch; by default all there is.
     """
+    machine = machine or MachineConfig()
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
-    holdings = Holdings(swarm, run, run_id=run_id, anchors=anchors, max_slots=max_slots, clock=trainer.clock)
-    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"])
+    holdings = Holdings(
+        swarm,
+        run,
+        run_id=run_id,
+        anchors=anchors,
+        max_slots=max_slots,
+        refresh_slots=machine.refresh_slots,
+        clock=trainer.clock,
+    )
+    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
 
 
 def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> dict[str, Tensor]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -15,8 +15,10 @@ from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.swarm.claims import allocate, coverage
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, moments_name, slot_name, uplinks
 from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.refresh import choose
+from spes_p2p.training.routes import preferred, relays
 
 log = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Holdings:
         run_id: The run's name; seeds the allocation's lots.
         anchors: This peer's anchors; held slots have one, others do not.
         max_slots: Slots this peer can train.
+        refresh_slots: Slots of others to fetch per round; None fetches all.
         clock: Tells the seconds that pass; a virtual peer's are virtual.
     """
 
@@ -41,10 +44,11 @@ class Holdings:
         run_id: str,
         anchors: Anchors,
         max_slots: int,
+        refresh_slots: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots: tuple[int, ...] = ()
-        self.clock = clock
+        self.clock, self.refresh_slots, self.stale_rounds = clock, refresh_slots, 0
         self._swarm, self._run, self._run_id = swarm, run, run_id
         self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
         self._averages_moments = run.outer.moments != "local"
@@ -133,7 +137,7 @@ class Holdings:
             newest = max((offers[name].round for offers in inventories.values() if name in offers), default=-1)
             if newest >= 0 and (name not in mine or newest > mine[name].round):
                 peers = [p for p, offers in inventories.items() if name in offers and offers[name].round == newest]
-                self.pull({name: peers}, 0)
+                self.pull({name: preferred(self._swarm.peer_id, name, peers)}, 0)
 
     # ------------------------------------------------------------------ versions
 
@@ -141,9 +145,58 @@ class Holdings:
         """Return the names of the moments that this peer trains with, where the run averages them."""
         return {moments_name(group) for group in (SHARED, *self._anchors.names)} if self._averages_moments else set()
 
-    def pull(self, wanted: Mapping[str, Sequence[str]], min_round: int) -> dict[str, Tensor]:
-        """Fetch versions; return the weights of those that came, and say which did not."""
-        failures = self._swarm.pull(wanted, min_round=min_round, timeout=self._run.round.exchange_seconds)
+    def fetch(
+        self, roster: Sequence[Member], round: int, published: Collection[str], routed: Mapping[int, int]
+    ) -> dict[str, Tensor]:
+        """Pull the slots that the others have brought to `round`, or as many as this peer takes; return their weights.
+
+        Args:
+            roster: Of the averaging that has made them.
+            round: The one just committed.
+            published: Versions of it that this peer has made itself.
+            routed: Tokens that this peer routed to each slot since the last round.
+        """
+        me, groups, links = self._swarm.peer_id, derive_groups(roster), uplinks(roster)
+        makers = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in published}
+        makers = {name: peers for name, peers in makers.items() if peers}
+        chosen = self._affordable({name: self._rounds_behind(name, round) for name in makers}, routed)
+        chains = {name: peers for name, peers in relays(groups, roster, links).items() if name in chosen}
+        wanted = {}
+        for name in sorted(chosen):
+            wanted[name] = preferred(me, name, makers[name], links)
+            if name in chains and me not in chains[name]:
+                # Whoever cannot be counted on to pass a slot on still need not burden its holder.
+                wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
+        flats = self.pull(wanted, round, chains, links)
+        self.stale_rounds = max((self._rounds_behind(name, round) for name in makers), default=0)
+        return flats
+
+    def _rounds_behind(self, name: str, round: int) -> int:
+        mine = self._swarm.versions()
+        return round - mine[name].round if name in mine else round + 1
+
+    def _affordable(self, rounds_behind: Mapping[str, int], routed: Mapping[int, int]) -> set[str]:
+        """Return the names to fetch: of the others' slots as many as this peer takes, and everything else."""
+        if self.refresh_slots is None:
+            return set(rounds_behind)
+        others = {
+            int(name.removeprefix("slot-")): behind
+            for name, behind in rounds_behind.items()
+            if name.startswith("slot-") and name not in self._anchors.names
+        }
+        chosen = choose(others, routed, self.refresh_slots)
+        return set(rounds_behind) - {slot_name(slot) for slot in set(others) - set(chosen)}
+
+    def pull(
+        self,
+        wanted: Mapping[str, Sequence[str]],
+        min_round: int,
+        relays: Mapping[str, Sequence[str]] | None = None,
+        uplinks: Mapping[str, float] | None = None,
+    ) -> dict[str, Tensor]:
+        """Fetch versions as `Swarm.pull` does; return the weights of those that came, and say which did not."""
+        timeout = self._run.round.exchange_seconds
+        failures = self._swarm.pull(wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks)
         for name, reason in failures.items():
             log.warning("keeping the old version of %s: %s", name, reason)
         return {name: self.load(name) for name in wanted if name not in failures}
@@ -154,33 +207,43 @@ class Holdings:
             return self._swarm.load(name)
         return self._anchors.split(name, self._swarm.load(name))[0].clone()
 
-    def catch_up(self, peers: Sequence[str], min_round: int = 0) -> dict[str, Tensor]:
+    def catch_up(
+        self, peers: Sequence[str], min_round: int = 0, routed: Mapping[int, int] | None = None
+    ) -> dict[str, Tensor]:
         """Take over the state that most have who take part in rounds; return the weights that changed.
 
         Args:
-            peers: To ask.
+            peers: To ask, beside those who serve versions without a claim.
             min_round: Older states of `shared` have no vote, where there is a newer one.
+            routed: Tokens routed to each slot: takes no more of the others' slots than in any round; None takes all.
 
         Raises:
             JoinError: others have it, but `shared` could not be pulled.
         """
-        inventories = self._swarm.inventory(peers) if peers else {}
+        seeds = {peer for serving in self._swarm.seeds().values() for peer in serving}
+        asked = sorted({*peers, *seeds} - {self._swarm.peer_id})
+        inventories = self._swarm.inventory(asked) if asked else {}
         mine = self._swarm.versions()
         voters = {**inventories, self._swarm.peer_id: mine}
         # Several who join or come back at once must not outvote those who have trained meanwhile.
         active = {peer: voters[peer] for peer in self.active() if SHARED in voters.get(peer, {})}
         newer = {peer: offers for peer, offers in active.items() if offers[SHARED].round >= min_round}
         wanted: dict[str, list[str]] = {}
+        behind: dict[str, int] = {}
         offered = {name for offers in inventories.values() for name in offers}
-        for name in {name for name in offered if is_bundle(name) or name in self.held_moments()}:
+        for name in sorted(name for name in offered if is_bundle(name) or name in self.held_moments()):
             polled = voters if name.startswith("slot-") else newer or active or voters
             best = _best([offers[name] for offers in polled.values() if name in offers], name)
             if name not in mine or (mine[name].round, mine[name].digest) != best:
-                wanted[name] = [
+                having = [
                     peer
                     for peer, offers in inventories.items()
                     if name in offers and (offers[name].round, offers[name].digest) == best
                 ]
+                wanted[name] = preferred(self._swarm.peer_id, name, having)
+                behind[name] = self._rounds_behind(name, best[0])
+        chosen = set(wanted) if routed is None else self._affordable(behind, routed)
+        wanted = {name: asked for name, asked in wanted.items() if name in chosen}
         flats = self.pull(wanted, 0)
         if SHARED in wanted and SHARED not in flats:
             raise JoinError("could not fetch the swarm's shared state from any peer; try again")

@@ -35,6 +35,7 @@ class Trained:
         tokens_per_second: This peer's speed.
         seconds: Spent training them.
         moments: Flat optimizer moments of the same groups, where the run averages them.
+        routed: Tokens routed to each slot meanwhile, over all layers; those that are not in it got none.
     """
 
     local: Mapping[str, Tensor]
@@ -42,6 +43,7 @@ class Trained:
     tokens_per_second: float
     seconds: float
     moments: Mapping[str, Tensor] = field(default_factory=dict)
+    routed: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,7 @@ class Synchronised:
         matchmaking_seconds: As in the averaging's result.
         averaging_seconds: As in the averaging's result.
         exchange_seconds: Spent on everything after it.
+        stale_rounds: Most rounds by which a slot of this peer's model lies behind its holders'.
     """
 
     num_members: int
@@ -63,9 +66,10 @@ class Synchronised:
     matchmaking_seconds: float
     averaging_seconds: float
     exchange_seconds: float
+    stale_rounds: int = 0
 
     @classmethod
-    def of(cls, result: RoundResult, exchange_seconds: float) -> Synchronised:
+    def of(cls, result: RoundResult, exchange_seconds: float, stale_rounds: int = 0) -> Synchronised:
         return cls(
             num_members=len(result.roster),
             num_committed=len(result.committed),
@@ -73,4 +77,5 @@ class Synchronised:
             matchmaking_seconds=max(0.0, result.matchmaking_seconds),
             averaging_seconds=max(0.0, result.averaging_seconds),
             exchange_seconds=exchange_seconds,
+            stale_rounds=stale_rounds,
         )

@@ -1,8 +1,11 @@
-"""The training loop of one peer: local steps until the round ends, then synchronise. All ranks run it."""
+"""The training loop of one peer: local steps until the round ends, then synchronise. All ranks run it.
+
+With `round.overlap` it does not wait for the synchronisation: it trains the next round, and corrects what it has when
+the result is there (`overlap`). The last round's is waited for.
+"""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -13,15 +16,19 @@ from spes_p2p.optim.schedule import learning_rate
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
+from spes_p2p.training.overlap import Correction, Flight, Task, ThreadTask
 from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.reports import Work, log_report, report_of
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
-log = logging.getLogger(__name__)
-
 CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
+UNFINISHED = 0.999
+"""Share of a round that is over at most while nobody knows when it ends."""
+LEAVING_SECONDS = 5.0
+"""For so long a peer that is interrupted lets a synchronisation end that is under way."""
 
 
 class Rounds:
@@ -34,6 +41,7 @@ class Rounds:
         sync: The leader's dealings with the swarm; None on other ranks.
         checkpoint: Where the leader saves the peer's state after each round; None saves nothing.
         run_id: The run's name, for the checkpoint.
+        start: Begins work beside the training; a virtual peer's is in virtual time.
     """
 
     def __init__(
@@ -45,14 +53,20 @@ class Rounds:
         *,
         checkpoint: PeerCheckpoint | None = None,
         run_id: str = "run",
+        start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
         self._run, self._trainer, self._group, self._sync = run, trainer, group, sync
-        self._checkpoint, self._run_id = checkpoint, run_id
+        self._checkpoint, self._run_id, self._start = checkpoint, run_id, start
+        self._on_round: Callable[[Metrics], None] | None = None
+        self._flight: Flight | None = None
         self._round = 0
         self._total_tokens = 0
         self._speed = 0.0
-        self._ends_at = 0.0
+        self._started_at = self._ends_at = 0.0
         self._began = self._trainer.clock()
+        self._waited_seconds = self._halted_seconds = 0.0
+        self.brought_steps = 0
+        """Local steps that have been brought to a synchronisation."""
 
     def open(
         self, initial: Mapping[str, Tensor] | None, resumed: PeerState | None, moments: Mapping[str, Tensor]
@@ -89,40 +103,77 @@ class Rounds:
         Args:
             on_round: Called on the leader with the report of each round.
         """
-        while self._round < self._run.round.total:
-            self._run_one(on_round)
+        self._on_round = on_round
+        try:
+            while not self._is_over:
+                self._run_one()
+        finally:
+            if self._flight is not None:
+                self._flight.abandon(LEAVING_SECONDS)
 
-    def _run_one(self, on_round: Callable[[Metrics], None] | None) -> None:
-        """Train and synchronise once; the round's vectors are gone before the next one's training."""
-        before = self._round
-        trained, loss = self._train()
-        self._apply(self._finish(trained))
+    @property
+    def _is_over(self) -> bool:
+        return self._round >= self._run.round.total
+
+    def _run_one(self) -> None:
+        """Train once, and synchronise or begin to; the round's vectors are gone when the next one's are made."""
+        work, before = self._train(), self._round
+        if self._is_over:
+            return  # the others have gone on, and ended the run
+        if self._run.round.overlap and self._round + 1 < self._run.round.total:
+            self._depart(work)
+            return
+        began = self._trainer.clock()
+        self._apply(self._finish(work.trained))
         if self._round > before:
-            state = self._trainer.state_tensors() if self._checkpoint is not None else {}
-            if self._sync is not None:
-                self._conclude(self._sync, trained, loss, state, on_round)
+            waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
+            self._conclude(work, waited)
 
     # ------------------------------------------------------------------ training
 
-    def _train(self) -> tuple[Trained, float]:
-        """Make local steps until the round ends; return the work and its mean loss, nats per token."""
+    def _train(self) -> Work:
+        """Make local steps until the round ends; whatever was under way has landed then."""
         began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
-        started_at = self._now()
-        while (done := self._share_done(steps, started_at)) < 1.0 or not steps:
-            step = self._trainer.step(*self._rates(self._round + min(done, 1.0)))
+        self._started_at = self._now()
+        while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
+            position = self._round + (self._flight is not None) + min(done, 1.0)
+            step = self._trainer.step(*self._rates(position))
             tokens, weighted_loss, steps = tokens + step.tokens, weighted_loss + step.loss * step.tokens, steps + 1
-            self._rescue_orphans()
-        seconds = self._trainer.clock() - began
+            if self._flight is None:
+                self._rescue_orphans()
+            else:
+                self._flight.advance(step.tokens)
+                self._land_if_due(self._flight)
+        if self._flight is not None:
+            self._land(self._flight)
+        seconds = self._trainer.clock() - began - self._halted_seconds
         self._speed = tokens / seconds
         self._total_tokens += tokens
-        local, moments = self._trainer.all_flats(), self._trainer.all_moments(self._run.averaged_moments)
-        return Trained(local, tokens, self._speed, seconds, moments), weighted_loss / max(tokens, 1)
+        return self._work(tokens, weighted_loss, seconds)
 
-    def _share_done(self, steps: int, started_at: float) -> float:
+    def _work(self, tokens: int, weighted_loss: float, seconds: float) -> Work:
+        """Return what was trained, and begin to count anew."""
+        local, moments = self._trainer.all_flats(), self._trainer.all_moments(self._run.averaged_moments)
+        self.brought_steps = self._trainer.steps
+        work = Work(
+            trained=Trained(local, tokens, self._speed, seconds, moments, self._trainer.routed_tokens()),
+            loss=weighted_loss / max(tokens, 1),
+            steps=self._trainer.steps,
+            total_tokens=self._total_tokens,
+            data=self._trainer.data.state_dict(),
+            ended=self._trainer.clock(),
+            waited_seconds=self._waited_seconds,
+        )
+        self._waited_seconds = self._halted_seconds = 0.0
+        return work
+
+    def _share_done(self, steps: int) -> float:
         """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
         if self._run.round.mode == "steps":
             return steps / self._run.round.steps
-        return self._group.from_leader(lambda: (self._now() - started_at) / max(self._ends_at - started_at, 1e-3))
+        began = self._started_at
+        share = self._group.from_leader(lambda: (self._now() - began) / max(self._ends_at - began, 1e-3))
+        return share if self._flight is None else min(share, UNFINISHED)
 
     def _now(self) -> float:
         return self._sync.swarm.now() if self._sync is not None else 0.0
@@ -167,64 +218,66 @@ class Rounds:
         self._trainer.set_slots(update.slots, masters)
         self._trainer.load({n: flat for n, flat in flats.items() if n not in new} if flats is not None else None)
 
+    # ------------------------------------------------------------------ synchronising while training
+
+    def _depart(self, work: Work) -> None:
+        """Begin to synchronise; until it lands, nothing else here touches the leader's synchroniser."""
+        task, sync, starts_at, trained = None, self._sync, self._ends_at, work.trained
+        if sync is not None:
+            task = self._start(lambda: Correction.of(sync.finish(trained, starts_at=starts_at), trained))
+            # Taken to last as long as this one until its end is known.
+            self._ends_at = self._now() + max(0.0, starts_at - self._started_at)
+        self._flight = Flight(work, self._run.round.overlap, task)
+
+    def _land_if_due(self, flight: Flight) -> None:
+        ends_by_time = self._run.round.mode == "tokens"
+        if self._group.from_leader(lambda: flight.is_due(self._now() if ends_by_time else None)):
+            self._land(flight)
+
+    def _land(self, flight: Flight) -> None:
+        """Wait for a synchronisation and apply what came of it to what was trained on meanwhile."""
+        began, before = self._trainer.clock(), self._round
+        landed: Correction | None = None
+
+        def land(sync: Synchroniser) -> Update:
+            nonlocal landed
+            landed = flight.land()
+            return landed.update
+
+        outcome = self._lead(land)
+        self._flight = None
+        self._waited_seconds += self._trainer.clock() - began
+        self._apply(outcome)
+        self._trainer.shift(landed.shifts if landed else None)
+        moments, own = (landed.moments, landed.before) if landed else (None, None)
+        self._trainer.load_moments_late(moments, own, flight.optimizer_steps)
+        if self._round > before:
+            self._conclude(flight.work, flight.work.waited_seconds, ended=flight.work.ended)
+        self._halted_seconds += self._trainer.clock() - began
+
     # ------------------------------------------------------------------ reporting
 
-    def _conclude(
-        self,
-        sync: Synchroniser,
-        trained: Trained,
-        loss: float,
-        state: Mapping[str, Tensor],
-        on_round: Callable[[Metrics], None] | None,
-    ) -> None:
+    def _conclude(self, work: Work, waited_seconds: float | None, ended: float | None = None) -> None:
+        """Save and report a committed round, whose time ended when it was brought, or ends now."""
+        state = self._trainer.state_tensors() if self._checkpoint is not None else {}
+        if self._sync is None:
+            return
         if self._checkpoint is not None:
-            self._checkpoint.save(self._state(), state)
-        report = self._report(sync, trained, loss)
-        log.info(
-            "round %d: %d peers, loss %.3f, %.0f tokens/s, shared %s, slots %s; "
-            "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other",
-            *(report.round, report.num_members, report.loss, report.tokens_per_second, report.shared_digest),
-            ",".join(map(str, report.slots)),
-            *(report.train_seconds, report.matchmaking_seconds, report.averaging_seconds),
-            *(report.exchange_seconds, report.other_seconds),
-        )
-        sync.swarm.report(report)
-        if on_round is not None:
-            on_round(report)
+            self._checkpoint.save(self._state(work), state)
+        ended = self._trainer.clock() if ended is None else ended
+        wall_seconds, self._began = ended - self._began, ended
+        report = report_of(self._sync, work, self._trainer.slots, wall_seconds, waited_seconds)
+        log_report(report)
+        self._sync.swarm.report(report)
+        if self._on_round is not None:
+            self._on_round(report)
 
-    def _state(self) -> PeerState:
+    def _state(self, work: Work) -> PeerState:
         return PeerState(
             run_id=self._run_id,
             round=self._round,
             slots=self._trainer.slots,
-            steps=self._trainer.steps,
-            total_tokens=self._total_tokens,
-            data=self._trainer.data.state_dict(),
-        )
-
-    def _report(self, sync: Synchroniser, trained: Trained, loss: float) -> Metrics:
-        now = self._trainer.clock()
-        wall, self._began = now - self._began, now
-        last, (bytes_in, bytes_out) = sync.last, sync.swarm.traffic()
-        spent = trained.seconds + last.matchmaking_seconds + last.averaging_seconds + last.exchange_seconds
-        return Metrics(
-            peer_id=sync.swarm.peer_id,
-            round=self._round,
-            step=self._trainer.steps,
-            tokens=trained.tokens,
-            total_tokens=self._total_tokens,
-            loss=loss,
-            tokens_per_second=trained.tokens_per_second,
-            slots=self._trainer.slots,
-            num_members=last.num_members,
-            committed=last.num_committed,
-            dropped=last.num_dropped,
-            shared_digest=sync.anchors.digest(SHARED),
-            train_seconds=trained.seconds,
-            matchmaking_seconds=last.matchmaking_seconds,
-            averaging_seconds=last.averaging_seconds,
-            exchange_seconds=last.exchange_seconds,
-            other_seconds=max(0.0, wall - spent),
-            bytes_in=bytes_in,
-            bytes_out=bytes_out,
+            steps=work.steps,
+            total_tokens=work.total_tokens,
+            data=work.data,
         )

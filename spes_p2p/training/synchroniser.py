@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from spes_p2p.codecs import Layout
-from spes_p2p.config import RunConfig
+from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.records import Progress
@@ -36,12 +36,22 @@ class Synchroniser:
         holdings: This peer's claims.
         anchors: This peer's anchors, empty at first.
         layout: Layout of one slot's vector.
+        machine: What this machine may send and fetch.
     """
 
-    def __init__(self, swarm: Swarm, run: RunConfig, *, holdings: Holdings, anchors: Anchors, layout: Layout) -> None:
+    def __init__(
+        self,
+        swarm: Swarm,
+        run: RunConfig,
+        *,
+        holdings: Holdings,
+        anchors: Anchors,
+        layout: Layout,
+        machine: MachineConfig | None = None,
+    ) -> None:
         self.swarm, self.anchors, self.holdings, self.round = swarm, anchors, holdings, 0
         self.last = Synchronised.of(RoundResult(roster=()), 0.0)
-        self._run, self._layout = run, layout
+        self._run, self._layout, self._machine = run, layout, machine or MachineConfig()
         self._sync_seconds = 0.0
 
     # ------------------------------------------------------------------ joining
@@ -122,18 +132,19 @@ class Synchroniser:
         averaged = self.holdings.clock()
         if result.is_behind:
             log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
-            flats = self.holdings.catch_up(self.holdings.others())
+            flats = self.holdings.catch_up(self.holdings.others(), routed=trained.routed)
             self.round = self.swarm.versions()[SHARED].round
         else:
-            flats = self._commit(result, trained.tokens)
-        self.last = Synchronised.of(result, self.holdings.clock() - averaged)
+            flats = self._commit(result, trained)
+        self.last = Synchronised.of(result, self.holdings.clock() - averaged, self.holdings.stale_rounds)
         flats |= self.holdings.rebalance()
         held = self.holdings.held_moments()  # not those of slots given up just now
         flats = {name: flat for name, flat in flats.items() if is_bundle(name) or name in held}
         flats |= {name: self.anchors.weights(name) for name in self.anchors.names}
         ends_at = self._next_end(result, expected)
         self._announce(ends_at)
-        self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2
+        if not self._run.round.overlap:  # else training has not waited for it
+            self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2
         return Update(self.holdings.slots, flats, ends_at)
 
     def _average(self, contribution: Contribution, expected: int, starts_at: float) -> RoundResult:
@@ -173,11 +184,14 @@ class Synchroniser:
             tokens_per_second=trained.tokens_per_second,
             ready_at=began,
             sync_seconds=self._sync_seconds,
+            uplink_mbit=self._machine.uplink_mbit,
+            refreshes=self._machine.refresh_slots is not None,
         )
-        return Contribution(
-            member,
-            {name: self.anchors.contribution(name, flat, trained.moments.get(name)) for name, flat in local.items()},
-        )
+        deltas = {
+            name: self.anchors.contribution(name, flat, trained.moments.get(name), self.round + 1)
+            for name, flat in local.items()
+        }
+        return Contribution(member, deltas)
 
     def _wait_until_done(self, tokens: int) -> int:
         """Return how many peers to expect; in mode `steps`, once all of them have made their steps."""
@@ -191,9 +205,9 @@ class Synchroniser:
                 self.swarm.wait(POLL_SECONDS)
         return len(self.holdings.active())
 
-    def _commit(self, result: RoundResult, tokens: int) -> dict[str, Tensor]:
+    def _commit(self, result: RoundResult, trained: Trained) -> dict[str, Tensor]:
         """Step the anchors, publish them, and pull the slots of others; return what changed of the latter."""
-        if tokens:
+        if trained.tokens:
             for name, reason in result.dropped.items():
                 log.warning("round %d: dropped %s: %s", self.round + 1, name, reason)
         if SHARED not in result.committed:
@@ -209,9 +223,14 @@ class Synchroniser:
         me = self.swarm.peer_id
         astray = {n for n in self.anchors.names if n != SHARED and me not in groups.members.get(n, ())}
         whole = [name for name in self.anchors.names if name not in astray]
-        self.swarm.publish(self.round, {name: self.anchors.bundle(name) for name in whole} | moments)
-        holders = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in whole}
-        flats = self.holdings.pull({name: peers for name, peers in holders.items() if peers}, self.round)
+        # A merge moves a slot by more than its mean delta, which then does not lead to its new version.
+        followed = [
+            name for name in result.committed if name in result.encoded and name in whole and name not in shifts
+        ]
+        bundles = {name: self.anchors.bundle(name) for name in whole} | moments
+        deltas = {name: result.encoded[name] for name in followed}
+        self.swarm.publish(self.round, bundles, deltas)
+        flats = self.holdings.fetch(result.roster, self.round, whole, trained.routed)
         for name in astray & set(flats):
             self.anchors.set(name, self.swarm.load(name))
         return flats | moments

@@ -20,6 +20,7 @@ from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
+from spes_p2p.parts import like
 from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.sharding import sharding_of
@@ -139,6 +140,11 @@ class Trainer:
         self.data.load_state_dict(state)
         return tokens / (self.clock() - started)
 
+    def routed_tokens(self) -> dict[int, int]:
+        """Return how many tokens this rank has routed to each slot, over all layers, since it was last asked."""
+        routed_E, self._loss.routed_E = self._loss.routed_E, None
+        return dict(enumerate(routed_E.tolist())) if routed_E is not None else {}
+
     # ------------------------------------------------------------------ parameters
 
     @property
@@ -167,9 +173,10 @@ class Trainer:
 
     def flat(self, name: str) -> Tensor:
         """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
-        if name == SHARED:
-            return self.layouts[SHARED].flatten(self.model.shared_parameters())
-        return self.layouts["slot"].flatten(self.model.slot_parameters(_slot_of(name)))
+        return self.layouts[kind_of(name)].flatten(self._parameters(name))
+
+    def _parameters(self, name: str) -> Mapping[str, Tensor]:
+        return self.model.shared_parameters() if name == SHARED else self.model.slot_parameters(_slot_of(name))
 
     def moments(self, name: str, kinds: Sequence[str]) -> Tensor:
         """Return a trained group's bias-corrected moments of these kinds, one behind the other, flat on the CPU."""
@@ -191,6 +198,36 @@ class Trainer:
                 self.model.load_shared(layout.unflatten(flat))
             else:
                 self.model.load_slot(_slot_of(name), layout.unflatten(flat))
+
+    def shift(self, shifts: Mapping[str, Tensor] | None) -> None:
+        """Add flat fp32 vectors to what is trained here, on every rank; only the leader passes them.
+
+        Args:
+            shifts: By name, of `shared` and of slots trained here.
+        """
+        for name, flat in self._group.share(shifts).items():
+            tensors = self.layouts[kind_of(name)].unflatten(flat)
+            with torch.no_grad():
+                for key, param in self._parameters(name).items():
+                    param.add_(like(tensors[key], param))
+
+    def load_moments_late(
+        self, moments: Mapping[str, Tensor] | None, before: Mapping[str, Tensor] | None, steps: int
+    ) -> None:
+        """Take averaged moments as if `load` had been given them `steps` steps ago, on every rank.
+
+        Args:
+            moments: Flat, by the name of what is trained here; only the leader passes them.
+            before: What `all_moments` returned then, of the same names at least; only the leader passes them.
+            steps: Optimizer steps made since.
+        """
+        averaged = self._group.share(moments)
+        known = self._group.share({name: before[name] for name in averaged} if before is not None else None)
+        for name, flat in averaged.items():
+            layout = self.layouts[kind_of(name)]
+            self.optimizer.set_moments_late(
+                name, self._by_kind(flat, layout), self._by_kind(known[name], layout), steps
+            )
 
     def _by_kind(self, flat: Tensor, layout: Layout) -> dict[str, dict[str, Tensor]]:
         """Return a vector of averaged moments as tensors by kind and parameter; one alone is the last that there is."""

@@ -81,7 +81,8 @@ class VirtualPeer:
         paced = PacedTokens(data, self._spend)
         self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now)
         self.sync = build_synchroniser(swarm, run, self.trainer, run_id=run_id, max_slots=max_slots)
-        self.rounds = Rounds(run, self.trainer, group, self.sync)
+        swarm.enter(self.sync.anchors.vectors())
+        self.rounds = Rounds(run, self.trainer, group, self.sync, start=self._clock.start)
         self.reports: list[Metrics] = []
         self.is_doomed = False
 

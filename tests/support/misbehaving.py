@@ -1,4 +1,4 @@
-"""An averager that dies, lies or stalls on demand, in the phase of a round that a test names.
+"""An averager that lies, stalls, or waits at a gate for its fate, in the phase of a round that a test names.
 
 Only the processes of rogue peers import this module.
 """
@@ -6,29 +6,85 @@ Only the processes of rogue peers import this module.
 from __future__ import annotations
 
 import asyncio
+import json
 import multiprocessing
-import os
-import signal
+from multiprocessing.connection import Connection
 from typing import AsyncIterator  # noqa: UP035 - hivemind recognises only typing's
 
+import msgpack
 import torch
-from hivemind.compression import deserialize_torch_tensor, serialize_torch_tensor
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2, runtime_pb2
 
-from spes_p2p.swarm import averager, reduce
+from spes_p2p.swarm import averager, group_work, meeting, reduction
+from spes_p2p.swarm.roster import SHARED
 
-_behaviour = multiprocessing.get_context("fork").Array("c", 32)
+GATE_SECONDS = 60.0
+NUM_PEERS = 4
+MATCHMAKING, ROSTER = "waits to be met", "has just seen the roster"
+FIRST_BYTE, SENDING = "is about to send", "has sent half"
+REDUCING = "has sent all, and none of its means"
+CONFIRMING, COMMITTED = "is asked to confirm", "is asked to confirm what it has committed"
+FORGERIES = {
+    "claims a weight of 1e12": {"tokens": 10**12},
+    "claims a weight that is no number": {"tokens": "many"},
+    "claims a negative weight": {"tokens": -1},
+    "claims a clock of infinity": {"ready_at": float("inf")},
+    "enters in another's name": {"peer_id": "Qm" + "a" * 44},
+    "enters an older round": {"round": 0},
+}
+
+_behaviour = multiprocessing.get_context("fork").Array("c", 64)
+_gates: list[Connection] = []
+
+
+def open_gate(gate: Connection) -> None:
+    """Wait at this gate from now on, in a peer's process before it forks."""
+    _gates.append(gate)
 
 
 def _is(name: str) -> bool:
     return _behaviour.value.decode() == name
 
 
-async def _die() -> None:
-    """Kill the peer; the kernel takes its p2pd, its DHT and this averager along."""
-    os.kill(os.getppid(), signal.SIGKILL)
-    await asyncio.Event().wait()
+def _reach(phase: str) -> None:
+    """Stand still, with everything in this process, until the test lets us go on; once in a round."""
+    if _is(phase):
+        _behaviour.value = b""
+        _gates[0].send(phase)
+        assert _gates[0].poll(GATE_SECONDS), "nobody opened the gate"
+        _gates[0].recv()
+
+
+def _forged(user: bytes) -> bytes:
+    """Return what a peer gives the matchmaking, with its roster entry as the test wants it."""
+    expected, entry = msgpack.unpackb(user)
+    for how, change in FORGERIES.items():
+        if _is(how):
+            entry = json.dumps(json.loads(entry) | change)
+    if _is("enters with too long an entry"):
+        entry += " " * 2**16
+    if _is("enters with a malformed entry"):
+        entry = entry[:-7]
+    return msgpack.packb(msgpack.ExtType(42, b"0" * 64) if _is("enters with no entry") else [expected, entry])
+
+
+class RogueDeclarations(meeting.Declarations):
+    async def update_key_on_group_assembled(self, group_info) -> None:
+        """As a leader, before the others know of the roster; as a follower, after."""
+        _reach(ROSTER)
+
+
+class RogueMeeting(meeting.Meeting):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        paused = self.potential_leaders.pause_search
+
+        def pause_search():
+            _reach(MATCHMAKING)  # a leader has accepted us
+            return paused()
+
+        self.potential_leaders.pause_search = pause_search
 
 
 class SparseAverager(averager.SparseAverager):
@@ -36,23 +92,49 @@ class SparseAverager(averager.SparseAverager):
 
     def misbehave(self, how: str) -> None:
         """Misbehave from now on; not any more if `how` is empty."""
+        while _gates[0].poll():
+            _gates[0].recv()  # opened for a moment that never came
         _behaviour.value = how.encode()
 
     def run(self) -> None:
-        averager.WholeRunner = RogueRunner
-        honest_mean = reduce.weighted_mean
-        reduce.weighted_mean = lambda *args: honest_mean(*args) * (float("nan") if _is("means NaN") else 1.0)
+        meeting.Declarations, averager.GroupWork = RogueDeclarations, RogueGroupWork
+        averager.Meeting, group_work.Reduction = RogueMeeting, RogueReduction
+        honest = reduction.reduce_message
+
+        def reduce_message(*args):
+            encoded, left = honest(*args)
+            return (encoded.fill_(255) if _is("means NaN") else encoded), left
+
+        reduction.reduce_message = reduce_message
+        expected = averager.expected_of
+        averager.expected_of = lambda gathered: NUM_PEERS if _is("enters with no entry") else expected(gathered)
         super().run()
 
+    async def _step(self, *, step, future_for_init) -> None:
+        bandwidth, mode, user = msgpack.unpackb(step.data_for_gather)
+        step._data_for_gather = msgpack.packb([bandwidth, mode, _forged(user)])
+        await super()._step(step=step, future_for_init=future_for_init)
+
+    async def rpc_join_group(
+        self, request: averaging_pb2.JoinRequest, context: P2PContext
+    ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        async for message in super().rpc_join_group(request, context):
+            yield message
+            if message.code == averaging_pb2.ACCEPTED:
+                _reach(MATCHMAKING)
+
     async def _aggregate_with_group(self, group_info, min_vector_size: int, weight: float, **kwargs) -> dict:
-        if _is("dies before its first byte"):
-            await _die()
+        _reach(FIRST_BYTE)
         return await super()._aggregate_with_group(group_info, min_vector_size, weight, **kwargs)
 
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         answer = await super().rpc_confirm(request, context)
-        if _is("dies before it confirms"):
-            await _die()
+        work = self._work.get(bytes.fromhex(request.uid))
+        if bytes.fromhex(request.uid).endswith(SHARED.encode()):
+            if _is(COMMITTED) and isinstance(work, RogueGroupWork):
+                await asyncio.wait_for(work.is_done.wait(), GATE_SECONDS)
+                _reach(COMMITTED)
+            _reach(CONFIRMING)
         if _is("never confirms"):
             await asyncio.Event().wait()
         if _is("confirms another digest"):
@@ -60,24 +142,61 @@ class SparseAverager(averager.SparseAverager):
         return answer
 
 
-class RogueRunner(reduce.WholeRunner):
-    async def _generate_input_for_peer(self, peer_index: int) -> AsyncIterator[averaging_pb2.AveragingData]:
+class RogueGroupWork(group_work.GroupWork):
+    def __init__(self, *args) -> None:
+        super().__init__(*args)
+        self.is_done = asyncio.Event()
+
+    async def run(self, *args) -> str:
+        try:
+            return await super().run(*args)
+        finally:
+            self.is_done.set()
+
+
+class RogueReduction(reduction.Reduction):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._is_shared = self._group_id.endswith(SHARED.encode())
+        self._open = sum(map(reduction.num_lanes, self._plan.slices)) - reduction.num_lanes(self._mine)
+        self._all_sent = asyncio.Event()
+
+    async def _exchange(self, index: int, lane: int) -> None:
+        await super()._exchange(index, lane)
+        self._open -= 1  # who has all of a reducer's means has sent it everything
+        if not self._open:
+            if self._is_shared:
+                _reach(REDUCING)
+            self._all_sent.set()
+
+    async def _outgoing(self, messages: list, lane: int) -> AsyncIterator[averaging_pb2.AveragingData]:
         sent = 0
-        async for message in super()._generate_input_for_peer(peer_index):
-            if sent == 2 and _is("dies in the middle"):
-                await _die()
-            if _is("sends a wrong shape"):
-                message.tensor_part.CopyFrom(serialize_torch_tensor(torch.ones(1)))
-            if _is("stalls in the middle") and sent == 2:
+        async for message in super()._outgoing(messages, lane):
+            if self._is_shared and sent > len(messages) // 2:
+                _reach(SENDING)
+            if sent and _is("sends a wrong shape"):
+                message.tensor_part.buffer = b"123"
+            if sent and _is("sends NaN"):
+                message.tensor_part.buffer = b"\xff" * len(message.tensor_part.buffer)
+            if _is("sends nothing at all") or (_is("stalls in the middle") and sent == 2):
                 await asyncio.Event().wait()
             yield message
             sent += 1
+        while _is("sends without end"):
+            yield averaging_pb2.AveragingData(tensor_part=runtime_pb2.Tensor(buffer=b"0" * 2**17))
 
-    async def _accumulate_parts_streaming(
-        self, stream: AsyncIterator[averaging_pb2.AveragingData], sender_index: int
+    async def rpc_aggregate_part(
+        self, stream: AsyncIterator[averaging_pb2.AveragingData], context: P2PContext, lane: float
     ) -> AsyncIterator[averaging_pb2.AveragingData]:
-        async for message in super()._accumulate_parts_streaming(stream, sender_index):
+        async for message in super().rpc_aggregate_part(stream, context, lane):
+            if _is(REDUCING) and self._is_shared:
+                await asyncio.wait_for(self._all_sent.wait(), GATE_SECONDS)
             if _is("tells each another mean"):
-                mean = deserialize_torch_tensor(message.tensor_part)
-                message.tensor_part.CopyFrom(serialize_torch_tensor(mean + sender_index))
+                mean = torch.frombuffer(bytearray(message.tensor_part.buffer), dtype=torch.float32)
+                mean += self._plan.peers.index(context.remote_id.to_base58())
+                message.tensor_part.buffer = mean.numpy().tobytes()
+            if _is("means too much"):
+                message.tensor_part.buffer += message.tensor_part.buffer
             yield message
+        while _is("answers without end"):
+            yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)

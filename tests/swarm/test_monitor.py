@@ -26,6 +26,7 @@ from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import Manifest, publish_manifest
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.wire import Vectors
 from tests.unit.monitor.swarms import report
 
 NUM_SLOTS, SEQUENCE = 3, 16
@@ -52,7 +53,7 @@ class Peer:
         )
         self.shared, self.slot = Layout(slot_model.shared_shapes()), Layout(slot_model.slot_shapes())
         numels = {"shared": 2 * self.shared.numel, "slot": 2 * self.slot.numel}
-        self.swarm.enter(run.round, bundle_numel=numels, averaged_numel={}, max_slots=0)
+        self.swarm.enter(run.round, Vectors(numels), max_slots=0)
 
     def publish(self, round: int, model: PreTrainedModel, slots: list[int]) -> None:
         state = model.state_dict()

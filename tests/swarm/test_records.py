@@ -14,6 +14,7 @@ from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.validation import RecordValidator
+from spes_p2p.swarm.wire import Vectors
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.holdings import Holdings
 
@@ -34,7 +35,7 @@ def trio(tmp_path_factory):
             node = Node(Identity(folder / "key"), "run", initial_peers=addresses)
         addresses = addresses or node.addresses()
         swarms.append(HivemindSwarm(node, folder / "versions"))
-        swarms[-1].enter(ROUNDS, bundle_numel={}, averaged_numel={}, max_slots=0)
+        swarms[-1].enter(ROUNDS, Vectors(), max_slots=0)
     yield swarms
     for swarm in swarms:
         swarm.close()
@@ -130,6 +131,9 @@ class SlowNode:
             self.has_stored.set()
         return True
 
+    def greet(self, peers):
+        """It knows nobody."""
+
     def close(self):
         pass
 
@@ -138,7 +142,7 @@ def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true
     """A DHT keeps what expires later: an old claim renewed after `leave` would hold its slots for another lease."""
     node = SlowNode()
     swarm = HivemindSwarm(node, tmp_path, serve=False)
-    swarm.enter(RoundConfig(lease_seconds=1e3, heartbeat_seconds=0.01), bundle_numel={}, averaged_numel={}, max_slots=0)
+    swarm.enter(RoundConfig(lease_seconds=1e3, heartbeat_seconds=0.01), Vectors(), max_slots=0)
     swarm.announce(claim(node, slots=(1,)))
     assert node.is_storing.wait(30)
     leaving = threading.Thread(target=swarm.announce, args=(claim(node, slots=()),))

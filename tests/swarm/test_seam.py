@@ -4,10 +4,11 @@ from functools import partial
 
 import pytest
 import torch
-from real_peers import RUN_ID, average, contribution, plain_mean
+from real_peers import NUMELS, RUN_ID, average, close_all, contribution, plain_mean, start_swarm
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs import Segment, digest
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.wire import Vectors
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -17,17 +18,27 @@ def four(party, rogue):
     return [*party, rogue]  # who behaves unless told otherwise
 
 
-def average_in_memory(peers, contributions, *, expected):
-    """The same peers, by identity, meeting in a hub."""
+def memory_swarms(peers, codec="fp32"):
+    """The same peers, by identity, in one hub."""
     hub = MemoryHub(RUN_ID, matchmaking_seconds=1.0)
     swarms = [MemorySwarm(hub, peer.identity.peer_id) for peer in peers]
-    results = [None] * len(peers)
+    for swarm in swarms:
+        swarm.enter(Vectors(segments={kind: (Segment(numel, codec),) for kind, numel in NUMELS.items()}))
+    return hub, swarms
+
+
+def meet(hub, swarms, contributions, *, expected):
+    results = [None] * len(swarms)
 
     def run(i):
         results[i] = swarms[i].average(contributions[i], expected=expected, starts_at=0.0)
 
-    hub.clock.run([partial(run, i) for i in range(len(peers))])
+    hub.clock.run([partial(run, i) for i in range(len(swarms))])
     return results
+
+
+def average_in_memory(peers, contributions, *, expected):
+    return meet(*memory_swarms(peers), contributions, expected=expected)
 
 
 def seen(result):
@@ -100,6 +111,28 @@ def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens
     real = average(four[:3], items, expected=expected, meeting_seconds=1.0)
     for result in real + average_in_memory(four[:3], items, expected=expected):
         assert not result.committed and set(result.dropped) == {"shared", "slot-0"}
-        assert len(result.roster) == 3
-        wording = "nobody trained" if expected == 3 else "only 3 of 7"
+        wording = "nobody trained" if expected == 3 else "of 7 peers"
         assert all(wording in reason for reason in result.dropped.values())
+
+
+@pytest.mark.parametrize("codec", ["int4"])
+def test_with_few_bits_both_swarms_commit_the_same_bits_round_after_round(tmp_path, seed, codec):
+    """What rounding leaves over, with senders and with reducers, is part of the next round on either side."""
+    generator = torch.Generator().manual_seed(seed)
+    peers = start_swarm(tmp_path, 3, codec)
+    try:
+        hub, swarms = memory_swarms(peers, codec)
+        for uplinks in [(None, None, None), (100.0, 10.0, None), (None, None, None)]:
+            items = [
+                contribution(peer.peer_id, generator, slots=(0, 2), tokens=10 + i, uplink_mbit=uplink)
+                for i, (peer, uplink) in enumerate(zip(peers, uplinks, strict=True))
+            ]
+            real = average(peers, items, expected=3)
+            virtual = meet(hub, swarms, items, expected=3)
+            assert [seen(result) for result in real] == [seen(result) for result in virtual]
+            assert set(real[0].committed) == {"shared", "slot-0", "slot-2"}
+            assert real[0].encoded == virtual[1].encoded and set(real[0].encoded) == set(real[0].committed)
+            mean = plain_mean(items, "shared")
+            assert (real[0].committed["shared"].double() - mean).norm() < 0.5 * mean.norm()
+    finally:
+        close_all(peers)

@@ -12,7 +12,7 @@ from spes_p2p.cli import read_yaml
 from spes_p2p.config import RunConfig
 from spes_p2p.simulator import Scenario, SimulationResult, simulate
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.versions import VersionStore
+from spes_p2p.swarm.version_store import VersionStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import pytest
 
-from spes_p2p.config import MachineConfig, OptimizerName, RunConfig, TrainConfig, check_machine
+from spes_p2p.config import MachineConfig, MergeConfig, OptimizerName, RunConfig, TrainConfig, check_machine
 from spes_p2p.errors import ConfigError
 
 NAMES = get_args(OptimizerName)
@@ -23,6 +23,13 @@ def test_a_machine_may_only_choose_the_same_steps_in_other_bits(
         return
     with pytest.raises(ConfigError, match=rf"inner_optimizer={of_machine} .*train.optimizer={of_run}; leave it out"):
         check_machine(run, machine)
+
+
+def test_a_run_that_merges_needs_every_slots_newest_version() -> None:
+    machine = MachineConfig(refresh_slots=3)
+    check_machine(RunConfig(), machine)
+    with pytest.raises(ConfigError, match=r"refresh_slots=3 .*merge.alpha=0.1.*leave it out"):
+        check_machine(RunConfig(merge=MergeConfig(alpha=0.1)), machine)
 
 
 NARROW = {"gradients": "bf16", "inner_optimizer": "adamw8bit"}

@@ -19,7 +19,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from spes_p2p.config import MachineConfig, ModelConfig, OptimizerName, RunConfig, Storage, TrainConfig
+from spes_p2p.config import CodecConfig, MachineConfig, ModelConfig, OptimizerName, RunConfig, Storage, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.frozen import unavailable
@@ -167,7 +167,12 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
         }
     )
     theirs = Setup.of(run, MachineConfig(), None)
-    assert theirs == Setup("int8", "lion8bit", averaged_moments=1, outer_momentum=True, merges=True)
+    assert theirs == Setup(
+        "int8", "lion8bit", averaged_moments=1, shared_momentum=True, slot_momentum=True, merges=True
+    )
+    apart = RunConfig.model_validate({"outer": {"slots": {"optimizer": "nesterov"}}, "round": {"overlap": 3}})
+    setup = Setup.of(apart, MachineConfig(refresh_slots=5), None)
+    assert (setup.shared_momentum, setup.slot_momentum, setup.refresh_slots, setup.overlaps) == (False, True, 5, True)
     assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
     own = Setup.of(RunConfig(), MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
     assert own == Setup("nf4", "adamw8bit", averaged_moments=2)
@@ -185,12 +190,28 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     assert peer_memory(SIZE, 8, local).round_vectors == 4 * (6 + 1) * 3400  # nothing is fetched
     both = peer_memory(SIZE, 2, replace(local, averaged_moments=2))
     assert both.vectors == 4 * 7 * trained and both.round_vectors == 4 * (16 * trained + 3 * 1000)
-    nesterov = peer_memory(SIZE, 2, replace(local, outer_momentum=True))
+    nesterov = peer_memory(SIZE, 2, replace(local, shared_momentum=True, slot_momentum=True))
     assert nesterov.vectors == 4 * 4 * trained and nesterov.round_vectors == 4 * (7 * trained + frozen + 6 * 300)
     merging = peer_memory(SIZE, 2, replace(local, merges=True))
     assert merging.round_vectors == 4 * (6 * trained + 4 * 8 * 300 + 2 * 300)
+    apart = peer_memory(SIZE, 2, replace(local, slot_momentum=True))
+    assert apart.vectors == plan.vectors + 4 * 2 * 300 and apart.round_vectors == plan.round_vectors + 4 * (2 + 3) * 300
+    overlapping = peer_memory(SIZE, 2, replace(local, overlaps=True))
+    assert overlapping.training_bytes == plan.training_bytes + plan.round_vectors - plan.vectors
     start = 4 * 1000 + 4 * 8 * 300 + 4 * (2 * trained + 3 * 3400)
     assert plan.opening == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
+
+
+def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None:
+    exact = Setup("fp32", averaged_moments=2)
+    lossy = replace(exact, codecs=CodecConfig(shared="int4", slots="fp32", moments="int8"))
+    before, after = peer_memory(SIZE, 2, exact), peer_memory(SIZE, 2, lossy)
+    int4, int8 = 0.5 + 2 / 64, 1 + 2 / 128
+    shared, slots = 1000 * (4 + 2 * (int4 + 2 * int8) + 8), 600 * (4 + 2 * (4 + 2 * int8))
+    assert after.vectors == pytest.approx(shared + slots, abs=1) and after.vectors < before.vectors
+    anew = 1000 * (4 + int4 + 2 * int8)
+    assert after.round_vectors - after.vectors == pytest.approx(before.round_vectors - before.vectors + anew, abs=1)
+    assert after.opening < before.opening
 
 
 def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:

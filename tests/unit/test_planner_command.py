@@ -77,6 +77,22 @@ def test_says_what_a_round_moves_and_how_long_it_takes_at_least(capsys: pytest.C
     )
 
 
+def test_a_round_is_held_against_spess_star(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [*SEVEN, "--slots", "8", "--peers", "4", "--run.codecs.shared", "int4", "--run.codecs.slots", "int4"]
+    text = planned(capsys, *flags)
+    assert row(text, "SPES's star in fp32, each of its peers") == [10.01, 29.33]
+    assert row(text, "- and its server") == [117.0, 40.02]
+    assert row(text, "= in all")[:2] == [3.28, 3.28]
+    assert re.search(r"of what the star's peer moves +1/3\.1 +1/9\.0 +1/6\.0 of both", text)
+
+
+def test_a_machines_own_uplink_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = tmp_path / "slow.yaml"
+    config.write_text("max_slots: 4\nuplink_mbit: 12.5\n")
+    assert "time at 12.5 Mbit/s up and 12.5 down" in planned(capsys, "--config", str(config))
+    assert "time at 9 Mbit/s up" in planned(capsys, "--config", str(config), "--uplink-mbit", "9")
+
+
 def test_slots_that_nobody_holds_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SEVEN, "--slots", "7", "--peers"]
     assert "they hold 28 of 32 slots: nobody trains the others" in planned(capsys, *flags, "4")

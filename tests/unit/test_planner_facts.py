@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli import load_settings
-from spes_p2p.config import RunConfig
-from spes_p2p.planner import Activations, ModelSize, Setup, model_size, peer_memory, round_traffic
+from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
+from spes_p2p.planner import Activations, ModelSize, Setup, model_size, peer_memory, round_traffic, star_traffic
 from spes_p2p.planner.command import PlanConfig
 from spes_p2p.planner.memory import FROZEN_BYTES
 
@@ -92,6 +92,19 @@ def test_the_studys_bytes_per_round_are_ours_in_its_codecs(row: Row) -> None:
     assert ours / 1e9 == pytest.approx(row.spes_star, rel=0.015)
     everything = round_traffic(size, size.num_slots, MANY, local).total
     assert everything / 1e9 == pytest.approx(row.diloco, rel=0.015)
+
+
+def test_in_four_bits_a_peer_of_the_7b_model_receives_a_seventh_of_what_spess_star_sends_it() -> None:
+    """It receives 1/9.0 and sends 1/3.1; both together are 1/6.0, because nobody but peers sends what peers receive."""
+    run, size = of_config("spes_7b")
+    int4 = run.model_copy(update={"codecs": CodecConfig(shared="int4", slots="int4")})
+    traffic = round_traffic(size, 8, 4, Setup.of(int4, MachineConfig(), None))
+    star = star_traffic(size, 8)
+    assert star.received / traffic.total >= 7
+    # Its busier direction is what a link in full duplex waits for; the star's server has four times as much to send.
+    assert max(star.sent, star.received) / traffic.total == pytest.approx(8.94, abs=0.05)
+    assert star.sent / traffic.total == pytest.approx(3.05, abs=0.05)
+    assert (star.sent + star.received) / (2 * traffic.total) == pytest.approx(6.0, abs=0.05)
 
 
 def test_seven_billion_parameters_fit_a_card_of_24_gigabytes() -> None:

@@ -63,6 +63,22 @@ def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode
     assert_members_agree(first)
 
 
+@pytest.mark.parametrize("mode", ["steps", "tokens"])
+def test_overlapped_rounds_repeat_themselves_and_their_model_is_measured_by_what_is_in_it(
+    folder: Path, mode: str
+) -> None:
+    """Not by the steps that peers have made since."""
+    round = {"mode": mode, "tokens": 1500, "min_seconds": 1.0, "overlap": 2, "total": 4}
+    first, again = (run(folder, round=round, speeds=[64.0, 100.0, 150.0], evaluate_rounds=1) for _ in range(2))
+    assert first.digests == again.digests and first.reports == again.reports
+    assert first.evaluations == again.evaluations
+    assert_members_agree(first)
+    for evaluation in first.evaluations:
+        tokens = [sum(report.tokens for report in own[: evaluation.round]) for own in first.reports]
+        assert evaluation.tokens_per_peer == sum(tokens) // 3
+    assert all(report.waited_seconds is not None for own in first.reports for report in own)
+
+
 def test_all_versions_of_all_rounds_are_accounted_for(folder: Path) -> None:
     result = run(folder)
     assert sorted(result.digests) == [1, 2, 3]

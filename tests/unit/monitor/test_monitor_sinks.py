@@ -124,6 +124,16 @@ def plain(width: int = 40) -> tuple[ConsoleSink, io.StringIO]:
     return ConsoleSink("run", "auto", Console(file=stream, width=width, markup=False)), stream
 
 
+def test_a_console_tells_of_old_slots_where_there_are_any() -> None:
+    sink, stream = plain()
+    view = small_history(1)[-1]
+    sink.update(view)
+    assert "rounds old" not in stream.getvalue()
+    old = {key: metrics.model_copy(update={"round": 2, "stale_rounds": 2}) for key, metrics in view.reports.items()}
+    sink.update(replace(view, published=2, reports={(2, peer): metrics for (_, peer), metrics in old.items()}))
+    assert "slots up to 2 rounds old" in stream.getvalue().splitlines()[-1]
+
+
 def test_a_console_that_is_no_terminal_gets_one_line_per_round_however_narrow() -> None:
     sink, stream = plain()
     feed(sink, small_history(3))

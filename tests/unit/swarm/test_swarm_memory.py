@@ -6,11 +6,13 @@ import pytest
 import torch
 from virtual import peer_id
 
+from spes_p2p.codecs import Segment
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.base import Contribution
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
+from spes_p2p.swarm.wire import Vectors
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -22,7 +24,12 @@ def hub():
 
 @pytest.fixture
 def swarms(hub):
-    return [MemorySwarm(hub, peer_id(i)) for i in range(3)]
+    swarms = [MemorySwarm(hub, peer_id(i)) for i in range(3)]
+    for swarm in swarms:
+        swarm.enter(
+            Vectors(segments={"shared": (Segment(2, "fp32"),), "slot": (Segment(3, "fp32"),)}, keyframe_rounds=8)
+        )
+    return swarms
 
 
 def claim(swarm):
@@ -132,17 +139,60 @@ def test_a_late_starter_is_waited_for_until_all_are_there(hub, swarms):
         torch.testing.assert_close(result.committed["shared"], torch.full((2,), 5 / 3))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), 3e38], ids=["nan", "overflow"])
-def test_a_mean_that_is_not_finite_is_nobodys(hub, swarms, bad):
-    deltas = [torch.tensor([bad]), torch.tensor([bad]), torch.ones(1)]
-    results = at_once(
+def average_at_once(hub, swarms, deltas, tokens=5):
+    return at_once(
         hub,
         *(
             lambda swarm=swarm, delta=delta: swarm.average(
-                contribution(swarm, delta, tokens=5), expected=3, starts_at=0.0
+                contribution(swarm, delta, tokens=tokens), expected=len(swarms), starts_at=0.0
             )
             for swarm, delta in zip(swarms, deltas, strict=True)
         ),
     )
-    for result in results:
-        assert not result.committed and "NaN or infinity" in result.dropped["shared"]
+
+
+def test_a_mean_that_is_not_finite_is_nobodys(hub, swarms):
+    """Every contribution is finite, their sum is not."""
+    deltas = [torch.tensor([3e38, 1.0]), torch.tensor([3e38, 1.0]), torch.ones(2)]
+    for result in average_at_once(hub, swarms, deltas):
+        assert not result.committed and "cannot be sent" in result.dropped["shared"]
+
+
+def test_a_peer_whose_own_delta_is_not_finite_takes_the_mean_of_the_others(hub, swarms):
+    deltas = [torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
+    for result in average_at_once(hub, swarms, deltas):
+        assert torch.equal(result.committed["shared"], torch.tensor([2.0, 3.0]))
+        assert [member.tokens for member in result.roster if member.peer_id == swarms[0].peer_id] == [0]
+
+
+@pytest.mark.parametrize("codec", ["bf16", "int8", "int4", "int2"])
+def test_what_rounding_leaves_over_goes_with_later_rounds(hub, seed, codec):
+    """The sum of the committed means follows the sum of the true ones, however few the bits."""
+    numel, rounds = 300, 40
+    swarms = [MemorySwarm(hub, peer_id(i)) for i in range(3)]
+    for swarm in swarms:
+        swarm.enter(Vectors(segments={"shared": (Segment(numel, codec),), "slot": (Segment(3, codec),)}))
+    generator = torch.Generator().manual_seed(seed)
+    drift = torch.randn(3, numel, generator=generator) * torch.logspace(-3, 0, numel)
+    total = true = torch.zeros(numel)
+    first_error = 0.0
+    for round in range(rounds):
+        results = average_at_once(hub, swarms, list(drift))
+        means = [result.committed["shared"] for result in results]
+        assert torch.equal(means[0], means[1]) and torch.equal(means[0], means[2])
+        total, true = total + means[0], true + drift.mean(0)
+        if round == 0:
+            first_error = (total - true).norm().item()
+            assert first_error > 0
+    assert (total - true).norm().item() < 8 * first_error, "an error that is not fed back would grow to 40 times"
+
+
+def test_a_delta_costs_its_own_bytes_where_its_base_is_known(hub, swarms):
+    holder, puller, newcomer = swarms
+    holder.publish(1, {"slot-1": torch.ones(3)})
+    puller.pull({"slot-1": [holder.peer_id]}, min_round=1, timeout=1)
+    holder.publish(2, {"slot-1": torch.ones(3) * 2}, {"slot-1": b"12345"})
+    for swarm in (puller, newcomer):
+        assert swarm.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=1) == {}
+    assert puller.traffic()[0] == 12 + 5
+    assert newcomer.traffic()[0] == 12

@@ -4,12 +4,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.codecs import Segment
 from spes_p2p.swarm.base import Contribution
 from spes_p2p.swarm.outcome import Attempt, alone, judge
 from spes_p2p.swarm.roster import Member, derive_groups, slot_name
+from spes_p2p.swarm.wire import Wire
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 DIGESTS = ["0" * 16, "1" * 16]
+WIRE = Wire({"shared": (Segment(3, "fp32"),), "slot": (Segment(3, "fp32"),)})
+
+
+def encoded(*values):
+    return torch.tensor(values).view(torch.uint8)
 
 
 @st.composite
@@ -38,7 +45,7 @@ def attempts(draw):
     me = draw(st.sampled_from(roster))
     mine = [name for name, peers in derive_groups(roster).members.items() if me.peer_id in peers]
     outcomes = {name: draw(st.sampled_from(["whole", "lost", "nan"])) for name in mine}
-    means = {"whole": torch.ones(3), "nan": torch.tensor([1.0, float("nan"), 1.0])}
+    means = {"whole": encoded(1.0, 1.0, 1.0), "nan": encoded(1.0, float("nan"), 1.0)}
     attempt = Attempt(
         roster,
         status={name: "lost somebody" if outcome == "lost" else "" for name, outcome in outcomes.items()},
@@ -51,7 +58,7 @@ def attempts(draw):
 @given(attempts())
 def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
     attempt, contribution, _, expected = drawn
-    result = judge(attempt, contribution, expected)
+    result = judge(attempt, contribution, expected, WIRE)
     assert set(result.committed) | set(result.dropped) == set(contribution.deltas)
     assert not set(result.committed) & set(result.dropped)
     assert all(result.dropped.values())
@@ -60,7 +67,7 @@ def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
 @given(attempts())
 def test_only_whole_finite_means_are_committed_and_only_with_shared_and_half_of_the_peers(drawn):
     attempt, contribution, outcomes, expected = drawn
-    result = judge(attempt, contribution, expected)
+    result = judge(attempt, contribution, expected, WIRE)
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
     may = "shared" in whole and 2 * len(attempt.roster) >= expected
     assert set(result.committed) == (whole if may else set())
@@ -69,7 +76,7 @@ def test_only_whole_finite_means_are_committed_and_only_with_shared_and_half_of_
 @given(attempts())
 def test_who_differs_from_the_majority_is_behind_and_commits_nothing(drawn):
     attempt, contribution, _, expected = drawn
-    result = judge(attempt, contribution, expected)
+    result = judge(attempt, contribution, expected, WIRE)
     states = [(member.round, member.anchors["shared"]) for member in attempt.roster]
     mine = (contribution.member.round, contribution.member.anchors["shared"])
     if 2 * states.count(mine) > len(states):
@@ -105,7 +112,7 @@ def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
         sync_seconds=0.0,
     )
     contribution = Contribution(member, {"shared": torch.ones(2), "slot-2": torch.ones(2)})
-    result = judge(Attempt(failure="nobody came"), contribution, 3)
+    result = judge(Attempt(failure="nobody came"), contribution, 3, WIRE)
     assert result.roster == (member,) and not result.committed and not result.is_behind
     assert result.dropped == {"shared": "nobody came", "slot-2": "nobody came"}
 
@@ -122,8 +129,8 @@ def test_a_peer_alone_commits_its_own_deltas_if_it_trained_and_they_are_finite(t
         ready_at=1.0,
         sync_seconds=0.0,
     )
-    contribution = Contribution(member, {"shared": torch.tensor([1.0, 2.0 if is_finite else float("nan")])})
-    result = judge(alone(contribution), contribution, 1)
+    contribution = Contribution(member, {"shared": torch.tensor([1.0, 2.0, 3.0 if is_finite else float("nan")])})
+    result = judge(alone(*WIRE.encode(contribution)), contribution, 1, WIRE)
     if tokens and is_finite:
         assert torch.equal(result.committed["shared"], contribution.deltas["shared"])
     else:

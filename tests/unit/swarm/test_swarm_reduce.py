@@ -1,14 +1,22 @@
-"""The one mean of the swarm, and the reducer that computes a part of it from whatever order parts arrive in."""
-
-import asyncio
+"""The one mean of the swarm, and who computes which part of it."""
 
 import pytest
 import torch
-from hivemind.averaging.partition import AllreduceException
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.reduce import OrderedReducer, weighted_mean
+from spes_p2p.codecs import Format, Segment
+from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.reduce import (
+    MESSAGE_BYTES,
+    GroupPlan,
+    decode_message,
+    encode_message,
+    reduce_message,
+    reduced_shares,
+    slices,
+    weighted_mean,
+)
 
 weights = st.lists(st.integers(0, 10**6), min_size=1, max_size=6).filter(any)
 NUM_ELEMENTS = 33
@@ -43,78 +51,76 @@ def test_who_trained_nothing_changes_no_bit_not_even_with_nan(tokens, seed, posi
     assert torch.equal(weighted_mean(with_idle, with_zero), weighted_mean(parts, tokens))
 
 
-@given(st.integers(1, 5), st.integers(1, 4), st.randoms(), st.integers(0, 2**31))
-def test_reduced_parts_do_not_depend_on_the_order_of_arrival(num_senders, num_parts, random, seed):
-    tokens = [random.randrange(1, 1000) for _ in range(num_senders)]
-    parts = [draw_parts(num_parts, seed + sender) for sender in range(num_senders)]
-
-    async def send(reducer, sender):
-        means = []
-        for index, part in enumerate(parts[sender]):
-            for _ in range(random.randrange(4)):
-                await asyncio.sleep(0)
-            means.append(await reducer.accumulate_part(sender, index, part))
-        return means
-
-    async def reduce_all():
-        reducer = OrderedReducer([part.shape for part in parts[0]], tokens)
-        order = random.sample(range(num_senders), num_senders)
-        return await asyncio.wait_for(asyncio.gather(*(send(reducer, sender) for sender in order)), 10)
-
-    for means in asyncio.run(reduce_all()):
-        for index, mean in enumerate(means):
-            assert torch.equal(mean, weighted_mean([sent[index] for sent in parts], tokens))
+speeds = st.lists(st.floats(0.01, 1e4), min_size=1, max_size=12)
 
 
-def refused(index, part, match):
-    async def send():
-        reducer = OrderedReducer([torch.Size([4]), torch.Size([2])], [1.0, 1.0])
-        try:
-            await asyncio.wait_for(reducer.accumulate_part(0, index, part), 10)
-        finally:
-            reducer.finalize()
-
-    with pytest.raises(AllreduceException, match=match):
-        asyncio.run(send())
-
-
-@pytest.mark.parametrize("shape", [(1,), (5,), (2, 2), (0,)], ids=str)
-def test_a_part_of_another_shape_is_refused_even_if_it_would_broadcast(shape):
-    refused(0, torch.ones(shape), "shape")
+@given(speeds)
+def test_shares_add_up_to_the_vector_and_level_the_uplinks(uplinks):
+    shares, n = reduced_shares(uplinks), len(uplinks)
+    assert all(share >= 0 for share in shares)
+    assert sum(shares) == pytest.approx(1.0)
+    if n > 2:
+        seconds = [(1 + share * (n - 2)) / uplink for share, uplink in zip(shares, uplinks, strict=True)]
+        busiest = max(second for second, share in zip(seconds, shares, strict=True) if share)
+        for second, share in zip(seconds, shares, strict=True):
+            assert second == pytest.approx(busiest) if share else second >= busiest * (1 - 1e-9)
 
 
-def test_a_part_beyond_the_last_is_refused():
-    refused(2, torch.ones(2), "shape")
+def test_equal_members_reduce_equal_slices():
+    assert reduced_shares([100.0] * 4) == pytest.approx([0.25] * 4)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_part_that_is_not_finite_is_refused(value):
-    refused(0, torch.tensor([1.0, value, 1.0, 1.0]), "NaN or infinity")
+def test_a_member_with_a_slow_uplink_reduces_nothing():
+    shares = reduced_shares([100.0, 20.0, 100.0, 100.0])
+    assert shares[1] == 0 and shares[0] == pytest.approx(1 / 3)
 
 
-def test_a_part_that_comes_twice_is_refused():
-    async def send_twice():
-        reducer = OrderedReducer([torch.Size([4])], [1.0, 1.0])
-        first = asyncio.ensure_future(reducer.accumulate_part(0, 0, torch.ones(4)))
-        await asyncio.sleep(0)
-        with pytest.raises(AllreduceException, match="twice"):
-            await reducer.accumulate_part(0, 0, torch.ones(4))
-        reducer.finalize()
-        await asyncio.wait({first}, timeout=10)
-        assert first.cancelled()
-
-    asyncio.run(send_twice())
+@given(st.integers(1, 400_000), speeds, st.sampled_from(["fp32", "bf16", "int8", "int4", "int2"]))
+def test_slices_hold_every_part_once_and_in_order(numel, uplinks, codec):
+    format = Format([Segment(numel, codec), Segment(numel // 3, "fp32")])
+    cut = slices(format, reduced_shares(uplinks))
+    assert len(cut) == len(uplinks)
+    assert [part for messages in cut for message in messages for part in message] == list(format.parts)
+    for messages in cut:
+        for message in messages:
+            size = message[-1].byte_stop - message[0].byte_start
+            assert size <= MESSAGE_BYTES or len(message) == 1
 
 
-def test_who_waits_for_a_part_of_a_failed_group_is_told():
-    """A sender that is one part ahead of a dead one must not wait for ever."""
+@pytest.mark.parametrize("codec", ["fp32", "bf16", "int8", "int4", "int2"])
+def test_a_mean_reduced_by_messages_is_the_mean_and_its_error_what_is_missing(seed, codec):
+    numel = 200_001
+    format = Format([Segment(numel, codec), Segment(numel, "fp32")])
+    parts = torch.randn(3, 2 * numel, generator=torch.Generator().manual_seed(seed))
+    tokens = [3.0, 1.0, 2.0]
+    encoded = [format.encode(part) for part in parts]
+    values = [format.decode(data) for data in encoded]
+    plan = GroupPlan.of(["a", "b", "c"], tokens, [1.0, 1.0, 1.0], format)
+    error = 0.01 * torch.randn(numel, generator=torch.Generator().manual_seed(seed + 1))
+    result, left = torch.empty(format.num_bytes, dtype=torch.uint8), torch.zeros(numel)
+    for messages in plan.slices:
+        for message in messages:
+            place = slice(message[0].byte_start, message[-1].byte_stop)
+            span = slice(min(message[0].start, plan.delta_numel), min(message[-1].stop, plan.delta_numel))
+            decoded = [decode_message(format, message, data[place]) for data in encoded]
+            kept = error[span] if span.start < span.stop else None
+            result[place], rest = reduce_message(format, message, decoded, tokens, kept)
+            if rest is not None:
+                left[span] = rest
+    mean = format.decode(result)
+    true = weighted_mean(values, tokens)
+    if codec == "fp32":
+        assert torch.equal(mean, true) and not left.any()
+    else:
+        torch.testing.assert_close(mean[:numel] + left, true[:numel] + error, atol=1e-5, rtol=1e-5)
+        assert left.any()
+    assert torch.equal(mean[numel:], true[numel:]), "moments are states, and are not fed back"
 
-    async def fail_meanwhile():
-        reducer = OrderedReducer([torch.Size([4]), torch.Size([4])], [1.0, 1.0])
-        ahead = asyncio.ensure_future(reducer.accumulate_part(0, 1, torch.ones(4)))
-        await asyncio.sleep(0)
-        reducer.finalize()
-        with pytest.raises(AllreduceException, match="already failed"):
-            await asyncio.wait_for(ahead, 10)
 
-    asyncio.run(fail_meanwhile())
+def test_a_message_of_another_length_is_refused():
+    format = Format([Segment(1000, "int8")])
+    [message] = slices(format, [1.0])[0]
+    data = encode_message(format, message, torch.ones(1000))
+    for wrong in (data[:-1], torch.cat([data, data[:1]]), data[:0]):
+        with pytest.raises(ExchangeError, match="bytes"):
+            decode_message(format, message, wrong)

@@ -1,7 +1,6 @@
 """Versions on disk: signed, whole, listed only when they are there, and still there after a restart."""
 
 import json
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -9,9 +8,11 @@ import torch
 
 from spes_p2p.codecs import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm import versions
+from spes_p2p.swarm import version_store
+from spes_p2p.swarm.deltas import DeltaStore
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.versions import KEEP_PER_NAME, Version, VersionStore
+from spes_p2p.swarm.version_store import KEEP_PER_NAME, VersionStore
+from spes_p2p.swarm.versions import Version
 
 
 @pytest.fixture(scope="module")
@@ -120,15 +121,15 @@ def test_what_another_thread_has_written_but_not_yet_listed_is_left_alone(tmp_pa
     """A pull writes its file; before it lists it, another pull finishes and tidies up."""
     store = VersionStore(tmp_path, "run")
     slow, quick = make("slot-1", 2), make("slot-2", 2)
-    write = versions._write_whole
+    write = version_store.write_whole
 
     def write_and_be_overtaken(path, data):
         write(path, data)
         if path == store.path(slow[0]):
-            monkeypatch.setattr(versions, "_write_whole", write)
+            monkeypatch.setattr(version_store, "write_whole", write)
             store.add({"slot-2": quick})
 
-    monkeypatch.setattr(versions, "_write_whole", write_and_be_overtaken)
+    monkeypatch.setattr(version_store, "write_whole", write_and_be_overtaken)
     store.add({"slot-1": slow})
     assert store.read("slot-1") == slow[1] and store.read("slot-2") == quick[1]
 
@@ -165,17 +166,97 @@ def test_concurrent_adds_lose_nothing(tmp_path, make):
     assert VersionStore(tmp_path, "run").newest() == {f"slot-{slot}": made[-1][0] for slot, made in rounds.items()}
 
 
-def test_waiting_for_a_round_ends_when_it_is_added_or_time_is_up(tmp_path, make):
+def test_listeners_hear_of_every_addition_once_it_can_be_found(tmp_path, make):
+    store, heard = VersionStore(tmp_path, "run"), []
+    store.subscribe(lambda: heard.append(store.find("slot-1")))
+    first, second = make("slot-1", 1), make("slot-1", 2)
+    store.add({"slot-1": first})
+    store.add({"slot-1": second})
+    assert heard == [first[0], second[0]]
+    assert store.find("slot-1", first[0].digest) == first[0]
+    assert store.find("slot-1", "0" * 64) is None and store.find("slot-2") is None
+
+
+def test_a_version_with_known_bytes_needs_none_and_gone_ones_cannot_be_listed(tmp_path, make, identities):
     store = VersionStore(tmp_path, "run")
-    store.add({"slot-1": make("slot-1", 1)})
-    assert store.wait_for("slot-1", 2, 0.05) is None
-    found = []
-    waiter = threading.Thread(target=lambda: found.append(store.wait_for("slot-1", 2, 60)))
-    waiter.start()
-    later = make("slot-1", 3)
-    store.add({"slot-1": later})
-    waiter.join(30)
-    assert found == [later[0]]
+    version, data = make("slot-1", 1)
+    store.add({"slot-1": (version, data)})
+    later = Version.sign(identities[0], "run", "slot-1", 2, data, "fp32")
+    store.relist(later)
+    assert store.newest() == {"slot-1": later} and store.read("slot-1") == data
+    with pytest.raises(ExchangeError, match="gone"):
+        store.relist(make("slot-1", 3)[0])
+    assert_whole(store)
+
+
+def test_a_version_is_loaded_as_a_vector_while_it_is_there(tmp_path, make):
+    store, flat_N = VersionStore(tmp_path, "run"), torch.randn(9)
+    version, data = make("slot-1", 1, bytes(to_bytes(flat_N)))
+    store.add({"slot-1": (version, data)})
+    assert torch.equal(store.load("slot-1", version.digest), flat_N)
+    with pytest.raises(ExchangeError, match="no version"):
+        store.load("slot-1", "0" * 64)
+    store.path(version).unlink()
+    with pytest.raises(ExchangeError, match="cannot read"):
+        store.load("slot-1", version.digest)
+
+
+def name_of(number):
+    return f"{number:064x}"
+
+
+@pytest.fixture
+def deltas(tmp_path):
+    store = DeltaStore(tmp_path)
+    store.keep = 4
+    return store
+
+
+def chained(store, name, base, digest, most=9):
+    return [delta.path.read_bytes() for delta in store.chain(name, name_of(base), name_of(digest), most)]
+
+
+def test_deltas_chain_from_base_to_version_and_not_across_a_gap(deltas):
+    for number in (1, 2, 3, 5):
+        deltas.add("slot-1", name_of(number), name_of(number + 1), b"%d" % number)
+    assert chained(deltas, "slot-1", 1, 4) == [b"1", b"2", b"3"]
+    assert chained(deltas, "slot-1", 3, 4) == [b"3"]
+    assert chained(deltas, "slot-1", 1, 4, most=2) == []
+    assert chained(deltas, "slot-1", 1, 6) == chained(deltas, "slot-1", 4, 4) == chained(deltas, "slot-2", 1, 2) == []
+    assert deltas.chain("slot-1", "", name_of(2), 9) == []
+
+
+def test_deltas_that_lead_in_a_circle_lead_nowhere_else(deltas):
+    for base, digest in [(1, 2), (2, 1)]:
+        deltas.add("slot-1", name_of(base), name_of(digest), b"x")
+    assert chained(deltas, "slot-1", 3, 1) == []
+
+
+def test_only_the_last_deltas_are_kept_also_over_a_restart(deltas, tmp_path):
+    for number in range(9):
+        deltas.add("slot-1", name_of(number), name_of(number + 1), b"%d" % number)
+    deltas.add("slot-2", name_of(0), name_of(1), b"other")
+    assert len(list(tmp_path.glob("slot-1.*.delta"))) == deltas.keep
+    (tmp_path / "slot-1.junk.delta").write_bytes(b"junk")
+    again = DeltaStore(tmp_path)
+    assert chained(again, "slot-1", 5, 9) == [b"5", b"6", b"7", b"8"] and chained(again, "slot-1", 4, 9) == []
+    assert chained(again, "slot-2", 0, 1) == [b"other"]
+    again.keep = 2
+    again.add("slot-1", name_of(9), name_of(10), b"9")
+    assert chained(again, "slot-1", 8, 10) == [b"8", b"9"] and chained(again, "slot-1", 7, 10) == []
+
+
+def test_who_follows_no_deltas_keeps_none(tmp_path):
+    store = DeltaStore(tmp_path)
+    store.add("slot-1", name_of(1), name_of(2), b"x")
+    assert chained(store, "slot-1", 1, 2) == [] and not list(tmp_path.iterdir())
+
+
+def test_a_version_is_no_base_of_itself(identities):
+    data = bytes(to_bytes(torch.ones(3)))
+    first = Version.sign(identities[0], "run", "slot-1", 1, data, "fp32")
+    assert Version.sign(identities[0], "run", "slot-1", 2, data, "fp32", first.digest).base == ""
+    assert Version.sign(identities[0], "run", "slot-1", 2, data[:8], "fp32", first.digest).base == first.digest
 
 
 def test_a_version_carries_over_to_no_other_author_run_or_content(identities, make):
@@ -183,7 +264,14 @@ def test_a_version_carries_over_to_no_other_author_run_or_content(identities, ma
     version, _ = make("slot-1", 7)
     assert Version.verify(version.model_dump_json(), "run") == version
     theirs = {"author": mallory.peer_id, "public_key": mallory.public_key.decode()}
-    for change in [theirs, {"author": mallory.peer_id}, {"round": 8}, {"name": "slot-2"}, {"num_bytes": 1}]:
+    for change in [
+        theirs,
+        {"author": mallory.peer_id},
+        {"round": 8},
+        {"name": "slot-2"},
+        {"num_bytes": 1},
+        {"base": "a" * 64},
+    ]:
         with pytest.raises(RecordError, match="not signed"):
             Version.verify(version.model_copy(update=change).model_dump_json(), "run")
     with pytest.raises(RecordError, match="belongs to run"):

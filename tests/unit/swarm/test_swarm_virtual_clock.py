@@ -150,3 +150,94 @@ def test_a_clock_can_run_again_after_a_failure() -> None:
     before = clock.now()
     clock.run([partial(clock.advance, 2.0)])
     assert clock.now() == before + 2.0
+
+
+# ---------------------------------------------------------------------- what peers do beside
+
+
+def test_work_beside_a_peer_takes_turns_with_it_in_the_order_of_their_times() -> None:
+    clock, seen = VirtualClock(), []
+    start = clock.now()
+
+    def tell(who: str, *moments: float) -> None:
+        for moment in moments:
+            clock.advance(start + moment - clock.now())
+            seen.append((who, clock.now() - start))
+
+    def live() -> None:
+        task = clock.start(partial(tell, "beside", 2.0, 5.0))
+        tell("peer", 1.0, 3.0)
+        assert not task.is_done and task.wait(60.0) and task.is_done
+        tell("peer", 6.0)
+
+    clock.run([live, partial(tell, "other", 4.0)])
+    assert seen == [("peer", 1.0), ("beside", 2.0), ("peer", 3.0), ("other", 4.0), ("beside", 5.0), ("peer", 6.0)]
+
+
+def test_work_beside_a_peer_is_waited_for_as_long_as_one_says() -> None:
+    clock, waited = VirtualClock(), []
+    start = clock.now()
+
+    def live() -> None:
+        task = clock.start(partial(clock.advance, 10.0))
+        for seconds in (4.0, 20.0):
+            waited.append((task.wait(seconds), clock.now() - start))
+
+    clock.run([live])
+    assert waited == [(False, 4.0), (True, 10.0)]
+
+
+def test_what_work_beside_a_peer_returns_or_raises_is_the_peers() -> None:
+    clock, got = VirtualClock(), []
+
+    def fail() -> None:
+        clock.advance(1.0)
+        raise ValueError("mine")
+
+    def live() -> None:
+        told, failed = clock.start(lambda: "word"), clock.start(fail)
+        assert told.wait(5.0) and failed.wait(5.0)
+        got.append(told.result())
+        with pytest.raises(ValueError, match="mine"):
+            failed.result()
+
+    clock.run([live, partial(clock.advance, 3.0)])
+    assert got == ["word"]
+
+
+def test_outside_of_a_run_work_beside_the_only_user_is_done_at_once() -> None:
+    clock = VirtualClock()
+    task = clock.start(partial(clock.advance, 2.0))
+    assert task.is_done and task.wait(1.0) and clock.now() - VirtualClock().now() == 2.0
+
+
+def test_a_failure_ends_work_beside_the_peers_too() -> None:
+    clock, unwound = VirtualClock(), []
+
+    def work() -> None:
+        try:
+            clock.wait(math.inf)
+        finally:
+            unwound.append("beside")
+
+    def live() -> None:
+        clock.start(work)
+        clock.advance(9.0)
+
+    def fail() -> None:
+        clock.advance(1.0)
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine"):
+        clock.run([live, fail])
+    assert unwound == ["beside"]
+
+
+def test_a_peer_whose_work_waits_for_nobody_is_the_one_that_is_named() -> None:
+    clock = VirtualClock()
+
+    def live() -> None:
+        clock.start(partial(clock.wait, math.inf)).wait(math.inf)
+
+    with pytest.raises(SimulationError, match="virtual peers 1 wait"):
+        clock.run([partial(clock.advance, 1.0), live])

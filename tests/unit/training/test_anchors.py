@@ -7,16 +7,17 @@ import torch
 from torch import nn
 from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM, set_seed
 
-from spes_p2p.codecs import Layout
-from spes_p2p.config import MergeConfig, ModelConfig, OuterConfig, RunConfig
+from spes_p2p.codecs import Layout, Segment, format_of
+from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.merge import merge_alpha, merge_experts
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
 from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
 
 NUMELS = {SHARED: 11, "slot": 7}
 MEAN = RunConfig(outer=OuterConfig(moments="local"))
 NESTEROV = RunConfig(outer=OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9, moments="local"))
+MIXED = RunConfig(outer=OuterConfig(slots=OuterStep(optimizer="nesterov", lr=0.5, momentum=0.8), moments="local"))
 STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
 
 
@@ -69,7 +70,7 @@ def test_a_delta_is_anchor_minus_local_and_committing_it_arrives_at_local(seed):
     torch.manual_seed(seed)
     anchors, local = Anchors(MEAN, NUMELS), torch.randn(11)
     anchors.set(SHARED, torch.zeros(11))
-    anchors.commit(SHARED, anchors.contribution(SHARED, local, None))
+    anchors.commit(SHARED, anchors.contribution(SHARED, local, None, 1))
     assert torch.equal(anchors.weights(SHARED), local)
 
 
@@ -78,18 +79,80 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
     anchors = Anchors(RunConfig(), NUMELS)
     start, local, moments = torch.randn(7), torch.randn(7), torch.rand(14)
     anchors.set("slot-2", start)
-    contribution = anchors.contribution("slot-2", local, moments)
-    assert contribution.numel() == anchors.averaged_numel()["slot"] == 21
+    contribution = anchors.contribution("slot-2", local, moments, 1)
+    assert contribution.numel() == format_of(anchors.segments()["slot"], 1).numel == 21
     assert torch.equal(contribution[7:], moments)
     assert torch.equal(anchors.commit("slot-2", contribution), moments)
     torch.testing.assert_close(anchors.weights("slot-2"), local)
     assert anchors.bundle_numel()["moments-slot"] == 14
 
 
+def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
+    torch.manual_seed(seed)
+    anchors, slots = Anchors(MIXED, NUMELS), Anchors(RunConfig(outer=MIXED.outer.slots.model_dump()), NUMELS)
+    assert anchors.bundle_numel() == {SHARED: 11, "slot": 14}
+    for name in (SHARED, "slot-2"):
+        numel = 11 if name == SHARED else 7
+        start, deltas = torch.randn(numel), torch.randn(2, numel)
+        anchors.set(name, torch.cat([start, torch.zeros(anchors.bundle_numel()[kind_of(name)] - numel)]))
+        slots.set(name, torch.cat([start, torch.zeros(numel)]))
+        for delta in deltas:
+            anchors.commit(name, delta)
+            slots.commit(name, delta)
+        expected = start - deltas[0] - deltas[1] if name == SHARED else slots.weights(name)
+        assert torch.equal(anchors.weights(name), expected)
+
+
+@pytest.mark.parametrize("run", [MEAN, NESTEROV, MIXED], ids=["mean", "nesterov", "mixed"])
+@pytest.mark.parametrize("name", [SHARED, "slot-3"])
+def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, seed):
+    torch.manual_seed(seed)
+    holder, other = Anchors(run, NUMELS), Anchors(run, NUMELS)
+    numel = NUMELS[kind_of(name)]
+    holder.set(name, torch.cat([torch.randn(numel), torch.zeros(holder.bundle_numel()[kind_of(name)] - numel)]))
+    followed = holder.bundle(name)
+    for _ in range(3):
+        before, delta = followed.clone(), torch.randn(numel)
+        holder.commit(name, delta)
+        advanced = other.advance(name, followed, delta)
+        assert advanced.numpy().tobytes() == holder.bundle(name).numpy().tobytes()
+        assert torch.equal(followed, before) and other.names == ()
+        advanced_again = other.advance(name, followed, delta)
+        advanced_again.zero_()
+        assert torch.equal(followed, before), "a bundle shares no memory with the one before"
+        followed = advanced
+
+
+def test_a_contribution_travels_as_the_run_says():
+    codecs = CodecConfig(shared="int4", slots="int2", moments="int8", moments_interval=3)
+    segments = Anchors(RunConfig(codecs=codecs), NUMELS).segments()
+    assert segments == {
+        kind: (
+            Segment(numel, codec),
+            Segment(numel, "int8", interval=3),
+            Segment(numel, "int8", non_negative=True, interval=3),
+        )
+        for kind, numel, codec in ((SHARED, 11, "int4"), ("slot", 7, "int2"))
+    }
+    assert Anchors(MEAN, NUMELS).segments() == {SHARED: (Segment(11, "fp32"),), "slot": (Segment(7, "fp32"),)}
+
+
+@pytest.mark.parametrize("round", range(1, 8))
+def test_moments_stay_at_home_in_rounds_between(round):
+    anchors = Anchors(RunConfig(codecs=CodecConfig(moments_interval=3)), NUMELS)
+    anchors.set(SHARED, torch.ones(11))
+    contribution = anchors.contribution(SHARED, torch.zeros(11), torch.full((22,), 5.0), round)
+    assert contribution.numel() == format_of(anchors.segments()[SHARED], round).numel
+    assert contribution.numel() == (33 if round in (3, 6) else 11)
+    moments = anchors.commit(SHARED, contribution)
+    assert moments is None if round not in (3, 6) else torch.equal(moments, torch.full((22,), 5.0))
+    assert torch.equal(anchors.weights(SHARED), torch.zeros(11))
+
+
 def test_who_has_trained_nothing_brings_no_moments():
     anchors = Anchors(RunConfig(), NUMELS)
     anchors.set(SHARED, torch.ones(11))
-    assert not anchors.contribution(SHARED, torch.ones(11), None).any()
+    assert not anchors.contribution(SHARED, torch.ones(11), None, 1).any()
 
 
 def test_a_forgotten_slot_leaves_neither_weights_nor_momentum():

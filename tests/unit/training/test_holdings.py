@@ -104,3 +104,16 @@ def test_a_run_whose_moments_stay_at_home_asks_for_none():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     member = Member(hub, 0, 13, "active", outer=OuterConfig(moments="local"))
     assert member.holdings.held_moments() == set()
+
+
+def test_who_fell_behind_takes_no_more_slots_than_in_any_round():
+    """Unless it has just come: a newcomer takes all."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    steady, late = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
+    slots = {f"slot-{slot}": torch.full((3,), 5.0) for slot in range(1, 4)}
+    steady.swarm.publish(13, slots)
+    late.swarm.publish(9, slots)
+    late.holdings.refresh_slots = 2
+    fetched = late.holdings.catch_up([peer_id(0)], routed={2: 7})
+    assert set(fetched) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
+    assert set(late.holdings.catch_up([peer_id(0)])) == {"slot-0", "slot-3"}

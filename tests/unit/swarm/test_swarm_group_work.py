@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from spes_p2p.swarm.averager import _finish_all
+from spes_p2p.swarm.group_work import finish_all
 
 
 async def _answer(reason, *, after=0):
@@ -24,7 +24,7 @@ def finish(**work):
     async def run():
         tasks = {name: asyncio.create_task(coroutine) for name, coroutine in work.items()}
         try:
-            return await asyncio.wait_for(_finish_all(tasks), 10)
+            return await asyncio.wait_for(finish_all(tasks), 10)
         finally:
             await asyncio.wait(tasks.values(), timeout=10)
             assert all(task.done() for task in tasks.values()), "a group is left running"

@@ -1,92 +1,19 @@
-"""Tensors to flat vectors, vectors to bytes, bytes to digests, and back.
+"""int8 by blocks, for what stays in memory: frozen experts.
 
-Shape legend: N elements of a bundle, B blocks of W elements.
+Shape legend: N elements of a vector, B blocks of W elements.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from spes_p2p.errors import ExchangeError
-from spes_p2p.parts import whole
-
-Shape = tuple[int, ...]
 
 INT8_BLOCK = 128
 """Elements that share one scale."""
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**121
 """Scales below are too small to be exact; 127 times those above overflows."""
-
-
-class Layout:
-    """The order and shapes in which a bundle's named tensors lie in one flat fp32 vector.
-
-    Every peer derives the same layout from the run's model, so a bundle crosses the network as bare numbers.
-
-    Args:
-        shapes: Shape of each tensor by name; laid out in sorted order of the names.
-    """
-
-    def __init__(self, shapes: Mapping[str, Shape]) -> None:
-        self.shapes: dict[str, Shape] = {name: tuple(shapes[name]) for name in sorted(shapes)}
-        self.sizes = [int(np.prod(shape, dtype=np.int64)) for shape in self.shapes.values()]
-        self.numel = sum(self.sizes)
-
-    def flatten(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the tensors as one new fp32 CPU vector [N].
-
-        Raises:
-            ValueError: names or shapes differ from the layout's.
-        """
-        if set(tensors) != set(self.shapes):
-            raise ValueError(f"tensors {sorted(tensors)[:3]}... are not the layout's {list(self.shapes)[:3]}...")
-        flat_N = torch.empty(self.numel, dtype=torch.float32)
-        for piece, (name, shape) in zip(flat_N.split(self.sizes), self.shapes.items(), strict=True):
-            if tuple(tensors[name].shape) != shape:
-                raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the layout says {shape}")
-            piece.copy_(whole(tensors[name].detach()).reshape(-1))
-        return flat_N
-
-    def unflatten(self, flat_N: Tensor) -> dict[str, Tensor]:
-        """Return views of `flat_N` by name.
-
-        Raises:
-            ValueError: `flat_N` has another length.
-        """
-        if flat_N.numel() != self.numel:
-            raise ValueError(f"vector of {flat_N.numel()} elements does not fit a layout of {self.numel}")
-        pieces = flat_N.split(self.sizes)
-        return {name: piece.view(shape) for piece, (name, shape) in zip(pieces, self.shapes.items(), strict=True)}
-
-
-def to_bytes(flat_N: Tensor) -> memoryview:
-    """Return a contiguous fp32 CPU vector as little-endian bytes, without a copy."""
-    assert flat_N.dtype == torch.float32 and flat_N.is_contiguous() and flat_N.device.type == "cpu"
-    return flat_N.detach().numpy().astype("<f4", copy=False).data.cast("B")
-
-
-def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:
-    """Return a new fp32 vector [numel] from little-endian bytes of a peer.
-
-    Raises:
-        ExchangeError: wrong length, or a value that is not finite.
-    """
-    if len(data) != 4 * numel:
-        raise ExchangeError(f"payload of {len(data)} bytes, expected {4 * numel}; fetch it from another peer")
-    flat_N = torch.from_numpy(np.frombuffer(data, dtype="<f4").astype(np.float32))
-    if not torch.isfinite(flat_N).all():
-        raise ExchangeError("payload holds NaN or infinity; fetch it from another peer")
-    return flat_N
-
-
-def digest(data: bytes | memoryview | Tensor) -> str:
-    """Return the SHA-256 of bytes, or of a flat fp32 vector's bytes, in hex."""
-    return hashlib.sha256(to_bytes(data) if isinstance(data, Tensor) else data).hexdigest()
 
 
 def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:

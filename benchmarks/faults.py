@@ -1,0 +1,231 @@
+"""What becomes of a round when a member is killed, frozen or cut off, and whether peers ever meet in two groups.
+
+    .venv/bin/python benchmarks/faults.py [--repeats 20] [--splits 200]
+
+Four real peers; one is struck in a chosen phase of a round. A referee, which follows every peer's arithmetic in
+memory, then holds what the others commit to the weighted mean of exactly the members of their roster, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import secrets
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import NonNegativeInt
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.crew import ROOT
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.testbed import TestBed, available
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+from spes_p2p.presentation import say
+
+SUPPORT = ROOT / "tests" / "support"
+CODECS = ("fp32", "fp32", "fp32", "int8")
+"""Of every four repeats."""
+NUM_PEERS = 8
+SURVIVORS = 3
+
+
+class FaultsConfig(CommandConfig):
+    """Faults in every phase of a round, and meetings."""
+
+    model_config = SettingsConfigDict(cli_prog_name="faults.py")
+
+    repeats: NonNegativeInt = 20
+    """Times that each fault strikes in each phase."""
+    splits: NonNegativeInt = 200
+    """Rounds of eight peers that come within a second of each other."""
+    faults: tuple[Literal["kill", "freeze", "cut"], ...] = ("kill", "freeze", "cut")
+    """Faults to try."""
+    seed: int | None = None
+    """Of all that is drawn; drawn itself by default."""
+    output: Path = ROOT / "benchmarks" / "results"
+    """Folder for faults.json and faults.md."""
+    log_level: Literal["debug", "info", "warning"] = "warning"
+    """Least severe event to log."""
+
+
+def main(config: FaultsConfig) -> int:
+    """Strike, count and report; return 1 if anything wrong or partial was committed."""
+    torch.set_num_threads(1)
+    load_before, began = load_average(), time.monotonic()
+    seed = secrets.randbits(31) if config.seed is None else config.seed
+    say(f"seed {seed}")
+    cases, skipped = [], {}
+    for fault in config.faults:
+        if fault == "cut" and (reason := available()):
+            skipped[fault] = reason
+            continue
+        cases += [asdict(case) for codec in sorted(set(CODECS)) for case in _cases(fault, codec, config.repeats, seed)]
+    notes = [asdict(note) for note in _meetings(config.splits, seed)]
+    measured = {
+        "seed": seed,
+        "minutes": round((time.monotonic() - began) / 60, 1),
+        "deadline_seconds": _support("fault_cases").DEADLINE_SECONDS,
+        "skipped": skipped,
+        "cases": cases,
+        "meetings": notes,
+        "circumstances": asdict(Circumstances.now(load_before, None)),
+    }
+    config.output.mkdir(parents=True, exist_ok=True)
+    (config.output / "faults.json").write_text(json.dumps(measured, indent=1) + "\n")
+    text = "\n".join(report(measured)) + "\n"
+    (config.output / "faults.md").write_text(text)
+    say(text)
+    return 1 if any(case["wrong"] for case in cases) else 0
+
+
+def _support(module: str) -> Any:
+    """Return a module of the tests: real peers that misbehave are theirs."""
+    if str(SUPPORT) not in sys.path:
+        sys.path.insert(0, str(SUPPORT))
+    return importlib.import_module(module)
+
+
+def _cases(fault: str, codec: str, repeats: int, seed: int) -> Iterator[Any]:
+    crews = _support("fault_crew")
+    mine = [number for number in range(repeats) if CODECS[number % len(CODECS)] == codec]
+    with contextlib.ExitStack() as closing:
+        if not mine:
+            return
+        bed = closing.enter_context(TestBed(peers=4, rtt_ms=10, seed=seed)) if fault == "cut" else None
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
+        crew = crews.FaultCrew(folder, seed, codec, bed)
+        closing.callback(crew.close)
+        crew.start()
+        for repeat in range(len(mine)):
+            for phase, moments in _support("fault_cases").PHASES.items():
+                case = _strike(crew, fault, phase, moments[repeat % len(moments)])
+                say(
+                    f"{fault}, {codec}, the victim {case.moment}: {case.committed} of {SURVIVORS} survivors committed, "
+                    f"{case.seconds:.1f} s; {case.victim}; {'; '.join(case.wrong) or 'nothing wrong'}"
+                )
+                yield case
+                if not case.victim:
+                    return
+
+
+def _strike(crew: Any, fault: str, phase: str, moment: str) -> Any:
+    try:
+        case = crew.run(fault, phase, moment)
+        if not case.is_reached:
+            case.wrong.append("the victim never came to that moment")
+    except (AssertionError, RuntimeError, TimeoutError) as error:  # no answer within twice the deadline, or a bug
+        case = _support("fault_cases").Case(fault, phase, moment, crew.codec, wrong=[repr(error)])
+    return case
+
+
+def _meetings(rounds: int, seed: int) -> Iterator[Any]:
+    meetings, peers = _support("meetings"), _support("real_peers")
+    with contextlib.ExitStack() as closing:
+        if not rounds:
+            return
+        folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="meetings-")))
+        crew = meetings.start_meeting(folder, NUM_PEERS)
+        closing.callback(peers.close_all, crew)
+        for number in range(rounds):
+            note = meetings.meet(crew, seed + number)
+            if note.sizes != (NUM_PEERS,) or note.dropped:
+                say(f"round {number} of {NUM_PEERS} peers: {note}")
+            yield note
+
+
+# ---------------------------------------------------------------------- what to say of it
+
+HEAD = (
+    *("fault", "phase", "rounds", "wrong or partial", "all survivors committed", "some did", "none did", "redone"),
+    *("seconds, median", "maximum", "whole again after, median", "maximum"),
+)
+
+
+def report(measured: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines of a Markdown report."""
+    cases, notes = measured["cases"], measured["meetings"]
+    wrong = sum(bool(case["wrong"]) for case in cases)
+    yield "# Faults in a round, measured"
+    yield ""
+    yield f"Rounds with a wrong or partial mean committed: **{wrong} of {len(cases)}**."
+    yield ""
+    yield f"| {' | '.join(HEAD)} |"
+    yield f"| --- | --- | {' | '.join(['---:'] * (len(HEAD) - 2))} |"
+    for fault, phase in dict.fromkeys((case["fault"], case["phase"]) for case in cases):
+        mine = [case for case in cases if (case["fault"], case["phase"]) == (fault, phase)]
+        yield f"| {' | '.join([fault, phase, *_cells(mine)])} |"
+    for fault, reason in measured["skipped"].items():
+        yield f"| {fault} | not tried: {reason} | {' | '.join([''] * (len(HEAD) - 2))} |"
+    yield ""
+    if notes:
+        yield from _meeting_lines(notes)
+    yield from _explanation(measured)
+
+
+def _cells(cases: Sequence[dict[str, Any]]) -> list[str]:
+    committed = [case["committed"] for case in cases]
+    seconds = [case["seconds"] for case in cases]
+    healing = [case["healing_seconds"] for case in cases]
+    counts = [
+        len(cases),
+        sum(bool(case["wrong"]) for case in cases),
+        committed.count(SURVIVORS),
+        sum(0 < count < SURVIVORS for count in committed),
+        committed.count(0),
+        sum(case["attempts"] > 1 for case in cases),
+    ]
+    times = [statistics.median(seconds), max(seconds), statistics.median(healing), max(healing)]
+    return [*map(str, counts), *(f"{value:.1f}" for value in times)]
+
+
+def _meeting_lines(notes: Sequence[dict[str, Any]]) -> Iterator[str]:
+    splits = sum(len(note["sizes"]) > 1 or note["sizes"][0] < NUM_PEERS for note in notes)
+    seconds = [note["seconds"] for note in notes]
+    yield f"Of {len(notes)} rounds of {NUM_PEERS} peers that came within a second of each other, **{splits}** split."
+    yield f"From the last arrival until all had the roster: median {statistics.median(seconds):.2f} s, "
+    yield f"maximum {max(seconds):.2f} s. Rounds dropped: {sum(bool(note['dropped']) for note in notes)}."
+    yield ""
+
+
+def _explanation(measured: dict[str, Any]) -> Iterator[str]:
+    cases, circumstances = measured["cases"], measured["circumstances"]
+    ends = Counter(case["victim"] for case in cases)
+    codecs = Counter(case["codec"] for case in cases)
+    packages = ", ".join(f"{name} {version}" for name, version in circumstances["packages"].items())
+    yield from (
+        "## What is counted",
+        "",
+        "- Kill: SIGKILL of the peer; the kernel takes its p2pd, DHT and averager along. Freeze: SIGSTOP of all four.",
+        "  Cut: every packet from and to it is lost, in an emulated internet of 10 ms. In each case the victim stands",
+        "  still at the moment named while it is struck.",
+        "- Wrong or partial: what a peer commits, in that round or later, is not bit for bit the weighted mean over",
+        "  the current members of its roster; survivors commit different bytes; a group is dropped without a reason;",
+        f"  a survivor takes longer than a round's {measured['deadline_seconds']:.0f} s; or the swarm is not",
+        "  whole again after six more rounds.",
+        "- Seconds: from the fault until the last survivor's result. Whole again: from there until everybody, the",
+        "  victim or its replacement included, has averaged together; most of that are the victim's own deadlines.",
+        f"- Codecs: {', '.join(f'{count} with {codec}' for codec, count in codecs.items())}.",
+        f"- The victim's own round: {'; '.join(f'{count} {end}' for end, count in ends.most_common())}.",
+        "",
+        "## Circumstances",
+        "",
+        f"- {circumstances['date']}, commit {circumstances['commit']}, {measured['minutes']} minutes",
+        f"- {circumstances['cpu']}, {circumstances['cores']} cores, {circumstances['memory_gib']} GiB",
+        f"- load average before the start {circumstances['load_before']:.2f}; seed {measured['seed']}",
+        f"- Python {circumstances['python']}, {packages}",
+    )
+
+
+if __name__ == "__main__":
+    entry_point(FaultsConfig, main)

@@ -1,0 +1,265 @@
+"""The network benchmark's measurements: each makes its own bed, and yields rows of the table.
+
+Sizes are in MiB throughout, rates of links in 10^6 bits per second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from pathlib import Path
+from statistics import mean, median
+from typing import Any, Literal
+
+from benchmarks.star import StarCrew
+from benchmarks.stock_averaging import StockCrew
+from benchmarks.tables import Row
+from benchmarks.testbed import Loopback, TestBed
+from benchmarks.wan import floors
+from benchmarks.wan.actor import Actor, close_all, finish_all
+from benchmarks.wan.default_run import account_of_default_run
+from benchmarks.wan.floors import MIB, Payload
+from benchmarks.wan.raw_tcp import all_to_all_seconds
+from benchmarks.wan.swarm_crew import CrewRound, SwarmCrew
+from benchmarks.wan.swarm_peer import CALL_SECONDS, encoded_bits, start_peer
+from spes_p2p.config import CodecConfig
+
+MODEL = Payload(shared_mib=20, slot_mib=4, slots=16)
+QUARTER = Payload(shared_mib=5, slot_mib=1, slots=16)
+PEERS, MBIT, RTT_MS = 4, 100.0, 40.0
+MANY_PEERS, NARROW_MBIT = 16, 25.0
+SLOW_MBIT = 20.0
+JOINERS = 8
+LOOPBACK_SLOTS = 64
+MAX_OVER_FLOOR, MAX_OVER_STOCK = 1.45, 0.6
+MAX_SECONDS: dict[Literal["int8", "int4"], float] = {"int8": 2.5, "int4": 1.8}
+MAX_GROWTH, MAX_OVER_SLOW_FLOOR, MAX_DISTURBANCE = 1.35, 1.6, 0.05
+MIN_LOOPBACK_MIB, MAX_CORES = 150.0, 1.0
+OVERLAPPED_SLOTS, OVERLAPPED_ROUNDS, MAX_NOT_TRAINING = 8, 16, 0.05
+
+
+@dataclass
+class Bench:
+    """What all measurements share.
+
+    Attributes:
+        folder: For the peers' files.
+        repeats: Rounds counted.
+        congestion: TCP's congestion control.
+        seen: Every round measured, by what was measured, for the record.
+    """
+
+    folder: Path
+    repeats: int
+    congestion: str
+    seen: dict[str, list[Any]] = field(default_factory=dict)
+
+    def bed(self, peers: int, mbit: float = MBIT, uplinks: dict[int, float] | None = None) -> TestBed:
+        """Return a bed of equal links, but for `uplinks`."""
+        return TestBed(peers, up_mbit=mbit, down_mbit=mbit, rtt_ms=RTT_MS, uplinks=uplinks, congestion=self.congestion)
+
+    def note(self, name: str, value: Any) -> None:
+        """Keep a round for the record."""
+        is_record = is_dataclass(value) and not isinstance(value, type)
+        self.seen.setdefault(name, []).append(asdict(value) if is_record else value)
+
+    def folder_of(self, name: str) -> Path:
+        """Return a fresh folder."""
+        return self.folder / name
+
+    def repeat(self, name: str, bed: TestBed, peers: int, round: Callable[[], Any]) -> tuple[list[Any], float]:
+        """Make a round to warm up and those that count; return these, and the MiB sent per peer and round."""
+        round()
+        rounds, sent = [], []
+        for _ in range(self.repeats):
+            before = bed.bytes()
+            rounds.append(round())
+            traffic = [after - earlier for after, earlier in zip(bed.bytes(), before, strict=True)]
+            sent.append(mean(each.sent for each in traffic[:peers]) / MIB)
+            self.note(name, rounds[-1])
+            self.note(f"{name}, bytes received and sent", traffic)
+        return rounds, median(sent)
+
+    def swarm_rounds(
+        self, name: str, bed: TestBed, peers: int, payload: Payload, **settings: Any
+    ) -> tuple[list[CrewRound], float]:
+        """Let a crew of ours make its rounds."""
+        with SwarmCrew(bed, self.folder_of(name), peers, payload, **settings) as crew:
+            return self.repeat(name, bed, peers, crew.round)
+
+
+def rounds(bench: Bench) -> Iterator[Row]:
+    """Yield the round in fp32, beside plain TCP and both baselines."""
+    link = f"{PEERS} peers, {MBIT:g} Mbit/s, {RTT_MS:g} ms"
+    floor = floors.round_seconds(MODEL, PEERS, MBIT)
+    least = floors.round_bytes(MODEL, PEERS)
+    with bench.bed(PEERS + 1) as bed:  # the server has a link like everybody's
+        ours, sent = bench.swarm_rounds("fp32", bed, PEERS, MODEL)
+        seconds = _seconds(ours)
+        is_reached = seconds <= MAX_OVER_FLOOR * floor
+        goal = f"{MAX_OVER_FLOOR} x floor of {floor:.2f} s"
+        yield Row(f"round, {link}, fp32: averaging + exchange", _told(ours, floor), goal, is_reached)
+        yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+        raw = [all_to_all_seconds(bed, PEERS, least) for _ in range(bench.repeats)]
+        bench.note("plain TCP", raw)
+        yield Row("- plain TCP, the same bytes all to all", f"{_spread(raw)}; ours / it {seconds / median(raw):.2f}")
+        with StockCrew(bed, PEERS, MODEL) as stock_crew:
+            stock, stock_sent = bench.repeat("stock", bed, PEERS, stock_crew.round)
+        stock_floor = floors.full_averaging_seconds(MODEL, PEERS, MBIT)
+        yield Row("- hivemind's averaging of everything", _over(stock, stock_floor))
+        ratio = seconds / median(stock)
+        yield Row("- ours / hivemind's", f"{ratio:.2f}", f"{MAX_OVER_STOCK}", ratio <= MAX_OVER_STOCK)
+        with StarCrew(bed, PEERS, MODEL) as star_crew:
+            star, star_sent = bench.repeat("server", bed, PEERS, star_crew.round)
+    yield Row("- a server as SPES has it", _over(star, floors.server_seconds(MODEL, PEERS, MBIT)))
+    yield Row("- ours / the server's", f"{seconds / median(star):.2f}")
+    yield _sent_row("fp32", sent, least)
+    yield _sent_row("hivemind's averaging of everything", stock_sent, floors.full_averaging_bytes(MODEL, PEERS))
+    up = MODEL.shared_bytes + MODEL.slots_bytes / PEERS
+    of_server = floors.server_bytes(MODEL, PEERS)[1] / MIB
+    yield _sent_row(f"a server, which itself sends {of_server:.0f}", star_sent, up)
+
+
+def low_bits(bench: Bench) -> Iterator[Row]:
+    """Yield the round with deltas in few bits."""
+    for codec, limit in MAX_SECONDS.items():
+        payload = replace(MODEL, bits=encoded_bits(codec))
+        with bench.bed(PEERS) as bed:
+            ours, sent = bench.swarm_rounds(codec, bed, PEERS, MODEL, codecs=CodecConfig(shared=codec, slots=codec))
+        floor = floors.round_seconds(payload, PEERS, MBIT)
+        yield Row(f"- the same, deltas in {codec}", _told(ours, floor), f"{limit} s", _seconds(ours) <= limit)
+        yield Row("  - matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+        yield _sent_row(codec, sent, floors.round_bytes(payload, PEERS))
+
+
+def scaling(bench: Bench) -> Iterator[Row]:
+    """Yield the round among many peers against that among few."""
+    seconds, least = {}, {}
+    for peers in (PEERS, MANY_PEERS):
+        with bench.bed(peers, NARROW_MBIT) as bed:
+            ours, _ = bench.swarm_rounds(f"{peers} peers", bed, peers, QUARTER)
+        seconds[peers], least[peers] = _seconds(ours), floors.round_seconds(QUARTER, peers, NARROW_MBIT)
+        yield Row(f"round, {peers} peers, {NARROW_MBIT:g} Mbit/s, a quarter of the model", _told(ours, least[peers]))
+        yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+    ratio, least_ratio = (values[MANY_PEERS] / values[PEERS] for values in (seconds, least))
+    few, many = (floors.server_seconds(QUARTER, peers, NARROW_MBIT) for peers in (PEERS, MANY_PEERS))
+    told = f"{ratio:.2f} (floors {least_ratio:.2f}, a server's {many / few:.1f})"
+    yield Row(f"- {MANY_PEERS} peers / {PEERS} peers", told, f"{MAX_GROWTH}", ratio <= MAX_GROWTH)
+
+
+def slow_uplink(bench: Bench) -> Iterator[Row]:
+    """Yield the round in which one peer sends a fifth of what the others do, and says so."""
+    slow = {PEERS - 1: SLOW_MBIT}
+    uplinks = {peer: slow.get(peer, MBIT) for peer in range(PEERS)}
+    floor = floors.unequal_seconds(MODEL, list(uplinks.values()), MBIT)
+    with bench.bed(PEERS, uplinks=slow) as bed:
+        ours, _ = bench.swarm_rounds("slow uplink", bed, PEERS, MODEL, uplinks=uplinks)
+    yield Row(
+        f"round, one of {PEERS} peers with {SLOW_MBIT:g} Mbit/s up, fp32",
+        _told(ours, floor),
+        f"{MAX_OVER_SLOW_FLOOR} x floor of {floor:.2f} s",
+        _seconds(ours) <= MAX_OVER_SLOW_FLOOR * floor,
+    )
+
+
+def loopback(bench: Bench) -> Iterator[Row]:
+    """Yield how fast the exchange moves versions where no link holds it back, and what that computes."""
+    peers: list[Actor] = []
+    names, size = range(LOOPBACK_SLOTS), LOOPBACK_SLOTS * MODEL.slot_mib
+    found = []
+    try:
+        peers.append(start_peer(Loopback(), 0, bench.folder_of("loopback"), MODEL).ready())
+        peer_id, addresses = peers[0].call("introduce", seconds=CALL_SECONDS)
+        peers.append(start_peer(Loopback(), 1, bench.folder_of("loopback"), MODEL, initial_peers=addresses).ready())
+        for number in range(1, bench.repeats + 2):
+            peers[0].call("publish_fresh", number, names, seconds=CALL_SECONDS)
+            before = sum(peer.cpu_seconds() for peer in peers)
+            wanted = [f"slot-{slot}" for slot in names]
+            seconds = peers[1].call("catch_up", wanted, [peer_id], number, seconds=CALL_SECONDS)
+            found.append((size / seconds, (sum(peer.cpu_seconds() for peer in peers) - before) / seconds))
+            bench.note("loopback, MiB/s and cores", found[-1])
+    finally:
+        close_all(peers)
+    rate, cores = (median(values) for values in zip(*found[1:], strict=True))
+    what = f"exchange on loopback, one peer pulls {size} MiB from another"
+    yield Row(what, f"{rate:.0f} MiB/s", f"{MIN_LOOPBACK_MIB:g} MiB/s", rate >= MIN_LOOPBACK_MIB)
+    yield Row("- cores, all processes of both", f"{cores:.2f}", f"under {MAX_CORES:g}", cores < MAX_CORES)
+
+
+def overlapped(bench: Bench) -> Iterator[Row]:
+    """Yield the share of wall time in which the default run does not train, with its rounds overlapped."""
+    with bench.bed(PEERS + 1) as bed:  # the monitor has a link like everybody's
+        told = account_of_default_run(
+            bed,
+            bench.folder_of("overlapped"),
+            peers=PEERS,
+            slots=OVERLAPPED_SLOTS,
+            rounds=OVERLAPPED_ROUNDS,
+            settings=["--run.round.overlap=1"],
+        )
+    bench.note("overlapped", told)
+    background = sum(told.shares[phase] for phase in ("matchmaking", "averaging", "exchange"))
+    yield Row(
+        f"default run, {MBIT:g} Mbit/s, {RTT_MS:g} ms, overlap of 1 step: wall time not training",
+        f"{told.not_training:.1%}; {background:.1%} of it waiting",
+        f"{MAX_NOT_TRAINING:.0%}",
+        told.not_training <= MAX_NOT_TRAINING,
+    )
+
+
+def joiners(bench: Bench) -> Iterator[Row]:
+    """Yield what newcomers who fetch everything at once do to the round of those who train."""
+    with ExitStack() as closing:
+        bed = closing.enter_context(bench.bed(PEERS + JOINERS))
+        crew = closing.enter_context(SwarmCrew(bed, bench.folder_of("joiners"), PEERS, MODEL))
+        newcomers: list[Actor] = []
+        closing.callback(close_all, newcomers)
+        newcomers += [crew.start_joiner(PEERS + number) for number in range(JOINERS)]
+        for newcomer in newcomers:
+            newcomer.ready()
+        crew.round()
+        pairs = []
+        for _ in range(bench.repeats):
+            pairs.append((crew.round(), *_disturbed_round(crew, newcomers)))
+            bench.note("quiet, disturbed, seconds of each joiner", [*map(asdict, pairs[-1][:2]), pairs[-1][2]])
+    quiet, disturbed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    slower = median(after.seconds / before.seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
+    busier = median(after.cpu_seconds / before.cpu_seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
+    told = f"{slower:+.0%} ({_seconds(quiet):.2f} s, then {_seconds(disturbed):.2f} s)"
+    goal = f"+{MAX_DISTURBANCE:.0%} or less"
+    yield Row(f"round while {JOINERS} joiners fetch everything, / undisturbed", told, goal, slower <= MAX_DISTURBANCE)
+    yield Row("- CPU seconds of those who train", f"{busier:+.0%}", goal, busier <= MAX_DISTURBANCE)
+    yield Row("- the last joiner has everything after", f"{median(max(pair[2]) for pair in pairs):.1f} s")
+
+
+def _disturbed_round(crew: SwarmCrew, newcomers: Sequence[Actor]) -> tuple[CrewRound, list[float]]:
+    for newcomer in newcomers:
+        newcomer.begin("catch_up", crew.names, crew.ids, crew.number)
+    crew.begin_round()
+    return crew.finish_round(), finish_all(newcomers, CALL_SECONDS)
+
+
+# ---------------------------------------------------------------------- telling
+
+
+def _seconds(rounds: Sequence[CrewRound]) -> float:
+    return median(each.seconds for each in rounds)
+
+
+def _told(rounds: Sequence[CrewRound], floor: float) -> str:
+    averaging = median(each.averaging_seconds for each in rounds)
+    return f"{_over([each.seconds for each in rounds], floor)}; {averaging:.2f} s of it averaging"
+
+
+def _over(seconds: Sequence[float], floor: float) -> str:
+    return f"{_spread(seconds)}, {median(seconds) / floor:.2f} x {floor:.2f} s"
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    return f"{median(seconds):.2f} s ({min(seconds):.2f}-{max(seconds):.2f})"
+
+
+def _sent_row(what: str, sent_mib: float, arithmetic: float) -> Row:
+    told = f"{sent_mib:.1f}; counted out {arithmetic / MIB:.1f} ({sent_mib * MIB / arithmetic - 1:+.1%})"
+    return Row(f"MiB sent per peer and round, {what}", told)

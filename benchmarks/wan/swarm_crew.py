@@ -1,0 +1,137 @@
+"""Real peers that hold a model's slots between them, and what a round of all of them takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.testbed import Place
+from benchmarks.wan.actor import Actor, call_all, close_all, finish_all
+from benchmarks.wan.floors import Payload
+from benchmarks.wan.swarm_peer import CALL_SECONDS, PeerRound, start_peer
+from spes_p2p.config import CodecConfig
+from spes_p2p.swarm.roster import SHARED, slot_name
+
+INTRODUCTION_SECONDS = 30.0
+
+
+@dataclass(frozen=True)
+class CrewRound:
+    """A round of all peers together.
+
+    Attributes:
+        matchmaking_seconds: Of the slowest.
+        averaging_seconds: From the first roster to the last confirmed digest.
+        seconds: From the first roster to the last slot pulled, verified and stored, wherever that was.
+        cpu_seconds: Of all processes of all peers, matchmaking included.
+    """
+
+    matchmaking_seconds: float
+    averaging_seconds: float
+    seconds: float
+    cpu_seconds: float
+
+
+class SwarmCrew:
+    """Peers that hold all slots between them, one holder each.
+
+    Args:
+        place: Where they live: peer i in namespace i.
+        folder: For their files.
+        peers: How many.
+        payload: The model's size.
+        codecs: How vectors travel.
+        uplinks: What peers say that they can send, by peer.
+    """
+
+    def __init__(
+        self,
+        place: Place,
+        folder: Path,
+        peers: int,
+        payload: Payload,
+        *,
+        codecs: CodecConfig | None = None,
+        uplinks: dict[int, float] | None = None,
+    ) -> None:
+        self._place, self._folder, self._peers, self._payload = place, folder, peers, payload
+        self._codecs, self._uplinks = codecs, uplinks or {}
+        self._number, self._cpu_before = 0, 0.0
+        self._addresses: list[str] = []
+        self._ids: list[str] = []
+        self.members: list[Actor] = []
+
+    def __enter__(self) -> SwarmCrew:
+        try:
+            for peer in range(self._peers):
+                self.members.append(self._start(peer))
+                if peer == 0:
+                    _, self._addresses = self.members[0].ready().call("introduce", seconds=INTRODUCTION_SECONDS)
+            for member in self.members[1:]:
+                member.ready()
+            answers = call_all(self.members, "introduce", seconds=INTRODUCTION_SECONDS)
+            self._ids = [peer_id for peer_id, _ in answers]
+        except BaseException:
+            close_all(self.members)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        close_all(self.members)
+
+    def _start(self, peer: int) -> Actor:
+        return start_peer(
+            self._place,
+            peer,
+            self._folder,
+            self._payload,
+            initial_peers=self._addresses,
+            slots=range(peer, self._payload.slots, self._peers),
+            codecs=self._codecs,
+            uplink_mbit=self._uplinks.get(peer),
+        )
+
+    def start_joiner(self, peer: int) -> Actor:
+        """Start another peer, which holds nothing."""
+        return start_peer(
+            self._place, peer, self._folder, self._payload, initial_peers=self._addresses, codecs=self._codecs
+        )
+
+    @property
+    def ids(self) -> list[str]:
+        """The members' peer ids."""
+        return self._ids
+
+    @property
+    def names(self) -> list[str]:
+        """Everything that a newcomer wants."""
+        return [SHARED, *map(slot_name, range(self._payload.slots))]
+
+    @property
+    def number(self) -> int:
+        """The round of the newest versions."""
+        return self._number
+
+    def begin_round(self) -> None:
+        """Let all peers enter a round; `finish_round` waits for them."""
+        self._cpu_before = sum(member.cpu_seconds() for member in self.members)
+        for member in self.members:
+            member.begin("round", self._number, self._peers)
+
+    def finish_round(self) -> CrewRound:
+        """Return what the round took."""
+        rounds: list[PeerRound] = finish_all(self.members, CALL_SECONDS)
+        cpu_seconds = sum(member.cpu_seconds() for member in self.members) - self._cpu_before
+        self._number += 1
+        met_at = min(each.met_at for each in rounds)
+        return CrewRound(
+            matchmaking_seconds=max(each.matchmaking_seconds for each in rounds),
+            averaging_seconds=max(each.averaged_at for each in rounds) - met_at,
+            seconds=max(each.ended_at for each in rounds) - met_at,
+            cpu_seconds=cpu_seconds,
+        )
+
+    def round(self) -> CrewRound:
+        """Make a round."""
+        self.begin_round()
+        return self.finish_round()

@@ -1,0 +1,210 @@
+"""One real peer of the swarm for the network benchmark: rounds of averaging and exchange, without any training.
+
+All contact of the benchmark with `spes_p2p.swarm` is here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.testbed import Place
+from benchmarks.wan.actor import Actor
+from benchmarks.wan.floors import Payload
+from spes_p2p.codecs import Format, Segment
+from spes_p2p.config import CodecConfig, RoundConfig
+from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, kind_of, slot_name, uplinks
+from spes_p2p.swarm.wire import Vectors
+from spes_p2p.training.routes import preferred, relays
+
+RUN_ID = "network"
+ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
+MEETING_SECONDS = 30.0
+"""Time for everybody to show up; who is complete does not wait for it."""
+CALL_SECONDS = MEETING_SECONDS + 2 * ROUNDS.averaging_seconds + ROUNDS.exchange_seconds
+NAMES = {SHARED: "shared", "slot": "slots"}
+"""Which setting of the codecs is a kind's."""
+DELTA = 1e-3
+"""Standard deviation of the deltas."""
+
+
+@dataclass(frozen=True)
+class PeerRound:
+    """One peer's account of a round, in seconds of the machine's monotonic clock.
+
+    Attributes:
+        matchmaking_seconds: Until the roster stood.
+        met_at: When it stood, by that; encoding, and an attempt that failed before, count as averaging.
+        averaged_at: When the last digest was confirmed, and the mean was in this peer's hands.
+        ended_at: When the last pulled slot was verified and stored.
+    """
+
+    matchmaking_seconds: float
+    met_at: float
+    averaged_at: float
+    ended_at: float
+
+
+class SwarmPeer:
+    """A `HivemindSwarm` with random anchors and deltas.
+
+    Args:
+        directory: Holds its identity and versions.
+        host: Address to listen on.
+        initial_peers: Addresses to join.
+        payload: The model's size.
+        slots: What it holds.
+        codecs: How vectors travel.
+        uplink_mbit: What it says that it can send.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        host: str,
+        initial_peers: Sequence[str],
+        payload: Payload,
+        slots: Sequence[int],
+        codecs: CodecConfig,
+        uplink_mbit: float | None,
+    ) -> None:
+        torch.set_num_threads(1)
+        logging.disable(logging.INFO)
+        self._slots, self._uplink_mbit = tuple(slots), uplink_mbit
+        self._names = [SHARED, *map(slot_name, slots)]
+        self._random = torch.Generator()
+        self._random.seed()
+        self._numels = {SHARED: payload.shared_numel, "slot": payload.slot_numel}
+        self._anchors = {name: self._draw(name) for name in self._names}
+        self._deltas = {name: DELTA * self._draw(name) for name in self._names}
+        node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, host=host)
+        self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
+        segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
+        vectors = Vectors(self._numels, segments, _advance, codecs.keyframe_rounds)
+        self._swarm.enter(ROUNDS, vectors, max_slots=len(slots))
+        if slots:  # who claims some is a member, and is served before newcomers
+            me = self._swarm.peer_id
+            claim = Claim(peer_id=me, state="active", slots=tuple(slots), max_slots=len(slots), since=self._swarm.now())
+            self._swarm.announce(claim)
+
+    def introduce(self) -> tuple[str, list[str]]:
+        """Return its id and addresses."""
+        return self._swarm.peer_id, self._swarm.node.addresses()
+
+    def publish_fresh(self, round: int, slots: Sequence[int]) -> None:
+        """Publish new versions of slots that it does not hold."""
+        self._swarm.publish(round, {name: self._draw(name) for name in map(slot_name, slots)})
+
+    def round(self, number: int, expected: int) -> PeerRound:
+        """Average, step the anchors, publish them, and pull what others hold.
+
+        Args:
+            number: Of the anchors before the round.
+            expected: Peers in all.
+
+        Raises:
+            ExchangeError: something was dropped, or could not be had.
+        """
+        self._swarm.read(Claim)
+        began = time.monotonic()
+        starts_at = self._swarm.now() + MEETING_SECONDS
+        contribution = Contribution(self._member(number), self._deltas)
+        result = self._swarm.average(contribution, expected=expected, starts_at=starts_at)
+        averaged_at = time.monotonic()
+        if len(result.roster) < expected or result.dropped:
+            raise ExchangeError(f"{len(result.roster)} of {expected} peers met, dropped: {dict(result.dropped)}")
+        for name, mean in result.committed.items():
+            self._anchors[name] = self._anchors[name] - mean
+        self._swarm.publish(number + 1, self._anchors, result.encoded)
+        self._pull_slots(result, number + 1)
+        met_at = began + result.matchmaking_seconds
+        return PeerRound(result.matchmaking_seconds, met_at, averaged_at, time.monotonic())
+
+    def _member(self, number: int) -> Member:
+        return Member(
+            peer_id=self._swarm.peer_id,
+            round=number,
+            tokens=1,
+            slots=self._slots,
+            anchors=dict.fromkeys(self._names, f"{number:016x}"),
+            tokens_per_second=1.0,
+            ready_at=self._swarm.now(),
+            sync_seconds=0.0,
+            uplink_mbit=self._uplink_mbit,
+        )
+
+    def _pull_slots(self, result: RoundResult, round: int) -> None:
+        """Fetch the others' slots as `training.holdings` does."""
+        groups, links = derive_groups(result.roster), uplinks(result.roster)
+        chains = relays(groups, result.roster, links)
+        wanted = {
+            name: preferred(self._swarm.peer_id, name, makers, links)
+            for name, makers in groups.members.items()
+            if name not in self._names
+        }
+        chains = {name: chain for name, chain in chains.items() if name in wanted}
+        self.pull(wanted, round, relays=chains, uplinks=links)
+
+    def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
+        """Pull versions that all `peers` have, spread over them as newcomers do; return how long it took."""
+        return self.pull({name: preferred(self._swarm.peer_id, name, peers) for name in names}, min_round)
+
+    def pull(self, wanted: Mapping[str, Sequence[str]], min_round: int, **routes: Mapping) -> float:
+        """Pull versions; return how long it took.
+
+        Raises:
+            ExchangeError: something could not be had.
+        """
+        began = time.monotonic()
+        failed = self._swarm.pull(wanted, min_round=min_round, timeout=ROUNDS.exchange_seconds, **routes)
+        if failed:
+            raise ExchangeError(f"could not pull {dict(failed)}")
+        return time.monotonic() - began
+
+    def _draw(self, name: str) -> Tensor:
+        return torch.randn(self._numels[kind_of(name)], generator=self._random)
+
+    def close(self) -> None:
+        """Leave the swarm."""
+        self._swarm.close()
+
+
+def start_peer(
+    place: Place,
+    peer: int,
+    folder: Path,
+    payload: Payload,
+    *,
+    initial_peers: Sequence[str] = (),
+    slots: Sequence[int] = (),
+    codecs: CodecConfig | None = None,
+    uplink_mbit: float | None = None,
+) -> Actor:
+    """Start a peer in its namespace; see `SwarmPeer`."""
+    arguments = (initial_peers, payload, slots, codecs or CodecConfig(), uplink_mbit)
+    start = functools.partial(place.run_in, peer)
+    return Actor(f"peer {peer}", SwarmPeer, folder / f"peer{peer}", place.address(peer), *arguments, start=start)
+
+
+def encoded_bits(codec: str) -> float:
+    """Return the bits per element that a codec takes, scales and all."""
+    numel = 2**20
+    return 8 * Format([Segment(numel, codec)]).num_bytes / numel
+
+
+def _advance(name: str, bundle: Tensor, mean_delta: Tensor) -> Tensor:
+    """Do with others' slots what their holders do, so that deltas can stand for them."""
+    return bundle - mean_delta

@@ -1,0 +1,179 @@
+"""How a flat vector of several segments travels: each segment with its own codec, cut into parts.
+
+Shape legend: N elements of the vector.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs.blocks import Int8, RootInt8
+from spes_p2p.codecs.lowbit import Int2, Int4
+from spes_p2p.codecs.wire import Bf16, Codec, Fp32, NonNegativeBf16, NonNegativeFp32
+from spes_p2p.errors import ConfigError, ExchangeError
+
+PART_NUMEL = 65_536
+"""Most elements of a part: small enough for a processor's cache, and for one message."""
+LEAST_PART_NUMEL = 16_384
+PARTS = 64
+"""Parts that a segment should have at least, so that many members can each reduce about the same share of it."""
+
+CODECS: Mapping[str, type[Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8, "int4": Int4, "int2": Int2}
+"""Codecs by their name in a run's config."""
+NON_NEGATIVE_CODECS: Mapping[str, type[Codec]] = {"fp32": NonNegativeFp32, "bf16": NonNegativeBf16, "int8": RootInt8}
+"""Those for values that are never negative, and of which no positive one may become 0."""
+
+
+def codec_named(name: str, non_negative: bool = False) -> Codec:
+    """Returns a codec.
+
+    Raises:
+        ConfigError: there is none of that name, or not for values that are never negative.
+    """
+    offered = NON_NEGATIVE_CODECS if non_negative else CODECS
+    if name not in offered:
+        what = "a codec of second moments" if non_negative else "a codec"
+        raise ConfigError(f"{name} is not {what}; choose one of {', '.join(offered)}")
+    return offered[name]()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of elements of one kind: a delta, or an optimizer's moments."""
+
+    numel: int
+    codec: str
+    """A name in `CODECS`."""
+    non_negative: bool = False
+    """Second moments: decoded values are never negative, and none that is positive becomes 0."""
+    interval: int = 1
+    """Travels in the rounds that are multiples of it."""
+
+    def __post_init__(self) -> None:
+        if self.numel < 0 or self.interval < 1:
+            raise ValueError(f"segment of numel={self.numel}, interval={self.interval}; set 0 or more, and 1 or more")
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one message carries: elements `start` to `stop` of the vector, bytes `byte_start` to `byte_stop`."""
+
+    start: int
+    stop: int
+    byte_start: int
+    byte_stop: int
+    codec: Codec
+
+
+class Format:
+    """Encodes and decodes vectors that consist of these segments, part by part or all at once, with the same bytes.
+
+    Args:
+        segments: In the order in which they lie in the vector.
+
+    Raises:
+        ConfigError: an unknown codec, or one that a segment of second moments cannot have.
+    """
+
+    def __init__(self, segments: Sequence[Segment]) -> None:
+        self.segments = tuple(segments)
+        parts: list[Part] = []
+        start = byte_start = 0
+        for segment in self.segments:
+            codec, end = codec_named(segment.codec, segment.non_negative), start + segment.numel
+            while start < end:
+                stop = min(start + part_numel(segment.numel), end)
+                byte_stop = byte_start + codec.num_bytes(stop - start)
+                parts.append(Part(start, stop, byte_start, byte_stop, codec))
+                start, byte_start = stop, byte_stop
+        self.parts = tuple(parts)
+        self.numel, self.num_bytes = start, byte_start
+        self.is_exact = all(segment.codec == "fp32" for segment in self.segments)
+
+    def encode(self, flat_N: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns a vector's bytes, uint8 [num_bytes], in `out` if it is given.
+
+        Raises:
+            ValueError: another length, or a value that is NaN or infinite, or negative where none may be.
+        """
+        flat_N = checked(flat_N, self.numel)
+        data = torch.empty(self.num_bytes, dtype=torch.uint8) if out is None else out
+        for part in self.parts:
+            part.codec.encode(flat_N[part.start : part.stop], data[part.byte_start : part.byte_stop])
+        return data
+
+    def decode(self, data: Tensor | bytes | memoryview, out: Tensor | None = None) -> Tensor:
+        """Returns the fp32 vector [N] that bytes of a peer stand for, in `out` if it is given.
+
+        Raises:
+            ExchangeError: wrong length, or bytes that `encode` would not have written. `out` is then undefined.
+        """
+        payload = _payload(data, self.num_bytes)
+        flat_N = torch.empty(self.numel) if out is None else out
+        for part in self.parts:
+            encoded = _as_tensor(payload[part.byte_start : part.byte_stop])
+            part.codec.decode(encoded, flat_N[part.start : part.stop])
+        return flat_N
+
+    def encode_part(self, part: Part, flat_part_N: Tensor) -> Tensor:
+        """Returns the bytes of one part's values; raises what `encode` does."""
+        data = torch.empty(part.byte_stop - part.byte_start, dtype=torch.uint8)
+        part.codec.encode(checked(flat_part_N, part.stop - part.start), data)
+        return data
+
+    def decode_part(self, part: Part, data: Tensor | bytes | memoryview) -> Tensor:
+        """Returns the fp32 values of one part's bytes; raises what `decode` does."""
+        payload = _payload(data, part.byte_stop - part.byte_start)
+        flat_part_N = torch.empty(part.stop - part.start)
+        part.codec.decode(_as_tensor(payload), flat_part_N)
+        return flat_part_N
+
+
+def part_numel(numel: int) -> int:
+    """Returns the elements of a segment's parts, of all but the last; a multiple of every codec's block."""
+    return min(max(-(-numel // PARTS) // 1024 * 1024, LEAST_PART_NUMEL), PART_NUMEL)
+
+
+def format_of(segments: Sequence[Segment], round: int) -> Format:
+    """Returns the format of a round: of the segments that travel in it.
+
+    Raises:
+        ValueError: the first segment, the delta, would not travel in every round.
+    """
+    if segments and segments[0].interval != 1:
+        raise ValueError(
+            f"the first segment has interval={segments[0].interval}; a delta travels every round, set it to 1"
+        )
+    return Format([segment for segment in segments if round % segment.interval == 0])
+
+
+def checked(flat_N: Tensor, numel: int) -> Tensor:
+    """Returns a flat vector of the expected length, without its gradient.
+
+    Raises:
+        ValueError: it has another length.
+    """
+    assert flat_N.dtype == torch.float32 and flat_N.is_contiguous() and flat_N.device.type == "cpu"
+    if flat_N.numel() != numel:
+        raise ValueError(f"vector of {flat_N.numel()} elements, expected {numel}; pass it in the round's own format")
+    return flat_N.detach()
+
+
+def _payload(data: Tensor | bytes | memoryview, num_bytes: int) -> Tensor | memoryview:
+    """Returns a message of the expected length, of which slices are no copies."""
+    assert not isinstance(data, Tensor) or data.dtype == torch.uint8
+    payload = data if isinstance(data, Tensor) else memoryview(data).cast("B")
+    if len(payload) != num_bytes:
+        raise ExchangeError(f"payload of {len(payload)} bytes, expected {num_bytes}; fetch it from another peer")
+    return payload
+
+
+def _as_tensor(data: Tensor | memoryview) -> Tensor:
+    """Returns a part's bytes as a tensor; a copy where they may not be written to, as torch wants none such."""
+    if isinstance(data, Tensor):
+        return data
+    return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)

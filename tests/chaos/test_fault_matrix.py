@@ -1,0 +1,57 @@
+"""A member that is killed, frozen or cut off in any phase of a round costs the others time, and no mean anything.
+
+The long form, with repeats and a table, is `benchmarks/faults.py`.
+"""
+
+import random
+
+import pytest
+from fault_cases import PHASES
+from fault_crew import FaultCrew
+
+from benchmarks.testbed import TestBed, available
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    crew = FaultCrew(tmp_path_factory.mktemp("crew"), random.randrange(2**31))
+    yield crew.start()
+    crew.close()
+
+
+@pytest.fixture(scope="module")
+def crew_in_bed(tmp_path_factory):
+    if reason := available():
+        pytest.skip(f"no link to cut: {reason}")
+    with TestBed(peers=4, rtt_ms=10) as bed:
+        crew = FaultCrew(tmp_path_factory.mktemp("bed"), random.randrange(2**31), "int8", bed)
+        yield crew.start()
+        crew.close()
+
+
+def strike(crew, fault, phase, seed, **how):
+    moment = random.Random(seed).choice(PHASES[phase])
+    case = crew.run(fault, phase, moment, **how)
+    assert case.is_reached, f"the victim never came to the moment when it {moment}"
+    assert not case.wrong, case
+    assert case.committed == 3, f"the survivors should have committed without the victim: {case}"
+    return case
+
+
+@pytest.mark.parametrize("fault", ["kill", "freeze"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_survivors_of_a_fault_commit_the_mean_of_the_survivors(crew, phase, fault, seed):
+    strike(crew, fault, phase, seed)
+
+
+@pytest.mark.parametrize("phase", ["in the middle of sending", "before it confirms"])
+def test_survivors_of_a_cut_link_commit_the_mean_of_the_survivors(crew_in_bed, phase, seed):
+    case = strike(crew_in_bed, "cut", phase, seed)
+    assert case.victim.endswith("told that it is behind"), "once healed, the victim must know that it missed a round"
+
+
+def test_a_peer_whose_link_was_down_for_long_finds_the_others_again(crew_in_bed, seed):
+    """By then its DHT node has forgotten everybody, and everybody has forgotten its."""
+    strike(crew_in_bed, "cut", "before its first byte", seed, stays_seconds=12.0)

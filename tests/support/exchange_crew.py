@@ -1,0 +1,109 @@
+"""Peers of one process that exchange versions over real streams, and rogues among them."""
+
+import asyncio
+import json
+
+import torch
+
+from spes_p2p.codecs import to_bytes
+from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.channel import DATA, Channel
+from spes_p2p.swarm.exchange import Exchange
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.versions import Version
+from spes_p2p.swarm.wire import Vectors
+
+NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000}
+"""Slots come in several messages, `shared` in several ranges."""
+ROUNDS = RoundConfig(heartbeat_seconds=1.0, lease_seconds=30.0)
+STEP = 2.0**-6
+PULL_SECONDS = 60.0
+
+
+def advance(name, bundle, delta):
+    """Apply an encoded delta: a byte for each element, in steps that fp32 adds exactly."""
+    return bundle - STEP * torch.frombuffer(bytearray(delta), dtype=torch.int8)
+
+
+def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_rounds=4):
+    """Start a peer that follows deltas of slots."""
+    node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
+    swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
+    swarm.enter(ROUNDS, Vectors(NUMELS), max_slots=0)
+    swarm.exchange.follow_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
+    return swarm
+
+
+def open_crew(make_folder, names, **settings):
+    """Start several peers that know each other; settings by name."""
+    swarms, addresses = [], []
+    for name in names:
+        swarms.append(open_swarm(make_folder(name), addresses, **settings.get(name, {})))
+        addresses = addresses or swarms[0].node.addresses()
+    return swarms
+
+
+class RogueExchange(Exchange):
+    """Answers as `script` says, an async function of the channel."""
+
+    script = None
+
+    async def serve_fetch(self, channel: Channel, peer: str) -> None:
+        await self.script(channel)
+
+    serve_inventory = serve_fetch
+
+
+def make_rogue(swarm):
+    """Have a peer that does not serve do so as a rogue."""
+    swarm.exchange = RogueExchange(swarm.node, swarm._store)
+
+
+def flat(seed, kind="slot"):
+    return torch.randn(NUMELS[kind], generator=torch.Generator().manual_seed(seed))
+
+
+def draw_delta(seed, kind="slot"):
+    """Return an encoded delta."""
+    drawn = torch.randint(-100, 101, (NUMELS[kind],), generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return drawn.numpy().tobytes()
+
+
+def data_of(flat_N):
+    return bytes(to_bytes(flat_N))
+
+
+def signed(identity, name="slot-1", round=3, data=b"", run_id="run", codec="fp32"):
+    return Version.sign(identity, run_id, name, round, data, codec)
+
+
+def changed(version, **changes):
+    """Return a version with something changed after it was signed."""
+    return version.model_copy(update=changes)
+
+
+async def offer(channel, version, state="whole", num_deltas=0):
+    """Hear a request, and offer a version."""
+    await channel.receive_text()
+    answer = {"state": state, "version": version.model_dump_json(), "num_deltas": num_deltas}
+    await channel.send_text(json.dumps(answer))
+
+
+async def send(channel, data, piece=2**18):
+    """Send bytes as if they were those asked for."""
+    for start in range(0, len(data), piece):
+        await channel.send(DATA, data[start : start + piece])
+
+
+def serving(version, data, state="whole", num_deltas=0):
+    """Return a script that offers a version, and sends `data` for the first range asked for, then hangs up."""
+
+    async def script(channel):
+        await offer(channel, version, state, num_deltas)
+        await channel.receive_range()
+        await send(channel, data)
+        await asyncio.sleep(0.2)  # or the tail is lost
+
+    return script

@@ -1,0 +1,132 @@
+"""Says whether what peers commit is the whole weighted mean of exactly the members of their roster, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs import Segment, digest
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.memory_hub import Entry, average_entries
+from spes_p2p.swarm.outcome import Attempt
+from spes_p2p.swarm.reduce import weighted_mean
+from spes_p2p.swarm.roster import SHARED, derive_groups, kind_of
+from spes_p2p.swarm.wire import Wire
+
+CODEC_ERROR = 0.05
+"""Of a mean's norm: what int8 may cost, at its senders and at its reducer, with what the last round left over."""
+
+
+@dataclass
+class _State:
+    """What one peer carries from round to round."""
+
+    wire: Wire
+    errors: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Referee:
+    """Follows the peers' error feedback in memory, so that it knows every mean before it is told.
+
+    Args:
+        segments: How the peers' vectors travel.
+    """
+
+    def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
+        self._segments = segments
+        self._states: dict[str, _State] = {}
+        self._entries: dict[tuple[str, float], tuple[Entry, Contribution]] = {}
+        self._means: dict[tuple[str, ...], Mapping[str, Attempt]] = {}
+
+    def enters(self, item: Contribution) -> None:
+        """Take note of what a peer brings to a round, before the round."""
+        peer = item.member.peer_id
+        state = self._states.setdefault(peer, _State(Wire(self._segments)))
+        member, encoded = state.wire.encode(item)
+        errors = {name: error.clone() for name, error in state.errors.items()}
+        self._entries[peer, member.ready_at] = Entry(member, encoded, state.wire, errors), item
+        for key in [key for key in self._entries if key[1] < member.ready_at - 120.0]:
+            del self._entries[key]
+        self._means = dict(list(self._means.items())[-8:])
+
+    def leaves(self, peer: str) -> None:
+        """Forget a peer."""
+        self._states.pop(peer, None)
+
+    def judge(self, item: Contribution, result: RoundResult) -> list[str]:
+        """Return what is wrong with a peer's result of the round that it entered with `item`."""
+        me = item.member.peer_id
+        wrong = [f"{name}: dropped without a reason" for name, reason in result.dropped.items() if not reason]
+        if sorted([*result.committed, *result.dropped]) != sorted(item.deltas):
+            wrong.append(f"committed {sorted(result.committed)} and dropped {sorted(result.dropped)}")
+        groups = derive_groups(result.roster)
+        if result.committed:
+            wrong += self._check_means(item, result)
+        state = self._states[me]
+        if me in groups.behind:
+            state.wire.forget()
+            state.errors.clear()
+        else:
+            self._settle(state, item, result)
+        return [f"{me[-6:]}: {reason}" for reason in wrong]
+
+    def _check_means(self, item: Contribution, result: RoundResult) -> list[str]:
+        me = item.member.peer_id
+        groups = derive_groups(result.roster)
+        if me in groups.behind:
+            return ["committed although it is behind"]
+        wrong = []
+        for member in result.roster:
+            entry = self._entries.get((member.peer_id, member.ready_at))
+            if member.peer_id in groups.members[SHARED] and (entry is None or entry[0].member != member):
+                return [f"its roster has an entry of {member.peer_id[-6:]} that this peer never made"]
+        exact = self._attempts(result)
+        for name, mean in result.committed.items():
+            if me not in groups.members[name]:
+                wrong.append(f"{name}: committed without being a member")
+            elif exact[me].status[name] or digest(mean) != self._digest(exact[me], name, groups.round):
+                wrong.append(f"{name}: a wrong mean")
+            else:
+                wrong += self._check_value(name, mean, result)
+        return wrong
+
+    def _attempts(self, result: RoundResult) -> Mapping[str, Attempt]:
+        key = tuple(sorted(member.model_dump_json() for member in result.roster))
+        if key not in self._means:
+            met = {
+                member.peer_id: replace(self._entries[member.peer_id, member.ready_at][0], member=member)
+                for member in result.roster
+            }
+            self._means[key] = average_entries(met)
+        return self._means[key]
+
+    def _digest(self, attempt: Attempt, name: str, round: int) -> str:
+        return digest(Wire(self._segments).decode(name, round + 1, attempt.averaged[name]))
+
+    def _check_value(self, name: str, mean: Tensor, result: RoundResult) -> list[str]:
+        """Hold a mean to the plain weighted mean, which knows nothing of parts, of formats, or of who reduces what."""
+        members = derive_groups(result.roster).members[name]
+        at = {member.peer_id: member.ready_at for member in result.roster}
+        entries = [self._entries[peer, at[peer]] for peer in members]
+        weights = [float(entry.member.tokens) for entry, _ in entries]
+        plain = weighted_mean([item.deltas[name] for _, item in entries], weights)
+        if len(members) == 1:
+            plain = entries[0][1].deltas[name]
+        if all(segment.codec == "fp32" for segments in self._segments.values() for segment in segments):
+            return [] if torch.equal(mean, plain) else [f"{name}: not the plain weighted mean"]
+        error = ((mean - plain).norm() / plain.norm()).item()
+        return [] if error < CODEC_ERROR else [f"{name}: {error:.1%} from the plain weighted mean"]
+
+    def _settle(self, state: _State, item: Contribution, result: RoundResult) -> None:
+        """Keep, as the peer does, what the means that it commits have left over."""
+        state.wire.settle(result.committed)
+        if not result.committed:
+            return
+        attempt = self._attempts(result).get(item.member.peer_id)
+        for name, (start, error) in (attempt.left if attempt else {}).items():
+            if name in result.committed and error.numel():
+                kept = state.errors.setdefault(name, torch.zeros(self._segments[kind_of(name)][0].numel))
+                kept[start : start + error.numel()] = error

@@ -1,0 +1,191 @@
+"""Versions from several seeds, and passed on among those who pull them."""
+
+import asyncio
+import logging
+import threading
+
+import pytest
+import torch
+from exchange_crew import (
+    NUMELS,
+    PULL_SECONDS,
+    data_of,
+    flat,
+    make_rogue,
+    offer,
+    open_crew,
+    send,
+)
+
+from spes_p2p.swarm import pulling
+from spes_p2p.swarm.channel import DATA, FRAME_BYTES
+from spes_p2p.swarm.downloads import RANGE_BYTES
+from spes_p2p.swarm.identity import Identity
+
+pytestmark = pytest.mark.timeout(180)
+
+SHARED_BYTES = 4 * NUMELS["shared"]
+HOLDER_MBIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory):
+    """Three who pull and seed, a holder with a slow uplink, and a rogue."""
+    settings = {"holder": {"uplink_mbit": HOLDER_MBIT}, "rogue": {"serve": False}}
+    swarms = open_crew(tmp_path_factory.mktemp, ["one", "two", "three", "holder", "rogue"], **settings)
+    make_rogue(swarms[4])
+    yield swarms
+    for swarm in swarms:
+        swarm.close()
+
+
+def pull_all(pullers, wanted, **settings):
+    """Pull on several peers at once; returns their failures."""
+    results = [None] * len(pullers)
+
+    def work(index):
+        settings_ = {"min_round": 0, "timeout": PULL_SECONDS} | settings
+        results[index] = pullers[index].pull(wanted, **settings_)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(pullers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PULL_SECONDS + 30)
+    return results
+
+
+def sent_by(swarms):
+    return [swarm.exchange.bytes_out for swarm in swarms]
+
+
+def rogue_that(version, treat):
+    """Return a script that serves ranges of `version`'s bytes as `treat(channel, start, stop)` does."""
+
+    async def script(channel):
+        await offer(channel, version)
+        while True:
+            await treat(channel, *(await channel.receive_range()))
+
+    return script
+
+
+def publish_on_two(crew, round, seed):
+    """Have peers two and three, and nobody else, serve a version of `shared`; returns it and its bytes."""
+    bundle = flat(seed, "shared")
+    version = crew[1].publish(round, {"shared": bundle})["shared"]
+    assert crew[2].pull({"shared": [crew[1].peer_id]}, min_round=round, timeout=PULL_SECONDS) == {}
+    return bundle, version
+
+
+def test_a_large_version_comes_from_several_seeds_and_no_byte_twice(crew, seed):
+    one, two, three, *_ = crew
+    bundle, _ = publish_on_two(crew, 1, seed)
+    before, received = sent_by([two, three]), one.exchange.bytes_in
+    assert one.pull({"shared": [two.peer_id, three.peer_id]}, min_round=1, timeout=PULL_SECONDS) == {}
+    assert torch.equal(one.load("shared"), bundle)
+    shares = [after - then for after, then in zip(sent_by([two, three]), before, strict=True)]
+    assert min(shares) > 0 and sum(shares) == one.exchange.bytes_in - received == SHARED_BYTES
+
+
+@pytest.mark.parametrize("num_others", [0, 1])
+def test_a_seed_that_dies_costs_at_most_one_message(crew, seed, num_others):
+    """It breaks off amid a range, and never answers again; or comes back, where there is nobody else."""
+    one, two, _, _, rogue = crew
+    bundle, version = publish_on_two(crew, 2 + num_others, seed)
+    data, received, deaths = data_of(bundle), one.exchange.bytes_in, []
+
+    async def die_amid(channel, start, stop):
+        if deaths and not num_others:
+            return await send(channel, data[start:stop])
+        sent = RANGE_BYTES // 2 + 1000
+        await send(channel, data[start : start + sent])
+        await asyncio.sleep(0.3)  # or the tail is lost
+        deaths.append(start)
+        raise TimeoutError
+
+    rogue.exchange.script = rogue_that(version, die_amid)
+    seeds = [rogue.peer_id, *[two.peer_id][:num_others]]
+    assert one.pull({"shared": seeds}, min_round=2 + num_others, timeout=PULL_SECONDS) == {}
+    assert deaths and torch.equal(one.load("shared"), bundle)
+    assert one.exchange.bytes_in - received <= SHARED_BYTES + len(deaths) * FRAME_BYTES
+
+
+def test_one_liar_among_seeds_is_found_and_named(crew, seed, caplog):
+    one, two, three, _, rogue = crew
+    bundle, version = publish_on_two(crew, 4, seed)
+
+    async def lie(channel, start, stop):
+        await send(channel, bytes(stop - start))
+
+    rogue.exchange.script = rogue_that(version, lie)
+    seeds = [two.peer_id, rogue.peer_id, three.peer_id]
+    with caplog.at_level(logging.WARNING, logger=pulling.__name__):
+        assert one.pull({"shared": seeds}, min_round=4, timeout=PULL_SECONDS) == {}
+    assert torch.equal(one.load("shared"), bundle)
+    assert f"{rogue.peer_id} sent other bytes" in caplog.text
+    assert f"{two.peer_id} sent" not in caplog.text
+
+
+def test_what_comes_too_slowly_comes_from_another_seed(crew, seed):
+    one, two, _, _, rogue = crew
+    bundle, version = publish_on_two(crew, 5, seed)
+    data = data_of(bundle)
+
+    async def trickle(channel, start, stop):
+        while start < stop:
+            await channel.send(DATA, data[start : start + 10])
+            start += 10
+            await asyncio.sleep(0.2)
+
+    rogue.exchange.script = rogue_that(version, trickle)
+    assert one.pull({"shared": [rogue.peer_id, two.peer_id]}, min_round=5, timeout=PULL_SECONDS) == {}
+    assert torch.equal(one.load("shared"), bundle)
+
+
+@pytest.mark.parametrize("links", [{}, {0: 100.0, 1: 100.0, 2: 20.0}], ids=["equal", "one slow"])
+def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(crew, seed, links):
+    pullers, holder = crew[:3], crew[3]
+    bundle = flat(seed, "shared")
+    round = 10 + len(links)
+    holder.publish(round, {"shared": bundle})
+    relays = [swarm.peer_id for swarm in pullers]
+    before, sent = sent_by(pullers), holder.exchange.bytes_out
+    failures = pull_all(
+        pullers,
+        {"shared": [holder.peer_id]},
+        min_round=round,
+        relays={"shared": relays},
+        uplinks={pullers[index].peer_id: mbit for index, mbit in links.items()},
+    )
+    assert failures == [{}, {}, {}]
+    assert all(torch.equal(swarm.load("shared"), bundle) for swarm in pullers)
+    assert holder.exchange.bytes_out - sent == SHARED_BYTES
+    relayed = [after - then for after, then in zip(sent_by(pullers), before, strict=True)]
+    assert sum(relayed) == 2 * SHARED_BYTES
+    if links:
+        assert relayed[2] < relayed[0] / 4
+
+
+def test_the_share_of_a_relay_that_is_gone_comes_from_the_holder(crew, seed, tmp_path):
+    pullers, holder = crew[:2], crew[3]
+    bundle = flat(seed, "shared")
+    holder.publish(20, {"shared": bundle})
+    relays = [*[swarm.peer_id for swarm in pullers], Identity(tmp_path / "gone").peer_id]
+    failures = pull_all(pullers, {"shared": [holder.peer_id]}, min_round=20, relays={"shared": relays})
+    assert failures == [{}, {}]
+    assert all(torch.equal(swarm.load("shared"), bundle) for swarm in pullers)
+
+
+def test_a_relay_that_lies_costs_time_but_not_the_version(crew, seed):
+    one, _, _, holder, rogue = crew
+    bundle = flat(seed, "shared")
+    version = holder.publish(21, {"shared": bundle})["shared"]
+
+    async def lie(channel, start, stop):
+        await send(channel, bytes(stop - start))
+
+    rogue.exchange.script = rogue_that(version, lie)
+    relays = [one.peer_id, rogue.peer_id]
+    failures = pull_all([one], {"shared": [holder.peer_id]}, min_round=21, relays={"shared": relays})
+    assert failures == [{}] and torch.equal(one.load("shared"), bundle)

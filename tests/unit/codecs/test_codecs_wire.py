@@ -1,0 +1,254 @@
+"""The wire's codecs: how near decoded values come, that every machine decodes the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spes_p2p.codecs import CODECS, NON_NEGATIVE_CODECS, Format, Segment, digest
+from spes_p2p.config import CodecName
+
+LARGEST = torch.finfo(torch.float32).max
+FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
+BITS = {"fp32": 32, "bf16": 16, "int8": 8.125, "int4": 4.25, "int2": 2.25}
+# What rounding leaves over, as a share of a block's norm, is at most this.
+CONTRACTIONS = {"bf16": 2**-8, "int8": 0.05, "int4": 0.5, "int2": (1 - 0.99 / 128) ** 0.5}
+BLOCKS = {"bf16": 1, "int8": 128, "int4": 64, "int2": 128}
+
+
+@st.composite
+def vectors(draw: st.DrawFn) -> Tensor:
+    """Anything from nothing to a few blocks: Gaussian, of any magnitudes, or with a few outliers."""
+    numel = draw(st.integers(0, 300))
+    if draw(st.booleans()):
+        return torch.tensor(draw(st.lists(FP32, min_size=numel, max_size=numel)), dtype=torch.float32)
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    flat_N = torch.randn(numel, generator=generator) * 2.0 ** draw(st.integers(-60, 60))
+    for where in draw(st.lists(st.integers(0, max(0, numel - 1)), max_size=3 if numel else 0)):
+        flat_N[where] = draw(FP32)
+    return flat_N
+
+
+def blocks(name: str, *vectors_N: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The same block of each vector, in fp64."""
+    if vectors_N[0].numel():
+        yield from zip(*(flat_N.double().split(BLOCKS[name]) for flat_N in vectors_N), strict=True)
+
+
+def there_and_back(name: str, flat_N: Tensor, non_negative: bool = False) -> Tensor:
+    whole = Format([Segment(flat_N.numel(), name, non_negative)])
+    return whole.decode(whole.encode(flat_N))
+
+
+def plainly_decoded(name: str, data: bytes, numel: int, root: bool = False) -> list[float]:
+    """The values of encoded bytes as the formats are described, element by element, in Python's own exact numbers."""
+    block, scales, bits = {"int8": (128, 1, 8), "int4": (64, 1, 4), "int2": (128, 2, 2)}[name]
+    num_blocks = -(-numel // block)
+    words = np.frombuffer(data, "<u2", num_blocks * scales)
+    shift = 16 if name == "int4" else 15
+    scale = [[float(s) for s in row] for row in (words.astype("<u4") << shift).view("<f4").reshape(-1, scales)]
+    codes = data[2 * num_blocks * scales :]
+    values = []
+    for element in range(numel):
+        place = element // block
+        # int2: the first elements of all blocks, then the second ones
+        packed = element % block * num_blocks + place if name == "int2" else element
+        lane, byte = divmod(packed, len(codes))
+        code = codes[byte] >> (bits * lane) & (2**bits - 1)
+        if name == "int2":
+            value = scale[place][code & 1] * (-1 if code & 2 else 1)
+        else:
+            value = scale[place][0] * (code if root or code < 2 ** (bits - 1) else code - 2**bits)
+        values.append(float(np.float32(value * value)) if root else value)
+    return values
+
+
+def test_the_config_offers_all_codecs_and_no_others():
+    assert set(get_args(CodecName)) == set(CODECS)
+    assert all(name == codec.name for name, codec in CODECS.items())
+    assert all(name == codec.name and codec.non_negative for name, codec in NON_NEGATIVE_CODECS.items())
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_an_element_takes_as_many_bits_as_the_codec_says(name):
+    numel = 1 << 16
+    assert CODECS[name]().num_bytes(numel) * 8 == numel * BITS[name]
+
+
+@given(vectors())
+def test_fp32_gives_back_every_bit(flat_N):
+    assert torch.equal(there_and_back("fp32", flat_N).view(torch.int32), flat_N.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+@given(vectors())
+def test_what_rounding_leaves_over_is_smaller_than_what_was_rounded_in_every_block(name, flat_N):
+    flat_N = flat_N.clamp(-3e38, 3e38)
+    flat_N[flat_N.abs() < 1e-25] = 0  # below that scales end
+    for actual, block in blocks(name, there_and_back(name, flat_N), flat_N):
+        assert (actual - block).norm() <= CONTRACTIONS[name] * block.norm()
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+@pytest.mark.parametrize("outlier", [1e-20, -1.0, 3e38, -3e38])
+@pytest.mark.parametrize("numel", [1, 128, 200])
+def test_one_outlier_among_zeros_comes_through(name, outlier, numel):
+    flat_N = torch.zeros(numel)
+    flat_N[numel // 2] = outlier
+    decoded_N = there_and_back(name, flat_N)
+    assert torch.allclose(decoded_N, flat_N, rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("name", CONTRACTIONS)
+@given(vectors())
+def test_the_tiniest_blocks_become_zeros_and_nothing_worse(name, flat_N):
+    tiny_N = flat_N.nan_to_num().clamp(-1e-31, 1e-31)
+    decoded_N = there_and_back(name, tiny_N)
+    assert ((decoded_N - tiny_N).abs() <= tiny_N.abs() * 0.01 + 1.1e-31).all()
+
+
+@pytest.mark.parametrize(("name", "share"), [("bf16", 0.0017), ("int8", 0.0068), ("int4", 0.1), ("int2", 0.35)])
+@pytest.mark.parametrize("magnitude", [1e-12, 1.0, 1e12])
+def test_gaussian_values_keep_this_share_of_their_norm_as_error(name, share, magnitude, seed):
+    flat_N = torch.randn(200_000, generator=torch.Generator().manual_seed(seed)) * magnitude
+    assert (there_and_back(name, flat_N) - flat_N).norm() < share * flat_N.norm()
+
+
+@pytest.mark.parametrize(("name", "levels"), [("int8", 127), ("int4", 8)])
+@given(vectors())
+def test_even_levels_err_by_half_a_step_at_most(name, levels, flat_N):
+    flat_N = flat_N.clamp(-3e38, 3e38)
+    for actual, block in blocks(name, there_and_back(name, flat_N), flat_N):
+        step = block.abs().max() / levels
+        error = (actual - block).abs()
+        # 0 is one of the 16: there is no level eight steps from it on the side where the largest value is not
+        extreme = block.max() if block.max() >= -block.min() else block.min()
+        is_cut = (block * extreme < 0) & (block.abs() > 7.4 * step) & (name == "int4")
+        assert (error <= torch.where(is_cut, 1.05, 0.503) * step + 1e-28).all()
+
+
+def test_two_bits_err_hardly_more_than_the_best_two_magnitudes(seed):
+    generator = torch.Generator().manual_seed(seed)
+    flat_BW = torch.randn(200, 128, generator=generator)
+    flat_BW[100:] **= 3  # heavier tails
+    error_B = (there_and_back("int2", flat_BW.view(-1)).view_as(flat_BW) - flat_BW).double().square().sum(dim=1)
+    size_BW = flat_BW.abs().double().sort(dim=1).values
+    least_B = torch.full((200,), torch.inf, dtype=torch.float64)
+    for split in range(1, 128):
+        sides = (size_BW[:, :split], size_BW[:, split:])
+        split_B = sum((side - side.mean(dim=1, keepdim=True)).square().sum(dim=1) for side in sides)
+        least_B = torch.minimum(least_B, split_B)
+    assert error_B[:100].mean() < 1.1 * least_B[:100].mean()
+    assert error_B[100:].mean() < 1.6 * least_B[100:].mean()
+
+
+@pytest.mark.parametrize("name", CODECS)
+@given(vectors())
+def test_what_was_decoded_once_is_not_rounded_again(name, flat_N):
+    decoded_N = there_and_back(name, flat_N.clamp(-3e38, 3e38))
+    assert torch.equal(there_and_back(name, decoded_N), decoded_N)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+@given(vectors())
+def test_the_bytes_mean_what_the_codec_says_to_the_last_bit(name, flat_N):
+    whole = Format([Segment(flat_N.numel(), name)])
+    data = whole.encode(flat_N)
+    assert whole.decode(data).tolist() == plainly_decoded(name, data.numpy().tobytes(), flat_N.numel())
+
+
+@given(vectors())
+def test_the_bytes_of_second_moments_mean_squares(flat_N):
+    flat_N = flat_N.abs().clamp(1e-20)  # squares too small for fp32 are another matter
+    whole = Format([Segment(flat_N.numel(), "int8", non_negative=True)])
+    data = whole.encode(flat_N)
+    assert whole.decode(data).tolist() == plainly_decoded("int8", data.numpy().tobytes(), flat_N.numel(), root=True)
+
+
+@given(vectors())
+def test_bf16_is_the_nearest_to_even(flat_N):
+    flat_N = flat_N.clamp(-3e38, 3e38)
+    bits_N = flat_N.view(torch.int32).long() & 0xFFFFFFFF
+    nearest_N = (bits_N + 0x7FFF + (bits_N >> 16 & 1)) >> 16 << 16
+    assert torch.equal(there_and_back("bf16", flat_N).view(torch.int32).long() & 0xFFFFFFFF, nearest_N)
+
+
+@pytest.mark.parametrize("name", NON_NEGATIVE_CODECS)
+@given(vectors())
+def test_no_second_moment_becomes_negative_and_no_positive_one_zero(name, flat_N):
+    flat_N = flat_N.abs().clamp(max=3e38)
+    decoded_N = there_and_back(name, flat_N, non_negative=True)
+    assert (decoded_N >= 0).all() and torch.isfinite(decoded_N).all()
+    assert torch.equal(decoded_N > 0, flat_N > 0)
+    assert torch.equal(there_and_back(name, decoded_N, non_negative=True), decoded_N)
+
+
+@pytest.mark.parametrize("name", NON_NEGATIVE_CODECS)
+@pytest.mark.parametrize("value", [1e-45, 1e-40, 2.0**-126, 1e-38, 1e-30, 3e38])
+def test_the_tiniest_second_moment_stays_positive_beside_the_largest(name, value):
+    flat_N = torch.tensor([value, 0.0, 3e38, value])
+    decoded_N = there_and_back(name, flat_N, non_negative=True)
+    assert (decoded_N[[0, 2, 3]] > 0).all() and decoded_N[1] == 0
+    alone_N = there_and_back(name, flat_N[:1], non_negative=True)
+    assert value * 0.99 <= alone_N.item() <= max(value * 1.01, 2.0**-126)
+
+
+@given(vectors())
+def test_the_root_of_a_second_moment_is_rounded_up_by_less_than_a_step(flat_N):
+    flat_N = flat_N.abs().clamp(1e-20, 3e38)
+    for actual, block in blocks("int8", there_and_back("int8", flat_N, non_negative=True), flat_N):
+        assert (actual.sqrt() >= block.sqrt() * (1 - 1e-6)).all()
+        assert (actual.sqrt() - block.sqrt() <= block.max().sqrt() / 254 * 1.001).all()
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "int2"])
+def test_the_largest_numbers_stay_finite_in_few_bits(name):
+    flat_N = torch.tensor([LARGEST, -LARGEST, LARGEST / 2] * 50)
+    decoded_N = there_and_back(name, flat_N)
+    assert torch.isfinite(decoded_N).all()
+    assert ((decoded_N.double() - flat_N.double()).norm() <= CONTRACTIONS[name] * flat_N.double().norm()).all()
+    assert there_and_back("int8", flat_N.abs(), non_negative=True).isfinite().all()
+
+
+ON_ANOTHER_MACHINE = """
+import torch
+from spes_p2p.codecs import CODECS, NON_NEGATIVE_CODECS, Format, Segment, digest
+torch.set_num_threads(1)
+generator = torch.Generator().manual_seed({seed})
+bits = torch.randint(-(2**31), 2**31, (70_001,), generator=generator).to(torch.int32)
+flat = torch.cat((bits.view(torch.float32).nan_to_num(0, 1, -1).clamp(-1e38, 1e38), bits / 2.0**40))
+for non_negative, names in ((False, CODECS), (True, NON_NEGATIVE_CODECS)):
+    for name in names:
+        whole = Format([Segment(len(flat), name, non_negative)])
+        data = whole.encode(flat.abs() if non_negative else flat)
+        print(name, digest(data), digest(whole.decode(data)))
+"""
+
+
+def test_a_processor_with_other_vectors_writes_and_reads_the_same_bytes(seed):
+    script, outputs = ON_ANOTHER_MACHINE.format(seed=seed), []
+    for settings in ({}, {"ATEN_CPU_CAPABILITY": "default"}):
+        done = subprocess.run(
+            [sys.executable, "-c", script], env=os.environ | settings, capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
+        outputs.append(done.stdout)
+    assert outputs[0].count("\n") == len(CODECS) + len(NON_NEGATIVE_CODECS)
+    assert outputs[0] == outputs[1]
+
+
+def test_a_digest_is_that_of_the_bytes_whatever_holds_them():
+    data = torch.randint(0, 256, (1001,), dtype=torch.uint8)
+    assert digest(data) == digest(data.numpy().tobytes()) == digest(memoryview(data.numpy().tobytes()))
+    floats = torch.randn(10)
+    assert digest(floats) == digest(floats.view(torch.uint8))

@@ -1,0 +1,65 @@
+"""Slots come from those who can send them, and no slow holder has to send to everybody."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from virtual import peer_id
+
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, uplinks
+from spes_p2p.training.routes import preferred, relays
+
+PEERS = [peer_id(i) for i in range(5)]
+
+
+def member(index: int, uplink: float | None, slots: tuple[int, ...], **changes) -> Member:
+    anchors = {SHARED: "0" * 16} | {f"slot-{slot}": "1" * 16 for slot in slots}
+    settings = {"round": 3, "tokens": 10, "tokens_per_second": 1.0, "ready_at": 0.0, "sync_seconds": 0.0}
+    entry = {**settings, "peer_id": PEERS[index], "slots": slots, "anchors": anchors, "uplink_mbit": uplink, **changes}
+    return Member(**entry)
+
+
+def chains(*roster: Member) -> dict[str, tuple[str, ...]]:
+    return relays(derive_groups(roster), roster, uplinks(roster))
+
+
+def sorted_peers(*indices: int) -> tuple[str, ...]:
+    return tuple(sorted(PEERS[index] for index in indices))
+
+
+def test_others_pass_on_the_slots_of_a_holder_with_less_than_half_the_median_uplink() -> None:
+    others = [member(1, 100.0, (1,)), member(2, 100.0, (2,)), member(3, None, (3,))]
+    assert chains(member(0, 49.0, (0, 4)), *others) == dict.fromkeys(("slot-0", "slot-4"), sorted_peers(1, 2, 3))
+    assert chains(member(0, 50.0, (0, 4)), *others) == {}
+
+
+def test_nobody_passes_on_what_a_faster_holder_has_too() -> None:
+    roster = [member(0, 20.0, (0,)), member(1, 100.0, (0,)), member(2, 100.0, (2,)), member(3, 100.0, (3,))]
+    assert chains(*roster) == {}
+
+
+def test_where_nobody_says_what_it_may_send_nothing_is_passed_on() -> None:
+    assert chains(*(member(i, None, (i,)) for i in range(4))) == {}
+
+
+def test_only_those_who_fetch_a_slot_for_certain_are_counted_on() -> None:
+    slow = member(0, 1.0, (0,))
+    others = [member(1, 100.0, (1,)), member(2, 100.0, (2,)), member(3, 100.0, (3,), refreshes=True)]
+    behind = member(4, 100.0, (), round=2, anchors={SHARED: "7" * 16})
+    assert chains(slow, *others, behind) == {"slot-0": sorted_peers(1, 2)}
+    assert chains(slow, others[0], others[2]) == {}, "one alone has nobody to pass it on to"
+
+
+def test_pullers_spread_over_holders_by_what_these_can_send() -> None:
+    links = {PEERS[0]: 100.0, PEERS[1]: 300.0}
+    firsts = Counter(preferred(f"puller-{i}", "slot-1", links, links)[0] for i in range(4000))
+    assert firsts[PEERS[1]] / 4000 == pytest.approx(0.75, abs=0.03)
+    even = Counter(preferred(f"puller-{i}", "slot-1", PEERS)[0] for i in range(5000))
+    assert all(count / 5000 == pytest.approx(0.2, abs=0.03) for count in even.values())
+
+
+def test_an_order_is_the_same_whenever_it_is_asked_for() -> None:
+    first = preferred("me", "slot-1", PEERS)
+    assert first == preferred("me", "slot-1", reversed(PEERS)) and sorted(first) == sorted(PEERS)
+    assert len({tuple(preferred("me", f"slot-{i}", PEERS)) for i in range(20)}) > 5
