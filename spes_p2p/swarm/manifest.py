@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import random
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -72,7 +73,7 @@ def fetch_manifest(swarm: HivemindSwarm) -> tuple[Manifest, bytes]:
     digests = Counter(record.digest for record in records.values())
     if len(digests) > 1:
         raise JoinError(f"peers disagree about run {run_id!r} ({len(digests)} manifests); use another --run-id")
-    peers = sorted(records)
+    peers = random.sample(sorted(records), len(records))  # those named first are asked first, and not by all newcomers
     failures = swarm.pull({MANIFEST: peers, TOKENIZER: peers}, min_round=0, timeout=PULL_SECONDS)
     if failures:
         raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {'; '.join(failures.values())}; try again")

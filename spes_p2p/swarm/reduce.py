@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Format, Part
+from spes_p2p.codecs import Format, Part, encode_with_error
 from spes_p2p.errors import ExchangeError
 
 MESSAGE_BYTES = 2**17
@@ -99,14 +99,20 @@ def reduce_message(
     Raises:
         ValueError: the mean is not finite.
     """
-    mean_N = weighted_mean(decoded, weights)
-    numel = 0 if error is None else error.numel()
-    if error is not None:
-        mean_N[:numel] += error
-    encoded = encode_message(format, message, mean_N)
+    mean_N, start = weighted_mean(decoded, weights), message[0].start
     if error is None:
-        return encoded, None
-    return encoded, mean_N[:numel] - decode_message(format, message, encoded)[:numel]
+        return encode_message(format, message, mean_N), None
+    encoded: list[Tensor] = []
+    left: list[Tensor] = []
+    for part in message:
+        here = slice(part.start - start, part.stop - start)
+        if here.stop <= error.numel():
+            data, rest = encode_with_error(part, mean_N[here], error[here])
+            left.append(rest)
+        else:
+            data = format.encode_part(part, mean_N[here])
+        encoded.append(data)
+    return torch.cat(encoded), torch.cat(left)
 
 
 def encode_message(format: Format, message: Message, flat_N: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import multiprocessing
+import os
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -18,6 +19,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.outcome import Attempt
+from spes_p2p.swarm.processes import die_with_parent
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.swarm.wire import Vectors
 
@@ -73,7 +75,11 @@ class AttemptNote(NamedTuple):
 
 
 def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
-    """Be a peer, and do what comes through the pipe; with a gate a rogue one, see `misbehaving.py`."""
+    """Be a peer, and do what comes through the pipe; with a gate a rogue one, see `misbehaving.py`.
+
+    It dies with the fork server, and so with the test: a peer that is frozen then would never read that its pipe ended.
+    """
+    die_with_parent(os.getppid())
     if setting.namespace is not None:
         from benchmarks.testbed import enter_namespace
 

@@ -80,7 +80,9 @@ class PeerProcess:
 
     def descendants(self) -> list[psutil.Process]:
         """Return its p2pd, DHT and averager processes."""
-        return psutil.Process(self.process.pid).children(recursive=True)
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        # torch's keeper of shared memory is a daemon: stopped, it would outlive everybody.
+        return [child for child in children if child.name() != "torch_shm_manager"]
 
     def kill(self) -> None:
         self.process.kill()

@@ -48,13 +48,17 @@ def saying(*messages):
 
     async def script(channel):
         await channel.receive_text()
-        for message in messages:
-            if message is None:
-                await asyncio.Event().wait()
-            await channel.send(*message)
-        await asyncio.sleep(0.2)
+        await send_all(channel, messages)
 
     return script
+
+
+async def send_all(channel, messages):
+    for message in messages:
+        if message is None:
+            await asyncio.Event().wait()
+        await channel.send(*message)
+    await asyncio.sleep(0.2)
 
 
 def answering(**answer):
@@ -85,11 +89,7 @@ def after_offer(version, *messages):
     async def script(channel):
         await offer(channel, version)
         await channel.receive_range()
-        for message in messages:
-            if message is None:
-                await asyncio.Event().wait()
-            await channel.send(*message)
-        await asyncio.sleep(0.2)
+        await send_all(channel, messages)
 
     return script
 
