@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -18,6 +20,14 @@ from spes_p2p.swarm.processes import die_with_parent
 
 POLL_SECONDS = 0.2
 ROOT = Path(__file__).resolve().parent.parent
+SUPPORT = ROOT / "tests" / "support"
+
+
+def support(module: str) -> Any:
+    """Return a module of the tests: real peers that misbehave, or die, are theirs."""
+    if str(SUPPORT) not in sys.path:
+        sys.path.insert(0, str(SUPPORT))  # for good: processes that they start import by it, too
+    return importlib.import_module(module)
 
 
 class Crew:

@@ -9,11 +9,9 @@ memory, then holds what the others commit to the weighted mean of exactly the me
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import secrets
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
@@ -26,14 +24,13 @@ import torch
 from pydantic import NonNegativeInt
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.crew import ROOT
+from benchmarks.crew import ROOT, support
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.testbed import TestBed, available
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
 
-SUPPORT = ROOT / "tests" / "support"
 CODECS = ("fp32", "fp32", "fp32", "int8")
 """Of every four repeats."""
 NUM_PEERS = 8
@@ -75,7 +72,7 @@ def main(config: FaultsConfig) -> int:
     measured = {
         "seed": seed,
         "minutes": round((time.monotonic() - began) / 60, 1),
-        "deadline_seconds": _support("fault_cases").DEADLINE_SECONDS,
+        "deadline_seconds": support("fault_cases").DEADLINE_SECONDS,
         "skipped": skipped,
         "cases": cases,
         "meetings": notes,
@@ -89,15 +86,8 @@ def main(config: FaultsConfig) -> int:
     return 1 if any(case["wrong"] for case in cases) else 0
 
 
-def _support(module: str) -> Any:
-    """Return a module of the tests: real peers that misbehave are theirs."""
-    if str(SUPPORT) not in sys.path:
-        sys.path.insert(0, str(SUPPORT))
-    return importlib.import_module(module)
-
-
 def _cases(fault: str, codec: str, repeats: int, seed: int) -> Iterator[Any]:
-    crews = _support("fault_crew")
+    crews = support("fault_crew")
     mine = [number for number in range(repeats) if CODECS[number % len(CODECS)] == codec]
     with contextlib.ExitStack() as closing:
         if not mine:
@@ -108,7 +98,7 @@ def _cases(fault: str, codec: str, repeats: int, seed: int) -> Iterator[Any]:
         closing.callback(crew.close)
         crew.start()
         for repeat in range(len(mine)):
-            for phase, moments in _support("fault_cases").PHASES.items():
+            for phase, moments in support("fault_cases").PHASES.items():
                 case = _strike(crew, fault, phase, moments[repeat % len(moments)])
                 say(
                     f"{fault}, {codec}, the victim {case.moment}: {case.committed} of {SURVIVORS} survivors committed, "
@@ -125,12 +115,12 @@ def _strike(crew: Any, fault: str, phase: str, moment: str) -> Any:
         if not case.is_reached:
             case.wrong.append("the victim never came to that moment")
     except (AssertionError, RuntimeError, TimeoutError) as error:  # no answer within twice the deadline, or a bug
-        case = _support("fault_cases").Case(fault, phase, moment, crew.codec, wrong=[repr(error)])
+        case = support("fault_cases").Case(fault, phase, moment, crew.codec, wrong=[repr(error)])
     return case
 
 
 def _meetings(rounds: int, seed: int) -> Iterator[Any]:
-    meetings, peers = _support("meetings"), _support("real_peers")
+    meetings, peers = support("meetings"), support("real_peers")
     with contextlib.ExitStack() as closing:
         if not rounds:
             return

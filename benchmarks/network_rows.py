@@ -10,19 +10,20 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from statistics import mean, median
+from threading import Event
 from typing import Any, Literal
 
 from benchmarks.star import StarCrew
 from benchmarks.stock_averaging import StockCrew
 from benchmarks.tables import Row
-from benchmarks.testbed import Loopback, TestBed
+from benchmarks.testbed import TestBed
 from benchmarks.wan import floors
 from benchmarks.wan.actor import Actor, close_all, finish_all
 from benchmarks.wan.default_run import account_of_default_run
 from benchmarks.wan.floors import MIB, Payload
 from benchmarks.wan.raw_tcp import all_to_all_seconds
 from benchmarks.wan.swarm_crew import CrewRound, SwarmCrew
-from benchmarks.wan.swarm_peer import CALL_SECONDS, encoded_bits, start_peer
+from benchmarks.wan.swarm_peer import CALL_SECONDS, encoded_bits
 from spes_p2p.config import CodecConfig
 
 MODEL = Payload(shared_mib=20, slot_mib=4, slots=16)
@@ -31,12 +32,12 @@ PEERS, MBIT, RTT_MS = 4, 100.0, 40.0
 MANY_PEERS, NARROW_MBIT = 16, 25.0
 SLOW_MBIT = 20.0
 JOINERS = 8
-LOOPBACK_SLOTS = 64
+TRAINING_SECONDS, HEAD_START_SECONDS = 20.0, 5.0
+"""Between rounds, in which peers would train, and at the end of that for newcomers."""
 MAX_OVER_FLOOR, MAX_OVER_STOCK = 1.45, 0.6
 MAX_SECONDS: dict[Literal["int8", "int4"], float] = {"int8": 2.5, "int4": 1.8}
 MAX_GROWTH, MAX_OVER_SLOW_FLOOR, MAX_DISTURBANCE = 1.35, 1.6, 0.05
-MIN_LOOPBACK_MIB, MAX_CORES = 150.0, 1.0
-OVERLAPPED_SLOTS, OVERLAPPED_ROUNDS, MAX_NOT_TRAINING = 8, 16, 0.05
+OVERLAPPED_SLOTS, MAX_NOT_TRAINING = 8, 0.05
 
 
 @dataclass
@@ -82,10 +83,19 @@ class Bench:
         return rounds, median(sent)
 
     def swarm_rounds(
-        self, name: str, bed: TestBed, peers: int, payload: Payload, **settings: Any
+        self,
+        name: str,
+        bed: TestBed,
+        peers: int,
+        payload: Payload,
+        *,
+        mbit: float | None = MBIT,
+        uplinks: dict[int, float] | None = None,
+        codecs: CodecConfig | None = None,
     ) -> tuple[list[CrewRound], float]:
-        """Let a crew of ours make its rounds."""
-        with SwarmCrew(bed, self.folder_of(name), peers, payload, **settings) as crew:
+        """Let a crew of ours make its rounds; each peer says that its link carries `mbit`, or what `uplinks` holds."""
+        told = (dict.fromkeys(range(peers), mbit) if mbit else {}) | (uplinks or {})
+        with SwarmCrew(bed, self.folder_of(name), peers, payload, codecs=codecs, uplinks=told) as crew:
             return self.repeat(name, bed, peers, crew.round)
 
 
@@ -101,6 +111,8 @@ def rounds(bench: Bench) -> Iterator[Row]:
         goal = f"{MAX_OVER_FLOOR} x floor of {floor:.2f} s"
         yield Row(f"round, {link}, fp32: averaging + exchange", _told(ours, floor), goal, is_reached)
         yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
+        silent, _ = bench.swarm_rounds("fp32, links not told", bed, PEERS, MODEL, mbit=None)
+        yield Row("- the same, of peers without `--uplink-mbit`", _told(silent, floor))
         raw = [all_to_all_seconds(bed, PEERS, least) for _ in range(bench.repeats)]
         bench.note("plain TCP", raw)
         yield Row("- plain TCP, the same bytes all to all", f"{_spread(raw)}; ours / it {seconds / median(raw):.2f}")
@@ -138,7 +150,7 @@ def scaling(bench: Bench) -> Iterator[Row]:
     seconds, least = {}, {}
     for peers in (PEERS, MANY_PEERS):
         with bench.bed(peers, NARROW_MBIT) as bed:
-            ours, _ = bench.swarm_rounds(f"{peers} peers", bed, peers, QUARTER)
+            ours, _ = bench.swarm_rounds(f"{peers} peers", bed, peers, QUARTER, mbit=NARROW_MBIT)
         seconds[peers], least[peers] = _seconds(ours), floors.round_seconds(QUARTER, peers, NARROW_MBIT)
         yield Row(f"round, {peers} peers, {NARROW_MBIT:g} Mbit/s, a quarter of the model", _told(ours, least[peers]))
         yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
@@ -151,40 +163,15 @@ def scaling(bench: Bench) -> Iterator[Row]:
 def slow_uplink(bench: Bench) -> Iterator[Row]:
     """Yield the round in which one peer sends a fifth of what the others do, and says so."""
     slow = {PEERS - 1: SLOW_MBIT}
-    uplinks = {peer: slow.get(peer, MBIT) for peer in range(PEERS)}
-    floor = floors.unequal_seconds(MODEL, list(uplinks.values()), MBIT)
+    floor = floors.unequal_seconds(MODEL, [slow.get(peer, MBIT) for peer in range(PEERS)], MBIT)
     with bench.bed(PEERS, uplinks=slow) as bed:
-        ours, _ = bench.swarm_rounds("slow uplink", bed, PEERS, MODEL, uplinks=uplinks)
+        ours, _ = bench.swarm_rounds("slow uplink", bed, PEERS, MODEL, uplinks=slow)
     yield Row(
         f"round, one of {PEERS} peers with {SLOW_MBIT:g} Mbit/s up, fp32",
         _told(ours, floor),
         f"{MAX_OVER_SLOW_FLOOR} x floor of {floor:.2f} s",
         _seconds(ours) <= MAX_OVER_SLOW_FLOOR * floor,
     )
-
-
-def loopback(bench: Bench) -> Iterator[Row]:
-    """Yield how fast the exchange moves versions where no link holds it back, and what that computes."""
-    peers: list[Actor] = []
-    names, size = range(LOOPBACK_SLOTS), LOOPBACK_SLOTS * MODEL.slot_mib
-    found = []
-    try:
-        peers.append(start_peer(Loopback(), 0, bench.folder_of("loopback"), MODEL).ready())
-        peer_id, addresses = peers[0].call("introduce", seconds=CALL_SECONDS)
-        peers.append(start_peer(Loopback(), 1, bench.folder_of("loopback"), MODEL, initial_peers=addresses).ready())
-        for number in range(1, bench.repeats + 2):
-            peers[0].call("publish_fresh", number, names, seconds=CALL_SECONDS)
-            before = sum(peer.cpu_seconds() for peer in peers)
-            wanted = [f"slot-{slot}" for slot in names]
-            seconds = peers[1].call("catch_up", wanted, [peer_id], number, seconds=CALL_SECONDS)
-            found.append((size / seconds, (sum(peer.cpu_seconds() for peer in peers) - before) / seconds))
-            bench.note("loopback, MiB/s and cores", found[-1])
-    finally:
-        close_all(peers)
-    rate, cores = (median(values) for values in zip(*found[1:], strict=True))
-    what = f"exchange on loopback, one peer pulls {size} MiB from another"
-    yield Row(what, f"{rate:.0f} MiB/s", f"{MIN_LOOPBACK_MIB:g} MiB/s", rate >= MIN_LOOPBACK_MIB)
-    yield Row("- cores, all processes of both", f"{cores:.2f}", f"under {MAX_CORES:g}", cores < MAX_CORES)
 
 
 def overlapped(bench: Bench) -> Iterator[Row]:
@@ -195,7 +182,6 @@ def overlapped(bench: Bench) -> Iterator[Row]:
             bench.folder_of("overlapped"),
             peers=PEERS,
             slots=OVERLAPPED_SLOTS,
-            rounds=OVERLAPPED_ROUNDS,
             settings=["--run.round.overlap=1"],
         )
     bench.note("overlapped", told)
@@ -212,7 +198,8 @@ def joiners(bench: Bench) -> Iterator[Row]:
     """Yield what newcomers who fetch everything at once do to the round of those who train."""
     with ExitStack() as closing:
         bed = closing.enter_context(bench.bed(PEERS + JOINERS))
-        crew = closing.enter_context(SwarmCrew(bed, bench.folder_of("joiners"), PEERS, MODEL))
+        links = dict.fromkeys(range(PEERS), MBIT)
+        crew = closing.enter_context(SwarmCrew(bed, bench.folder_of("joiners"), PEERS, MODEL, uplinks=links))
         newcomers: list[Actor] = []
         closing.callback(close_all, newcomers)
         newcomers += [crew.start_joiner(PEERS + number) for number in range(JOINERS)]
@@ -221,7 +208,7 @@ def joiners(bench: Bench) -> Iterator[Row]:
         crew.round()
         pairs = []
         for _ in range(bench.repeats):
-            pairs.append((crew.round(), *_disturbed_round(crew, newcomers)))
+            pairs.append((_round_after_training(crew), *_disturbed_round(crew, newcomers)))
             bench.note("quiet, disturbed, seconds of each joiner", [*map(asdict, pairs[-1][:2]), pairs[-1][2]])
     quiet, disturbed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     slower = median(after.seconds / before.seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
@@ -233,9 +220,17 @@ def joiners(bench: Bench) -> Iterator[Row]:
     yield Row("- the last joiner has everything after", f"{median(max(pair[2]) for pair in pairs):.1f} s")
 
 
+def _round_after_training(crew: SwarmCrew) -> CrewRound:
+    Event().wait(TRAINING_SECONDS)
+    return crew.round()
+
+
 def _disturbed_round(crew: SwarmCrew, newcomers: Sequence[Actor]) -> tuple[CrewRound, list[float]]:
+    """Let newcomers begin so long before the round that all are amid their downloads when it comes."""
+    Event().wait(TRAINING_SECONDS - HEAD_START_SECONDS)
     for newcomer in newcomers:
         newcomer.begin("catch_up", crew.names, crew.ids, crew.number)
+    Event().wait(HEAD_START_SECONDS)
     crew.begin_round()
     return crew.finish_round(), finish_all(newcomers, CALL_SECONDS)
 

@@ -9,7 +9,7 @@ from benchmarks.network_rows import Bench
 from benchmarks.peer import loss_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import read_yaml
-from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
+from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.planner import Setup, model_size, round_traffic, star_traffic
 
 SEVEN_B = Path("configs/spes_7b.yaml")
@@ -21,7 +21,8 @@ MAX_SHARE, MAX_WORSE = 1 / 7, 0.5
 def planned(bench: Bench) -> Iterator[Row]:
     """Yield the bytes of a round of the SPES paper's 7 B model, and what few bits cost a swarm's model."""
     run = RunConfig.model_validate(read_yaml(SEVEN_B, "config")["run"])
-    low_bits = run.model_copy(update={"codecs": CodecConfig(shared="int4", slots="int4")})
+    codecs = run.codecs.model_copy(update={"shared": "int4", "slots": "int4"})
+    low_bits = run.model_copy(update={"codecs": codecs})
     size = model_size(run.model, run.data.vocab_size)
     ours = round_traffic(size, SLOTS, PEERS, Setup.of(low_bits, MachineConfig(), None)).total
     star = star_traffic(size, SLOTS)

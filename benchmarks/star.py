@@ -19,7 +19,7 @@ import grpc
 import numpy as np
 
 from benchmarks.testbed import Place
-from benchmarks.wan.actor import Actor, call_all, close_all
+from benchmarks.wan.actor import Actor, Actors, call_all
 from benchmarks.wan.floors import Payload
 from spes_p2p.errors import ExchangeError
 
@@ -154,7 +154,7 @@ class StarPeer:
         self._channel.close()
 
 
-class StarCrew:
+class StarCrew(Actors):
     """A server and its peers.
 
     Args:
@@ -164,30 +164,22 @@ class StarCrew:
     """
 
     def __init__(self, place: Place, peers: int, payload: Payload) -> None:
+        super().__init__()
         self._place, self._payload, self._peers, self._number = place, payload, peers, 0
-        self._actors: list[Actor] = []
 
-    def __enter__(self) -> StarCrew:
+    def _start_all(self) -> None:
         address = self._place.address(self._peers)
-        try:
-            server = self._start("the server", self._peers, StarServer, address, self._payload, self._peers)
-            target = f"{address}:{server.ready().call('port', seconds=START_SECONDS)}"
-            for peer in range(self._peers):
-                self._start(f"star peer {peer}", peer, StarPeer, target, peer, self._payload, self._peers)
-            for actor in self.peers:
-                actor.ready()
-        except BaseException:
-            close_all(self._actors)
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        close_all(self._actors)
+        server = self._start("the server", self._peers, StarServer, address, self._payload, self._peers)
+        target = f"{address}:{server.ready().call('port', seconds=START_SECONDS)}"
+        for peer in range(self._peers):
+            self._start(f"star peer {peer}", peer, StarPeer, target, peer, self._payload, self._peers)
+        for actor in self.peers:
+            actor.ready()
 
     @property
     def peers(self) -> list[Actor]:
         """All but the server."""
-        return self._actors[1:]
+        return self.members[1:]
 
     def round(self) -> float:
         """Make a round; return its seconds, from the first upload's first byte to the last download's last."""
@@ -197,5 +189,5 @@ class StarCrew:
 
     def _start(self, name: str, peer: int, build: Any, *args: Any) -> Actor:
         actor = Actor(name, build, *args, start=functools.partial(self._place.run_in, peer))
-        self._actors.append(actor)
+        self.members.append(actor)
         return actor

@@ -14,7 +14,7 @@ import torch
 from hivemind.averaging.control import AveragingStage
 
 from benchmarks.testbed import Place
-from benchmarks.wan.actor import Actor, call_all, close_all
+from benchmarks.wan.actor import Actor, Actors, call_all
 from benchmarks.wan.floors import Payload
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.processes import BoundDHT
@@ -90,7 +90,7 @@ class StockPeer:
         self._dht.shutdown()
 
 
-class StockCrew:
+class StockCrew(Actors):
     """Peers that average everything.
 
     Args:
@@ -100,30 +100,23 @@ class StockCrew:
     """
 
     def __init__(self, place: Place, peers: int, payload: Payload) -> None:
+        super().__init__()
         self._place, self._payload, self._peers = place, payload, peers
-        self._actors: list[Actor] = []
 
-    def __enter__(self) -> StockCrew:
+    def _start_all(self) -> None:
         addresses: list[str] = []
-        try:
-            for peer in range(self._peers):
-                arguments = (self._place.address(peer), addresses, self._payload, self._peers)
-                start = functools.partial(self._place.run_in, peer)
-                self._actors.append(Actor(f"stock peer {peer}", StockPeer, *arguments, start=start).ready())
-                addresses = addresses or self._actors[0].call("addresses", seconds=30)
-        except BaseException:
-            close_all(self._actors)
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        close_all(self._actors)
+        for peer in range(self._peers):
+            arguments = (self._place.address(peer), addresses, self._payload, self._peers)
+            start = functools.partial(self._place.run_in, peer)
+            self.members.append(Actor(f"stock peer {peer}", StockPeer, *arguments, start=start))
+            self.members[-1].ready()
+            addresses = addresses or self.members[0].call("addresses", seconds=30)
 
     def round(self) -> float:
         """Make a round; return the seconds from the first group that stood to the last end, matchmaking apart."""
-        times = call_all(self._actors, "round", seconds=2 * ROUND_SECONDS)
+        times = call_all(self.members, "round", seconds=2 * ROUND_SECONDS)
         return max(ended for _, _, ended in times) - min(met_at for _, met_at, _ in times)
 
     def checksums(self) -> list[float]:
         """Return the mean of each peer's numbers."""
-        return call_all(self._actors, "checksum", seconds=ROUND_SECONDS)
+        return call_all(self.members, "checksum", seconds=ROUND_SECONDS)

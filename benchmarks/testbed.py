@@ -140,6 +140,10 @@ class TestBed:
         """End a cut."""
         self._tell(f"heal {peer}")
 
+    def hide(self, peer: int) -> None:
+        """Let nobody open a connection to a peer, as its home's router does; those that it opens itself work."""
+        self._tell(f"hide {peer}")
+
     def bytes(self) -> list[Traffic]:
         """Return what went through each peer's device since the bed was made."""
         return [self._traffic(peer) for peer in range(self.peers)]

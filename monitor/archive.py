@@ -15,10 +15,10 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.model.build import hf_config
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.loss import held_out_loss
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.swarm.versions import Version
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.whole_model import WholeModel
 

@@ -38,7 +38,7 @@ from spes_p2p.errors import ConfigError, ExchangeError, SpesError
 from spes_p2p.presentation import check_plotting
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.manifest import Manifest, fetch_manifest
+from spes_p2p.swarm.manifest import Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.node import Node
 
 log = logging.getLogger(__name__)
@@ -80,14 +80,15 @@ def _delete(names: Iterable[str], output: Path) -> None:
 
 def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
     node = Node(
-        Identity(output / IDENTITY_FILE), settings.run_id, initial_peers=settings.initial_peers, client_mode=True
+        Identity(output / IDENTITY_FILE), settings.run_name, initial_peers=settings.initial_peers, client_mode=True
     )
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
     try:
-        manifest, document = fetch_manifest(swarm)
+        manifest, document = fetch_manifest(swarm, settings.founder)
         tokenizer = tokenizer_from_bytes(document, output / VERSIONS_DIRECTORY / "tokenizer")
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
-        swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0)
+        guests = guest_list(swarm, manifest)
+        swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0, guests=guests)
 
         def save() -> None:
             archive.save(output / MODEL_DIRECTORY, tokenizer)

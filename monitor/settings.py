@@ -9,20 +9,18 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from spes_p2p.config import CommandConfig, PositiveFloat, PositiveInt, RunId
+from spes_p2p.config import CommandConfig, NamedRun, PositiveFloat, PositiveInt
 from spes_p2p.errors import ConfigError
 
 METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY = "metrics.jsonl", "report.html", "model"
 VERSIONS_DIRECTORY, IDENTITY_FILE = "versions", "identity.key"
 
 
-class MonitorConfig(CommandConfig):
+class MonitorConfig(CommandConfig, NamedRun):
     """One monitor's choices, as flags: `--run-id r --initial-peers ADDR --output runs/monitor`."""
 
     model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="run_monitor.py")
 
-    run_id: RunId
-    """Name of the run to watch."""
     initial_peers: Annotated[list[str], Field(min_length=1)]
     """Multiaddrs of peers in the swarm."""
     output: Path = Path("runs/monitor")

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Linters, types and tests, all of them, then the list of what failed.
+# Linters, types and tests, all but those marked `long`, then the list of what failed.
 # Arguments go to pytest and skip everything else: scripts/run_tests.sh tests/unit/optim -k merge
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."

@@ -18,7 +18,7 @@ from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.peer import ADDRESS_FILE
+from spes_p2p.joining import ADDRESS_FILE
 from spes_p2p.presentation import say
 from spes_p2p.training.output import check_output
 
@@ -165,6 +165,7 @@ class Experiment:
         arguments = [
             *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
             *("--threads", "1", "--device", "cpu", "--data-seed", str(index)),
+            "--alone",  # on one machine nobody is cut off: who does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
             *(["--resume"] if self._config.resume and output.exists() else []),
             *_flags(_chosen(self._config)),

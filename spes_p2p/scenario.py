@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from random import Random
 from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
@@ -15,14 +17,62 @@ PEER_ID: TypeAdapter[str] = TypeAdapter(PeerId)
 
 
 class Event(Frozen):
-    """A virtual peer comes or goes."""
+    """A virtual peer comes, goes, or stands still for a while."""
 
     peer: Annotated[int, Field(ge=0)]
     """Which, from 0."""
-    kind: Literal["join", "leave", "kill"]
-    """`leave` gives the slots back; a killed peer says nothing, and its records expire."""
+    kind: Literal["join", "leave", "kill", "pause"]
+    """`leave` gives the slots back; a killed peer says nothing, and its records expire. A paused one is as a process
+    that was stopped: it neither trains nor answers, and its records expire too if it takes longer than a lease; only
+    a synchronisation that overlaps with its training goes on."""
     round: Annotated[int, Field(ge=0)]
-    """Once this round is committed; a killed peer dies in the middle of the next one's training."""
+    """Once this round is committed; who is killed or paused is so in the middle of the next one's training."""
+    after_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Of `kill` and `pause`: at the end of the first batch that ends so long after that round, in virtual seconds."""
+    seconds: PositiveFloat | None = None
+    """Of `pause`: how long it lasts, in virtual seconds."""
+
+    @model_validator(mode="after")
+    def _check_seconds(self) -> Event:
+        if (self.kind == "pause") != (self.seconds is not None):
+            raise ValueError(
+                f"event {self.kind} of peer {self.peer} has seconds={self.seconds}; give them to pauses and to no other"
+            )
+        return self
+
+
+class Churn(Frozen):
+    """Newcomers replace peers all the time, one after the other; whom and when is drawn from the scenario's seed."""
+
+    present: Annotated[int, Field(ge=2)]
+    """Peers at a time. They are there from the start; the rest of `peers` are newcomers."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of them that is replaced in every `rounds` rounds: half of those are killed, half leave."""
+    rounds: PositiveInt = 10
+    """See `share`."""
+    within_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A killed peer dies so many virtual seconds after the round before at most."""
+
+    def num_newcomers(self, total: int) -> int:
+        """Return how many peers are replaced in a run of `total` rounds."""
+        return math.ceil(self.share * self.present * total / self.rounds)
+
+    def events(self, seed: int, total: int) -> list[Event]:
+        """Return who comes and goes in a run of `total` rounds; a newcomer comes when the one before it has gone."""
+        draw, number = Random(f"churn-{seed}"), self.num_newcomers(total)
+        kinds: list[Literal["kill", "leave"]] = [("kill", "leave")[index % 2] for index in range(number)]
+        draw.shuffle(kinds)
+        joined, events = dict.fromkeys(range(self.present), 0), list[Event]()
+        for index, kind in enumerate(kinds):
+            interval = self.rounds / (self.share * self.present)
+            round = min(1 + int((index + draw.random()) * interval), total - 2)
+            peer = draw.choice([peer for peer, since in joined.items() if since < round])
+            seconds = draw.uniform(0.0, self.within_seconds) if kind == "kill" else 0.0
+            newcomer, join = self.present + index, round + (kind == "kill")
+            events.append(Event(peer=peer, kind=kind, round=round, after_seconds=seconds))
+            events.append(Event(peer=newcomer, kind="join", round=join))
+            joined = {**{other: since for other, since in joined.items() if other != peer}, newcomer: join}
+        return events
 
 
 class Scenario(Frozen):
@@ -49,7 +99,9 @@ class Scenario(Frozen):
     run_id: RunId = "simulation"
     """Seeds the lots by which slots are allocated."""
     events: list[Event] = []
-    """Who comes and goes; whoever has no `join` is there from the start."""
+    """What befalls whom; whoever has no `join` is there from the start."""
+    churn: Churn | None = None
+    """Draws `events` instead of listing them."""
     attacks: list[Attack] = []
     """Who cheats."""
     evaluate_rounds: PositiveInt = 1
@@ -95,11 +147,28 @@ class Scenario(Frozen):
         return self
 
     @model_validator(mode="after")
+    def _check_churn(self) -> Scenario:
+        if self.churn is None:
+            return self
+        if self.events or self.run.round.total < 3:
+            raise ValueError(
+                f"churn draws the events of a run of 3 rounds or more, and there are {len(self.events)} events beside "
+                f"it and {self.run.round.total} rounds; leave out one of the two"
+            )
+        needed = self.churn.present + self.churn.num_newcomers(self.run.round.total)
+        if self.peers != needed:
+            raise ValueError(
+                f"churn of {self.churn.present} peers over {self.run.round.total} rounds takes {needed} peers, "
+                f"newcomers included, and peers={self.peers}; set it to {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_events(self) -> Scenario:
         for peer in [*(event.peer for event in self.events), *(attack.peer for attack in self.attacks)]:
             if peer >= self.peers:
                 raise ValueError(f"peer {peer} is not one of peers={self.peers}; number them from 0")
-        for event in self.events:
+        for event in self.schedule:
             first = 0 if event.kind == "join" else 1
             if not first <= event.round < self.run.round.total:
                 raise ValueError(
@@ -108,8 +177,8 @@ class Scenario(Frozen):
                 )
         for peer in range(self.peers):
             joins, ends = (
-                [event.round for event in self.events if event.peer == peer and (event.kind == "join") is joining]
-                for joining in (True, False)
+                [event.round for event in self.schedule if event.peer == peer and event.kind in kinds]
+                for kinds in (("join",), ("leave", "kill"))
             )
             if len(joins) > 1 or len(ends) > 1 or (joins and ends and ends[0] <= joins[0]):
                 raise ValueError(
@@ -132,10 +201,20 @@ class Scenario(Frozen):
         return self
 
     @property
+    def schedule(self) -> list[Event]:
+        """What befalls whom, listed or drawn."""
+        return self.events if self.churn is None else self.churn.events(self.seed, self.run.round.total)
+
+    @property
     def founders(self) -> list[int]:
         """Peers that are there from the start."""
         return [peer for peer in range(self.peers) if self.event_round(peer, "join") is None]
 
+    def strikes(self, peer: int) -> list[Event]:
+        """Return a peer's pauses and its death, by round."""
+        own = [event for event in self.schedule if event.peer == peer and event.kind in ("kill", "pause")]
+        return sorted(own, key=lambda event: event.round)
+
     def event_round(self, peer: int, kind: str) -> int | None:
         """Return the first round of a peer's events of a kind; None if it has none."""
-        return min((event.round for event in self.events if event.peer == peer and event.kind == kind), default=None)
+        return min((event.round for event in self.schedule if event.peer == peer and event.kind == kind), default=None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.swarm.virtual_clock import VirtualClock
 from spes_p2p.training.assembly import build_initial
+from spes_p2p.training.holdings import is_bundle
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.virtual_peer import Leaves, VirtualPeer
 from spes_p2p.training.whole_model import WholeModel
@@ -69,6 +70,9 @@ class SimulationResult:
         reports: Of each peer, by its index: one for every round it took part in, none if it came too late for any.
         digests: By round, and by name of the version: `shared` and every slot, as the first peer to finish the round
             had them.
+        left_out: By round, the peers that the others' majority wanted in none of its groups.
+        accused: By round, the peers of which some honest one held something against what they did in it.
+        begun_rounds: Times that each peer began to train a round, whatever came of it.
         slots: Held in the end, by peer.
         bytes_in: Payload received, by peer: pulls, and its share of an all-reduce.
         bytes_out: Payload sent, by peer.
@@ -79,6 +83,9 @@ class SimulationResult:
     evaluations: Sequence[Evaluation]
     reports: Sequence[Sequence[Metrics]]
     digests: Mapping[int, Mapping[str, str]]
+    left_out: Mapping[int, Sequence[int]]
+    accused: Mapping[int, Sequence[int]]
+    begun_rounds: Sequence[int]
     slots: Sequence[tuple[int, ...]]
     bytes_in: Sequence[int]
     bytes_out: Sequence[int]
@@ -125,6 +132,7 @@ class _Simulation:
         self._hub = MemoryHub(scenario.run_id, rounds.matchmaking_seconds, rounds.lease_seconds, self._clock)
         self._peers: dict[int, VirtualPeer] = {}
         self._present = set(scenario.founders)
+        self._strikes = [scenario.strikes(peer) for peer in range(scenario.peers)]
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[str, Tensor] = {}
         self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device)
@@ -141,6 +149,8 @@ class _Simulation:
         self._round, self._ended_at = 0, self._clock.now()
         self._evaluations: list[Evaluation] = []
         self._digests: dict[int, dict[str, str]] = {}
+        self._attackers = {attack.peer for attack in scenario.attacks}
+        self._left_out: dict[int, list[int]] = {}
 
     def run(self, began: float) -> SimulationResult:
         """Run to the end; `began` is when that was asked for, in real seconds."""
@@ -149,11 +159,15 @@ class _Simulation:
         if self._round and not self._is_evaluated:
             self._evaluate()
         traffic = [swarm.traffic() for swarm in self._swarms]
+        peers = [self._peers.get(peer) for peer in range(self._scenario.peers)]
         return SimulationResult(
             evaluations=self._evaluations,
-            reports=[self._peers[peer].reports if peer in self._peers else [] for peer in range(self._scenario.peers)],
+            reports=[peer.reports if peer else [] for peer in peers],
             digests=self._digests,
-            slots=[self._peers[peer].slots if peer in self._peers else () for peer in range(self._scenario.peers)],
+            left_out=self._left_out,
+            accused=self._accused(),
+            begun_rounds=[peer.rounds.begun_rounds if peer else 0 for peer in peers],
+            slots=[peer.slots if peer else () for peer in peers],
             bytes_in=[received for received, _ in traffic],
             bytes_out=[sent for _, sent in traffic],
             virtual_seconds=self._ended_at - started_at,
@@ -207,17 +221,19 @@ class _Simulation:
 
     def _on_round(self, index: int, report: Metrics) -> None:
         """Take note of a round that a peer has finished, and let the peer go if its time has come."""
-        join, leave, kill = (self._scenario.event_round(index, kind) for kind in ("join", "leave", "kill"))
+        join, leave = (self._scenario.event_round(index, kind) for kind in ("join", "leave"))
         if join is not None and report.round <= join:
             raise SimulationError(
                 f"peer {index} joined after round {join} when nobody was left to give it the model, and began anew; "
                 f"let somebody stay longer, or let it join earlier"
             )
-        if report.round > self._round:
+        if report.round > self._round and index not in self._attackers:
             self._conclude(index, report.round)
         if leave is not None and report.round >= leave:
             raise Leaves
-        self._peers[index].is_doomed = kill is not None and report.round >= kill
+        while self._strikes[index] and report.round >= self._strikes[index][0].round:
+            event = self._strikes[index].pop(0)
+            self._peers[index].strike(event.after_seconds, event.seconds or math.inf)
 
     # ------------------------------------------------------------------ rounds
 
@@ -225,11 +241,20 @@ class _Simulation:
         """Look at the swarm's model as the first peer to finish a round has it: its own versions and all others'."""
         self._round, self._ended_at = round, self._clock.now()
         swarm, total = self._swarms[index], self._run.round.total
-        self._digests[round] = {name: version.digest for name, version in swarm.versions().items()}
+        self._digests[round] = {n: version.digest for n, version in swarm.versions().items() if is_bundle(n)}
+        self._left_out[round] = self._indices(self._peers[index].sync.holdings.distrusted)
         self._model.load(swarm)  # in every round: any may turn out to be the last, and then nobody has it any more
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
             self._evaluate()
         self._clock.notify_all()
+
+    def _indices(self, peer_ids: Collection[str]) -> list[int]:
+        return [index for index, swarm in enumerate(self._swarms) if swarm.peer_id in peer_ids]
+
+    def _accused(self) -> dict[int, list[int]]:
+        honest = [swarm for index, swarm in enumerate(self._swarms) if index not in self._attackers]
+        seen = {accusation for swarm in honest for accusation in swarm.accused}
+        return {round + 1: self._indices({p for r, p in seen if r == round}) for round in sorted({r for r, _ in seen})}
 
     def _evaluate(self) -> None:
         """Measure the model of the last round."""

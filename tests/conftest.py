@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import secrets
+import signal
 
 # Before anything imports torch or transformers, which read these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A shell starts what runs in its background with Ctrl-C ignored, and all that starts from there inherits it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from hypothesis import settings

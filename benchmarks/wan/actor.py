@@ -6,16 +6,17 @@ import contextlib
 import multiprocessing
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkProcess
-from typing import Any
+from typing import Any, Self
 
 import psutil
-from hivemind.utils.mpfuture import MPFuture
 
 from benchmarks.testbed import start_process
 from spes_p2p.errors import SpesError
+from spes_p2p.swarm.processes import forget_inherited_futures
 
 Start = Callable[..., ForkProcess]
 """Runs a function with its arguments in a process: `start_process`, or `TestBed.run_in` with the peer filled in."""
@@ -108,6 +109,32 @@ class Actor:
             return []
 
 
+class Actors(ABC):
+    """Actors that live as long as a context, which leaves no process behind, not even where one of them fails to start.
+
+    Attributes:
+        members: Those started so far.
+    """
+
+    def __init__(self) -> None:
+        self.members: list[Actor] = []
+
+    def __enter__(self) -> Self:
+        try:
+            self._start_all()
+        except BaseException:
+            close_all(self.members)
+            raise
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        close_all(self.members)
+
+    @abstractmethod
+    def _start_all(self) -> None:
+        """Start the members and wait until they are ready."""
+
+
 def finish_all(actors: Sequence[Actor], seconds: float) -> list[Any]:
     """Return the results of the calls under way; `seconds` is for all of them together."""
     deadline = time.monotonic() + seconds
@@ -131,7 +158,7 @@ def close_all(actors: Sequence[Actor]) -> None:
 
 
 def _serve(pipe: Connection, build: Callable[..., Any], args: Sequence[Any]) -> None:
-    MPFuture.reset_backend()  # its locks are inherited too: peers would wait for each other, and for the dead
+    forget_inherited_futures()
     try:
         made = build(*args)
     except Exception as error:  # noqa: BLE001 - the parent decides what to make of it

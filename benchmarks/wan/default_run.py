@@ -16,27 +16,24 @@ from benchmarks.testbed import TestBed
 from monitor.journal import replay
 from monitor.settings import METRICS_FILE
 from spes_p2p.errors import SpesError
-from spes_p2p.peer import ADDRESS_FILE
+from spes_p2p.joining import ADDRESS_FILE
 from spes_p2p.swarm.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "default"
 CONFIG = "configs/local_experiment.yaml"
-START_SECONDS, ROUND_SECONDS = 240.0, 60.0
+START_SECONDS, RUN_SECONDS = 240.0, 3600.0
 POLL_SECONDS = 0.5
 
 
-def account_of_default_run(
-    bed: TestBed, folder: Path, *, peers: int, slots: int, rounds: int, settings: Sequence[str]
-) -> Account:
-    """Run the default experiment's settings for some rounds, each peer in its namespace; return its account.
+def account_of_default_run(bed: TestBed, folder: Path, *, peers: int, slots: int, settings: Sequence[str]) -> Account:
+    """Make the default experiment's run, each peer in its namespace; return its account.
 
     Args:
         bed: With one namespace more than there are peers, for the monitor.
         folder: For outputs and logs.
         peers: Number of peers.
         slots: Of each.
-        rounds: Of the run; learning rates are those of a run so long.
         settings: Flags of the run, for its founder.
 
     Raises:
@@ -44,7 +41,7 @@ def account_of_default_run(
     """
     processes: list[ForkProcess] = []
     try:
-        founding = ["--config", CONFIG, f"--run.round.total={rounds}", f"--run.round.min-peers={peers}", *settings]
+        founding = ["--config", CONFIG, f"--run.round.min-peers={peers}", *settings]
         processes.append(_start_peer(bed, folder, 0, slots, founding))
         address = folder / "peer-0" / ADDRESS_FILE
         _wait(address.exists, processes, START_SECONDS, folder)
@@ -53,8 +50,7 @@ def account_of_default_run(
         watching = ["--output", str(folder / "monitor"), "--held-out-sequences", "0", "--console", "none"]
         arguments = ["--run-id", RUN_ID, *joining, *watching]
         processes.append(_start(bed, folder, "monitor", peers, "monitor/run_monitor.py", arguments))
-        seconds = START_SECONDS + rounds * ROUND_SECONDS
-        _wait(lambda: not any(process.is_alive() for process in processes), processes, seconds, folder)
+        _wait(lambda: not any(process.is_alive() for process in processes), processes, RUN_SECONDS, folder)
     finally:
         for process in processes:
             process.terminate()

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.testbed import Place
-from benchmarks.wan.actor import Actor, call_all, close_all, finish_all
+from benchmarks.wan.actor import Actor, Actors, call_all, finish_all
 from benchmarks.wan.floors import Payload
 from benchmarks.wan.swarm_peer import CALL_SECONDS, PeerRound, start_peer
 from spes_p2p.config import CodecConfig
@@ -32,7 +32,7 @@ class CrewRound:
     cpu_seconds: float
 
 
-class SwarmCrew:
+class SwarmCrew(Actors):
     """Peers that hold all slots between them, one holder each.
 
     Args:
@@ -54,30 +54,22 @@ class SwarmCrew:
         codecs: CodecConfig | None = None,
         uplinks: dict[int, float] | None = None,
     ) -> None:
+        super().__init__()
         self._place, self._folder, self._peers, self._payload = place, folder, peers, payload
         self._codecs, self._uplinks = codecs, uplinks or {}
         self._number, self._cpu_before = 0, 0.0
         self._addresses: list[str] = []
         self._ids: list[str] = []
-        self.members: list[Actor] = []
 
-    def __enter__(self) -> SwarmCrew:
-        try:
-            for peer in range(self._peers):
-                self.members.append(self._start(peer))
-                if peer == 0:
-                    _, self._addresses = self.members[0].ready().call("introduce", seconds=INTRODUCTION_SECONDS)
-            for member in self.members[1:]:
-                member.ready()
-            answers = call_all(self.members, "introduce", seconds=INTRODUCTION_SECONDS)
-            self._ids = [peer_id for peer_id, _ in answers]
-        except BaseException:
-            close_all(self.members)
-            raise
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        close_all(self.members)
+    def _start_all(self) -> None:
+        for peer in range(self._peers):
+            self.members.append(self._start(peer))
+            if peer == 0:
+                _, self._addresses = self.members[0].ready().call("introduce", seconds=INTRODUCTION_SECONDS)
+        for member in self.members[1:]:
+            member.ready()
+        answers = call_all(self.members, "introduce", seconds=INTRODUCTION_SECONDS)
+        self._ids = [peer_id for peer_id, _ in answers]
 
     def _start(self, peer: int) -> Actor:
         return start_peer(

@@ -9,7 +9,8 @@
  * flow, which spares most of the CPU; not to be used with losses, which would then hit 64 KiB at once.
  *
  * Says "ready" on standard output. Then reads lines from standard input: "cut N" loses everything from and to N, "heal
- * N" ends that; the end of input ends the program.
+ * N" ends that; "hide N" puts N behind a router that lets nobody in: TCP connections to it are not opened, only from it.
+ * The end of input ends the program.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -35,7 +36,7 @@
 #define HEADER ((int)sizeof(struct virtio_net_hdr))
 
 typedef struct {
-    int fd, is_cut;
+    int fd, is_cut, is_hidden;
     double up_ns_per_byte, down_ns_per_byte, rtt_ns, loss;
     int64_t up_free_at, down_free_at; /* when all that is queued will have passed */
 } Link;
@@ -101,6 +102,13 @@ static int64_t pass(int64_t *free_at, int64_t at, double ns_per_byte, int num_by
     return *free_at = begins + (int64_t)(num_bytes * ns_per_byte);
 }
 
+/* Whether a packet would open a connection, as a router's firewall sees it; all that is not TCP would. */
+static int is_opening(const unsigned char *ip, int num_bytes) {
+    int header = (ip[0] & 15) * 4;
+    if (ip[9] != 6 || num_bytes < header + 14) return 1;
+    return (ip[header + 13] & 0x12) == 0x02; /* SYN without ACK */
+}
+
 /* Reads what a peer sends and puts it on the wire. */
 static void read_from(int i, int64_t queue_ns) {
     static unsigned char bytes[MAX_PACKET];
@@ -112,6 +120,7 @@ static void read_from(int i, int64_t queue_ns) {
         if (num_bytes < 20 || ip[0] >> 4 != 4 || ip[16] != 10 || ip[17] != 77 || ip[18] != 0) continue;
         int to = ip[19] - 1;
         if (to < 0 || to >= num_links || to == i || link->is_cut || links[to].is_cut) continue;
+        if (links[to].is_hidden && is_opening(ip, num_bytes)) continue;
         int64_t sent_at = pass(&link->up_free_at, now_ns(), link->up_ns_per_byte, num_bytes, queue_ns);
         if (sent_at < 0 || (link->loss > 0 && drand48() < link->loss)) continue;
         Packet packet = {sent_at + (int64_t)((link->rtt_ns + links[to].rtt_ns) / 4), 0, i, to, size, 0, malloc(size)};
@@ -162,6 +171,7 @@ static int obey(void) {
     if (!fgets(line, sizeof line, stdin)) return 0;
     if (sscanf(line, "cut %d", &i) == 1 && i >= 0 && i < num_links) links[i].is_cut = 1;
     else if (sscanf(line, "heal %d", &i) == 1 && i >= 0 && i < num_links) links[i].is_cut = 0;
+    else if (sscanf(line, "hide %d", &i) == 1 && i >= 0 && i < num_links) links[i].is_hidden = 1;
     else fprintf(stderr, "wanemu: cannot do %s", line);
     return 1;
 }

@@ -10,10 +10,11 @@ from spes_p2p.codecs.format import (
     Segment,
     codec_named,
     format_of,
+    joined,
 )
 from spes_p2p.codecs.int8 import INT8_BLOCK, dequantise_int8, int8_blocks, quantise_int8
 from spes_p2p.codecs.layout import Layout, Shape
-from spes_p2p.codecs.vectors import digest, from_bytes, to_bytes
+from spes_p2p.codecs.vectors import digest, digest_of_file, from_bytes, to_bytes
 from spes_p2p.codecs.wire import Codec
 
 __all__ = [
@@ -31,10 +32,12 @@ __all__ = [
     "codec_named",
     "dequantise_int8",
     "digest",
+    "digest_of_file",
     "encode_with_error",
     "format_of",
     "from_bytes",
     "int8_blocks",
+    "joined",
     "quantise_int8",
     "to_bytes",
 ]

@@ -49,13 +49,13 @@ class Feedback:
         flat_N = checked(flat_N, format.numel)
         data = torch.empty(format.num_bytes, dtype=torch.uint8)
         error_N = torch.empty(numel)
-        for part in format.parts:
+        for part in format.joined_parts:
             here, bytes_here = slice(part.start, part.stop), data[part.byte_start : part.byte_stop]
             if part.start < numel:
                 kept_part_N = None if kept_N is None else kept_N[here]
                 _encode_with_error(part, flat_N[here], kept_part_N, bytes_here, error_N[here])
             else:
-                part.codec.encode(flat_N[here], bytes_here)
+                part.encode(flat_N[here], bytes_here)
         return data, None if is_exact else error_N
 
     def keep(self, name: str, error_N: Tensor | None) -> None:
@@ -64,6 +64,10 @@ class Feedback:
             self.forget(name)
         else:
             self._errors[name] = error_N
+
+    def kept(self) -> dict[str, Tensor]:
+        """Returns what is kept, by name; nobody changes these tensors, new ones replace them."""
+        return dict(self._errors)
 
     def forget(self, name: str) -> None:
         """Drops a name's error, if there is one."""
@@ -79,8 +83,8 @@ def encode_with_error(part: Part, flat_part_N: Tensor, error_part_N: Tensor | No
     Raises:
         ValueError: another length, or a value cannot be encoded.
     """
-    flat_part_N = checked(flat_part_N, part.stop - part.start)
-    data = torch.empty(part.byte_stop - part.byte_start, dtype=torch.uint8)
+    flat_part_N = checked(flat_part_N, part.numel)
+    data = torch.empty(part.num_bytes, dtype=torch.uint8)
     new_error_N = torch.empty_like(flat_part_N)
     _encode_with_error(part, flat_part_N, error_part_N, data, new_error_N)
     return data, new_error_N
@@ -89,6 +93,6 @@ def encode_with_error(part: Part, flat_part_N: Tensor, error_part_N: Tensor | No
 def _encode_with_error(part: Part, flat_N: Tensor, kept_N: Tensor | None, data: Tensor, error_N: Tensor) -> None:
     """Writes a part's bytes to `data`, and to `error_N` what they leave over."""
     wanted_N = flat_N if kept_N is None else flat_N + kept_N
-    part.codec.encode(wanted_N, data)
-    part.codec.decode(data, error_N)
+    part.encode(wanted_N, data)
+    part.decode(data, error_N)
     torch.sub(wanted_N, error_N, out=error_N)

@@ -5,8 +5,8 @@ Shape legend: N elements of the vector.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -60,13 +60,57 @@ class Segment:
 
 @dataclass(frozen=True)
 class Part:
-    """What one message carries: elements `start` to `stop` of the vector, bytes `byte_start` to `byte_stop`."""
+    """What is encoded by itself: elements `start` to `stop` of the vector, bytes `byte_start` to `byte_stop`.
+
+    Attributes:
+        codec: How.
+        segment: Number of the segment to which it belongs.
+        rows: How many equal parts it stands for; see `joined`.
+    """
 
     start: int
     stop: int
     byte_start: int
     byte_stop: int
     codec: Codec
+    segment: int
+    rows: int = 1
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.stop - self.start
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes when encoded."""
+        return self.byte_stop - self.byte_start
+
+    def encode(self, flat_part_N: Tensor, out: Tensor) -> None:
+        """Writes its bytes to `out`, uint8 [num_bytes]; raises what its codec does."""
+        self.codec.encode(flat_part_N, out, self.rows)
+
+    def decode(self, data: Tensor, out_part_N: Tensor) -> None:
+        """Writes the values of its bytes to `out_part_N`; raises what its codec does."""
+        self.codec.decode(data, out_part_N, self.rows)
+
+    def with_next(self, part: Part) -> Part | None:
+        """Returns this and the next part as one; None where they differ, or would be too many."""
+        is_alike = (part.codec, part.segment, part.numel * self.rows) == (self.codec, self.segment, self.numel)
+        if part.start != self.stop or not is_alike or self.numel + part.numel > PART_NUMEL:
+            return None
+        return replace(self, stop=part.stop, byte_stop=part.byte_stop, rows=self.rows + 1)
+
+
+def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Returns parts with equal neighbours joined, as many as fit a processor's cache: the same bytes by fewer calls."""
+    runs: list[Part] = []
+    for part in parts:
+        if runs and (longer := runs[-1].with_next(part)):
+            runs[-1] = longer
+        else:
+            runs.append(part)
+    return tuple(runs)
 
 
 class Format:
@@ -74,6 +118,10 @@ class Format:
 
     Args:
         segments: In the order in which they lie in the vector.
+
+    Attributes:
+        parts: What the vector is cut into, in order.
+        joined_parts: The same parts, those that are alike together.
 
     Raises:
         ConfigError: an unknown codec, or one that a segment of second moments cannot have.
@@ -83,14 +131,14 @@ class Format:
         self.segments = tuple(segments)
         parts: list[Part] = []
         start = byte_start = 0
-        for segment in self.segments:
+        for number, segment in enumerate(self.segments):
             codec, end = codec_named(segment.codec, segment.non_negative), start + segment.numel
             while start < end:
                 stop = min(start + part_numel(segment.numel), end)
                 byte_stop = byte_start + codec.num_bytes(stop - start)
-                parts.append(Part(start, stop, byte_start, byte_stop, codec))
+                parts.append(Part(start, stop, byte_start, byte_stop, codec, number))
                 start, byte_start = stop, byte_stop
-        self.parts = tuple(parts)
+        self.parts, self.joined_parts = tuple(parts), joined(parts)
         self.numel, self.num_bytes = start, byte_start
         self.is_exact = all(segment.codec == "fp32" for segment in self.segments)
 
@@ -102,8 +150,8 @@ class Format:
         """
         flat_N = checked(flat_N, self.numel)
         data = torch.empty(self.num_bytes, dtype=torch.uint8) if out is None else out
-        for part in self.parts:
-            part.codec.encode(flat_N[part.start : part.stop], data[part.byte_start : part.byte_stop])
+        for part in self.joined_parts:
+            part.encode(flat_N[part.start : part.stop], data[part.byte_start : part.byte_stop])
         return data
 
     def decode(self, data: Tensor | bytes | memoryview, out: Tensor | None = None) -> Tensor:
@@ -114,22 +162,22 @@ class Format:
         """
         payload = _payload(data, self.num_bytes)
         flat_N = torch.empty(self.numel) if out is None else out
-        for part in self.parts:
+        for part in self.joined_parts:
             encoded = _as_tensor(payload[part.byte_start : part.byte_stop])
-            part.codec.decode(encoded, flat_N[part.start : part.stop])
+            part.decode(encoded, flat_N[part.start : part.stop])
         return flat_N
 
     def encode_part(self, part: Part, flat_part_N: Tensor) -> Tensor:
         """Returns the bytes of one part's values; raises what `encode` does."""
-        data = torch.empty(part.byte_stop - part.byte_start, dtype=torch.uint8)
-        part.codec.encode(checked(flat_part_N, part.stop - part.start), data)
+        data = torch.empty(part.num_bytes, dtype=torch.uint8)
+        part.encode(checked(flat_part_N, part.numel), data)
         return data
 
     def decode_part(self, part: Part, data: Tensor | bytes | memoryview) -> Tensor:
         """Returns the fp32 values of one part's bytes; raises what `decode` does."""
-        payload = _payload(data, part.byte_stop - part.byte_start)
-        flat_part_N = torch.empty(part.stop - part.start)
-        part.codec.decode(_as_tensor(payload), flat_part_N)
+        payload = _payload(data, part.num_bytes)
+        flat_part_N = torch.empty(part.numel)
+        part.decode(_as_tensor(payload), flat_part_N)
         return flat_part_N
 
 

@@ -3,7 +3,7 @@
 Both are contractions: what rounding leaves over has a smaller norm than the block that was rounded, whatever lies in
 it, so fed back it stays bounded (https://arxiv.org/abs/1901.09847).
 
-Shape legend: B blocks of W elements, P bytes of packed codes.
+Shape legend: R rows, B blocks of W elements, P bytes of packed codes.
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ class Int4(BlockCodec):
     LARGEST_SCALE = 2.0**125 - 2.0**117
     """The largest bf16 of which -8 times is finite."""
 
-    def encode_blocks(self, flat_BW: Tensor, codes_P: Tensor, padding: int) -> Tensor:
-        most_B1, least_B1 = flat_BW.amax(dim=1, keepdim=True), flat_BW.amin(dim=1, keepdim=True)
-        extreme_B1 = most_B1.where(most_B1 >= -least_B1, least_B1)
-        if not bool(extreme_B1.isfinite().all()):
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+        most_RB1, least_RB1 = flat_RBW.amax(dim=-1, keepdim=True), flat_RBW.amin(dim=-1, keepdim=True)
+        extreme_RB1 = most_RB1.where(most_RB1 >= -least_RB1, least_RB1)
+        if not bool(extreme_RB1.isfinite().all()):
             raise self.refusal()
-        scale_B1 = extreme_B1.div_(-8).clamp_(-self.LARGEST_SCALE, self.LARGEST_SCALE)
-        scale_B1 = scale_B1.masked_fill_(scale_B1.abs() < SMALLEST_SCALE, 0.0).to(torch.bfloat16)
-        steps_BW = torch.div(flat_BW, divisors(scale_B1.float())).round_().clamp_(max=7)
-        first_P, second_P = steps_BW.to(torch.int8).view(2, -1)
-        torch.bitwise_or(first_P.bitwise_and_(15), second_P.bitwise_left_shift_(4), out=codes_P.view(torch.int8))
-        return scale_B1.view(torch.int16)
+        scale_RB1 = extreme_RB1.div_(-8).clamp_(-self.LARGEST_SCALE, self.LARGEST_SCALE)
+        scale_RB1 = scale_RB1.masked_fill_(scale_RB1.abs() < SMALLEST_SCALE, 0.0).to(torch.bfloat16)
+        steps_RBW = torch.div(flat_RBW, divisors(scale_RB1.float())).round_().clamp_(max=7)
+        first_RP, second_RP = steps_RBW.to(torch.int8).view(len(flat_RBW), 2, -1).unbind(1)
+        codes_RP.view(torch.int8).copy_(first_RP.bitwise_and_(15).bitwise_or_(second_RP.bitwise_left_shift_(4)))
+        return scale_RB1.view(torch.int16)
 
-    def decode_blocks(self, scale_bits: Tensor, codes_P: Tensor, out_BW: Tensor) -> None:
-        scale_B1 = scale_bits.view(torch.bfloat16).float()
-        check_scales(scale_B1.abs(), self.LARGEST_SCALE)
-        signed_P, (first_P, second_P) = codes_P.view(torch.int8), out_BW.view(2, -1)
+    def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
+        scale_RB1 = scale_bits.view(torch.bfloat16).float()
+        check_scales(scale_RB1.abs(), self.LARGEST_SCALE)
+        signed_RP = codes_RP.view(torch.int8)
+        first_RP, second_RP = out_RBW.view(len(out_RBW), 2, -1).unbind(1)
         # shifted to the right, the four bits keep their sign
-        first_P.copy_(signed_P.bitwise_left_shift(4).bitwise_right_shift_(4))
-        second_P.copy_(signed_P.bitwise_right_shift(4))
-        out_BW.mul_(scale_B1)
+        first_RP.copy_(signed_RP.bitwise_left_shift(4).bitwise_right_shift_(4))
+        second_RP.copy_(signed_RP.bitwise_right_shift(4))
+        out_RBW.mul_(scale_RB1)
 
 
 class Int2(BlockCodec):
@@ -68,7 +69,15 @@ class Int2(BlockCodec):
     LARGEST_SCALE = 2.0**128 - 2.0**119
     """The largest number of nine bits."""
 
-    def encode_blocks(self, flat_BW: Tensor, codes_P: Tensor, padding: int) -> Tensor:
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+        rows = zip(flat_RBW, codes_RP, strict=True)
+        return torch.stack([self._encode_row(flat_BW, codes_P, padding) for flat_BW, codes_P in rows])
+
+    def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
+        for row in zip(scale_bits, codes_RP, out_RBW, strict=True):
+            self._decode_row(*row)
+
+    def _encode_row(self, flat_BW: Tensor, codes_P: Tensor, padding: int) -> Tensor:
         # a block is a column: additions go over whole rows. A W-th of the values, so that no sum overflows.
         flat_WB = flat_BW.t().contiguous()
         size_WB = flat_WB.abs().mul_(1 / self.block)
@@ -93,7 +102,7 @@ class Int2(BlockCodec):
             packed_P.bitwise_or_(codes_4P[quarter].bitwise_left_shift_(2 * quarter))
         return to_scale_bits(levels_2B.mul_(self.block).clamp_(max=self.LARGEST_SCALE).t())
 
-    def decode_blocks(self, scale_bits: Tensor, codes_P: Tensor, out_BW: Tensor) -> None:
+    def _decode_row(self, scale_bits: Tensor, codes_P: Tensor, out_BW: Tensor) -> None:
         levels_B2 = from_scale_bits(scale_bits)
         check_scales(levels_B2, self.LARGEST_SCALE)
         low_B, high_B = levels_B2.t().contiguous()

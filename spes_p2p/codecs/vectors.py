@@ -6,6 +6,7 @@ Shape legend: N elements of a bundle.
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +16,11 @@ from spes_p2p.errors import ExchangeError
 
 
 def to_bytes(flat_N: Tensor) -> memoryview:
-    """Return a contiguous fp32 CPU vector as little-endian bytes, without a copy."""
-    assert flat_N.dtype == torch.float32 and flat_N.is_contiguous() and flat_N.device.type == "cpu"
+    """Return a contiguous fp32, or uint8, CPU vector as little-endian bytes, without a copy."""
+    assert flat_N.is_contiguous() and flat_N.device.type == "cpu"
+    if flat_N.dtype == torch.uint8:
+        return flat_N.numpy().data
+    assert flat_N.dtype == torch.float32
     return flat_N.detach().numpy().astype("<f4", copy=False).data.cast("B")
 
 
@@ -34,8 +38,14 @@ def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:
     return flat_N
 
 
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hex; it is read piece by piece."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
 def digest(data: bytes | memoryview | Tensor) -> str:
     """Return the SHA-256 of bytes, or of the bytes of a flat fp32 or uint8 vector, in hex."""
     if isinstance(data, Tensor):
-        data = data.numpy().data if data.dtype == torch.uint8 else to_bytes(data)
+        data = to_bytes(data)
     return hashlib.sha256(data).hexdigest()

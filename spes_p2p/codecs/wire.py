@@ -32,16 +32,21 @@ class Codec(ABC):
         """Returns the length of an encoded vector of `numel` elements."""
 
     @abstractmethod
-    def encode(self, flat_N: Tensor, out: Tensor) -> None:
-        """Writes a vector's bytes to `out`, uint8 [num_bytes(N)].
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
+        """Writes the bytes of vectors that lie one behind the other to `out`, uint8 [rows * num_bytes(N / rows)].
+
+        Args:
+            flat_N: The values.
+            out: Where the bytes go.
+            rows: How many vectors they are, all of the same length.
 
         Raises:
             ValueError: a value is NaN or infinite, too large, or negative where none may be.
         """
 
     @abstractmethod
-    def decode(self, data: Tensor, out_N: Tensor) -> None:
-        """Writes to `out_N` the fp32 values of `data`, uint8 [num_bytes(N)].
+    def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
+        """Writes to `out_N` the fp32 values of what `encode` gave, uint8 [rows * num_bytes(N / rows)].
 
         Raises:
             ExchangeError: `encode` would not have written such bytes: their values are not finite, say.
@@ -68,12 +73,12 @@ class Fp32(Codec):
     def num_bytes(self, numel: int) -> int:
         return 4 * numel
 
-    def encode(self, flat_N: Tensor, out: Tensor) -> None:
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         if not _are_good(flat_N, self.non_negative):
             raise self.refusal()
         out.copy_(flat_N.view(torch.uint8))
 
-    def decode(self, data: Tensor, out_N: Tensor) -> None:
+    def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
         out_N.view(torch.uint8).copy_(data)
         if not _are_good(out_N, self.non_negative):
             raise self.malformed()
@@ -97,13 +102,13 @@ class Bf16(Codec):
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
 
-    def encode(self, flat_N: Tensor, out: Tensor) -> None:
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         rounded_N = flat_N.to(torch.bfloat16)
         if not _are_good(rounded_N, self.non_negative):
             raise self.refusal()
         out.copy_(rounded_N.view(torch.uint8))
 
-    def decode(self, data: Tensor, out_N: Tensor) -> None:
+    def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
         # a message may begin at an odd byte; its copy does not
         out_N.copy_(data.clone().view(torch.bfloat16))
         if not _are_good(out_N, self.non_negative):
@@ -115,7 +120,7 @@ class NonNegativeBf16(Bf16):
 
     non_negative = True
 
-    def encode(self, flat_N: Tensor, out: Tensor) -> None:
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         super().encode(flat_N.clamp(min=SMALLEST).where(flat_N > 0, flat_N), out)
 
 

@@ -1,7 +1,7 @@
 """Settings: `run` is what the swarm agrees on, `machine` what one machine decides, `checks` whether the two fit."""
 
 from spes_p2p.config.checks import EIGHT_BIT, check_machine, check_training, sequences_at_once
-from spes_p2p.config.machine import CommandConfig, MachineConfig, PeerConfig, RunId
+from spes_p2p.config.machine import CommandConfig, MachineConfig, NamedRun, PeerConfig, RunId
 from spes_p2p.config.run import (
     CodecConfig,
     CodecName,
@@ -32,6 +32,7 @@ __all__ = [
     "MachineConfig",
     "MergeConfig",
     "ModelConfig",
+    "NamedRun",
     "OptimizerName",
     "OuterConfig",
     "OuterStep",

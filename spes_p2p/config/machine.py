@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from spes_p2p.config.run import Frozen, OptimizerName, PositiveFloat, PositiveInt, RunConfig, Storage
+from spes_p2p.config.run import Frozen, OptimizerName, PositiveInt, RunConfig, Storage
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
@@ -62,24 +62,46 @@ class MachineConfig(Frozen):
     """Precision in which gradients are kept until the step; `bf16` halves them, for the 8-bit optimizers alone."""
     shard: Literal["ddp", "fsdp"] = "ddp"
     """How several ranks share the work: `ddp` copies what is trained to each, `fsdp` splits it among them."""
-    uplink_mbit: PositiveFloat | None = None
-    """What this peer may send, in 10^6 bits per second; nothing holds it back by default. Where it is less than half of
-    the others', they reduce in its place and pass its slots on among themselves."""
+    uplink_mbit: Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)] | None = None
+    """What this peer's link carries upwards, in 10^6 bits per second. It sends at that pace, which leaves no queues in
+    which TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. Where it is about half of the
+    others' or less, they reduce in its place and pass its slots on. Who says nothing counts as the fastest who does."""
     refresh_slots: PositiveInt | None = None
     """Slots of others to fetch per round: the most routed-to first, the rest in turn; by default all of them."""
 
 
-class PeerConfig(CommandConfig, MachineConfig):
+FoundedRun = Annotated[
+    str, Field(max_length=129, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64})?$")
+]
+"""A run's name, and `@` and its founder's peer id where that is known: nobody else's run of that name will do."""
+
+
+class NamedRun(Frozen):
+    """Which run a command is about."""
+
+    run_id: FoundedRun
+    """Name of the run to found or to join; `NAME@FOUNDER` joins only the run that this peer founded."""
+
+    @property
+    def run_name(self) -> str:
+        """The run's name alone."""
+        return self.run_id.split("@")[0]
+
+    @property
+    def founder(self) -> str | None:
+        """The peer id that the run's founder must have; None takes any."""
+        return self.run_id.partition("@")[2] or None
+
+
+class PeerConfig(CommandConfig, NamedRun, MachineConfig):
     """One machine's choices, as flags: `--run-id r --initial-peers ADDR ...`."""
 
     model_config = SettingsConfigDict(cli_prog_name="run_peer.py")
 
     config: Path | None = None
     """YAML file to start a new run from, and to read this machine's choices from."""
-    run_id: RunId
-    """Name of the run to found or to join."""
     initial_peers: list[str] = []
-    """Multiaddrs of peers already in the swarm; none founds a new run."""
+    """Multiaddrs of peers already in the swarm, of which one that answers is enough; none founds a new run."""
     run: RunConfig | None = None
     """The run's settings, for its founder only; everybody else takes them from the signed manifest."""
     output: Path = Path("runs/peer")
@@ -88,6 +110,8 @@ class PeerConfig(CommandConfig, MachineConfig):
     """Continue from what `output` holds."""
     overwrite: bool = False
     """Delete what `output` holds and start anew."""
+    alone: bool = False
+    """Train on when all others have vanished; by default a peer keeps its round and waits until one is within reach."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Expert slots to claim at most; `auto`: as many as this machine's free memory allows."""
     text: list[Path] = []
@@ -100,6 +124,12 @@ class PeerConfig(CommandConfig, MachineConfig):
     """TCP port to listen on; 0 lets the system choose."""
     announce: list[str] = []
     """Multiaddrs under which others reach this peer, where they differ from host and port."""
+    client_mode: bool = False
+    """Only call others, and do not listen; a peer that finds that nobody can call it does so by itself."""
+    invite: Annotated[str, Field(max_length=768)] | None = None
+    """Invite of the founder, where the run takes only invited peers; SPES_INVITE keeps it out of the process list."""
+    identity: Path | None = None
+    """File of this peer's key, made if there is none; by default in `output`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
     threads: PositiveInt | None = None

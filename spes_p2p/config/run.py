@@ -36,7 +36,7 @@ class ModelConfig(Frozen):
     """Key/value heads; must divide `num_heads`."""
     intermediate_size: PositiveInt = 128
     """Width of one expert's SwiGLU."""
-    num_experts: PositiveInt = 16
+    num_experts: Annotated[int, Field(gt=0, le=4096)] = 16
     """Experts E per layer; slot e is expert e of every layer."""
     top_k: PositiveInt = 2
     """Experts each token is routed to."""
@@ -159,6 +159,12 @@ class RoundConfig(Frozen):
     """Lifetime of a claim that is not renewed."""
     heartbeat_seconds: PositiveFloat = 10.0
     """Interval of renewals."""
+    copies: Annotated[int, Field(ge=1, le=8)] = 2
+    """Peers on which every slot's weights and moments live at least, where there are so many: what too few hold, others
+    keep, so that a slot outlives its last holder. 1 leaves it to the holders."""
+    rotate_rounds: Annotated[int, Field(ge=0)] = 0
+    """Every so many rounds an eighth of the slots change hands by lot, so that none is trained on one peer's data for
+    ever; each costs two peers a download of a slot and its moments. 0 leaves slots where they are."""
     overlap: Annotated[int, Field(ge=0)] = 0
     """Steps of the next round after which a round's result is applied, or when it lands if that is later; training goes
     on meanwhile. 0 waits for the result before it trains on."""
@@ -216,9 +222,9 @@ class CodecConfig(Frozen):
     slots: CodecName = "fp32"
     """Deltas of slots, averaged with other holders and published to everybody else."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
-    """Averaged optimizer moments, where the run averages them (`outer.moments`)."""
+    """Optimizer moments, where the run averages them (`outer.moments`), and those that others keep (`round.copies`)."""
     moments_interval: PositiveInt = 1
-    """Average the moments every so many rounds."""
+    """Average, and publish, the moments every so many rounds."""
     keyframe_rounds: PositiveInt = 8
     """Most rounds that a peer may lag behind and still be brought up to date by deltas instead of a full copy."""
 
@@ -246,6 +252,8 @@ class RunConfig(Frozen):
     outer: OuterConfig = OuterConfig()
     codecs: CodecConfig = CodecConfig()
     merge: MergeConfig = MergeConfig()
+    invite_only: bool = False
+    """Only whom the founder has invited (`scripts/invite.py`) takes part."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"
@@ -254,7 +262,16 @@ class RunConfig(Frozen):
     @property
     def averaged_moments(self) -> tuple[str, ...]:
         """The averaged moments by torch's names, in the order in which they lie behind a delta."""
-        kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[self.outer.moments]
+        return self._moments(self.outer.moments)
+
+    @property
+    def kept_moments(self) -> tuple[str, ...]:
+        """The moments of a slot that holders publish for those who adopt it, by torch's names: the averaged ones, or,
+        where none are and others keep copies, all of the holder's own."""
+        return self.averaged_moments or self._moments("both" if self.round.copies > 1 else "local")
+
+    def _moments(self, choice: Literal["both", "second", "local"]) -> tuple[str, ...]:
+        kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
         return kinds[:1] if self.train.optimizer == "lion8bit" else kinds
 
     @model_validator(mode="after")

@@ -7,9 +7,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
-
 from spes_p2p.errors import ConfigError, DataError
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
@@ -68,8 +65,8 @@ def read_file(path: Path, text_field: str) -> Iterator[tuple[int | None, str]]:
                 yield index, text
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text; convert it with iconv -t UTF-8, or leave it out") from error
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"cannot read {path}: {_one_line(error)}; check the file, or leave it out") from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
     if not num_documents:
         raise DataError(f"{path} holds no text; leave it out")
 
@@ -130,16 +127,21 @@ def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    with pyarrow.parquet.ParquetFile(path) as file:
-        names = file.schema_arrow.names
-        if text_field not in names:
-            checked_text(dict.fromkeys(names), text_field, str(path))
-        index = 0
-        for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=[text_field]):
-            for row in batch.to_pylist():
-                yield index, checked_text(row, text_field, f"{path} row {index}")
-                index += 1
+    from pyarrow import ArrowException, parquet  # slow to load, which would delay every other start
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if text_field not in names:
+                checked_text(dict.fromkeys(names), text_field, str(path))
+            index = 0
+            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=[text_field]):
+                for row in batch.to_pylist():
+                    yield index, checked_text(row, text_field, f"{path} row {index}")
+                    index += 1
+    except ArrowException as error:
+        raise _unreadable(path, error) from error
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"cannot read {path}: {' '.join(str(error).split())[:300]}; check the file, or leave it out")

@@ -17,6 +17,8 @@ class Setup:
         storage: Precision of the frozen experts.
         optimizer: Inner optimizer.
         averaged_moments: How many of its moments are averaged with the deltas.
+        kept_moments: How many of them are published of every slot.
+        copies: Peers on which a slot lives at least.
         shared_momentum: Whether the shared anchor moves with a momentum, which it then has and travels with.
         slot_momentum: Whether the slots' do.
         codecs: How deltas and averaged moments travel.
@@ -34,6 +36,8 @@ class Setup:
     storage: Storage = "bf16"
     optimizer: OptimizerName = "adamw"
     averaged_moments: int = 2
+    kept_moments: int = 0
+    copies: int = 1
     shared_momentum: bool = False
     slot_momentum: bool = False
     codecs: CodecConfig = field(default_factory=CodecConfig)
@@ -81,6 +85,8 @@ class Setup:
             storage=machine.storage or run.frozen_storage,
             optimizer=machine.inner_optimizer or run.train.optimizer,
             averaged_moments=len(run.averaged_moments),
+            kept_moments=len(run.kept_moments),
+            copies=run.round.copies,
             shared_momentum=run.outer.has_momentum,
             slot_momentum=run.outer.of_slots.has_momentum,
             codecs=run.codecs,

@@ -72,6 +72,8 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
     yield _row("averaging the shared parameters", traffic.shared, traffic.shared)
     yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
     yield _row("fetching others' slots, and serving its own", traffic.pulled, traffic.pulled)
+    if traffic.kept:
+        yield _row("keeping moments of slots with too few holders", traffic.kept, traffic.kept)
     yield _row("= in all", traffic.total, traffic.total)
     star = star_traffic(size, claimed)
     yield _row("SPES's star in fp32, each of its peers", star.sent, star.received)

@@ -21,11 +21,13 @@ class RoundTraffic:
         shared: Of averaging what everybody trains.
         slots: Of averaging the held slots with their other holders.
         pulled: Of fetching the slots that others hold, and of sending its own to those who do not.
+        kept: Of fetching the moments that it keeps for slots with too few holders, and of sending its own to who does.
     """
 
     shared: int
     slots: int
     pulled: int
+    kept: int = 0
 
     @property
     def averaged(self) -> int:
@@ -33,7 +35,7 @@ class RoundTraffic:
 
     @property
     def total(self) -> int:
-        return self.averaged + self.pulled
+        return self.averaged + self.pulled + self.kept
 
 
 def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -> RoundTraffic:
@@ -56,11 +58,28 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     shared = 2 * (num_peers - 1) / num_peers * size.shared_params
     covered = min(size.num_slots, num_peers * claimed)
     slots = 2 * (num_peers * claimed - covered) / num_peers * size.slot_params
+    own = setup.kept_moments * element_bytes(codecs.moments) / codecs.moments_interval
+    kept = kept_slots(covered, num_peers * claimed, num_peers, setup.copies) / num_peers * own
     return RoundTraffic(
         shared=round(shared * (element_bytes(codecs.shared) + moments)),
         slots=round(slots * (element_bytes(codecs.slots) + moments)),
         pulled=round(pulled_bytes(covered - claimed, setup) * size.slot_params) if num_peers > 1 else 0,
+        kept=round(kept * size.slot_params),
     )
+
+
+def kept_slots(covered: int, claims: int, num_peers: int, copies: int) -> int:
+    """Returns how many copies of slots others must keep, where so many claims cover the slots evenly.
+
+    Args:
+        covered: Slots that have a holder.
+        claims: Of all peers.
+        num_peers: N.
+        copies: Peers on which a slot should live at least.
+    """
+    least, more = divmod(claims, covered)
+    wanted = min(copies, num_peers)
+    return (covered - more) * max(0, wanted - least) + more * max(0, wanted - least - 1)
 
 
 def pulled_bytes(num_others: int, setup: Setup) -> float:
@@ -137,7 +156,8 @@ def transfer_seconds(traffic: RoundTraffic, uplink_mbit: float, downlink_mbit: f
         downlink_mbit: Its downlink.
     """
     bits_per_second = 1e6 * min(uplink_mbit, downlink_mbit)
-    return RoundSeconds(8 * traffic.averaged / bits_per_second, 8 * traffic.pulled / bits_per_second)
+    fetched = traffic.pulled + traffic.kept
+    return RoundSeconds(8 * traffic.averaged / bits_per_second, 8 * fetched / bits_per_second)
 
 
 def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -> float:

@@ -29,6 +29,8 @@ class Point(Frozen):
     """Rounds committed."""
     tokens_per_peer: int
     """Trained until then, the peers' mean."""
+    committed_tokens: int | None = None
+    """Of all peers, that are in the model; those of dropped rounds and of the dead are not. None in older results."""
     bytes_out_per_peer: float
     """Sent until then, the peers' mean."""
     loss: float
@@ -40,6 +42,10 @@ class PeerAccount(Frozen):
 
     tokens: int
     """Trained."""
+    begun_rounds: int | None = None
+    """Times that it began to train a round; None in older results."""
+    committed_rounds: int | None = None
+    """Rounds that its work is in."""
     bytes_in: int
     bytes_out: int
     max_slots: int
@@ -132,6 +138,7 @@ def run_result(
             Point(
                 round=evaluation.round,
                 tokens_per_peer=evaluation.tokens_per_peer,
+                committed_tokens=committed_until(result.reports, evaluation.round),
                 bytes_out_per_peer=sent_until(result.reports, evaluation.round) / len(result.reports),
                 loss=evaluation.loss,
             )
@@ -151,6 +158,11 @@ def sent_until(reports: Sequence[Sequence[Metrics]], round: int) -> int:
     return sum(max((report.bytes_out for report in own if report.round <= round), default=0) for own in reports)
 
 
+def committed_until(reports: Sequence[Sequence[Metrics]], round: int) -> int:
+    """Return the tokens of all peers that the model of a round has learned from."""
+    return sum(report.tokens for own in reports for report in own if report.round <= round and report.committed)
+
+
 def _account(scenario: Scenario, result: SimulationResult, size: ModelSize, peer: int) -> PeerAccount:
     slots = scenario.max_slots[peer] if isinstance(scenario.max_slots, list) else scenario.max_slots
     setup = Setup.of(scenario.run, MachineConfig(), None)
@@ -158,6 +170,8 @@ def _account(scenario: Scenario, result: SimulationResult, size: ModelSize, peer
     without_experts = peer_memory(ModelSize(size.shared_params, 0, 0), 0, setup)
     return PeerAccount(
         tokens=sum(report.tokens for report in result.reports[peer]),
+        begun_rounds=result.begun_rounds[peer],
+        committed_rounds=sum(report.committed > 0 for report in result.reports[peer]),
         bytes_in=result.bytes_in[peer],
         bytes_out=result.bytes_out[peer],
         max_slots=slots,

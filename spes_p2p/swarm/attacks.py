@@ -1,4 +1,4 @@
-"""What a dishonest peer does to the deltas it brings, for simulations."""
+"""What a dishonest peer does to the swarm, for simulations."""
 
 from __future__ import annotations
 
@@ -10,23 +10,30 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
+from spes_p2p.codecs import Format
 from spes_p2p.config import Frozen, PositiveFloat
-from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.averaging.reduce import Message, decode_message, encode_message
+from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
-from spes_p2p.swarm.roster import SHARED, Member, kind_of
+from spes_p2p.swarm.memory_hub import Lie
+from spes_p2p.swarm.roster import MOST_TOKENS, SHARED, Member, kind_of
 
 
 class Attack(Frozen):
-    """What a virtual peer does to the deltas it brings; its optimizer moments stay honest."""
+    """What a virtual peer does to the vectors it brings, or to the means that others rely on it for."""
 
     peer: Annotated[int, Field(ge=0)]
     """Which, from 0."""
-    kind: Literal["sign_flip", "scale", "nan", "stale"]
-    """`stale` brings the deltas of its last honest round over and over."""
+    kind: Literal[
+        "sign_flip", "scale", "nan", "noise", "stale", "copy", "moments", "inflate", "lying_reducer", "silent"
+    ]
+    """`noise` is as long as the honest delta; `stale` brings the deltas of its last honest round over and over, `copy`
+    the last round's mean for its own; `moments` scales its optimizer moments, `inflate` the tokens it says it has
+    trained; `lying_reducer` turns and scales the means of its slices; `silent` trains and never comes to a meeting."""
     from_round: Annotated[int, Field(ge=0)] = 0
     """The first anchor's round whose deltas it spoils."""
     factor: PositiveFloat = 10.0
-    """Of `scale`."""
+    """Of `scale`, `moments`, `inflate` and `lying_reducer`."""
     groups: Literal["all", "shared", "slots"] = "all"
     """Whose deltas it spoils."""
 
@@ -49,6 +56,22 @@ class AttackingSwarm(MemorySwarm):
         super().__init__(hub, peer_id)
         self._attacks, self._delta_numel = attacks, delta_numel
         self._honest: dict[str, Tensor] = {}
+        self._means: dict[str, Tensor] = {}
+
+    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        member = contribution.member
+        if self._does("silent", member.round):
+            self.clock.advance(max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds)
+            return RoundResult((member,), dropped=dict.fromkeys(contribution.deltas, "this peer met nobody"))
+        for attack in self._does("inflate", member.round):
+            tokens = min(int(member.tokens * attack.factor), MOST_TOKENS)
+            contribution = replace(contribution, member=member.model_copy(update={"tokens": tokens}))
+        result = super().average(contribution, expected=expected, starts_at=starts_at)
+        self._means |= result.committed
+        return result
+
+    def _does(self, kind: str, round: int) -> list[Attack]:
+        return [attack for attack in self._attacks if attack.kind == kind and round >= attack.from_round]
 
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
         round = contribution.member.round
@@ -68,8 +91,36 @@ class AttackingSwarm(MemorySwarm):
             self._honest[name] = delta
             return flat_N
         for attack in attacks:
-            if attack.kind == "stale":
-                delta = self._honest.setdefault(name, delta)
+            if attack.kind == "moments":
+                moments = moments * attack.factor
             else:
-                delta = delta * {"sign_flip": -1.0, "scale": attack.factor, "nan": 1.0}[attack.kind]
+                delta = self._instead_of(delta, attack, name, round)
         return torch.cat([delta, moments])
+
+    def _instead_of(self, delta: Tensor, attack: Attack, name: str, round: int) -> Tensor:
+        match attack.kind:
+            case "sign_flip":
+                return -delta
+            case "scale":
+                return delta * attack.factor
+            case "stale":
+                return self._honest.setdefault(name, delta)
+            case "copy":
+                return self._means.get(name, delta)[: delta.numel()]
+            case "noise":
+                noise = torch.randn(delta.shape, generator=torch.Generator().manual_seed(round))
+                return noise * (delta.norm() / noise.norm())
+            case _:
+                return delta
+
+    def _lie(self, round: int) -> Lie | None:
+        if all(round < attack.from_round for attack in self._attacks):
+            return None
+        factor = next((-attack.factor for attack in self._does("lying_reducer", round)), 1.0)
+
+        def lie(format: Format, message: Message, mean: Tensor) -> Tensor:
+            values = decode_message(format, message, mean)
+            is_delta = torch.cat([torch.full((part.numel,), part.segment == 0) for part in message])
+            return encode_message(format, message, torch.where(is_delta, values * factor, values))
+
+        return lie

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Metrics, Record
 from spes_p2p.swarm.roster import Member
-from spes_p2p.swarm.versions import Version
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,12 @@ class Swarm(Protocol):
             starts_at: DHT time at which the roster may stand without the rest.
         """
 
+    def remainders(self) -> Mapping[str, Tensor]:
+        """Return what rounding has left over of this peer's own deltas, by group, to go with a later round."""
+
+    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
+        """Go on with what `remainders` returned before a restart, if the anchors are those of then."""
+
     def publish(
         self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
     ) -> Mapping[str, Version]:
@@ -93,6 +100,9 @@ class Swarm(Protocol):
 
     def versions(self) -> Mapping[str, Version]:
         """Return the newest version of each name that this peer has, its own and pulled ones."""
+
+    def go_back(self, files: Mapping[Path, Version]) -> None:
+        """Have versions as this peer's newest again, from files of its own that were verified."""
 
     def load(self, name: str) -> Tensor:
         """Return the flat bundle of the newest version of `name` that this peer has, as a new tensor."""

@@ -55,10 +55,16 @@ class Patience:
     def __init__(self, least_seconds: float, most_seconds: float) -> None:
         self._least, self._most = min(least_seconds, most_seconds), most_seconds
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
+        self._stretch = 1.0
 
     def observe(self, seconds: float) -> None:
         """Take note of how long it took this time."""
         self._seen.append(seconds)
+        self._stretch = 1.0
+
+    def was_exceeded(self) -> None:
+        """Wait twice as long from now on, until it is done in time: somebody slow may have joined."""
+        self._stretch *= 2
 
     @property
     def seconds(self) -> float:
@@ -67,4 +73,5 @@ class Patience:
             return self._most
         median = statistics.median(self._seen)
         spread = statistics.median(abs(seconds - median) for seconds in self._seen)
-        return min(max(median + SPREADS * max(spread, LEAST_SPREAD * median), self._least), self._most)
+        usual = max(median + SPREADS * max(spread, LEAST_SPREAD * median), self._least)
+        return min(self._stretch * usual, self._most)

@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
-from spes_p2p.codecs import from_bytes, to_bytes
+from spes_p2p import __version__
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.averager import SparseAverager
+from spes_p2p.swarm.averaging.averager import SparseAverager
+from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, judge
+from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.exchange import Exchange
+from spes_p2p.swarm.bulletin import Bulletin
+from spes_p2p.swarm.exchange.exchange import Exchange
+from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
+from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.outcome import Attempt, alone, averaged_bytes, judge
-from spes_p2p.swarm.records import Archived, Claim, Metrics, Record, Seed
-from spes_p2p.swarm.roster import SHARED, Member, kind_of
-from spes_p2p.swarm.version_store import VersionStore
-from spes_p2p.swarm.versions import DOCUMENTS, Version
-from spes_p2p.swarm.wire import Vectors, Wire
+from spes_p2p.swarm.reachability import DialBack
+from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed
+from spes_p2p.swarm.roster import SHARED, Member
+from spes_p2p.swarm.trust import Trust
+from spes_p2p.swarm.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
-REPORT_SECONDS = 300.0
-"""Lifetime of a metrics record: long enough for a monitor that was away for some rounds."""
-ATTEMPTS = 2
 DOCUMENT_BYTES = 64 * 2**20
 
 
@@ -42,25 +44,35 @@ class HivemindSwarm:
         node: The peer's host and DHT; closed with the swarm.
         directory: Where versions are kept.
         serve: Serve versions to others.
-        uplink_mbit: Most to send of them, in 10^6 bits per second; None holds nothing back.
+        uplink_mbit: What this peer's link carries, in 10^6 bits per second; None holds nothing back.
+        trains_alone: Commit rounds alone, too, when all others have vanished without a goodbye.
     """
 
-    def __init__(self, node: Node, directory: Path, *, serve: bool = True, uplink_mbit: float | None = None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        directory: Path,
+        *,
+        serve: bool = True,
+        uplink_mbit: float | None = None,
+        trains_alone: bool = False,
+    ) -> None:
         self.node, self.peer_id = node, node.peer_id
         self._store = VersionStore(directory, node.run_id)
         self.exchange = Exchange(node, self._store, serve=serve, uplink_mbit=uplink_mbit)
         self._averager: SparseAverager | None = None
+        self._uplink_mbit = uplink_mbit
         self._rounds = RoundConfig()
-        self._bundle_numel: Mapping[str, int] = {}
-        self._wire = Wire({})
+        self._vectors, self._wire = Vectors(), Wire({})
         self._averaged_bytes = 0
-        self._renewed: dict[type[Record], Record] = {}
-        self._renewing = threading.Lock()
-        self._met: set[str] = set()
-        self._last_read: dict[type[Record], Mapping[str, Record]] = {}
+        self._dial_back = DialBack(node)
+        self._bulletin = Bulletin(node)
+        self._trains_alone = trains_alone
+        if not node.met_somebody:
+            self._bulletin.expect(node.known.addresses())
+        self.watchdog = Watchdog(node)
         self._reserved_at = time.monotonic()
-        self._stopped = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self.trust = Trust()
 
     def enter(
         self,
@@ -68,6 +80,7 @@ class HivemindSwarm:
         vectors: Vectors,
         *,
         max_slots: int,
+        guests: GuestList | None = None,
     ) -> None:
         """Become able to average, once the run's manifest is known, and start renewing records.
 
@@ -75,8 +88,11 @@ class HivemindSwarm:
             rounds: The run's deadlines.
             vectors: What the run averages and publishes.
             max_slots: Slots this peer may ever hold at once; 0 for a monitor, which averages nothing.
+            guests: Who may take part; None for everybody.
         """
-        self._rounds, self._bundle_numel, self._wire = rounds, vectors.bundle_numel, Wire(vectors.segments)
+        self._rounds, self._vectors, self._wire = rounds, vectors, Wire(vectors.segments)
+        self._bulletin.guests = guests
+        self.exchange.expect_coded(vectors.formats)
         if (step := vectors.advance) is not None:
             wire = self._wire
             sizes = {kind: wire.delta_bytes(kind) for kind in vectors.segments if wire.delta_bytes(kind)}
@@ -92,9 +108,17 @@ class HivemindSwarm:
                 wire=self._wire,
                 max_slots=max_slots,
                 deadlines=rounds,
+                uplink_mbit=self._uplink_mbit,
+                guests=guests,
             )
             self._averager.run_in_background(timeout=rounds.averaging_seconds)
-        self._heart.start()
+        self.watchdog.start()
+        self._bulletin.start(rounds)
+        self._bulletin.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
+
+    def can_be_called(self) -> bool:
+        """Tell whether others can open connections to this peer; True where nobody could be asked."""
+        return self._dial_back.is_reachable(self.node.initial_peers())
 
     # ------------------------------------------------------------------ records
 
@@ -102,62 +126,53 @@ class HivemindSwarm:
         return get_dht_time()
 
     def announce(self, *records: Record) -> None:
-        for record in records:
-            with self._renewing:
-                self._renewed[type(record)] = record
-                self._store_record(record, self._rounds.lease_seconds)
+        self._bulletin.announce(*records)
 
     def report(self, record: Metrics | Archived) -> None:
-        self._store_record(record, REPORT_SECONDS)
+        self._bulletin.report(record)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        try:
-            self._last_read[kind] = self.node.read(kind)
-        except TimeoutError:
-            log.warning("the DHT took too long to read %s records; going by what it said before", kind.kind)
-        return self._last_read.get(kind, {})
+        return self._bulletin.read(kind)
 
     def wait(self, seconds: float) -> bool:
         """Wait, for records of others to change; return at once, and True, when the swarm is closed."""
-        return self._stopped.wait(seconds)
-
-    def _store_record(self, record: Record, lifetime_seconds: float) -> None:
-        try:
-            is_alone = not set(self._last_read.get(Claim, ())) - {self.peer_id}
-            if not self.node.store(record, lifetime_seconds) and not is_alone:
-                log.warning("nobody took our %s record; it is renewed in a while", record.kind)
-        except TimeoutError:
-            log.warning("the DHT took too long to store our %s record; it is renewed in a while", record.kind)
-
-    def _beat(self) -> None:
-        while not self._stopped.wait(self._rounds.heartbeat_seconds):
-            self.node.greet(self._met)
-            for kind in list(self._renewed):
-                # Under the lock, or what was true before would outlive an announcement made meanwhile.
-                with self._renewing:
-                    self._store_record(self._renewed[kind], self._rounds.lease_seconds)
+        return self._bulletin.stopped.wait(seconds)
 
     # ------------------------------------------------------------------ rounds
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
         """Average, once more if `shared` failed: a dead member costs its own work, not everybody's."""
+        if expected <= 1 and self._bulletin.company and not self._trains_alone:
+            self._bulletin.wait_for_company(contribution.member.round, self.watchdog)
+            reason = "the swarm was out of reach"
+            return RoundResult((contribution.member,), dropped=dict.fromkeys(contribution.deltas, reason))
+        invite = self._bulletin.guests.shown if self._bulletin.guests is not None else ""
+        entry = contribution.member.model_copy(update={"calls_only": self.node.client_mode, "invite": invite})
+        contribution = self.trust.enter(replace(contribution, member=entry))
         self._put_off_strangers()
-        member, encoded = self._wire.encode(contribution)
-        attempt, result = self._average_once(contribution, member, encoded, expected, starts_at)
+        member, encode = self._wire.entry(contribution), self._wire.encoder(contribution)
+        attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
+        evidence = [attempt.evidence]
         for _ in range(ATTEMPTS - 1):
             if SHARED in result.committed or result.is_behind or not attempt.roster or not member.tokens:
                 break
             log.warning("round %d: %s; trying again", member.round + 1, result.dropped[SHARED])
-            expected = max(1, expected - len(attempt.lost))
-            attempt, result = self._average_once(contribution, member, encoded, expected, self.now(), is_redone=True)
+            expected = max(1, expected - len(attempt.lost - {self.peer_id}))
+            if expected == 1 and self._bulletin.company and not self._trains_alone:
+                break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
+            attempt, result = self._average_once(contribution, member, encode, expected, self.now(), is_redone=True)
+            evidence.append(attempt.evidence)
+        self.trust.note(member.round, evidence)
         if result.is_behind:
             self._wire.forget()
         else:
             self._wire.settle(result.committed)
         if self._averager is not None:
             if result.is_behind:
-                self._averager.forget_errors()
-            self._averager.keep_errors({name: left for name, left in attempt.left.items() if name in result.committed})
+                self._averager.places.forget_errors()
+            self._averager.places.keep_errors(
+                {name: left for name, left in attempt.left.items() if name in result.committed}
+            )
         self._averaged_bytes += averaged_bytes(result, self._wire)
         if SHARED not in result.committed:
             self.exchange.release()
@@ -165,7 +180,7 @@ class HivemindSwarm:
 
     def _put_off_strangers(self) -> None:
         """Serve newcomers only after the round that is about to be synchronised, or in half of the time at least."""
-        members = [peer for peer, claim in self._last_read.get(Claim, {}).items() if claim.state == "active"]  # type: ignore[attr-defined]
+        members = [peer for peer, claim in self._bulletin.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
         began, self._reserved_at = self._reserved_at, time.monotonic()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
         self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
@@ -174,30 +189,35 @@ class HivemindSwarm:
         self,
         contribution: Contribution,
         member: Member,
-        encoded: Mapping[str, Tensor],
+        encode: Callable[[], tuple[Member, Mapping[str, Tensor]]],
         expected: int,
         starts_at: float,
         is_redone: bool = False,
     ) -> tuple[Attempt, RoundResult]:
         if expected <= 1:
-            attempt = alone(member, encoded)
+            attempt = alone(*encode())
         else:
             assert self._averager is not None
             attempt = self._averager.attempt(
-                member, encoded, expected=expected, starts_at=starts_at, is_redone=is_redone
+                member, encode, expected=expected, starts_at=starts_at, is_redone=is_redone
             )
-        if attempt.roster:
-            self._met = {member.peer_id for member in attempt.roster}
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", member.round + 1, peer[-6:], reason)
         return attempt, judge(attempt, contribution, expected, self._wire)
+
+    def remainders(self) -> Mapping[str, Tensor]:
+        return self._wire.remainders()
+
+    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
+        self._wire.take_up(remainders)
 
     # ------------------------------------------------------------------ versions
 
     def publish(
         self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
     ) -> Mapping[str, Version]:
-        items = {name: (to_bytes(flat_N), "fp32") for name, flat_N in bundles.items()}
+        vectors = self._vectors
+        items = {name: (vectors.encode(name, flat_N), vectors.codec(name)) for name, flat_N in bundles.items()}
         return self._publish(round, items, deltas or {})
 
     def publish_document(self, name: str, data: bytes) -> Version:
@@ -220,7 +240,7 @@ class HivemindSwarm:
     def _declare(self) -> None:
         """Tell newcomers, with the next heartbeat, what this peer serves."""
         if self.exchange.serves:
-            self._renewed[Seed] = Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()})
+            self._bulletin.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
         """Return the other peers that serve a version, by its name, those with the newest first."""
@@ -233,9 +253,12 @@ class HivemindSwarm:
     def versions(self) -> Mapping[str, Version]:
         return self._store.newest()
 
+    def go_back(self, files: Mapping[Path, Version]) -> None:
+        self._store.take_back(files)
+        self._declare()
+
     def load(self, name: str) -> Tensor:
-        numel = self._bundle_numel[kind_of(name)]
-        return from_bytes(self._store.read(name), numel)
+        return self._vectors.decode(name, self._store.read(name))
 
     def load_document(self, name: str) -> bytes:
         """Return a document that was pulled or published."""
@@ -250,9 +273,7 @@ class HivemindSwarm:
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
     ) -> Mapping[str, str]:
-        limits = {
-            name: DOCUMENT_BYTES if name in DOCUMENTS else 4 * self._bundle_numel[kind_of(name)] for name in wanted
-        }
+        limits = {name: DOCUMENT_BYTES if name in DOCUMENTS else self._vectors.num_bytes(name) for name in wanted}
         try:
             return self.exchange.pull(
                 wanted, min_round=min_round, timeout=timeout, max_bytes=limits, relays=relays, uplinks=uplinks
@@ -268,7 +289,8 @@ class HivemindSwarm:
         return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes
 
     def close(self) -> None:
-        self._stopped.set()
+        self._bulletin.stop()
+        self.watchdog.stop()
         if self._averager is not None and self._averager.is_alive():
-            self._averager.shutdown()
+            (self._averager.shutdown if self.node.p2p.is_running() else self._averager.terminate)()
         self.node.close()

@@ -8,11 +8,14 @@ from pathlib import Path
 
 import multihash
 from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
 from hivemind.p2p import PeerID
 from hivemind.proto import crypto_pb2
 from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from spes_p2p.errors import ConfigError
+
+LEAST_KEY_BITS, MOST_KEY_BITS, KEY_EXPONENT = 2048, 4096, 65537
 
 
 class Identity:
@@ -66,9 +69,15 @@ def peer_id_of(public_key: bytes) -> str:
     Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 
     Raises:
-        ValueError: not such a key.
+        ValueError: not such a key, or not as OpenSSH writes it, or one that takes long to verify with.
     """
     key = serialization.load_ssh_public_key(public_key)
+    if not isinstance(key, rsa.RSAPublicKey) or not LEAST_KEY_BITS <= key.key_size <= MOST_KEY_BITS:
+        raise ValueError(f"not an RSA key of {LEAST_KEY_BITS} to {MOST_KEY_BITS} bits")
+    if key.public_numbers().e != KEY_EXPONENT:
+        raise ValueError(f"its exponent is not {KEY_EXPONENT}")
+    if public_key != key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH):
+        raise ValueError("one key must have one name, and this one has something added")
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashed_peer_id(crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString())
 

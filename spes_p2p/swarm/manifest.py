@@ -12,11 +12,13 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from spes_p2p import __version__
 from spes_p2p.codecs import digest
 from spes_p2p.config import RunConfig
-from spes_p2p.errors import ExchangeError, JoinError
+from spes_p2p.errors import ExchangeError, JoinError, RecordError
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.records import Digest, ManifestRecord, PeerId
+from spes_p2p.swarm.invites import GuestList, show
+from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId
 
 log = logging.getLogger(__name__)
 
@@ -63,8 +65,12 @@ def declare_manifest(swarm: HivemindSwarm, manifest: Manifest) -> None:
     swarm.announce(record)
 
 
-def fetch_manifest(swarm: HivemindSwarm) -> tuple[Manifest, bytes]:
+def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Manifest, bytes]:
     """Return the run's manifest and tokenizer from peers that serve them.
+
+    Args:
+        swarm: The peer's.
+        founder: Who must have signed it; None takes any founder, and says whom it took.
 
     Raises:
         JoinError: no peer knows the run, peers disagree about it, or it cannot be fetched and verified.
@@ -81,10 +87,29 @@ def fetch_manifest(swarm: HivemindSwarm) -> tuple[Manifest, bytes]:
     manifest = read_manifest(swarm.load_document)
     if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:
         raise JoinError(f"manifest of run {run_id!r} is not what its peers declare; do not join through these peers")
+    check_founder(manifest, founder)
+    if founder is None:
+        pinned = f"{run_id}@{manifest.founder}"
+        log.info("trusting %s to be the founder; --run-id %s takes no other", manifest.founder, pinned)
+    if manifest.software != __version__:
+        log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
     tokenizer = swarm.load_document(TOKENIZER)
     if digest(tokenizer) != manifest.tokenizer_digest:
         raise JoinError(f"tokenizer of run {run_id!r} does not match its manifest; join through other peers")
     return manifest, tokenizer
+
+
+def check_founder(manifest: Manifest, founder: str | None) -> None:
+    """Refuse a run of another founder than the one named.
+
+    Raises:
+        JoinError: it is.
+    """
+    if founder not in (None, manifest.founder):
+        raise JoinError(
+            f"run {manifest.run_id!r} was founded by {manifest.founder}, not by {founder}; correct --run-id, or join "
+            f"through other --initial-peers"
+        )
 
 
 def read_manifest(load: Callable[[str], bytes]) -> Manifest:
@@ -106,6 +131,30 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
         raise JoinError(f"manifest setting {where}: {problem['msg']}; update spes_p2p") from error
 
 
+def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> GuestList | None:
+    """Return who may take part in a run, for a peer that has its manifest; None for everybody.
+
+    Args:
+        swarm: The peer's.
+        manifest: The run's.
+        invite: The peer's own; empty for the founder, and for whoever only looks on.
+
+    Raises:
+        JoinError: it is none to this run.
+    """
+    if not manifest.config.invite_only:
+        return None
+    founder_key = swarm.versions()[MANIFEST].public_key
+    try:
+        shown = show(invite, manifest.run_id, swarm.peer_id) if invite else ""
+        guests = GuestList(manifest.run_id, manifest.founder, founder_key, shown)
+        if invite:
+            guests.check(swarm.peer_id, shown, swarm.now())
+    except RecordError as error:
+        raise JoinError(f"this peer {error}; ask the founder for another --invite") from error
+    return guests
+
+
 def find_manifests(swarm: HivemindSwarm) -> list[str]:
     """Return the digests that others declare to be the run's manifest's, most frequent first.
 
@@ -122,5 +171,8 @@ def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
         if records:
             return records  # type: ignore[return-value]
         if time.monotonic() > deadline:
-            raise JoinError(f"the peers reached know no run {swarm.node.run_id!r}; check --run-id")
+            raise JoinError(
+                f"the peers reached know no run {swarm.node.run_id!r}; check --run-id, and that they run the same "
+                f"spes_p2p as this one ({__version__}, protocol {PROTOCOL})"
+            )
         swarm.wait(1.0)

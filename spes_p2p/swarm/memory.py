@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from torch import Tensor
 
 from spes_p2p.codecs import digest
 from spes_p2p.errors import ExchangeError, SimulationError
+from spes_p2p.swarm.averaging.outcome import alone, averaged_bytes, judge
+from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.memory_hub import Entry, MemoryHub
-from spes_p2p.swarm.outcome import alone, averaged_bytes, judge
+from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.memory_hub import Entry, Lie, MemoryHub
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
 from spes_p2p.swarm.roster import SHARED, Member
-from spes_p2p.swarm.versions import Version
-from spes_p2p.swarm.wire import Vectors, Wire
+from spes_p2p.swarm.trust import Trust
 
 MAX_FRUITLESS_ROUNDS = 20
 """Rounds dropped in a row after which a swarm is taken to be unable to go on."""
@@ -35,8 +37,10 @@ class MemorySwarm:
         self._pulled_bytes = self._averaged_bytes = 0
         self._wire, self._errors = Wire({}), dict[str, Tensor]()
         self._held: tuple[int, ...] = ()
-        self._keyframe_rounds = 1
-        self._fruitless = 0
+        self._vectors = Vectors(keyframe_rounds=1)
+        self._fruitless, self.trust = 0, Trust()
+        self.accused: set[tuple[int, str]] = set()
+        """Rounds, and peers of which this one held something against what they did in them."""
         self._closed = False
         hub.bytes_out[peer_id] = 0
 
@@ -73,9 +77,10 @@ class MemorySwarm:
         Args:
             vectors: What the run averages and publishes.
         """
-        self._wire, self._keyframe_rounds = Wire(vectors.segments), vectors.keyframe_rounds
+        self._wire, self._vectors = Wire(vectors.segments), vectors
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        contribution = self.trust.enter(contribution)
         member, encoded = self._encode(contribution)
         if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
@@ -84,8 +89,10 @@ class MemorySwarm:
             attempt = alone(member, encoded)
         else:
             patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
-            entry = Entry(member, encoded, self._wire, self._errors)
+            entry = Entry(member, encoded, self._wire, self._errors, self._lie(member.round))
             attempt = self._hub.meet(entry, expected, self.now() + patience)
+            self.trust.note(member.round, [attempt.evidence])
+            self.accused |= {(member.round, peer) for peer in attempt.evidence}
         result = judge(attempt, contribution, expected, self._wire)
         if result.is_behind:
             self._wire.forget()
@@ -109,35 +116,51 @@ class MemorySwarm:
                 f"or see the attacks and events"
             )
 
+    def remainders(self) -> Mapping[str, Tensor]:
+        return self._wire.remainders()
+
+    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
+        self._wire.take_up(remainders)
+
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
         return self._wire.encode(contribution)
+
+    def _lie(self, round: int) -> Lie | None:
+        """Return what a peer makes of the means that it reduces in a round; an honest one nothing."""
+        return None
 
     # ------------------------------------------------------------------ versions
 
     def publish(
         self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
     ) -> Mapping[str, Version]:
-        described = {name: self._describe(name, round, flat_N) for name, flat_N in bundles.items()}
+        data = {name: self._vectors.encode(name, flat_N) for name, flat_N in bundles.items()}
+        described = {name: self._describe(name, round, data[name]) for name in bundles}
+        coded = [name for name in bundles if described[name].codec == "coded"]
+        bundles = {**bundles, **{name: self._vectors.decode(name, bytes(data[name])) for name in coded}}
         for name, delta in (deltas or {}).items():
             if name in self._mine and self._mine[name][0].digest != described[name].digest:
                 self._hub.deltas[described[name].digest] = self._mine[name][0].digest, len(delta)
         self._keep({n: (described[n], self._hub.copy(flat_N, described[n].digest)) for n, flat_N in bundles.items()})
         return described
 
-    def _describe(self, name: str, round: int, flat_N: Tensor) -> Version:
+    def _describe(self, name: str, round: int, data: memoryview) -> Version:
         return Version(
             run_id=self._hub.run_id,
             name=name,
             round=round,
-            digest=digest(flat_N),
-            num_bytes=flat_N.nbytes,
-            codec="fp32",
+            digest=digest(data),
+            num_bytes=data.nbytes,
+            codec=self._vectors.codec(name),
             author=self.peer_id,
             public_key="",
         )
 
     def versions(self) -> Mapping[str, Version]:
         return {name: version for name, (version, _) in self._mine.items()}
+
+    def go_back(self, files: Mapping[Path, Version]) -> None:
+        raise SimulationError("versions in memory have no files; a virtual peer cannot be resumed")
 
     def load(self, name: str) -> Tensor:
         if name not in self._mine:
@@ -161,7 +184,7 @@ class MemorySwarm:
                 continue
             found = self._hub.bundles[peer][name]
             have = self._mine[name][0].digest if name in self._mine else ""
-            num_bytes = self._hub.transfer_bytes(found[0], have, self._keyframe_rounds)
+            num_bytes = self._hub.transfer_bytes(found[0], have, self._vectors.keyframe_rounds)
             self._pulled_bytes += num_bytes
             self._hub.bytes_out[peer] += num_bytes
             self._keep({name: found})
@@ -204,10 +227,25 @@ class MemorySwarm:
         """Leave. The heart stops: records live on for a lease, as in any swarm."""
         if not self._closed:
             self._closed = True
-            expires_at = self.now() + self._hub.lease_seconds
-            for records in self._hub.records.values():
-                if self.peer_id in records:
-                    record, until = records[self.peer_id]
-                    records[self.peer_id] = (record, min(until, expires_at))
-            self._hub.bundles.pop(self.peer_id, None)
+            self._stand_still()
             self.clock.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for so long, as a process that was stopped: no heartbeat, and no answer to anybody who pulls."""
+        bundles = self._hub.bundles.get(self.peer_id, {})
+        renewed = {kind: of[self.peer_id] for kind, of in self._hub.records.items() if self.peer_id in of}
+        self._stand_still()
+        self.clock.advance(seconds)
+        self._hub.bundles[self.peer_id] = bundles
+        for kind, stored in renewed.items():
+            self._hub.records[kind][self.peer_id] = stored
+        self.clock.notify_all()
+
+    def _stand_still(self) -> None:
+        """Let what the heart would renew run out, and serve nothing."""
+        expires_at = self.now() + self._hub.lease_seconds
+        for records in self._hub.records.values():
+            if self.peer_id in records:
+                record, until = records[self.peer_id]
+                records[self.peer_id] = (record, min(until, expires_at))
+        self._hub.bundles.pop(self.peer_id, None)

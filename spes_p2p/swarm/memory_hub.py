@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from spes_p2p.codecs import Format
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.outcome import Attempt
+from spes_p2p.swarm.averaging.outcome import Attempt
+from spes_p2p.swarm.averaging.reduce import GroupPlan, Message, decode_message, reduce_message
+from spes_p2p.swarm.averaging.wire import Wire
+from spes_p2p.swarm.averaging.witness import Evidence
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Record
-from spes_p2p.swarm.reduce import GroupPlan, decode_message, reduce_message, weighted_mean
-from spes_p2p.swarm.roster import Member, derive_groups, uplinks
-from spes_p2p.swarm.versions import Version
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, uplinks
 from spes_p2p.swarm.virtual_clock import VirtualClock
-from spes_p2p.swarm.wire import Wire
+
+Lie = Callable[[Format, Message, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -28,12 +32,14 @@ class Entry:
         encoded: Its vectors as they travel.
         wire: How they do.
         errors: What earlier means have left over with it, by group.
+        lie: Makes other bytes of the means that it reduces, of a dishonest peer, which blames nobody; else None.
     """
 
     member: Member
     encoded: Mapping[str, Tensor]
     wire: Wire
     errors: dict[str, Tensor]
+    lie: Lie | None = None
 
     def error(self, name: str, numel: int) -> Tensor:
         """Return what is left over of a group's delta; nothing, at first."""
@@ -105,54 +111,128 @@ class MemoryHub:
 
 
 def average_entries(met: Mapping[str, Entry]) -> dict[str, Attempt]:
-    """Return what each of those who met gets out of it, by peer; the entries are left as they are."""
+    """Return what each of those who met gets out of it, by peer; the entries are left as they are.
+
+    A reducer that is caught lying is left out of a second attempt, as everywhere.
+    """
+    attempts = _attempt(met)
+    liars = {peer for attempt in attempts.values() for peer in attempt.lost}
+    rest = {peer: entry for peer, entry in met.items() if peer not in liars}
+    if not liars or len(rest) < 2:
+        return attempts
+    failure = f"lost {' and '.join(sorted(liars))}"
+    second = {
+        peer: replace(attempt, evidence={**attempts[peer].evidence, **attempt.evidence})
+        for peer, attempt in average_entries(rest).items()
+    }
+    return second | {peer: Attempt(failure=failure) for peer in liars}
+
+
+def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
     roster = tuple(met[peer].member for peer in sorted(met))
     groups = derive_groups(roster)
     tokens, speeds = {member.peer_id: float(member.tokens) for member in roster}, uplinks(roster)
     status: dict[str, dict[str, str]] = {peer: {} for peer in met}
     averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
     lefts: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
+    evidence: dict[str, dict[str, Evidence]] = {peer: {} for peer in met}
+    lost: dict[str, set[str]] = {peer: set() for peer in met}
     for name, members in groups.members.items():
-        weights = [tokens[peer] for peer in members]
         format = met[members[0]].wire.format(name, groups.round + 1)
-        plan = GroupPlan.of(members, weights, [speeds[peer] for peer in members], format)
-        reason = "" if sum(weights) else "nobody trained"
-        mean = None
-        if not reason:
-            mean, left, reason = _reduce(plan, name, met)
+        plan = GroupPlan.of(members, [tokens[peer] for peer in members], [speeds[peer] for peer in members], format)
+        work = GroupMean(plan, name, met)
+        reason = work.reduce() if any(plan.weights) else "nobody trained"
         for peer in members:
             status[peer][name] = reason
-            if mean is not None and not reason:
-                averaged[peer][name] = mean
-                if peer in left:
-                    lefts[peer][name] = left[peer]
-    return {peer: Attempt(roster, status=status[peer], averaged=averaged[peer], left=lefts[peer]) for peer in met}
+            evidence[peer] |= work.witnesses[peer].evidence()
+            if reason.startswith("lost") and name == SHARED:
+                lost[peer] |= set(work.witnesses[peer].liars())
+            if not reason:
+                averaged[peer][name] = work.mean
+                if peer in work.left:
+                    lefts[peer][name] = work.left[peer]
+    return {
+        peer: Attempt(
+            roster,
+            status=status[peer],
+            averaged=averaged[peer],
+            left=lefts[peer],
+            lost=frozenset(lost[peer]),
+            evidence=evidence[peer],
+        )
+        for peer in met
+    }
 
 
-def _reduce(plan: GroupPlan, name: str, met: Mapping[str, Entry]) -> tuple[Tensor, dict[str, tuple[int, Tensor]], str]:
-    """Return a group's encoded mean, what that left over with each of its reducers, and why it failed."""
-    if len(plan.peers) == 1:
-        return met[plan.peers[0]].encoded[name], {}, ""
-    senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
-    weights = [weight for _, weight in senders]
-    mean, left = torch.empty(plan.format.num_bytes, dtype=torch.uint8), {}
-    try:
-        if plan.format.is_exact:
-            values = [plan.format.decode(met[peer].encoded[name]) for peer, _ in senders]
-            return plan.format.encode(weighted_mean(values, weights)), {}, ""
-        for reducer, messages in zip(plan.peers, plan.slices, strict=True):
-            errors = met[reducer].error(name, plan.delta_numel)
-            start, stop = plan.span(reducer)
-            new_errors = errors[start:stop].clone()
-            for message in messages:
-                span = slice(*(min(edge, plan.delta_numel) for edge in (message[0].start, message[-1].stop)))
-                place = slice(message[0].byte_start, message[-1].byte_stop)
-                decoded = [decode_message(plan.format, message, met[peer].encoded[name][place]) for peer, _ in senders]
-                kept = errors[span] if span.start < span.stop else None
-                mean[place], rest = reduce_message(plan.format, message, decoded, weights, kept)
-                if rest is not None:
-                    new_errors[span.start - start : span.stop - start] = rest
-            left[reducer] = start, new_errors
-    except (ValueError, ExchangeError) as error:
-        return mean, {}, f"the mean cannot be sent: {error}"
-    return mean, left, ""
+class GroupMean:
+    """One group's reduction, all of its members in one place.
+
+    Args:
+        plan: Who reduces what.
+        name: The group.
+        met: What everybody brings.
+
+    Attributes:
+        mean: Encoded, once it is reduced.
+        left: What encoding it has left over with each of its reducers.
+        witnesses: The members' eyes.
+    """
+
+    def __init__(self, plan: GroupPlan, name: str, met: Mapping[str, Entry]) -> None:
+        self._plan, self._name, self._met = plan, name, met
+        self._senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
+        self.mean = torch.empty(plan.format.num_bytes, dtype=torch.uint8)
+        self.left: dict[str, tuple[int, Tensor]] = {}
+        self.witnesses = {peer: plan.witness(peer) for peer in plan.peers}
+
+    def reduce(self) -> str:
+        """Reduce every slice; return why that failed, or ""."""
+        plan = self._plan
+        if len(plan.peers) == 1:
+            self.mean = self._met[plan.peers[0]].encoded[self._name]
+            return ""
+        try:
+            for reducer, messages in zip(plan.peers, plan.slices, strict=True):
+                self._reduce_slice(reducer, messages)
+        except (ValueError, ExchangeError) as error:
+            return f"the mean cannot be sent: {error}"
+        liars = {peer: seen for witness in self.witnesses.values() for peer, seen in witness.liars().items()}
+        return "; ".join(f"lost {peer}: {seen.reason}" for peer, seen in liars.items())
+
+    def _reduce_slice(self, reducer: str, messages: Sequence[Message]) -> None:
+        plan, entry = self._plan, self._met[reducer]
+        start, stop = plan.span(reducer)
+        errors = entry.error(self._name, plan.delta_numel)
+        new_errors = errors[start:stop].clone()
+        for message in messages:
+            span = slice(*(min(edge, plan.delta_numel) for edge in (message[0].start, message[-1].stop)))
+            place = slice(message[0].byte_start, message[-1].byte_stop)
+            kept = errors[span] if span.start < span.stop else None
+            decoded = [self._sent(reducer, peer, message, place) for peer, _ in self._senders]
+            weights = [weight for _, weight in self._senders]
+            witness = self.witnesses[reducer]
+            encoded, rest = reduce_message(plan.format, message, decoded, weights, kept, witness)
+            self.mean[place] = encoded if entry.lie is None else entry.lie(plan.format, message, encoded)
+            if rest is not None:
+                new_errors[span.start - start : span.stop - start] = rest
+            self._show(reducer, message, place)
+        if not plan.format.is_exact:
+            self.left[reducer] = start, new_errors
+
+    def _sent(self, reducer: str, peer: str, message: Message, place: slice) -> Tensor | None:
+        """Return what a member sends of a message; None where nobody can read it, but there are enough others."""
+        try:
+            return decode_message(self._plan.format, message, self._met[peer].encoded[self._name][place])
+        except ExchangeError as error:
+            witness = self.witnesses[reducer]
+            witness.proves(self._plan.peers.index(peer), f"sent what is no delta: {error}")
+            if not witness.can_judge:
+                raise
+            return None
+
+    def _show(self, reducer: str, message: Message, place: slice) -> None:
+        """Let all others look at a mean."""
+        index, mean_N = self._plan.peers.index(reducer), decode_message(self._plan.format, message, self.mean[place])
+        for peer, witness in self.witnesses.items():
+            if peer != reducer and self._met[peer].lie is None:
+                witness.receive(index, message, mean_N, self._met[peer].encoded[self._name])

@@ -5,30 +5,43 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
-import socket
+import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import uvloop
 from hivemind.dht import DHT, DHTNode
-from hivemind.p2p import PeerID
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.limits import increase_file_limit
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.swarm import dht_tasks
+from spes_p2p.swarm.daemons import (
+    STARTUP_SECONDS,
+    Door,
+    UnreachableError,
+    check_addresses,
+    check_port,
+    start_dht,
+    start_p2pd,
+    unreachable,
+)
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.processes import BoundDHT, BoundP2P
+from spes_p2p.swarm.known_peers import KnownPeers, Redial
+from spes_p2p.swarm.processes import interruptible_locks
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator, owner_of
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-STARTUP_SECONDS = 20.0
 DHT_SECONDS = 15.0
+CALL_SECONDS = 3.0
+MAX_CONTACTS = 4
+MAX_CALLS = 16
+"""Peers called at once; the others have their turn a few seconds later."""
 
 
 class Node:
@@ -37,7 +50,8 @@ class Node:
     Args:
         identity: This peer's key.
         run_id: The run whose records are valid here.
-        initial_peers: Multiaddrs of peers in the swarm; none starts a swarm.
+        initial_peers: Multiaddrs of peers in the swarm; none starts a swarm, unless `known` are in reach.
+        known: Peers met before, which are tried where no initial peer answers, and kept in reach from then on.
         host: IPv4 address to listen on.
         port: TCP port; 0 lets the system choose.
         announce: Multiaddrs to announce instead of those listened on.
@@ -45,7 +59,7 @@ class Node:
 
     Raises:
         ConfigError: a malformed address, or the port is taken.
-        JoinError: no initial peer answers.
+        JoinError: no initial peer answers, nor any known one, or this machine's clock is not the swarm's.
     """
 
     def __init__(
@@ -54,67 +68,56 @@ class Node:
         run_id: str,
         *,
         initial_peers: Sequence[str] = (),
+        known: KnownPeers | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         announce: Sequence[str] = (),
         client_mode: bool = False,
     ) -> None:
         self.identity, self.run_id, self.peer_id = identity, run_id, identity.peer_id
-        _check_addresses([*initial_peers, *announce])
-        _check_port(host, port)
+        self.known, self.client_mode = known if known is not None else KnownPeers(), client_mode
+        check_addresses([*initial_peers, *announce])
+        check_port(host, port)
         increase_file_limit()
+        interruptible_locks()
         self._validator = RecordValidator(run_id, identity)
-        self._initial_peers = [address.rsplit("/p2p/", 1)[-1] for address in initial_peers]
+        self._redial = Redial()
+        self._initial_peers: dict[str, list[str]] = {}
+        for address in initial_peers:
+            self._initial_peers.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
         self._thread.start()
         try:
-            self.p2p = self._start_p2p(initial_peers, host, port, announce, client_mode)
-            self.dht = self._start_dht(initial_peers, client_mode)
+            self.met_somebody = self._connect(
+                list(initial_peers), Door(host, port, tuple(announce), client_mode=client_mode)
+            )
         except BaseException:
             self.close()
             raise
 
-    def _start_p2p(self, initial_peers, host, port, announce, client_mode) -> BoundP2P:
-        reach = {"no_listen": True, "dht_mode": "client"} if client_mode else {}
-        work = BoundP2P.create(
-            initial_peers=initial_peers or None,
-            identity_path=str(self.identity.path),
-            host_maddrs=None if client_mode else [f"/ip4/{host}/tcp/{port}"],
-            announce_maddrs=list(announce) or None,
-            nat_port_map=False,
-            auto_nat=False,
-            use_relay=False,
-            startup_timeout=STARTUP_SECONDS,
-            check_if_identity_free=not self.identity.is_new,
-            **reach,
-        )
-        try:
-            return self.run(work, 2 * STARTUP_SECONDS)
-        except P2PDaemonError as error:
-            if "taken by another peer" in str(error):
-                raise ConfigError(
-                    f"identity {self.identity.path} is in use by another peer; give each its own"
-                ) from error
-            raise _unreachable(initial_peers, error) from error
+    def _connect(self, initial_peers: list[str], door: Door) -> bool:
+        """Start p2pd and the DHT with whoever answers; tell whether anybody did.
 
-    def _start_dht(self, initial_peers, client_mode) -> BoundDHT:
-        dht = BoundDHT(
-            initial_peers=initial_peers or None,
-            start=False,
-            p2p=self.p2p,
-            client_mode=client_mode,
-            record_validators=[self._validator],
-            cache_locally=False,
-            cache_on_store=False,
-            cache_nearest=0,
-        )
-        try:
-            dht.run_in_background(timeout=STARTUP_SECONDS)
-        except Exception as error:
-            dht.terminate()
-            raise _unreachable(initial_peers, error) from error
-        return dht
+        The initial peers first, then those known from before. Who names no initial peer can do without both.
+        """
+        known = [address for at in self.known.addresses().values() for address in at if address not in initial_peers]
+        for addresses in filter(None, (initial_peers, known)):
+            try:
+                self._start(addresses, door)
+                return True
+            except UnreachableError:
+                self._stop_daemons()
+        if initial_peers:
+            raise unreachable([*initial_peers, *known])
+        if known:
+            log.warning("no answer from %s; waiting for the others here", ", ".join(known))
+        self._start([], door)
+        return False
+
+    def _start(self, addresses: list[str], door: Door) -> None:
+        self.p2p = self.run(start_p2pd(self.identity, addresses, door), 2 * STARTUP_SECONDS)
+        self.dht = start_dht(self.p2p, self._validator, addresses, door)
 
     def run(self, work: Coroutine[Any, Any, T], timeout: float) -> T:
         """Run a coroutine in the swarm thread and return its result.
@@ -131,32 +134,79 @@ class Node:
             self._loop.call_soon_threadsafe(listener)
 
     def addresses(self) -> list[str]:
-        """Return the multiaddrs under which this peer can be reached."""
-        return [str(address) for address in self.run(self.p2p.get_visible_maddrs(), DHT_SECONDS)]
+        """Return the multiaddrs under which this peer can be reached; those of this machine alone come last."""
+        addresses = [str(address) for address in self.run(self.p2p.get_visible_maddrs(), DHT_SECONDS)]
+        return sorted(addresses, key=lambda address: address.startswith(("/ip4/127.", "/ip6/::1/")))
 
-    def greet(self, peers: Iterable[str]) -> None:
-        """Make these peers and the initial ones known to the DHT again; nobody waits for their answers.
+    @property
+    def port(self) -> int:
+        """The TCP port it listens on; 0 where it does not."""
+        if self.client_mode:
+            return 0
+        ports = [int(Multiaddr(address)["tcp"]) for address in self.addresses() if "/tcp/" in address]
+        return ports[0] if ports else 0
 
-        A DHT node forgets whoever fails to answer once. Where its own link was down it has forgotten everybody, and
-        been forgotten by all: without this, it would be alone for ever after.
+    def contacts(self) -> tuple[str, ...]:
+        """Return what others are told of its addresses; nothing where nobody can call it."""
+        return () if self.client_mode else tuple(self.addresses()[:MAX_CONTACTS])
+
+    def initial_peers(self) -> list[str]:
+        """Return the ids of the peers that it was told of, or else of those it knew from before."""
+        return list(self._initial_peers or self.known.addresses())
+
+    def known_addresses(self) -> list[str]:
+        """Return an address of each of the others that it knows, the initial ones first."""
+        return [at[0] for at in {**self._initial_peers, **self.known.addresses()}.values()]
+
+    def num_addresses(self) -> int:
+        """Return how many addresses it has of others."""
+        return sum(map(len, {**self.known.addresses(), **self._initial_peers}.values()))
+
+    def p2pd_answers(self, seconds: float) -> bool:
+        """Tell whether p2pd answers in time."""
+        return self.run(self.p2p.answers(seconds), seconds + DHT_SECONDS)
+
+    def greet(self, peers: Mapping[str, Sequence[str]]) -> int:
+        """Call those of the initial peers and of these that the DHT does not know or that are not connected.
 
         Args:
-            peers: Ids of peers that this one has met.
+            peers: Addresses by id.
+
+        Returns:
+            How many the DHT knows then.
+
+        Raises:
+            TimeoutError: the DHT took too long.
         """
-        known = sorted({*self._initial_peers, *peers} - {self.peer_id})
-        self.dht.run_coroutine(functools.partial(_greet, known), return_future=True)
+        known = {peer: at for peer, at in {**peers, **self._initial_peers}.items() if peer != self.peer_id}
+        strangers = self._ask_dht(functools.partial(dht_tasks.strangers, sorted(known)))
+        connected = self.run(self.p2p.connected(), DHT_SECONDS)
+        for peer in connected & set(known):
+            self._redial.answered(known[peer])
+        lost = sorted(set(known) - connected)
+        chosen = {peer: known[peer] for peer in random.sample(lost, min(len(lost), MAX_CALLS))}
+        asked = {peer: at for peer, at in chosen.items() if peer in self._initial_peers}
+        due = asked | self._redial.due({p: at for p, at in chosen.items() if p not in asked}, time.monotonic())
+        if due:
+            # p2pd forgets the addresses of whoever has been away for some minutes. And who cannot be called, but has
+            # called the others, can be talked to by them.
+            self.run(self.p2p.dial(due, CALL_SECONDS), DHT_SECONDS)
+        return self._ask_dht(functools.partial(dht_tasks.greet, [*due, *(set(strangers) & connected)]))
 
     def store(self, record: Record, lifetime_seconds: float) -> bool:
-        """Sign and store a record; tell whether any node took it."""
-        return bool(
-            self.dht.store(
-                key=record.key(self.run_id),
-                subkey=self._validator.subkey,
-                value=record.encode(),
-                expiration_time=get_dht_time() + lifetime_seconds,
-                return_future=True,
-            ).result(timeout=DHT_SECONDS)
+        """Sign and store a record; tell whether a node other than this peer's own took it."""
+        work = functools.partial(
+            dht_tasks.store,
+            record.key(self.run_id),
+            self._validator.subkey,
+            record.encode(),
+            get_dht_time() + lifetime_seconds,
         )
+        return self._ask_dht(work)
+
+    def _ask_dht(self, work: Callable[[DHT, DHTNode], Coroutine[Any, Any, T]]) -> T:
+        """Run a coroutine in the DHT's process and return its result."""
+        return self.dht.run_coroutine(work, return_future=True).result(timeout=DHT_SECONDS)
 
     def read(self, kind: type[Record]) -> dict[str, Any]:
         """Return everybody's unexpired records of one kind, by peer id; they were validated on the way."""
@@ -172,46 +222,14 @@ class Node:
 
     def close(self) -> None:
         """Shut the DHT and p2pd down. Idempotent."""
-        if hasattr(self, "dht") and self.dht.is_alive():
-            self.dht.shutdown()
-        if hasattr(self, "p2p") and self._loop.is_running():
-            self.run(self.p2p.shutdown(), DHT_SECONDS)
+        self._stop_daemons()
         if self._loop.is_running():
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(DHT_SECONDS)
 
-
-async def _greet(peers: Sequence[str], dht: DHT, node: DHTNode) -> None:
-    """Ping the peers that the DHT node does not know; runs in its process."""
-    strangers = [
-        peer for peer in map(PeerID.from_base58, peers) if node.protocol.routing_table.get(peer_id=peer) is None
-    ]
-    await asyncio.gather(*map(node.protocol.call_ping, strangers))
-
-
-def _check_addresses(addresses: Sequence[str]) -> None:
-    for address in addresses:
-        try:
-            valid = "p2p" in Multiaddr(address)
-        except Exception as error:
-            raise ConfigError(
-                f"{address!r} is not a multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm..."
-            ) from error
-        if not valid:
-            raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
-
-
-def _check_port(host: str, port: int) -> None:
-    """Find an occupied port before p2pd does, whose message says less."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
-
-
-def _unreachable(initial_peers: Sequence[str], error: BaseException) -> JoinError:
-    if not initial_peers:
-        return JoinError(f"cannot start the peer-to-peer daemon: {error}; see the log")
-    return JoinError(f"no answer from {', '.join(initial_peers)}; check --initial-peers and that those peers run")
+    def _stop_daemons(self) -> None:
+        if hasattr(self, "dht") and self.dht.is_alive():
+            # Without p2pd it cannot take its leave of it.
+            (self.dht.shutdown if self.p2p.is_running() else self.dht.terminate)()
+        if hasattr(self, "p2p") and self._loop.is_running():
+            self.run(self.p2p.shutdown(), DHT_SECONDS)

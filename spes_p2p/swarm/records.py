@@ -1,6 +1,6 @@
 """Everything the DHT may hold: strict, small, signed by its owner, and short-lived.
 
-One record per (key, owner): `{run}.v1.claims.{bucket}` holds one subkey per peer, and so on. The value is JSON,
+One record per (key, owner): `{run}.v2.claims.{bucket}` holds one subkey per peer, and so on. The value is JSON,
 because every node parses it before it trusts it, and JSON has no types that can surprise a parser.
 """
 
@@ -14,11 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 
-PROTOCOL = "v1"
+PROTOCOL = "v2"
 NUM_BUCKETS = 4
 """Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
-MAX_RECORD_BYTES = 1024
+MAX_RECORD_BYTES = 1536
 MAX_LIFETIME_SECONDS = 600.0
 
 PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
@@ -27,6 +28,8 @@ Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
 Slot = Annotated[int, Field(ge=0, lt=4096)]
+Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
+"""A multiaddr as far as its characters go; whether it is one, and of whom, is looked at by who uses it."""
 
 
 class Record(BaseModel):
@@ -62,7 +65,7 @@ class Record(BaseModel):
         return data
 
     @classmethod
-    def decode(cls, data: bytes):
+    def decode(cls, data: object):
         """Return the record that `data` encodes.
 
         Raises:
@@ -99,6 +102,8 @@ class Claim(Record):
     """Slots it could train."""
     since: Seconds
     """DHT time of joining."""
+    invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
+    """What it shows of its invite, where the run is closed."""
 
     @model_validator(mode="after")
     def _check_slots(self) -> Claim:
@@ -225,4 +230,15 @@ def _placed(name: str, round: int) -> tuple[Any, int, int] | None:
     return (name, 0, round) if name in ("shared", "moments-shared") else None
 
 
-RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Seed)
+class Contact(Record):
+    """How a peer is reached, and what it runs."""
+
+    kind: ClassVar[str] = "contacts"
+
+    addresses: tuple[Address, ...] = Field(max_length=4)
+    """Multiaddrs; none of a peer that nobody can call."""
+    software: Annotated[str, Field(max_length=64)]
+    """Its spes_p2p version."""
+
+
+RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Seed, Contact)

@@ -10,13 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 from spes_p2p.swarm.records import Count, PeerId, Seconds, Slot
 
 SHARED = "shared"
 MAX_MEMBER_BYTES = 64 * 1024
+MOST_DISTRUSTED = 16
+"""Peers that a member may want left out."""
+LEAST_VOTERS = 5
+"""Members below which nobody is left out: of four, two could outvote one."""
 MOST_TOKENS = 2**34
 """More than any one peer can train between two rounds; a larger weight is a lie, or an accident."""
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -49,6 +54,9 @@ class Member(BaseModel):
     """Tokens trained since the anchor: the weight of this member's deltas; 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots it brings deltas of."""
+    slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
+    """Round of the version that each of them starts from, in their order; one that was an orphan may lag behind, and
+    one of the losing side of a partition may be ahead of the member's model."""
     anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-\d{1,4})$")], ShortDigest] = Field(max_length=129)
     """Digest of each anchor, by group."""
     tokens_per_second: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -60,6 +68,25 @@ class Member(BaseModel):
     """What it may send, in 10^6 bits per second, if that is limited."""
     refreshes: bool = False
     """It fetches some of the others' slots in a round, not all, so that nobody counts on it to pass them on."""
+    calls_only: bool = False
+    """Nobody can call it, though whomever it has called can talk to it: it reduces nothing, and passes nothing on."""
+    invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
+    """What it shows of its invite, where the run is closed."""
+    distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MOST_DISTRUSTED)
+    """Whom it has banned, by what it has seen itself."""
+
+    @model_validator(mode="after")
+    def _check_rounds(self) -> Member:
+        if self.slot_rounds and len(self.slot_rounds) != len(self.slots):
+            raise ValueError("slot_rounds must name a round for each slot, or none")
+        return self
+
+    def starts(self) -> dict[int, tuple[int, str]]:
+        """Return round and digest of the anchor of each slot."""
+        rounds = self.slot_rounds or (0,) * len(self.slots)
+        return {
+            slot: (round, self.anchors.get(slot_name(slot), "")) for slot, round in zip(self.slots, rounds, strict=True)
+        }
 
     @classmethod
     def decode(cls, peer_id: str, data: str | bytes) -> Member:
@@ -85,7 +112,8 @@ class Groups:
 
     Attributes:
         round: The anchor's round that the majority holds.
-        behind: Members whose shared anchor is not the majority's; they catch up, their deltas do not count.
+        behind: Members whose shared anchor is not the majority's, or whom the others distrust; they catch up, their
+            deltas do not count.
         members: Member ids by group name, ascending, at least one each.
     """
 
@@ -95,31 +123,75 @@ class Groups:
 
 
 def uplinks(members: Sequence[Member]) -> dict[str, float]:
-    """Return what each member may send; who states nothing is taken to be as fast as the fastest that does."""
+    """Return what each member may send; who states nothing is taken to be as fast as the fastest that does.
+
+    Nothing is asked of those who cannot be called: two of them could not even talk to each other.
+    """
     stated = [member.uplink_mbit for member in members if member.uplink_mbit is not None]
     fastest = max(stated, default=1.0)
-    return {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in members}
+    rates = {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in members}
+    return {member.peer_id: 0.0 if member.calls_only else rates[member.peer_id] for member in members}
+
+
+def distrusted(roster: Sequence[Member]) -> frozenset[str]:
+    """Return the members that more than half of the others want left out; nobody if that were half of the roster.
+
+    Those who cannot be called have no vote: they reduce nothing, and so see nothing of what members bring.
+    """
+    if len(roster) < LEAST_VOTERS:
+        return frozenset()
+    ids = {member.peer_id for member in roster}
+    voters = [member for member in roster if not member.calls_only]
+    votes = Counter(peer for member in voters for peer in set(member.distrusts) & (ids - {member.peer_id}))
+    others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
+    out = frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], LEAST_VOTERS - 1))
+    return out if 2 * len(out) < len(ids) else frozenset()
 
 
 def derive_groups(roster: Sequence[Member]) -> Groups:
     """Return the groups of a roster.
 
-    `shared` is everyone whose shared anchor is the majority's; `slot-e` is every one of those that brings slot e with
-    the majority's anchor of it. A tie goes to the later round, then to the smaller digest.
+    `shared` is everyone whose shared anchor is the majority's; a tie goes to the later round, then to the smaller
+    digest. `slot-e` is every one of those that brings slot e with the `newest` anchor: whoever has adopted it without
+    reaching its newest version sits it out. Where all anchors are ahead of the model, there is no such group. Of
+    holders none of whom can be called, only the first counts, since they could not average. Whoever is
+    distrusted is in none.
     """
-    majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in roster])
+    out = distrusted(roster)
+    trusted = [member for member in roster if member.peer_id not in out]
+    majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in trusted])
     current = sorted(
-        (member for member in roster if (member.round, member.anchors.get(SHARED, "")) == majority),
+        (member for member in trusted if (member.round, member.anchors.get(SHARED, "")) == majority),
         key=lambda member: member.peer_id,
     )
     groups = {SHARED: tuple(member.peer_id for member in current)}
-    for slot in sorted({slot for member in current for slot in member.slots}):
-        name = slot_name(slot)
-        holders = [member for member in current if slot in member.slots]
-        _, anchor = _majority([(0, member.anchors.get(name, "")) for member in holders])
-        groups[name] = tuple(member.peer_id for member in holders if member.anchors.get(name, "") == anchor)
+    holders: dict[int, dict[str, tuple[int, str]]] = {}
+    for member in current:
+        for slot, start in member.starts().items():
+            holders.setdefault(slot, {})[member.peer_id] = start
+    callable_ids = {member.peer_id for member in current if not member.calls_only}
+    for slot, starts in sorted(holders.items()):
+        chosen = newest(list(starts.values()), majority[0])
+        if chosen is not None:
+            agreed = tuple(peer for peer, (_, digest) in starts.items() if digest == chosen[1])
+            groups[slot_name(slot)] = agreed if callable_ids & set(agreed) else agreed[:1]
     behind = tuple(sorted({member.peer_id for member in roster} - set(groups[SHARED])))
     return Groups(round=majority[0], behind=behind, members=groups)
+
+
+def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:
+    """Return the (round, digest) of a slot's version that goes on, of several; None if none may.
+
+    The latest counts; of several of one round what most have, then the smaller digest. A version that is ahead of the
+    model may not: it is of the side of a partition that the majority has not followed. So whatever a round makes has a
+    higher number than what it was made from, and no version wins over its own successor.
+
+    Args:
+        states: Versions as several peers have them.
+        model_round: Round of the `shared` version that the slot is to go with.
+    """
+    votes = Counter(state for state in states if state[0] <= model_round)
+    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]), default=None)
 
 
 def _majority(states: Sequence[tuple[int, str]]) -> tuple[int, str]:

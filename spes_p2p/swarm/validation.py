@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 import time
@@ -13,6 +12,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.decoding import ShallowSerializer
 from spes_p2p.swarm.identity import Identity, peer_id_of
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, RECORD_TYPES, Record
 
@@ -28,8 +28,7 @@ class RecordValidator(RecordValidatorBase):
 
     A record is accepted if its key belongs to the run, its subkey is the owner's public key, the signature is the
     owner's, the owner's libp2p id is the record's `peer_id`, it lives at most MAX_LIFETIME_SECONDS, and it parses
-    strictly. Hivemind's matchmaking keys (a peer id and a flag, no owner key) are admitted with size and lifetime
-    checked.
+    strictly. Under the key of hivemind's matchmaking lies, signed likewise, the time until which a peer waits.
 
     Args:
         run_id: The run whose keys are valid.
@@ -40,7 +39,8 @@ class RecordValidator(RecordValidatorBase):
         self._types: dict[bytes, type[Record]] = {
             DHTID.generate(source=key).to_bytes(): kind for kind in RECORD_TYPES for key in kind.keys(run_id)
         }
-        self._matchmaking = {DHTID.generate(source=f"{matchmaking_prefix(run_id)}.0b").to_bytes()}
+        self._run_id = run_id
+        self._matchmaking = DHTID.generate(source=f"{matchmaking_prefix(run_id)}.0b").to_bytes()
         self._signer = RSASignatureValidator(identity.private_key)
 
     @property
@@ -52,10 +52,10 @@ class RecordValidator(RecordValidatorBase):
         try:
             self._check(record)
         except RecordError as error:
-            log.debug("refused a record: %s", error)
+            log.debug("refused a record of %s: %s", _signer_of(record), error)
             return False
         except Exception as error:  # noqa: BLE001 - a stranger's bytes must never take the DHT node down
-            log.warning("refused a record that broke the validator: %r", error)
+            log.debug("refused a record of %s that broke the validator: %r", _signer_of(record), error)
             return False
         return True
 
@@ -75,28 +75,35 @@ class RecordValidator(RecordValidatorBase):
             raise RecordError(f"lives longer than {MAX_LIFETIME_SECONDS:.0f} s")
         if len(record.subkey) > MAX_SUBKEY_BYTES:
             raise RecordError("subkey is too long")
-        if record.key in self._matchmaking:
-            if len(record.value) > 64:
-                raise RecordError("matchmaking record is too long")
-            return
         kind = self._types.get(record.key)
-        if kind is None:
+        if kind is None and record.key != self._matchmaking:
             raise RecordError("key does not belong to this run")
         if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:
             raise RecordError("value is too long")
-        owner = owner_of(msgpack.unpackb(record.subkey, raw=False))
+        subkey = ShallowSerializer.loads(record.subkey)
+        owner = owner_of(subkey)
+        if record.subkey != msgpack.packb(subkey):
+            # What others store and pass on is packed anew, and then its signature would not fit any more.
+            raise RecordError("subkey is packed in an unusual way")
         if not self._signer.validate(record):
             raise RecordError("signature is missing or wrong")
-        stripped = dataclasses.replace(record, value=self._signer.strip_value(record))
-        if kind.decode(msgpack.unpackb(stripped.value, raw=False)).peer_id != owner:
+        value = ShallowSerializer.loads(self._signer.strip_value(record))
+        if kind is None:
+            if not isinstance(value, float) or not math.isfinite(value):
+                raise RecordError("matchmaking record is no time")
+            return
+        found = kind.decode(value)
+        if found.peer_id != owner:
             raise RecordError("signer is not the peer that the record names")
+        if DHTID.generate(source=found.key(self._run_id)).to_bytes() != record.key:
+            raise RecordError("record lies under a key that is not its own")
 
 
 def owner_of(subkey: object) -> str:
     """Return the peer id of the owner whose public key a subkey carries.
 
     Raises:
-        RecordError: the subkey carries no key.
+        RecordError: the subkey carries no key, or not as everybody writes it.
     """
     prefix, suffix = RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
     if not isinstance(subkey, bytes) or not (subkey.startswith(prefix) and subkey.endswith(suffix)):
@@ -105,6 +112,14 @@ def owner_of(subkey: object) -> str:
         return peer_id_of(subkey[len(prefix) : -len(suffix)])
     except ValueError as error:
         raise RecordError("subkey holds no RSA key") from error
+
+
+def _signer_of(record: DHTRecord) -> str:
+    """Return who claims to have signed a record, for the log."""
+    try:
+        return owner_of(ShallowSerializer.loads(record.subkey[:MAX_SUBKEY_BYTES]))
+    except RecordError:
+        return "nobody"
 
 
 def matchmaking_prefix(run_id: str) -> str:

@@ -11,8 +11,8 @@ from spes_p2p.codecs import Layout, Segment, digest
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.merge import merge_alpha, merge_experts
 from spes_p2p.optim.outer import OuterOptimizer
+from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
-from spes_p2p.swarm.wire import Vectors
 
 
 class Anchors:
@@ -28,7 +28,7 @@ class Anchors:
 
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
         self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
-        self._moments, self._codecs = run.averaged_moments, run.codecs
+        self._moments, self._kept, self._codecs = run.averaged_moments, run.kept_moments, run.codecs
         self._numels = dict(numels)
         self._weights: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
@@ -41,10 +41,10 @@ class Anchors:
     # ------------------------------------------------------------------ sizes
 
     def bundle_numel(self) -> dict[str, int]:
-        """Return the elements of what is published, by kind: bundles, and moments where the run averages them."""
+        """Return the elements of what is published, by kind: bundles, and moments where the run keeps any."""
         bundles = {kind: (2 if self._outers[kind].has_state else 1) * numel for kind, numel in self._numels.items()}
-        moments = {moments_name(kind): len(self._moments) * numel for kind, numel in self._numels.items()}
-        return bundles | (moments if self._moments else {})
+        moments = {moments_name(kind): len(self._kept) * numel for kind, numel in self._numels.items()}
+        return bundles | (moments if self._kept else {})
 
     def segments(self) -> dict[str, tuple[Segment, ...]]:
         """Return what a contribution is made of, by kind: the delta, then each averaged moment."""
@@ -62,13 +62,27 @@ class Anchors:
             interval=self._codecs.moments_interval,
         )
 
+    def coded(self) -> dict[str, tuple[Segment, ...]]:
+        """Return how moments are published, by kind, where that is in fewer bits than fp32's."""
+        if self._codecs.moments == "fp32" or not self._kept:
+            return {}
+        return {
+            moments_name(kind): tuple(self._moment_segment(numel, moment) for moment in self._kept)
+            for kind, numel in self._numels.items()
+        }
+
     def vectors(self) -> Vectors:
         """Return what a swarm must know of the run's vectors."""
-        return Vectors(self.bundle_numel(), self.segments(), self.advance, self._codecs.keyframe_rounds)
+        keyframes = self._codecs.keyframe_rounds
+        return Vectors(self.bundle_numel(), self.segments(), self.advance, keyframes, self.coded())
 
     def averages_moments(self, round: int) -> bool:
         """Tell whether moments travel in the averaging that commits `round`."""
         return bool(self._moments) and round % self._codecs.moments_interval == 0
+
+    def publishes_moments(self, round: int) -> bool:
+        """Tell whether holders publish moments with the versions of `round`."""
+        return bool(self._kept) and round % self._codecs.moments_interval == 0
 
     # ------------------------------------------------------------------ bundles
 

@@ -1,78 +1,253 @@
-"""What one peer needs to go on after a restart, beyond the versions it keeps anyway: moments, data position, claims."""
+"""What one peer needs to go on after a restart as if nothing had happened, kept on disk while training goes on.
+
+A checkpoint is a folder, `round-12-step-300`, that appears whole or not at all: `state.json`, one file of tensors, and
+links to the files of the versions that belong to the round, which cost no bytes twice. It says the SHA-256 of all.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+import errno
+import logging
+import re
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spes_p2p.errors import DataError
+from spes_p2p.codecs import digest_of_file
+from spes_p2p.errors import DataError, RecordError
+from spes_p2p.swarm.exchange.version_store import file_name
+from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.training.durable import link_file, sync
+from spes_p2p.training.peer_state import PeerState, decode_state, encode_state
+
+log = logging.getLogger(__name__)
+
+STATE, TENSORS = "state.json", "tensors.safetensors"
+DRAFT = ".draft"
+"""Suffix of folders that are not whole yet, or not any more."""
+_FOLDER = re.compile(r"^round-(\d+)-step-(\d+)$")
 
 
-@dataclass(frozen=True)
-class PeerState:
-    """A peer's position in its run.
+class Found(NamedTuple):
+    """A checkpoint that was verified.
 
     Attributes:
-        run_id: The run it belongs to.
-        round: Round of its anchors.
-        slots: Slots it held.
-        steps: Local optimizer steps so far.
-        total_tokens: Tokens trained so far.
-        data: State of its token source.
+        name: Its folder's.
+        state: The peer's position.
+        files: Its versions by file, those that are whole.
     """
 
-    run_id: str
-    round: int
-    slots: tuple[int, ...]
-    steps: int
-    total_tokens: int
-    data: Mapping[str, Any]
+    name: str
+    state: PeerState
+    files: Mapping[Path, Version]
+
+
+class Saved(NamedTuple):
+    """A checkpoint that was loaded: a `Found` with its tensors, whose names say first what they are."""
+
+    state: PeerState
+    tensors: Mapping[str, Tensor]
+    files: Mapping[Path, Version]
 
 
 class PeerCheckpoint:
-    """One checkpoint directory; the newest save wins, and a torn save leaves the one before.
+    """The checkpoints of one peer: the newest, and the one before it.
+
+    A save copies nothing of what it is given and writes in a thread of its own. While that is busy, the next one is
+    left out, so that memory holds one copy of the tensors at most. A save that fails leaves what was there, is said
+    once, and is tried again after the next round.
 
     Args:
-        directory: Holds `peer.json` and the moments file that it names.
+        directory: Holds the folders.
+        versions: Folder of the peer's version store.
     """
 
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
+    def __init__(self, directory: Path, versions: Path) -> None:
+        self._directory, self._versions = directory, versions
+        self._thread: threading.Thread | None = None
+        self._newest = ""
+        self._is_failing = False
 
-    def save(self, state: PeerState, moments: Mapping[str, Tensor]) -> None:
-        """Write moments first, then the state that names them: the rename of `peer.json` is the commit."""
+    # ------------------------------------------------------------------ saving
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the save under way for so long at most; return whether there is none any more."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+        return not self.is_busy
+
+    def save(self, state: PeerState, tensors: Mapping[str, Tensor]) -> None:
+        """Begin to save; nothing happens while an earlier save is under way.
+
+        Args:
+            state: The peer's position; the store may drop its versions once this has returned.
+            tensors: Nobody may change them until the save is done.
+        """
+        name = f"round-{state.round}-step-{state.steps}"
+        if self.is_busy or name == self._newest:
+            return
+        draft = self._directory / f"{name}{DRAFT}"
+        num_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        try:
+            copies = self._begin(draft, state.versions)
+        except OSError as error:
+            self._fail(draft, error, num_bytes)
+            return
+        num_bytes += sum(version.num_bytes for version in copies)
+
+        def work() -> None:
+            try:
+                for version in copies:
+                    shutil.copyfile(self._versions / file_name(version), draft / file_name(version))
+                write_folder(draft, state, tensors)
+                self._replace(name, draft)
+            except OSError as error:
+                self._fail(draft, error, num_bytes)
+
+        self._thread = threading.Thread(target=work, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    def _begin(self, draft: Path, versions: Sequence[Version]) -> list[Version]:
+        """Link the versions' files, which the store deletes some rounds later; return those that must be copied."""
         self._directory.mkdir(parents=True, exist_ok=True)
-        name = f"moments-{state.round}-{state.steps}.safetensors"
-        save_file(dict(moments), self._directory / name)
-        temporary = self._directory / "peer.json.tmp"
-        temporary.write_text(json.dumps({**asdict(state), "moments": name}))
-        temporary.replace(self._directory / "peer.json")
-        for old in self._directory.glob("moments-*.safetensors"):
-            if old.name != name:
-                old.unlink()
+        for left in self._directory.glob(f"*{DRAFT}"):
+            shutil.rmtree(left)
+        draft.mkdir()
+        return [v for v in versions if not link_file(self._versions / file_name(v), draft / file_name(v))]
 
-    def load(self) -> tuple[PeerState, dict[str, Tensor]] | None:
-        """Return the newest save, or None if there is none.
+    def _replace(self, name: str, draft: Path) -> None:
+        """Let a checkpoint appear, and keep one other: that which was the newest until now."""
+        if (self._directory / name).exists():  # as damaged as whatever is newer than what this peer resumed from
+            self._drop(self._directory / name)
+        draft.rename(self._directory / name)
+        sync(self._directory)
+        for old in self._names():
+            if old not in (name, self._newest):
+                self._drop(self._directory / old)
+        self._newest = name
+        if self._is_failing:
+            self._is_failing = False
+            log.info("checkpoints are written again: %s", self._directory / name)
+
+    def _drop(self, folder: Path) -> None:
+        """Delete a checkpoint so that no half of it is ever taken for one."""
+        doomed = folder.with_name(f"{folder.name}.old{DRAFT}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)
+
+    def _fail(self, draft: Path, error: OSError, num_bytes: int) -> None:
+        """Clear away what was begun; say once what is the matter and what to do."""
+        shutil.rmtree(draft, ignore_errors=True)
+        if self._is_failing:
+            return
+        self._is_failing = True
+        reason = f"{error.strerror or error}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
+            reason += f": it takes {num_bytes} bytes, {free} are free, {max(0, num_bytes - free)} are missing"
+        log.error(
+            "cannot write checkpoint %s: %s; make room or mend the disk. Training goes on, %s, each round tries again",
+            *(draft.with_suffix(""), reason, f"{self._newest} is kept" if self._newest else "without one"),
+        )
+
+    # ------------------------------------------------------------------ loading
+
+    def find(self, run_id: str) -> Found | None:
+        """Return the newest checkpoint that is whole; None if nothing was ever saved. Says which are not, and why.
+
+        One of which only versions are damaged is returned if no other is whole: other peers may have these.
 
         Raises:
-            DataError: it is damaged.
+            DataError: there are some, and none can be used.
+            JoinError: they are another run's.
         """
-        path = self._directory / "peer.json"
-        if not path.exists():
-            return None
+        with_gaps: Found | None = None
+        reasons: list[str] = []
+        for name in self._names():
+            try:
+                found = self._verified(name, run_id)
+            except DataError as error:
+                log.warning("%s; trying the one before", error)
+                reasons.append(str(error))
+                continue
+            gaps = {version.name for version in found.state.versions} - {
+                version.name for version in found.files.values()
+            }
+            if not gaps:
+                return found
+            log.warning("checkpoint %s lacks %s, or they are damaged; trying the one before", name, sorted(gaps))
+            with_gaps = with_gaps or found
+        if with_gaps is None and reasons:
+            raise DataError(f"{reasons[0]}, and no other is whole; delete {self._directory} to go on without")
+        if with_gaps is not None:
+            log.warning("no checkpoint is whole; going on from %s, the rest must come from others", with_gaps.name)
+        return with_gaps
+
+    def load(self, found: Found) -> Saved:
+        """Return a checkpoint that was found; the next save keeps it, and deletes all others."""
+        self._newest = found.name
+        return Saved(found.state, load_file(self._directory / found.name / TENSORS), found.files)
+
+    def _names(self) -> list[str]:
+        """Return the finished checkpoints, newest first: a peer's steps only ever grow, its rounds may go back."""
+        names = [entry.name for entry in self._directory.iterdir()] if self._directory.is_dir() else []
+        ages = {name: (int(found[2]), int(found[1])) for name in names if (found := _FOLDER.match(name))}
+        return sorted(ages, key=lambda name: ages[name], reverse=True)
+
+    def _verified(self, name: str, run_id: str) -> Found:
+        """Return a checkpoint with those of its versions that are whole.
+
+        Raises:
+            DataError: its state or its tensors are damaged.
+        """
+        folder = self._directory / name
         try:
-            content = json.loads(path.read_text())
-            moments = load_file(self._directory / Path(content.pop("moments")).name)
-            content["slots"] = tuple(content["slots"])
-            return PeerState(**content), moments
-        except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
-            raise DataError(
-                f"checkpoint {path} is damaged ({error}); delete {self._directory} to go on without"
-            ) from error
+            state, expected = decode_state((folder / STATE).read_bytes(), run_id)
+            if digest_of_file(folder / TENSORS) != expected:
+                raise ValueError(f"{TENSORS} does not match its digest")
+        except (OSError, ValueError, RecordError) as error:
+            raise DataError(f"checkpoint {folder} is damaged: {error}") from error
+        files = {folder / file_name(version): version for version in state.versions}
+        return Found(
+            name, state, {file: version for file, version in files.items() if _has_digest(file, version.digest)}
+        )
+
+
+def _has_digest(file: Path, digest: str) -> bool:
+    try:
+        return digest_of_file(file) == digest
+    except OSError:
+        return False
+
+
+def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor]) -> None:
+    """Write what a folder of version files lacks to be a checkpoint, and bring all of it to the disk.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    try:
+        save_file(dict(tensors), folder / TENSORS)
+    except SafetensorError as error:  # which hides what the system said
+        raise OSError(*_system_error(error)) from error
+    content = encode_state(state, digest_of_file(folder / TENSORS))
+    (folder / STATE).write_bytes(content)
+    for name in (TENSORS, STATE, *map(file_name, state.versions)):
+        sync(folder / name)
+    sync(folder)
+
+
+def _system_error(error: SafetensorError) -> tuple[int, str]:
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found[1]) if found else errno.EIO, str(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -13,12 +12,14 @@ from torch import Tensor
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Swarm
-from spes_p2p.swarm.claims import allocate, coverage
+from spes_p2p.swarm.claimant import Claimant
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, moments_name, slot_name, uplinks
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, kind_of, moments_name, slot_name, uplinks
 from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.custody import custodians
 from spes_p2p.training.refresh import choose
 from spes_p2p.training.routes import preferred, relays
+from spes_p2p.training.votes import latest, majoritys, returning_voters, state_of
 
 log = logging.getLogger(__name__)
 
@@ -48,10 +49,13 @@ class Holdings:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots: tuple[int, ...] = ()
+        self.distrusted: frozenset[str] = frozenset()
+        """Peers that the last roster left out: what they claim and offer does not count."""
         self.clock, self.refresh_slots, self.stale_rounds = clock, refresh_slots, 0
-        self._swarm, self._run, self._run_id = swarm, run, run_id
+        self._swarm, self._run = swarm, run
         self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
-        self._averages_moments = run.outer.moments != "local"
+        self._averages_moments, self._keeps_moments = bool(run.averaged_moments), bool(run.kept_moments)
+        self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()
         self._looked_at = 0.0
@@ -81,13 +85,33 @@ class Holdings:
         return [peer for peer, claim in self.claims().items() if claim.state == "active"]
 
     def others(self) -> list[str]:
-        """Return all other peers with a claim."""
-        return [peer for peer in self.claims() if peer != self._swarm.peer_id]
+        """Return all other peers with a claim that counts."""
+        return [peer for peer in self._trusted_claims() if peer != self._swarm.peer_id]
+
+    def _trusted_claims(self) -> dict[str, Claim]:
+        out = self.distrusted - {self._swarm.peer_id}
+        return {peer: claim for peer, claim in self.claims().items() if peer not in out}
 
     def leave(self) -> None:
         """Give the slots back at once, rather than when the lease ends."""
         self.slots, self._max_slots = (), 0
         self.announce("joining")
+
+    def hand_over(self, seconds: float) -> list[str]:
+        """Give the slots back, and serve them until others have the newest version of each; return those they lack.
+
+        Args:
+            seconds: For so long at most.
+        """
+        mine = self._swarm.versions()
+        names = [name for name in map(slot_name, self.slots) if name in mine]
+        self.leave()
+        began = self.clock()
+        while True:
+            offers = self._swarm.inventory(self.others()).values()
+            names = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
+            if not names or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
+                return names
 
     # ------------------------------------------------------------------ slots
 
@@ -95,32 +119,27 @@ class Holdings:
         """Claim again, before anything is allocated, what was held before a restart."""
         self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
 
-    def rebalance(self) -> dict[str, Tensor]:
-        """Hold what the claims allocate to this peer; return the weights of slots that are new."""
-        return self._hold(self._target(self.claims()))
+    def rebalance(self, round: int) -> dict[str, Tensor]:
+        """Hold, from `round` on, what the claims allocate to this peer; return the weights of slots that are new."""
+        return self._hold(self._claimant.after_round(self.clock(), self._trusted_claims(), round))
 
     def rescue_orphans(self) -> dict[str, Tensor]:
         """Once per heartbeat, adopt slots that have lost their last holder; return the weights of what is new."""
         if self.clock() - self._looked_at < self._run.round.heartbeat_seconds:
             return {}
         self._looked_at = self.clock()
-        claims = self.claims()
-        counts = coverage({peer: claim.slots for peer, claim in claims.items()}, self._num_slots)
-        target = self._target(claims)
-        return self._hold(target) if any(counts[slot] == 0 for slot in set(target) - set(self.slots)) else {}
-
-    def _target(self, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        return allocate(self._run_id, self._num_slots, claims)[self._swarm.peer_id]
+        target = self._claimant.at_heartbeat(self._looked_at, self._trusted_claims())
+        return self._hold(target) if target != self.slots else {}
 
     def _hold(self, target: Sequence[int]) -> dict[str, Tensor]:
-        """Make `target` the held slots; masters come from the newest version that anybody has."""
+        """Make `target` the held slots; masters come from the newest version that goes with this peer's model."""
         new, old = set(target) - set(self.slots), set(self.slots) - set(target)
         missing = [slot_name(slot) for slot in sorted(set(target)) if slot_name(slot) not in self._anchors.names]
         moments: dict[str, Tensor] = {}
         if (new or old) and self.slots:
             log.info("adopting slots %s, releasing slots %s", sorted(new), sorted(old))
             self._fetch_newest([slot_name(slot) for slot in sorted(new)])
-        if self._averages_moments and new:
+        if self._keeps_moments and new:
             wanted = [moments_name(slot_name(slot)) for slot in sorted(new)]
             self._fetch_newest(wanted)
             moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
@@ -134,21 +153,29 @@ class Holdings:
     def _fetch_newest(self, names: Sequence[str]) -> None:
         mine, inventories = self._swarm.versions(), self._swarm.inventory(self.others())
         for name in names:
-            newest = max((offers[name].round for offers in inventories.values() if name in offers), default=-1)
-            if newest >= 0 and (name not in mine or newest > mine[name].round):
-                peers = [p for p, offers in inventories.items() if name in offers and offers[name].round == newest]
+            having = {peer: state_of(offers[name]) for peer, offers in inventories.items() if name in offers}
+            own = [state_of(mine[name])] if name in mine else []
+            if not having:
+                continue
+            best = latest([*having.values(), *own], mine[SHARED].round)
+            if best not in own:
+                peers = [peer for peer, state in having.items() if state == best]
                 self.pull({name: preferred(self._swarm.peer_id, name, peers)}, 0)
 
     # ------------------------------------------------------------------ versions
 
     def held_moments(self) -> set[str]:
-        """Return the names of the moments that this peer trains with, where the run averages them."""
-        return {moments_name(group) for group in (SHARED, *self._anchors.names)} if self._averages_moments else set()
+        """Return the names of the moments that this peer trains with, where its run publishes any."""
+        if self._averages_moments:
+            return {moments_name(group) for group in (SHARED, *self._anchors.names)}
+        return {moments_name(slot_name(slot)) for slot in self.slots} if self._keeps_moments else set()
 
     def fetch(
         self, roster: Sequence[Member], round: int, published: Collection[str], routed: Mapping[int, int]
     ) -> dict[str, Tensor]:
         """Pull the slots that the others have brought to `round`, or as many as this peer takes; return their weights.
+
+        What this peer keeps for a slot's only holder comes with them, and stays on disk.
 
         Args:
             roster: Of the averaging that has made them.
@@ -159,7 +186,8 @@ class Holdings:
         me, groups, links = self._swarm.peer_id, derive_groups(roster), uplinks(roster)
         makers = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in published}
         makers = {name: peers for name, peers in makers.items() if peers}
-        chosen = self._affordable({name: self._rounds_behind(name, round) for name in makers}, routed)
+        kept = {n for n, peers in custodians(groups, self._run.round.copies).items() if me in peers and n in makers}
+        chosen = self._affordable({name: self._rounds_behind(name, round) for name in makers}, routed) | kept
         chains = {name: peers for name, peers in relays(groups, roster, links).items() if name in chosen}
         wanted = {}
         for name in sorted(chosen):
@@ -167,13 +195,18 @@ class Holdings:
             if name in chains and me not in chains[name]:
                 # Whoever cannot be counted on to pass a slot on still need not burden its holder.
                 wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
+        if self._anchors.publishes_moments(round):
+            trained = {member.peer_id for member in roster if member.tokens}
+            published_too = [name for name in sorted(kept) if trained & set(makers[name])]
+            wanted |= {moments_name(name): preferred(me, name, makers[name], links) for name in published_too}
         flats = self.pull(wanted, round, chains, links)
         self.stale_rounds = max((self._rounds_behind(name, round) for name in makers), default=0)
         return flats
 
     def _rounds_behind(self, name: str, round: int) -> int:
+        """Return how many rounds lie between a round and the version held here; one ahead must be fetched as well."""
         mine = self._swarm.versions()
-        return round - mine[name].round if name in mine else round + 1
+        return abs(round - mine[name].round) if name in mine else round + 1
 
     def _affordable(self, rounds_behind: Mapping[str, int], routed: Mapping[int, int]) -> set[str]:
         """Return the names to fetch: of the others' slots as many as this peer takes, and everything else."""
@@ -199,7 +232,10 @@ class Holdings:
         failures = self._swarm.pull(wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks)
         for name, reason in failures.items():
             log.warning("keeping the old version of %s: %s", name, reason)
-        return {name: self.load(name) for name in wanted if name not in failures}
+        return {name: self.load(name) for name in wanted if name not in failures and self._has_use_for(name)}
+
+    def _has_use_for(self, name: str) -> bool:
+        return is_bundle(name) or name in self.held_moments()
 
     def load(self, name: str) -> Tensor:
         """Return the flat weights, or the moments, of the newest version that this peer has."""
@@ -228,18 +264,21 @@ class Holdings:
         # Several who join or come back at once must not outvote those who have trained meanwhile.
         active = {peer: voters[peer] for peer in self.active() if SHARED in voters.get(peer, {})}
         newer = {peer: offers for peer, offers in active.items() if offers[SHARED].round >= min_round}
+        leading = newer or active or returning_voters(voters)
+        shared = [state_of(offers[SHARED]) for offers in leading.values() if SHARED in offers]
+        model_round = majoritys(shared)[0] if shared else 0
         wanted: dict[str, list[str]] = {}
         behind: dict[str, int] = {}
         offered = {name for offers in inventories.values() for name in offers}
-        for name in sorted(name for name in offered if is_bundle(name) or name in self.held_moments()):
-            polled = voters if name.startswith("slot-") else newer or active or voters
-            best = _best([offers[name] for offers in polled.values() if name in offers], name)
-            if name not in mine or (mine[name].round, mine[name].digest) != best:
-                having = [
-                    peer
-                    for peer, offers in inventories.items()
-                    if name in offers and (offers[name].round, offers[name].digest) == best
-                ]
+        averaged = self.held_moments() if self._averages_moments else set()
+        for name in sorted(name for name in offered if is_bundle(name) or name in averaged):
+            is_slot = kind_of(name).endswith("slot")
+            states = [state_of(offers[name]) for offers in (voters if is_slot else leading).values() if name in offers]
+            if not states:
+                continue
+            best = latest(states, model_round) if is_slot else majoritys(states)
+            if name not in mine or state_of(mine[name]) != best:
+                having = [p for p, offers in inventories.items() if name in offers and state_of(offers[name]) == best]
                 wanted[name] = preferred(self._swarm.peer_id, name, having)
                 behind[name] = self._rounds_behind(name, best[0])
         chosen = set(wanted) if routed is None else self._affordable(behind, routed)
@@ -253,18 +292,6 @@ class Holdings:
             round = self._swarm.versions()[SHARED].round
             log.info("caught up with round %d: fetched %d of %d versions", round, len(flats), len(wanted))
         return flats
-
-
-def _best(offers: Sequence, name: str) -> tuple[int, str]:
-    """Return the (round, digest) to take over: `shared` as most have it, a slot as late as anybody has it.
-
-    The run's start, which every newcomer brings, has no vote where anybody has trained. Ties go as in a roster, so
-    that two halves of a swarm with different anchors agree whose are kept.
-    """
-    votes = Counter((offer.round, offer.digest) for offer in offers)
-    if not name.startswith("slot-"):
-        return min(votes, key=lambda state: (state[0] == 0, -votes[state], -state[0], state[1]))
-    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]))
 
 
 def is_bundle(name: str) -> bool:

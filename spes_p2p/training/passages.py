@@ -34,7 +34,7 @@ class Trained:
         tokens: Tokens trained since the anchors.
         tokens_per_second: This peer's speed.
         seconds: Spent training them.
-        moments: Flat optimizer moments of the same groups, where the run averages them.
+        moments: Flat optimizer moments of the same groups, where the run averages or keeps them.
         routed: Tokens routed to each slot meanwhile, over all layers; those that are not in it got none.
     """
 
@@ -57,7 +57,7 @@ class Synchronised:
         matchmaking_seconds: As in the averaging's result.
         averaging_seconds: As in the averaging's result.
         exchange_seconds: Spent on everything after it.
-        stale_rounds: Most rounds by which a slot of this peer's model lies behind its holders'.
+        stale_rounds: Most rounds between a slot of this peer's model and its holders', behind or ahead.
     """
 
     num_members: int

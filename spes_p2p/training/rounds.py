@@ -11,15 +11,15 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
-from spes_p2p.errors import DataError
 from spes_p2p.optim.schedule import learning_rate
 from spes_p2p.swarm.records import Metrics
-from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
+from spes_p2p.swarm.roster import slot_name
+from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.overlap import Correction, Flight, Task, ThreadTask
 from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.reports import Work, log_report, report_of
+from spes_p2p.training.saving import Saving
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -27,6 +27,8 @@ CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
 UNFINISHED = 0.999
 """Share of a round that is over at most while nobody knows when it ends."""
+PUNCTUAL = 0.5
+"""Share of the matchmaking's patience by which a step may outlast its round: who comes later has trained in vain."""
 LEAVING_SECONDS = 5.0
 """For so long a peer that is interrupted lets a synchronisation end that is under way."""
 
@@ -56,7 +58,7 @@ class Rounds:
         start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
         self._run, self._trainer, self._group, self._sync = run, trainer, group, sync
-        self._checkpoint, self._run_id, self._start = checkpoint, run_id, start
+        self._saving, self._start = Saving(checkpoint, run_id, trainer, group, sync), start
         self._on_round: Callable[[Metrics], None] | None = None
         self._flight: Flight | None = None
         self._round = 0
@@ -67,35 +69,25 @@ class Rounds:
         self._waited_seconds = self._halted_seconds = 0.0
         self.brought_steps = 0
         """Local steps that have been brought to a synchronisation."""
+        self.begun_rounds = 0
+        """Times that this peer began to train a round; what came of them is in its reports."""
 
-    def open(
-        self, initial: Mapping[str, Tensor] | None, resumed: PeerState | None, moments: Mapping[str, Tensor]
-    ) -> None:
+    def open(self, initial: Mapping[str, Tensor] | None, saved: Saved | None = None) -> None:
         """Enter the swarm and load its state; on all ranks.
 
         Args:
             initial: Bundles of the run's start; the leader's only.
-            resumed: This peer's state before a restart.
-            moments: Its optimizer moments then; those of slots no longer held are left out.
+            saved: This peer's checkpoint, after a restart.
         """
-        self._apply(self._lead(lambda sync: sync.open(initial or {})))
-        if resumed is not None:
-            self._trainer.steps, self._total_tokens = resumed.steps, resumed.total_tokens
-            self._trainer.data.load_state_dict(dict(resumed.data))
-            groups = (SHARED, *map(slot_name, self._trainer.slots))
-            kept = {name: tensor for name, tensor in moments.items() if name.split("/")[0] in groups}
-            self._load_moments(kept)
+        outcome = self._lead(lambda sync: sync.open(initial or {}, saved.files if saved is not None else None))
+        self._apply(outcome)
+        if saved is not None:
+            self._total_tokens = saved.state.total_tokens
+            self._saving.take_up(saved, outcome[0])
         self._speed = self._trainer.calibrate()
+        if saved is None:
+            self._saving.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
         self._apply(self._lead(lambda sync: sync.meet(self._speed)))
-
-    def _load_moments(self, kept: Mapping[str, Tensor]) -> None:
-        try:
-            self._trainer.optimizer.load_state_tensors(kept)
-        except ValueError as error:
-            raise DataError(
-                f"the checkpoint's moments do not fit this optimizer ({error}); resume with the --inner-optimizer that "
-                f"wrote them, or delete the checkpoint's folder to go on without them"
-            ) from error
 
     def run(self, on_round: Callable[[Metrics], None] | None = None) -> None:
         """Train until the run's last round is committed.
@@ -110,6 +102,7 @@ class Rounds:
         finally:
             if self._flight is not None:
                 self._flight.abandon(LEAVING_SECONDS)
+            self._saving.close()
 
     @property
     def _is_over(self) -> bool:
@@ -135,6 +128,7 @@ class Rounds:
         """Make local steps until the round ends; whatever was under way has landed then."""
         began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
         self._started_at = self._now()
+        self.begun_rounds += 1
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
             position = self._round + (self._flight is not None) + min(done, 1.0)
             step = self._trainer.step(*self._rates(position))
@@ -153,7 +147,7 @@ class Rounds:
 
     def _work(self, tokens: int, weighted_loss: float, seconds: float) -> Work:
         """Return what was trained, and begin to count anew."""
-        local, moments = self._trainer.all_flats(), self._trainer.all_moments(self._run.averaged_moments)
+        local, moments = self._trainer.all_flats(), self._moments()
         self.brought_steps = self._trainer.steps
         work = Work(
             trained=Trained(local, tokens, self._speed, seconds, moments, self._trainer.routed_tokens()),
@@ -167,13 +161,25 @@ class Rounds:
         self._waited_seconds = self._halted_seconds = 0.0
         return work
 
+    def _moments(self) -> dict[str, Tensor]:
+        """Return what is averaged, or published for those who adopt a slot."""
+        names = self._trainer.names if self._run.averaged_moments else self._trainer.names[1:]
+        return self._trainer.all_moments(self._run.kept_moments, names)
+
     def _share_done(self, steps: int) -> float:
         """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
         if self._run.round.mode == "steps":
             return steps / self._run.round.steps
-        began = self._started_at
-        share = self._group.from_leader(lambda: (self._now() - began) / max(self._ends_at - began, 1e-3))
+        share = self._group.from_leader(lambda: self._share_elapsed(steps))
         return share if self._flight is None else min(share, UNFINISHED)
+
+    def _share_elapsed(self, steps: int) -> float:
+        """Return the share of the round's time that is over; a slow machine's is, if it can end no other step in it."""
+        now, began = self._now(), self._started_at
+        share = (now - began) / max(self._ends_at - began, 1e-3)
+        step_seconds = (now - began - self._halted_seconds) / max(steps, 1)
+        patience = PUNCTUAL * self._run.round.matchmaking_seconds
+        return max(share, 1.0) if steps and now + step_seconds > self._ends_at + patience else share
 
     def _now(self) -> float:
         return self._sync.swarm.now() if self._sync is not None else 0.0
@@ -259,11 +265,9 @@ class Rounds:
 
     def _conclude(self, work: Work, waited_seconds: float | None, ended: float | None = None) -> None:
         """Save and report a committed round, whose time ended when it was brought, or ends now."""
-        state = self._trainer.state_tensors() if self._checkpoint is not None else {}
+        self._saving.save(self._round, work.steps, work.total_tokens, work.data, is_last=self._is_over)
         if self._sync is None:
             return
-        if self._checkpoint is not None:
-            self._checkpoint.save(self._state(work), state)
         ended = self._trainer.clock() if ended is None else ended
         wall_seconds, self._began = ended - self._began, ended
         report = report_of(self._sync, work, self._trainer.slots, wall_seconds, waited_seconds)
@@ -271,13 +275,3 @@ class Rounds:
         self._sync.swarm.report(report)
         if self._on_round is not None:
             self._on_round(report)
-
-    def _state(self, work: Work) -> PeerState:
-        return PeerState(
-            run_id=self._run_id,
-            round=self._round,
-            slots=self._trainer.slots,
-            steps=work.steps,
-            total_tokens=work.total_tokens,
-            data=work.data,
-        )

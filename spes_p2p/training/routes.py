@@ -11,6 +11,8 @@ from spes_p2p.swarm.roster import SHARED, Groups, Member
 
 SLOW = 0.5
 """Share of the roster's median uplink below which a holder leaves it to others to pass its slots on."""
+LEAST = 1e-9
+"""Stands for no uplink at all where one divides by it."""
 
 
 def relays(groups: Groups, roster: Sequence[Member], uplinks: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
@@ -26,12 +28,14 @@ def relays(groups: Groups, roster: Sequence[Member], uplinks: Mapping[str, float
     """
     slow = SLOW * statistics.median(uplinks.values())
     fetching = [
-        member.peer_id for member in roster if not member.refreshes and member.peer_id in groups.members[SHARED]
+        member.peer_id
+        for member in roster
+        if not (member.refreshes or member.calls_only) and member.peer_id in groups.members[SHARED]
     ]
     chains = {
         name: tuple(sorted(set(fetching) - set(holders)))
         for name, holders in groups.members.items()
-        if name != SHARED and max(uplinks[peer] for peer in holders) < slow
+        if name != SHARED and ((fastest := max(uplinks[peer] for peer in holders)) < slow or not fastest)
     }
     return {name: peers for name, peers in chains.items() if len(peers) > 1}
 
@@ -54,6 +58,6 @@ def preferred(puller: str, name: str, peers: Iterable[str], uplinks: Mapping[str
 
     def lot(peer: str) -> tuple[float, str]:
         drawn = int.from_bytes(hashlib.sha256(f"{puller}/{name}/{peer}".encode()).digest()[:6], "big")
-        return -math.log((drawn + 1) / (2**48 + 1)) / weights.get(peer, fastest), peer
+        return -math.log((drawn + 1) / (2**48 + 1)) / max(weights.get(peer, fastest), LEAST), peer
 
     return sorted(peers, key=lot)

@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from torch import Tensor
 
 from spes_p2p.codecs import Layout
 from spes_p2p.config import MachineConfig, RunConfig
+from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.clock import clamp_tokens, round_end
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Progress
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, moments_name, slot_name
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings, is_bundle
 from spes_p2p.training.passages import Synchronised, Trained, Update
+from spes_p2p.training.recovery import go_back
 
 log = logging.getLogger(__name__)
 
 SETTLE_SECONDS = 3.0
-"""Between announcing and acting: longer than a record needs to reach everybody, clocks askew included."""
+"""Between announcing and acting where all start together: longer than a record needs to reach everybody."""
 POLL_SECONDS = 0.5
 OPENING_SECONDS = 120.0
 """Longest a newcomer waits for the others to be between two rounds."""
@@ -56,23 +60,32 @@ class Synchroniser:
 
     # ------------------------------------------------------------------ joining
 
-    def open(self, initial: Mapping[str, Tensor]) -> Update:
+    def open(self, initial: Mapping[str, Tensor], saved: Mapping[Path, Version] | None = None) -> Update:
         """Announce, meet the others' records, take over the swarm's state, and claim slots.
 
         Args:
-            initial: Bundles of `shared` and every slot at the run's start, used where no version exists yet.
+            initial: Bundles of `shared` and every slot at the run's start, used where no version exists yet; empty if
+                this peer has been in the run before.
+            saved: Versions of this peer's checkpoint by file, after a restart.
 
         Raises:
             JoinError: the swarm's state could not be fetched.
         """
         self.holdings.announce("joining")
         self._wait_for_peers()
-        if SHARED not in self.swarm.versions():
+        if saved:
+            go_back(self.swarm, self.holdings.others(), saved)
+        if SHARED not in self.swarm.versions() and initial:
             self.swarm.publish(0, initial)
         self.holdings.catch_up(self.holdings.others())
+        slots = map(slot_name, range(self._run.model.num_experts))
+        if lacking := [name for name in (SHARED, *slots) if name not in self.swarm.versions()]:
+            raise JoinError(
+                f"{', '.join(lacking)}: not whole here, nor with any peer reached; give more --initial-peers"
+            )
         self.round = self.swarm.versions()[SHARED].round
         self.anchors.set(SHARED, self.swarm.load(SHARED))
-        self.holdings.rebalance()
+        self.holdings.rebalance(self.round)
         self._announce(0.0)
         held_moments = self.holdings.held_moments()
         names = [name for name in self.swarm.versions() if is_bundle(name) or name in held_moments]
@@ -82,8 +95,10 @@ class Synchroniser:
         started, told = self.holdings.clock(), 0
         while True:
             self.swarm.wait(POLL_SECONDS)
-            present, needed = len(self.holdings.claims()), self._run.round.min_peers
-            if present >= needed and self.holdings.clock() - started >= SETTLE_SECONDS:
+            claims, needed = self.holdings.claims(), self._run.round.min_peers
+            present = len(claims)
+            is_under_way = any(c.state == "active" for peer, c in claims.items() if peer != self.swarm.peer_id)
+            if present >= needed and (is_under_way or self.holdings.clock() - started >= SETTLE_SECONDS):
                 return
             if present < needed and present != told:
                 log.info("waiting for peers: %d of %d are here", present, needed)
@@ -130,6 +145,8 @@ class Synchroniser:
         contribution = self._contribution(trained, began)
         result = self._average(contribution, expected, starts_at)
         averaged = self.holdings.clock()
+        if len(result.roster) > 1:
+            self.holdings.distrusted = distrusted(result.roster)
         if result.is_behind:
             log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
             flats = self.holdings.catch_up(self.holdings.others(), routed=trained.routed)
@@ -137,7 +154,7 @@ class Synchroniser:
         else:
             flats = self._commit(result, trained)
         self.last = Synchronised.of(result, self.holdings.clock() - averaged, self.holdings.stale_rounds)
-        flats |= self.holdings.rebalance()
+        flats |= self.holdings.rebalance(self.round)
         held = self.holdings.held_moments()  # not those of slots given up just now
         flats = {name: flat for name, flat in flats.items() if is_bundle(name) or name in held}
         flats |= {name: self.anchors.weights(name) for name in self.anchors.names}
@@ -174,12 +191,14 @@ class Synchroniser:
         return Update(self.holdings.slots, masters)
 
     def _contribution(self, trained: Trained, began: float) -> Contribution:
+        versions = self.swarm.versions()
         local = trained.local or {name: self.anchors.weights(name) for name in self.anchors.names}
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,
             tokens=clamp_tokens(trained.tokens, trained.tokens_per_second, trained.seconds),
             slots=self.holdings.slots,
+            slot_rounds=tuple(versions[slot_name(slot)].round for slot in self.holdings.slots),
             anchors={name: self.anchors.digest(name) for name in self.anchors.names},
             tokens_per_second=trained.tokens_per_second,
             ready_at=began,
@@ -227,13 +246,21 @@ class Synchroniser:
         followed = [
             name for name in result.committed if name in result.encoded and name in whole and name not in shifts
         ]
-        bundles = {name: self.anchors.bundle(name) for name in whole} | moments
+        unaveraged = [name for name in whole if moments_name(name) not in moments]
+        bundles = {n: self.anchors.bundle(n) for n in whole} | moments | self._own_moments(trained, unaveraged)
         deltas = {name: result.encoded[name] for name in followed}
         self.swarm.publish(self.round, bundles, deltas)
         flats = self.holdings.fetch(result.roster, self.round, whole, trained.routed)
         for name in astray & set(flats):
             self.anchors.set(name, self.swarm.load(name))
         return flats | moments
+
+    def _own_moments(self, trained: Trained, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return this peer's moments of its slots, where some are published for those who adopt one."""
+        if not self.anchors.publishes_moments(self.round):
+            return {}
+        own = {name: trained.moments[name] for name in names if name in trained.moments and name != SHARED}
+        return {moments_name(name): moments for name, moments in own.items() if moments.isfinite().all()}
 
     def _merge_shifts(self, round: int) -> dict[str, Tensor]:
         if not self._run.merge.alpha:
@@ -249,7 +276,8 @@ class Synchroniser:
             if announced > self.swarm.now():
                 return self._bounded(announced)
         # A synchronisation that took much longer than the last ones must not eat the next round.
-        ends_at = max(round_end(self._run.round, result.roster), self.swarm.now() + self._run.round.min_seconds)
+        counted = [member for member in result.roster if member.peer_id not in self.holdings.distrusted]
+        ends_at = max(round_end(self._run.round, counted), self.swarm.now() + self._run.round.min_seconds)
         return self._bounded(ends_at)
 
     def _bounded(self, ends_at: float) -> float:

@@ -156,9 +156,10 @@ class Trainer:
         """Return the current parameters of what is trained as flat fp32 CPU vectors by name; on the leader only."""
         return self._on_leader(lambda: {name: self.flat(name) for name in self.names})
 
-    def all_moments(self, kinds: Sequence[str]) -> dict[str, Tensor]:
-        """Return what `moments` does of everything that is trained, by name; on the leader only."""
-        return self._on_leader(lambda: {name: self.moments(name, kinds) for name in self.names} if kinds else {})
+    def all_moments(self, kinds: Sequence[str], names: Sequence[str] | None = None) -> dict[str, Tensor]:
+        """Return what `moments` does of these groups, by default of all that are trained; on the leader only."""
+        chosen = self.names if names is None else names
+        return self._on_leader(lambda: {name: self.moments(name, kinds) for name in chosen} if kinds else {})
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state for a checkpoint, on the leader only."""

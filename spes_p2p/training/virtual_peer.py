@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -84,7 +85,7 @@ class VirtualPeer:
         swarm.enter(self.sync.anchors.vectors())
         self.rounds = Rounds(run, self.trainer, group, self.sync, start=self._clock.start)
         self.reports: list[Metrics] = []
-        self.is_doomed = False
+        self._strike: tuple[float, float] | None = None
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -96,7 +97,7 @@ class VirtualPeer:
 
         Args:
             initial: Bundles of the run's start.
-            on_round: Called with the report of each round; it may raise `Leaves`, or doom the peer.
+            on_round: Called with the report of each round; it may raise `Leaves`, or strike the peer.
         """
 
         def report(metrics: Metrics) -> None:
@@ -104,7 +105,7 @@ class VirtualPeer:
             on_round(metrics)
 
         try:
-            self.rounds.open(initial, None, {})
+            self.rounds.open(initial)
             self.rounds.run(report)
             self._clock.advance(SERVE_SECONDS)
             self.sync.holdings.leave()
@@ -114,8 +115,21 @@ class VirtualPeer:
             pass
         self.swarm.close()
 
+    def strike(self, after_seconds: float, seconds: float = math.inf) -> None:
+        """Stand still in the middle of training, for ever by default.
+
+        Args:
+            after_seconds: Struck is the first batch that ends so long from now or later.
+            seconds: For so long it does nothing, and nothing of it answers.
+        """
+        self._strike = self._clock.now() + after_seconds, seconds
+
     def _spend(self, tokens: int) -> None:
-        """Let a batch take its time; a doomed peer does not live to see its end."""
+        """Let a batch take its time, and be struck in it if that is due."""
         self._clock.advance(tokens / self._tokens_per_second)
-        if self.is_doomed:
+        if self._strike is None or self._clock.now() < self._strike[0]:
+            return
+        (_, seconds), self._strike = self._strike, None
+        if math.isinf(seconds):
             raise Dies
+        self.swarm.pause(seconds)

@@ -5,18 +5,20 @@ import json
 
 import torch
 
-from spes_p2p.codecs import to_bytes
+from spes_p2p.codecs import Segment, to_bytes
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.channel import DATA, Channel
-from spes_p2p.swarm.exchange import Exchange
+from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.swarm.exchange.channel import DATA, Channel
+from spes_p2p.swarm.exchange.exchange import Exchange
+from spes_p2p.swarm.exchange.messages import Request
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.versions import Version
-from spes_p2p.swarm.wire import Vectors
 
-NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000}
+NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000, "moments-shared": 1000}
 """Slots come in several messages, `shared` in several ranges."""
+CODED = {"moments-shared": (Segment(1000, "int8"),)}
 ROUNDS = RoundConfig(heartbeat_seconds=1.0, lease_seconds=30.0)
 STEP = 2.0**-6
 PULL_SECONDS = 60.0
@@ -31,7 +33,7 @@ def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_r
     """Start a peer that follows deltas of slots."""
     node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
     swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
-    swarm.enter(ROUNDS, Vectors(NUMELS), max_slots=0)
+    swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED), max_slots=0)
     swarm.exchange.follow_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
     return swarm
 
@@ -85,10 +87,11 @@ def changed(version, **changes):
 
 
 async def offer(channel, version, state="whole", num_deltas=0):
-    """Hear a request, and offer a version."""
-    await channel.receive_text()
+    """Hear a request, and offer a version; return the range asked for first, which small ones are at once."""
+    request = Request.parse(await channel.receive_text())
     answer = {"state": state, "version": version.model_dump_json(), "num_deltas": num_deltas}
     await channel.send_text(json.dumps(answer))
+    return (0, version.num_bytes) if request.at_once else await channel.receive_range()
 
 
 async def send(channel, data, piece=2**18):
@@ -102,7 +105,6 @@ def serving(version, data, state="whole", num_deltas=0):
 
     async def script(channel):
         await offer(channel, version, state, num_deltas)
-        await channel.receive_range()
         await send(channel, data)
         await asyncio.sleep(0.2)  # or the tail is lost
 

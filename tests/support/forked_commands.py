@@ -120,11 +120,13 @@ def run() -> None:
     from spes_p2p import experiment, peer
     from spes_p2p.cli import entry_point
     from spes_p2p.config import PeerConfig
+    from spes_p2p.swarm.processes import forget_inherited_futures
 
     commands = {"peer": (PeerConfig, peer.main), "experiment": (experiment.ExperimentConfig, experiment.main)}
     gc.freeze()
     request = serve()
     if request is not None:
+        forget_inherited_futures()
         os.environ.update(request["environment"])
         sys.argv = [request["command"], *request["argv"]]
         try:

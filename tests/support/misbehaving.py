@@ -1,6 +1,6 @@
 """An averager that lies, stalls, or waits at a gate for its fate, in the phase of a round that a test names.
 
-Only the processes of rogue peers import this module.
+Only the processes of rogue peers change anything by it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2, runtime_pb2
 
-from spes_p2p.swarm import averager, group_work, meeting, reduction
+from spes_p2p.swarm.averaging import averager, group_work, meeting, reduction
 from spes_p2p.swarm.roster import SHARED
 
 GATE_SECONDS = 60.0
@@ -66,7 +66,17 @@ def _forged(user: bytes) -> bytes:
         entry += " " * 2**16
     if _is("enters with a malformed entry"):
         entry = entry[:-7]
+    if _is("enters with a nested entry"):
+        return nested_tuples(700)
     return msgpack.packb(msgpack.ExtType(42, b"0" * 64) if _is("enters with no entry") else [expected, entry])
+
+
+def nested_tuples(depth: int) -> bytes:
+    """Return tuples within one another, as hivemind writes them; 220 ended whoever decoded them."""
+    data = b"\x90"
+    for _ in range(depth):
+        data = msgpack.packb([msgpack.ExtType(0x40, data)])
+    return data
 
 
 class RogueDeclarations(meeting.Declarations):
@@ -103,11 +113,14 @@ class SparseAverager(averager.SparseAverager):
 
         def reduce_message(*args):
             encoded, left = honest(*args)
+            if _is("means the opposite"):
+                encoded = (-encoded.view(torch.float32)).view(torch.uint8)
             return (encoded.fill_(255) if _is("means NaN") else encoded), left
 
         reduction.reduce_message = reduce_message
         expected = averager.expected_of
-        averager.expected_of = lambda gathered: NUM_PEERS if _is("enters with no entry") else expected(gathered)
+        entries = "enters with no entry", "enters with a nested entry"
+        averager.expected_of = lambda gathered: NUM_PEERS if any(map(_is, entries)) else expected(gathered)
         super().run()
 
     async def _step(self, *, step, future_for_init) -> None:
@@ -158,7 +171,8 @@ class RogueReduction(reduction.Reduction):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._is_shared = self._group_id.endswith(SHARED.encode())
-        self._open = sum(map(reduction.num_lanes, self._plan.slices)) - reduction.num_lanes(self._mine)
+        lanes = [reduction.num_lanes(self._plan, reducer) for reducer in range(len(self._plan.peers))]
+        self._open = sum(lanes) - lanes[self._me]
         self._all_sent = asyncio.Event()
 
     async def _exchange(self, index: int, lane: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -59,6 +60,16 @@ def files_of(directory: Path) -> dict[str, bytes]:
     return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
 
 
+def saved_state(output: Path) -> dict | None:
+    """Return the state in a peer's newest checkpoint; None if there is none yet."""
+    folders = [folder for folder in (output / "checkpoint").glob("round-*") if not folder.suffix]
+    states = []
+    for folder in folders:
+        with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+            states.append(json.loads((folder / "state.json").read_text()))
+    return max(states, key=lambda state: (state["steps"], state["round"]), default=None)
+
+
 class Command:
     """A running command, its lines as they come.
 
@@ -73,7 +84,7 @@ class Command:
         self.process = subprocess.Popen(
             list(map(str, words)),
             cwd=ROOT,
-            env={**os.environ, **environment},
+            env={**os.environ, "PYTHONFAULTHANDLER": "1", **environment},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -117,8 +128,8 @@ class Command:
         with self._arrived:
             return [found for line in self.lines if (found := re.search(pattern, line))]
 
-    def tail(self) -> str:
-        return "\n".join(self.lines[-40:])
+    def tail(self, num_lines: int = 40) -> str:
+        return "\n".join(self.lines[-num_lines:])
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -127,8 +138,12 @@ class Command:
         """Return the exit code, once it has ended."""
         try:
             code = self.process.wait(seconds)
-        except subprocess.TimeoutExpired as error:
-            raise AssertionError(f"did not end in {seconds:.0f} s; the output was:\n{self.tail()}") from error
+        except subprocess.TimeoutExpired:
+            told = self.tail()
+            self.signal(signal.SIGABRT)  # it says where each of its threads is
+            self._reader.join(10)
+            message = f"did not end in {seconds:.0f} s; the output was:\n{told}\nand it was at:\n{self.tail(200)}"
+            raise AssertionError(message) from None
         self._reader.join(10)
         return code
 

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import gc
 import logging
 import multiprocessing
 import os
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from hivemind.utils.mpfuture import MPFuture
+from hivemind.averaging.control import StepControl
+from hivemind.p2p import PeerID
 
 from spes_p2p.codecs import Segment
 from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.averaging.outcome import Attempt
+from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.outcome import Attempt
-from spes_p2p.swarm.processes import die_with_parent
+from spes_p2p.swarm.processes import die_with_parent, forget_inherited_futures
 from spes_p2p.swarm.roster import SHARED
-from spes_p2p.swarm.wire import Vectors
 
 RUN_ID = "run"
-ROUNDS = RoundConfig(matchmaking_seconds=3.0, averaging_seconds=6.0, lease_seconds=6.0, heartbeat_seconds=1.5)
+ROUNDS = RoundConfig(matchmaking_seconds=3.0, averaging_seconds=12.0, lease_seconds=6.0, heartbeat_seconds=1.5)
 NUMELS = {SHARED: 1_500_000, "slot": 700}
 """Shared deltas of several parts per reducer, so that a peer can die between two of them; slots of a single part."""
 MAX_SLOTS = 4
@@ -40,6 +45,10 @@ class Setting(NamedTuple):
         namespace: Network namespace to live in; none is this machine's own.
         host: Address to listen on.
         shared_numel: Elements of the shared delta.
+        falls_back: Goes into client mode where it finds that nobody can call it.
+        known_peers: Keeps the addresses of others in a file of its directory.
+        rounds: The run's deadlines.
+        collects: Collects garbage all the time, and is slow to let a group that has met begin.
     """
 
     directory: Path
@@ -48,6 +57,10 @@ class Setting(NamedTuple):
     namespace: str | None = None
     host: str = "127.0.0.1"
     shared_numel: int = NUMELS[SHARED]
+    falls_back: bool = False
+    known_peers: bool = False
+    rounds: RoundConfig = ROUNDS
+    collects: bool = False
 
     @property
     def segments(self) -> dict[str, tuple[Segment, ...]]:
@@ -85,9 +98,8 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
 
         enter_namespace(setting.namespace)
     from spes_p2p.swarm import hivemind_swarm
-    from spes_p2p.swarm.node import Node
 
-    MPFuture.reset_backend()  # its locks are inherited too: a peer that is killed would keep them from the others
+    forget_inherited_futures()
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes are forks, of a child of any kind
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s: %(message)s")
     torch.set_num_threads(1)
@@ -96,15 +108,19 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
 
         misbehaving.open_gate(gate)
         hivemind_swarm.SparseAverager = misbehaving.SparseAverager
+    if setting.collects:
+        _collect_all_the_time()
     try:
-        node = Node(Identity(setting.directory / "key"), RUN_ID, initial_peers=setting.initial_peers, host=setting.host)
-        swarm = hivemind_swarm.HivemindSwarm(node, setting.directory / "versions")
-        swarm.enter(ROUNDS, Vectors(NUMELS, setting.segments), max_slots=MAX_SLOTS)
+        swarm = _start(setting, client_mode=False)
+        if setting.falls_back and not swarm.can_be_called():
+            swarm.close()
+            swarm = _start(setting, client_mode=True)
+        swarm.enter(setting.rounds, Vectors(NUMELS, setting.segments), max_slots=MAX_SLOTS)
     except Exception as error:
         pipe.send((False, repr(error)))
         raise
     notes = _take_notes(swarm)
-    pipe.send((True, swarm.node.addresses()))
+    pipe.send((True, list(swarm.node.contacts())))
     while True:
         try:
             method, args, kwargs = pipe.recv()
@@ -116,6 +132,43 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         except Exception as error:  # noqa: BLE001 - the test decides what to make of it
             pipe.send((False, repr(error)))
     swarm.close()
+
+
+def _collect_all_the_time() -> None:
+    """Make long the moment in which a group has met and waits for this process's word, and collect garbage in it.
+
+    By then the averager has read this process's next message, and nothing there holds what waits for the word.
+    """
+    let_begin = StepControl.allow_allreduce
+
+    def collect() -> None:
+        while True:
+            gc.collect()
+            time.sleep(0.1)
+
+    def let_begin_late(step: StepControl) -> None:
+        threading.Timer(2.5, let_begin, [step]).start()
+
+    StepControl.allow_allreduce = let_begin_late
+    gc.freeze()  # what is there already would make each collection take a second
+    os.register_at_fork(after_in_child=lambda: threading.Thread(target=collect, daemon=True).start())
+
+
+def _start(setting: Setting, client_mode: bool):
+    """Return a swarm over a node of its own."""
+    from spes_p2p.swarm import hivemind_swarm
+    from spes_p2p.swarm.known_peers import FILE, KnownPeers
+    from spes_p2p.swarm.node import Node
+
+    node = Node(
+        Identity(setting.directory / "key"),
+        RUN_ID,
+        initial_peers=setting.initial_peers,
+        known=KnownPeers(setting.directory / FILE) if setting.known_peers else None,
+        host=setting.host,
+        client_mode=client_mode,
+    )
+    return hivemind_swarm.HivemindSwarm(node, setting.directory / "versions")
 
 
 def _take_notes(swarm) -> list[AttemptNote]:
@@ -137,13 +190,31 @@ def _take_notes(swarm) -> list[AttemptNote]:
 
 
 def _call(swarm, method: str, args: tuple, kwargs: dict):
+    from spes_p2p.swarm import dht_tasks
+
     if method == "misbehave":
         return swarm._averager.misbehave(*args)
     if method == "average":
         args = (Contribution(args[0], with_tensors(args[1])),)
+    if method == "strangers":
+        return swarm.node._ask_dht(functools.partial(dht_tasks.strangers, *args))
+    if method == "client_mode":
+        return swarm.node.client_mode
+    if method == "forget":
+        return swarm.node._ask_dht(functools.partial(_forget, *args))
+    if method == "death":
+        return swarm.watchdog.death
     if method == "publish":
         args = (args[0], with_tensors(args[1]))
     return getattr(swarm, method)(*args, **kwargs)
+
+
+async def _forget(peers, dht, node) -> None:
+    """Strike peers out of a DHT node's routing table, as it does when they fail to answer; runs in its process."""
+    table = node.protocol.routing_table
+    for uid in [table.get(peer_id=PeerID.from_base58(peer)) for peer in peers]:
+        if uid is not None:
+            del table[uid]
 
 
 # Tensors would cross a pipe as shared memory that dies with its sender; arrays cross as bytes.

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Segment, digest
+from spes_p2p.swarm.averaging.outcome import Attempt
+from spes_p2p.swarm.averaging.reduce import weighted_mean
+from spes_p2p.swarm.averaging.wire import Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.memory_hub import Entry, average_entries
-from spes_p2p.swarm.outcome import Attempt
-from spes_p2p.swarm.reduce import weighted_mean
 from spes_p2p.swarm.roster import SHARED, derive_groups, kind_of
-from spes_p2p.swarm.wire import Wire
 
 CODEC_ERROR = 0.05
 """Of a mean's norm: what int8 may cost, at its senders and at its reducer, with what the last round left over."""
@@ -81,7 +81,8 @@ class Referee:
         wrong = []
         for member in result.roster:
             entry = self._entries.get((member.peer_id, member.ready_at))
-            if member.peer_id in groups.members[SHARED] and (entry is None or entry[0].member != member):
+            said = member.model_copy(update={"distrusts": ()})
+            if member.peer_id in groups.members[SHARED] and (entry is None or entry[0].member != said):
                 return [f"its roster has an entry of {member.peer_id[-6:]} that this peer never made"]
         exact = self._attempts(result)
         for name, mean in result.committed.items():

@@ -8,10 +8,10 @@ import random
 import pytest
 import torch
 from fault_crew import FaultCrew
-from real_peers import average, contribution, plain_mean
+from real_peers import average, close_all, contribution, plain_mean, start_swarm
 
 from spes_p2p.codecs import digest
-from spes_p2p.swarm.reduce import weighted_mean
+from spes_p2p.swarm.averaging.reduce import weighted_mean
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -28,6 +28,7 @@ LIES = {
     "enters with too long an entry": (True, 1),
     "enters with a malformed entry": (True, 1),
     "enters with no entry": (True, 1),
+    "enters with a nested entry": (True, 1),
     "sends a wrong shape": (True, 2),
     "sends NaN": (True, 2),
     "sends nothing at all": (True, 2),
@@ -106,7 +107,8 @@ def test_a_peer_whose_own_delta_is_not_finite_throws_its_work_away(party, rogue,
 def test_finite_deltas_whose_sum_is_not_are_nobodys_mean(party, rogue, seed):
     peers = [*party, rogue]
     items = contributions(peers, seed)
-    items[3].deltas["shared"][123] = 3e38
+    for item in items:
+        item.deltas["shared"][123] = 3e38  # of one alone, the others would take no more than a few times their own
     for result in average(peers, items, expected=4):
         assert not result.committed
         assert set(result.dropped) >= {"shared"}
@@ -122,3 +124,40 @@ def test_a_round_that_failed_early_is_redone_before_its_start_was_due(party, rog
     results = average(peers, items, expected=4, meeting_seconds=500.0)
     rogue.call("misbehave", "")
     assert_mean_of(items[:3], results[:3])
+
+
+def test_what_its_codec_refuses_costs_a_peer_its_round_and_nobody_else_any_work(tmp_path, seed):
+    """It has promised to the others, by then, to send it."""
+    peers = start_swarm(tmp_path, 3, codec="bf16")
+    try:
+        items = contributions(peers, seed)
+        items[2].deltas["slot-2"][123] = 3.4e38  # finite, and more than bf16 holds
+        *others, refused = average(peers, items, expected=3)
+        assert not refused.committed and set(refused.dropped) == set(items[2].deltas)
+        for result, item in zip(others, items[:2], strict=True):
+            assert set(result.committed) == set(item.deltas) and not result.dropped
+            assert {member.peer_id for member in result.roster} == {peer.peer_id for peer in peers[:2]}
+    finally:
+        close_all(peers)
+
+
+def test_no_collection_of_garbage_ends_an_attempt(tmp_path, seed):
+    """Once a group had met, nothing but the peer's next word held the task that waited for it."""
+    peers = start_swarm(tmp_path, 2, collects=True)
+    try:
+        items = contributions(peers, seed)
+        assert_mean_of(items, average(peers, items, expected=2))
+        assert [len(peer.call("notes")) for peer in peers] == [1, 1]
+    finally:
+        close_all(peers)
+
+
+def test_the_parts_of_a_large_delta_are_no_message_too_long(tmp_path, seed):
+    numel, generator = 5 * 2**20, torch.Generator().manual_seed(seed)
+    peers = start_swarm(tmp_path, 2, shared_numel=numel)
+    try:
+        items = [contribution(peer.peer_id, generator, shared_numel=numel) for peer in peers]
+        assert_mean_of(items, average(peers, items, expected=2))
+        assert [len(peer.call("notes")) for peer in peers] == [1, 1]
+    finally:
+        close_all(peers)

@@ -20,8 +20,8 @@ from exchange_crew import (
     signed,
 )
 
-from spes_p2p.swarm import exchange
-from spes_p2p.swarm.channel import BUSY, DATA, END, TEXT
+from spes_p2p.swarm.exchange import exchange
+from spes_p2p.swarm.exchange.channel import BUSY, DATA, END, TEXT
 from spes_p2p.swarm.identity import Identity
 
 pytestmark = pytest.mark.timeout(120)
@@ -77,7 +77,6 @@ def without_end(version):
 def trickling(version):
     async def script(channel):
         await offer(channel, version)
-        await channel.receive_range()
         while True:
             await channel.send(DATA, b"\0")
             await asyncio.sleep(0.2)
@@ -88,7 +87,6 @@ def trickling(version):
 def after_offer(version, *messages):
     async def script(channel):
         await offer(channel, version)
-        await channel.receive_range()
         await send_all(channel, messages)
 
     return script
@@ -154,12 +152,31 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_peer_asked(trio, monkeypat
     seconds = 3.0 if case.startswith(("BUSY", "zeros, slow")) else PULL_SECONDS
     failures = puller.pull({"slot-1": [rogue.peer_id]}, min_round=3, timeout=seconds)
     assert rogue.peer_id[-6:] in failures["slot-1"]
+    assert ("silent" in failures["slot-1"]) == case.startswith("silence")
     assert puller.versions()["slot-1"].round == 1 and torch.equal(puller.load("slot-1"), old)
 
     honest.publish(3, {"slot-1": good})
     peers = [rogue.peer_id, honest.peer_id]
     assert puller.pull({"slot-1": peers}, min_round=3, timeout=PULL_SECONDS) == {}
     assert puller.versions()["slot-1"].round == 3 and torch.equal(puller.load("slot-1"), good)
+
+
+def test_a_coded_version_says_the_same_to_everybody(trio, seed):
+    puller, honest, rogue = trio
+    flat_N = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
+    version = honest.publish(3, {"moments-shared": flat_N})["moments-shared"]
+    assert (version.codec, version.num_bytes) == ("coded", 1040), "eight blocks of 128 bytes with a scale each"
+    assert puller.pull({"moments-shared": [honest.peer_id]}, min_round=3, timeout=PULL_SECONDS) == {}
+    assert torch.equal(puller.load("moments-shared"), honest.load("moments-shared"))
+    assert (puller.load("moments-shared") - flat_N).abs().max() <= flat_N.abs().max() / 254
+
+    good = puller.exchange._store.read("moments-shared")
+    for data, codec in ((b"\x80" * len(good), "coded"), (good, "fp32"), (good[:-1], "coded")):
+        bad = signed(rogue.node.identity, "moments-shared", 4, data, codec=codec)
+        rogue.exchange.script = serving(bad, data)
+        failures = puller.pull({"moments-shared": [rogue.peer_id]}, min_round=4, timeout=PULL_SECONDS)
+        assert rogue.peer_id[-6:] in failures["moments-shared"]
+    assert puller.versions()["moments-shared"] == version
 
 
 def test_a_peer_that_cannot_be_reached_is_named(trio, tmp_path):
@@ -254,3 +271,13 @@ def test_an_inventory_leaves_out_who_lies_or_is_silent(trio, monkeypatch):
         inventory = puller.inventory([honest.peer_id, rogue.peer_id])
         assert set(inventory) == {honest.peer_id}
         assert inventory[honest.peer_id].keys() == honest.versions().keys()
+
+
+def test_a_machine_that_stands_still_lacks_what_it_was_to_get_and_goes_on(trio, monkeypatch):
+    """Its swarm thread wakes up when all deadlines are over; so here it stands still before it has asked anybody."""
+    puller, honest, _ = trio
+    run = puller.node.run
+    monkeypatch.setattr(puller.node, "run", lambda work, timeout: run(work, 0.0))
+    lacking = puller.exchange.pull({"slot-9": [honest.peer_id]}, min_round=1, timeout=1.0, max_bytes={"slot-9": 28})
+    assert "stood still" in lacking["slot-9"]
+    assert puller.inventory([honest.peer_id]) == {}

@@ -17,9 +17,9 @@ from exchange_crew import (
     send,
 )
 
-from spes_p2p.swarm import pulling
-from spes_p2p.swarm.channel import DATA, FRAME_BYTES
-from spes_p2p.swarm.downloads import RANGE_BYTES
+from spes_p2p.swarm.exchange import pulling
+from spes_p2p.swarm.exchange.channel import DATA, FRAME_BYTES
+from spes_p2p.swarm.exchange.downloads import RANGE_BYTES
 from spes_p2p.swarm.identity import Identity
 
 pytestmark = pytest.mark.timeout(180)
@@ -63,9 +63,10 @@ def rogue_that(version, treat):
     """Return a script that serves ranges of `version`'s bytes as `treat(channel, start, stop)` does."""
 
     async def script(channel):
-        await offer(channel, version)
+        asked = await offer(channel, version)
         while True:
-            await treat(channel, *(await channel.receive_range()))
+            await treat(channel, *asked)
+            asked = await channel.receive_range()
 
     return script
 

@@ -10,8 +10,8 @@ import torch
 from exchange_crew import NUMELS, PULL_SECONDS, flat, open_crew
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm import exchange, serving
-from spes_p2p.swarm.channel import RANGE, TEXT, Channel
+from spes_p2p.swarm.exchange import exchange, serving
+from spes_p2p.swarm.exchange.channel import RANGE, TEXT, Channel
 
 pytestmark = pytest.mark.timeout(120)
 

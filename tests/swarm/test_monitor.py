@@ -21,12 +21,12 @@ from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import Manifest, publish_manifest
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
-from spes_p2p.swarm.wire import Vectors
 from tests.unit.monitor.swarms import report
 
 NUM_SLOTS, SEQUENCE = 3, 16

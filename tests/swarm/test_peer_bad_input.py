@@ -186,6 +186,10 @@ BAD = {
     "occupied port": Bad(occupied_port, "127.0.0.1:", "--port"),
     "foreign address": Bad(flags("--host", "192.0.2.1"), "192.0.2.1", "choose another"),
     "malformed announcement": Bad(flags("--announce", "1.2.3.4:4000"), "'1.2.3.4:4000'", "/p2p/"),
+    "founder whom nobody can call": Bad(flags("--client-mode"), "client_mode=True", "drop --client-mode"),
+    "founder who is not": Bad(flags("--run-id", f"r@{NOBODY}"), NOBODY, "--run-id"),
+    "founder that is no peer id": Bad(flags("--run-id", "r@somebody"), "run_id='r@somebody'", "--help"),
+    "identity in a file that is none": Bad(flags("--identity", __file__), __file__, "chmod 600"),
     "resume of nothing": Bad(flags("--resume"), "output", "drop --resume"),
     "resume and overwrite": Bad(flags("--resume", "--overwrite"), "--overwrite", "drop one"),
     "absent config": Bad(flags("--config", "absent.yaml"), "absent.yaml", "existing"),
@@ -282,6 +286,12 @@ def test_settings_of_the_run_are_the_founders_alone(world: World) -> None:
     assert not world.output.exists()
 
 
+def test_a_run_of_another_founder_is_refused_and_nothing_stays_written(world: World) -> None:
+    words = ["--run-id", f"live@{NOBODY}", "--initial-peers", world.live]
+    assert_refused(world.start(*words).end(SECONDS), NOBODY, "--run-id", logs=r"spes_p2p\.")
+    assert not world.output.exists()
+
+
 def test_a_joiners_bad_input_shows_once_the_run_is_known_and_nothing_stays_written(world: World) -> None:
     words = ["--run-id", "live", "--initial-peers", world.live]
     for bad, value, remedy in (
@@ -320,9 +330,8 @@ def test_a_directory_without_a_run_cannot_be_resumed(world: World) -> None:
 def test_a_damaged_checkpoint_is_named_with_the_remedy(world: World) -> None:
     shutil.copytree(world.folder / "ended", world.output)
     checkpoint = world.output / "checkpoint"
-    checkpoint.mkdir(exist_ok=True)
-    (checkpoint / "peer.json").write_text('{"moments": "moments-1-1.safetensors", "slots": []}')
-    (checkpoint / "moments-1-1.safetensors").write_bytes(b"torn")
+    (checkpoint / "round-1-step-5").mkdir(parents=True)
+    (checkpoint / "round-1-step-5" / "state.json").write_text('{"round": 1, "slots": [')
     ended = world.start("--resume", "--run-id", "live", "--text", world.corpus).end(SECONDS)
     assert ended.code == 2
     assert ended.stderr.splitlines()[-1].startswith("error: checkpoint ")

@@ -8,7 +8,6 @@ interrupted one after the other, and then both started again.
 from __future__ import annotations
 
 import itertools
-import json
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from peer_processes import Command, Commands, commands_in, write_corpus, write_settings
+from peer_processes import Command, Commands, commands_in, saved_state, write_corpus, write_settings
 
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.node import Node
@@ -159,7 +158,7 @@ class Teller:
         story.codes[second] = story.peers[second].end(60)
         story.left = psutil.wait_procs(trees, 10)[1]
         for name in story.survivors:
-            story.saved[name] = [json.loads((self.folder / name / "checkpoint" / "peer.json").read_text())]
+            story.saved[name] = [saved_state(self.folder / name)]
 
     def read_claims(self, address: str) -> None:
         node = Node(Identity(self.folder / "reader.key"), "life", initial_peers=[address], client_mode=True)
@@ -173,7 +172,7 @@ class Teller:
     def restart(self) -> None:
         story = self.story
         first, second = story.survivors
-        story.peers[f"{first}2"] = one = self.start(first, "--resume")
+        story.peers[f"{first}2"] = one = self.start(first, "--resume", "--alone")
         one.wait_for("others join with")
         story.peers[f"{second}2"] = two = self.start(second, "--resume", "--initial-peers", self.address(first))
         for peer in (one, two):
@@ -181,7 +180,7 @@ class Teller:
         for name, peer in ((first, one), (second, two)):
             peer.signal(signal.SIGINT)
             story.codes[f"{name}2"] = peer.end(60)
-            story.saved[name].append(json.loads((self.folder / name / "checkpoint" / "peer.json").read_text()))
+            story.saved[name].append(saved_state(self.folder / name))
         self.commands.wait_until_gone()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from forked_commands import ForkServer
-from peer_processes import MARK, Command, Commands, commands_in, write_corpus, write_settings
+from peer_processes import MARK, Command, Commands, commands_in, saved_state, write_corpus, write_settings
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots"
@@ -55,12 +54,12 @@ def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> Non
     assert together
     for r in together:
         assert tuple(others[r]) == told[r]
-    saved = json.loads((folder / "ranks" / "checkpoint" / "peer.json").read_text())
+    saved = saved_state(folder / "ranks")
     assert saved["total_tokens"] == 4 * 16 * saved["steps"], "both ranks' halves of a batch are one batch"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_ctrl_c_ends_both_ranks_and_the_peer_can_be_resumed(shard: str, folder: Path) -> None:
     with commands_in(folder) as commands:
         ranks = start_ranks(commands, folder, 500, "ranks", shard)
@@ -69,7 +68,7 @@ def test_ctrl_c_ends_both_ranks_and_the_peer_can_be_resumed(shard: str, folder: 
             process.send_signal(signal.SIGINT)  # as a terminal does to all of them
         assert ranks.end(60) != 0
         commands.wait_until_gone()
-        saved = json.loads((folder / "ranks" / "checkpoint" / "peer.json").read_text())
+        saved = saved_state(folder / "ranks")
         assert saved["round"] >= 2
         flags = ["--run-id", "ranks", "--text", folder / "corpus.jsonl", "--max-slots", "2"]
         flags += ["--resume", "--shard", shard]

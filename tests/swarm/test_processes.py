@@ -1,12 +1,15 @@
 """A peer is several processes; they start with clear errors, and end together, even by SIGKILL."""
 
 import os
+import random
+import signal
 import socket
+import threading
 import time
 
 import psutil
 import pytest
-from hivemind.utils.mpfuture import MPFuture
+from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from real_peers import PeerProcess
 
 from spes_p2p.errors import ConfigError, JoinError
@@ -32,6 +35,20 @@ def test_no_process_outlives_a_killed_peer(tmp_path):
     assert len(descendants) >= 3 and any("p2pd" in name for name in names), names
     peer.kill()
     assert_gone(descendants)
+
+
+def test_p2pd_is_told_no_secrets(tmp_path, monkeypatch):
+    """Nor are any router's ports mapped for it, which hivemind asks for."""
+    monkeypatch.setenv("WANDB_API_KEY", "a secret")
+    monkeypatch.setenv("GOLOG_FILE", "")
+    before = children()
+    node = Node(Identity(tmp_path / "key"), "run")
+    try:
+        [p2pd] = [process for process in children() - before if process.name().startswith("p2pd")]
+        assert set(p2pd.environ()) == {"GOLOG_FILE", "GOLOG_LOG_LEVEL", "GOLOG_LOG_FMT", "LIBP2P_TCP_REUSEPORT"}
+        assert "-natPortMap=0" in p2pd.cmdline() and "-relay=0" in p2pd.cmdline()
+    finally:
+        node.close()
 
 
 def test_no_process_outlives_a_peer_that_leaves(tmp_path):
@@ -169,3 +186,29 @@ def test_a_dht_that_is_ended_right_after_its_answer_leaves_the_others_able_to_an
         Node(Identity(tmp_path / "key"), "run", initial_peers=[no_dht])
     assert MPFuture._update_lock.acquire(timeout=10)
     MPFuture._update_lock.release()
+
+
+def test_an_interrupt_while_a_future_is_made_leaves_others_able_to_make_one(node):
+    main, armed, sent = threading.main_thread().ident, threading.Semaphore(0), threading.Event()
+
+    def interrupt():
+        while armed.acquire(timeout=60):
+            time.sleep(random.random() * 2e-3)
+            signal.pthread_kill(main, signal.SIGINT)
+            sent.set()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    num_heard = 0
+    for _ in range(200):
+        try:
+            armed.release()
+            while not sent.is_set():  # some interrupts meet a finalizer, which cannot be interrupted
+                MPFuture()
+            time.sleep(1e-3)
+        except KeyboardInterrupt:
+            num_heard += 1
+        sent.wait()
+        sent.clear()
+        assert SharedBytes._lock.acquire(timeout=10), "the lock was left behind"
+        SharedBytes._lock.release()
+    assert num_heard > 100

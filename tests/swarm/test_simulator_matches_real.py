@@ -11,8 +11,8 @@ from peer_processes import Command, commands_in, write_corpus, write_settings
 from spes_p2p.cli import read_yaml
 from spes_p2p.config import RunConfig
 from spes_p2p.simulator import Scenario, SimulationResult, simulate
+from spes_p2p.swarm.exchange.version_store import VersionStore
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.version_store import VersionStore
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -27,7 +27,10 @@ FLOORS: list[set[str]] = [
     {"optim"},
     {"swarm", "model"},
     {"training"},
-    {"peer", "evaluation", "scenario", "simulator", "children", "experiment"},
+    {
+        *("peer", "joining", "downloading", "restarting", "children", "experiment", "inviting", "health"),
+        *("evaluation", "scenario", "simulator"),
+    },
     {"cli"},
     {"study"},
     {"__main__"},

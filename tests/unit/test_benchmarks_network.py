@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
 import multiprocessing
 import os
 import socket
@@ -20,9 +21,10 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.utils.multiaddr import Multiaddr
 
-from benchmarks import network, testbed
+from benchmarks import elastic, network, testbed
+from benchmarks.machine import Circumstances
 from benchmarks.network import NetworkConfig
-from benchmarks.network_rows import Bench
+from benchmarks.scoreboard import Scoreboard
 from benchmarks.star import StarCrew
 from benchmarks.stock_averaging import StockCrew
 from benchmarks.tables import Row, fill
@@ -393,25 +395,37 @@ def test_rounds_of_real_peers_are_whole_and_newcomers_get_everything(tmp_path: P
 # ---------------------------------------------------------------------- the table
 
 
-def test_a_part_that_fails_says_so_and_leaves_the_others(monkeypatch, tmp_path: Path) -> None:
-    def broken(bench: Bench) -> Iterator[Row]:
+def board(folder: Path) -> Scoreboard:
+    return Scoreboard(
+        folder / "figures.json", folder / "page.md", "FIGURES", dict.fromkeys(("rounds", "low_bits", "loopback"), iter)
+    )
+
+
+def test_a_part_that_fails_says_so_and_leaves_the_others(tmp_path: Path) -> None:
+    def broken() -> Iterator[Row]:
         yield Row("first", "1 s")
         raise SpesError("peer 3 died")
 
-    monkeypatch.setitem(network.PARTS, "rounds", broken)
-    rows = list(network.measured("rounds", Bench(tmp_path, 1, "cubic")))
+    rows, _ = board(tmp_path).measure("rounds", broken)
     assert [row.figure for row in rows] == ["first", "rounds: could not be measured"]
     assert "peer 3 died" in rows[1].measured and rows[1].is_reached is False
 
 
 def test_every_part_can_be_asked_for() -> None:
-    assert list(network.PARTS) == list(network.Part.__args__)
-    assert all(part.__name__ == name for name, part in network.PARTS.items())
+    for benchmark in (network, elastic):
+        assert list(benchmark.PARTS) == list(benchmark.Part.__args__)
+        assert all(part.__name__ == name for name, part in benchmark.PARTS.items())
 
 
-def test_part_of_a_table_is_not_written_over_a_whole_one() -> None:
-    with pytest.raises(ConfigError, match="drop --only"):
-        network.main(NetworkConfig(only=["loopback"], write=True))
+def test_a_part_is_written_beside_the_others_and_in_place_of_what_it_was(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("<!-- FIGURES -->\n<!-- /FIGURES -->\n")
+    circumstances = Circumstances.now(0.0, None)
+    for part, figure in (("loopback", "old"), ("loopback", "exchange"), ("rounds", "round")):
+        board(tmp_path).write(part, [Row(figure, "1 s")], circumstances, seed=3)
+    text = page.read_text()
+    assert 0 < text.index("| round |") < text.index("| exchange |") and "old" not in text
+    assert list(json.loads((tmp_path / "figures.json").read_text())) == ["rounds", "loopback"]
 
 
 def test_a_table_goes_between_its_markers_and_nowhere_else(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from spes_p2p.cli import load_settings
-from spes_p2p.config import Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.experiment import ExperimentConfig
 from spes_p2p.model.build import hf_config
@@ -53,7 +53,9 @@ def test_a_shipped_study_is_made_of_scenarios_that_say_what_it_says(path):
     assert list(study.variants) == list(content["variants"])
     for name, settings in content["variants"].items():
         for seed in content["seeds"]:
-            scenario = study.variants[name].scenarios[seed].model_dump()
+            loaded = study.variants[name].scenarios[seed]
+            scenario = loaded.model_dump()
+            scenario["events"] = [event.model_dump(exclude_unset=True) for event in loaded.events]
             assert scenario["seed"] == scenario["run"]["seed"] == seed
             wanted = flat(content["base"]) | {key: v for key, v in flat(settings or {}).items() if key != "title"}
             assert {key: flat(scenario)[key] for key in wanted} == wanted
@@ -127,3 +129,14 @@ def test_a_run_averages_what_its_optimizer_has_of_what_it_asks_for(optimizer, mo
 def test_heads_of_odd_width_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"hidden_size=30 over model.num_heads=10 .* choose another number of heads"):
         hf_config(ModelConfig(hidden_size=30, num_heads=10, num_kv_heads=10), 64, 16)
+
+
+def test_no_command_takes_an_unknown_setting():
+    """A secret that stands in a configuration file by mistake is an error there, and goes nowhere."""
+
+    class Command(CommandConfig):
+        peers: int = 1
+
+    assert Command(peers=2).peers == 2
+    with pytest.raises(ValidationError, match="hub_token"):
+        Command(hub_token="a secret")

@@ -134,8 +134,8 @@ def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     ("arguments", "message"),
     [
         (["absent"], "absent is no checkpoint"),
-        (["CHECKPOINT", "--text", "absent.txt"], "absent.txt does not exist"),
-        (["CHECKPOINT", "--batch-size", "0"], "batch_size='0'"),
+        pytest.param(["CHECKPOINT", "--text", "absent.txt"], "absent.txt does not exist", marks=pytest.mark.long),
+        pytest.param(["CHECKPOINT", "--batch-size", "0"], "batch_size='0'", marks=pytest.mark.long),
         (["CHECKPOINT", "--tasks", "no_such_task", "--task-path", "TASKS"], "unknown task 'no_such_task'"),
     ],
     ids=lambda value: str(value)[:40],

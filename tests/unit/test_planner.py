@@ -167,15 +167,14 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
         }
     )
     theirs = Setup.of(run, MachineConfig(), None)
-    assert theirs == Setup(
-        "int8", "lion8bit", averaged_moments=1, shared_momentum=True, slot_momentum=True, merges=True
-    )
+    kept = {"averaged_moments": 1, "kept_moments": 1, "copies": 2}
+    assert theirs == Setup("int8", "lion8bit", shared_momentum=True, slot_momentum=True, merges=True, **kept)
     apart = RunConfig.model_validate({"outer": {"slots": {"optimizer": "nesterov"}}, "round": {"overlap": 3}})
     setup = Setup.of(apart, MachineConfig(refresh_slots=5), None)
     assert (setup.shared_momentum, setup.slot_momentum, setup.refresh_slots, setup.overlaps) == (False, True, 5, True)
     assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
     own = Setup.of(RunConfig(), MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
-    assert own == Setup("nf4", "adamw8bit", averaged_moments=2)
+    assert own == Setup("nf4", "adamw8bit", averaged_moments=2, kept_moments=2, copies=2)
 
 
 def test_vectors_are_those_that_a_round_holds() -> None:

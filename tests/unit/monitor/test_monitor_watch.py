@@ -12,8 +12,8 @@ from monitor.view import SwarmView
 from monitor.watch import Ending, Watch
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, ExchangeError
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
-from spes_p2p.swarm.versions import Version
 from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
 
 LAST = 3

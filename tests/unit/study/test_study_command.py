@@ -285,7 +285,7 @@ def test_a_study_runs_from_its_file_to_its_report(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
 def test_a_study_that_is_stopped_leaves_no_process(tmp_path, sent):
     endless = {**SOLO, "run": {"round": {"total": 1_000_000}}, "held_out_tokens": 16}
     write_study(tmp_path, {"endless": endless}, seeds=[0, 1])

@@ -73,7 +73,7 @@ def test_memory_is_what_a_peer_trains_and_what_it_keeps_frozen(result, job):
 
 
 def test_a_simulation_that_measured_nothing_is_no_result(job):
-    nothing = SimulationResult([], [[], []], {}, [(), ()], [0, 0], [0, 0], 0.0, 0.0)
+    nothing = SimulationResult([], [[], []], {}, {}, {}, [0, 0], [(), ()], [0, 0], [0, 0], 0.0, 0.0)
     with pytest.raises(SimulationError, match="no peer finished a round"):
         run_result("ours", 0, job.scenario, nothing, ModelSize(1, 1, 4), this_machine("cpu", 1))
 

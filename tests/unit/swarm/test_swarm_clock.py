@@ -29,3 +29,16 @@ def test_one_stall_does_not_make_everybody_wait_longer():
 @given(st.floats(0.1, 10), st.floats(0.1, 100), st.lists(st.floats(0, 1e6), max_size=40))
 def test_patience_stays_within_its_bounds(least, most, seen):
     assert min(least, most) <= observed(Patience(least, most), *seen) <= most
+
+
+def test_an_attempt_that_took_too_long_is_given_twice_the_time_until_one_succeeds():
+    """Else a newcomer with a slow link would be late for ever: failed attempts are not observed."""
+    patience = Patience(10.0, 60.0)
+    for _ in range(5):
+        patience.observe(1.0)
+    assert patience.seconds == 10.0
+    for expected in (20.0, 40.0, 60.0):
+        patience.was_exceeded()
+        assert patience.seconds == expected
+    patience.observe(25.0)
+    assert patience.seconds == 10.0

@@ -8,7 +8,7 @@ from spes_p2p.codecs import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import ExchangeError, JoinError
 from spes_p2p.swarm.identity import hashed_peer_id
-from spes_p2p.swarm.manifest import Manifest, read_manifest
+from spes_p2p.swarm.manifest import Manifest, check_founder, read_manifest
 
 
 def document(**codecs):
@@ -43,3 +43,11 @@ def test_without_a_manifest_there_is_nothing_to_resume():
 
     with pytest.raises(JoinError, match="nothing to resume"):
         read_manifest(load)
+
+
+def test_a_run_of_another_founder_than_the_one_named_is_refused():
+    manifest = read_manifest(lambda name: document())
+    check_founder(manifest, None)
+    check_founder(manifest, manifest.founder)
+    with pytest.raises(JoinError, match=rf"founded by {manifest.founder}, not by .*--run-id"):
+        check_founder(manifest, hashed_peer_id(b"somebody else"))

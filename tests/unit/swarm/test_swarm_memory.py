@@ -8,11 +8,11 @@ from virtual import peer_id
 
 from spes_p2p.codecs import Segment
 from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.base import Contribution
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
-from spes_p2p.swarm.wire import Vectors
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -1,5 +1,7 @@
 """The one mean of the swarm, and who computes which part of it."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,7 +9,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.codecs import Format, Segment
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.reduce import (
+from spes_p2p.swarm.averaging.reduce import (
     MESSAGE_BYTES,
     GroupPlan,
     decode_message,
@@ -66,6 +68,13 @@ def test_shares_add_up_to_the_vector_and_level_the_uplinks(uplinks):
             assert second == pytest.approx(busiest) if share else second >= busiest * (1 - 1e-9)
 
 
+@pytest.mark.parametrize("uplinks", [[5.0, 0.0], [0.0, 1e-3, 0.0, 100.0], [0.0, 0.0, 1.0]])
+def test_whoever_cannot_be_called_reduces_nothing(uplinks):
+    shares = reduced_shares(uplinks)
+    assert sum(shares) == pytest.approx(1.0)
+    assert all(not share for share, uplink in zip(shares, uplinks, strict=True) if not uplink)
+
+
 def test_equal_members_reduce_equal_slices():
     assert reduced_shares([100.0] * 4) == pytest.approx([0.25] * 4)
 
@@ -80,7 +89,20 @@ def test_slices_hold_every_part_once_and_in_order(numel, uplinks, codec):
     format = Format([Segment(numel, codec), Segment(numel // 3, "fp32")])
     cut = slices(format, reduced_shares(uplinks))
     assert len(cut) == len(uplinks)
-    assert [part for messages in cut for message in messages for part in message] == list(format.parts)
+    travelling = [part for messages in cut for message in messages for part in message]
+    starts = [
+        (part.start + row * part.numel // part.rows, part.byte_start + row * part.num_bytes // part.rows)
+        for part in travelling
+        for row in range(part.rows)
+    ]
+    assert sorted(starts) == [(part.start, part.byte_start) for part in format.parts]
+    assert max(part.stop for part in travelling) == format.numel
+    for messages in cut:
+        here = [part for message in messages for part in message]
+        assert all(
+            part.stop == after.start for part, after in itertools.pairwise(here) if part.segment == after.segment
+        )
+        assert [part.segment for part in here] == sorted(part.segment for part in here)
     for messages in cut:
         for message in messages:
             size = message[-1].byte_stop - message[0].byte_start
@@ -124,3 +146,9 @@ def test_a_message_of_another_length_is_refused():
     for wrong in (data[:-1], torch.cat([data, data[:1]]), data[:0]):
         with pytest.raises(ExchangeError, match="bytes"):
             decode_message(format, message, wrong)
+
+
+def test_everybody_who_reduces_sees_what_others_bring_of_the_delta():
+    format = Format([Segment(10**6, "fp32"), Segment(10**6, "int8"), Segment(10**6, "int8")])
+    for messages in slices(format, reduced_shares([1.0] * 8)):
+        assert {message[0].segment for message in messages} == {0, 1, 2}

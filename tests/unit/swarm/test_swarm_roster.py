@@ -9,13 +9,22 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import Member, derive_groups
+from spes_p2p.swarm.roster import Member, derive_groups, newest, uplinks
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 
 
 def member(
-    index, *, round=3, slots=(0, 1), tokens=100, shared="a" * 16, slot_digest="b" * 16, rate=10.0, ready_at=50.0
+    index,
+    *,
+    round=3,
+    slots=(0, 1),
+    slot_rounds=(),
+    tokens=100,
+    shared="a" * 16,
+    slot_digest="b" * 16,
+    rate=10.0,
+    ready_at=50.0,
 ):
     anchors = {"shared": shared, **{f"slot-{slot}": slot_digest for slot in slots}}
     return Member(
@@ -23,6 +32,7 @@ def member(
         round=round,
         tokens=tokens,
         slots=slots,
+        slot_rounds=slot_rounds,
         anchors=anchors,
         tokens_per_second=rate,
         ready_at=ready_at,
@@ -58,6 +68,32 @@ def test_a_tie_goes_to_the_later_round():
     assert groups.round == 4 and groups.behind == (PEERS[0],)
 
 
+def test_whoever_holds_the_newest_version_of_a_slot_is_not_outvoted_by_stale_adopters():
+    stale = [member(i, slots=(0,), slot_rounds=(1,), slot_digest="a" * 16) for i in (1, 2)]
+    groups = derive_groups([member(0, slots=(0,), slot_rounds=(3,)), *stale])
+    assert groups.members["slot-0"] == (PEERS[0],) and groups.behind == ()
+    assert derive_groups(stale).members["slot-0"] == (PEERS[1], PEERS[2]), "an orphan goes on from what is left"
+
+
+def test_a_slot_that_is_ahead_of_its_members_model_does_not_count():
+    """Its side of a partition has lost; nobody wins by naming a high number, and what is made here supersedes all."""
+    ahead = member(0, slots=(0,), slot_rounds=(9,), slot_digest="a" * 16)
+    groups = derive_groups([ahead, member(1, slots=(0,), slot_rounds=(2,))])
+    assert groups.members["slot-0"] == (PEERS[1],)
+    alone = derive_groups([ahead])
+    assert "slot-0" not in alone.members, "its successor of round 4 would lose to other copies of it"
+    assert alone.members["shared"] == (PEERS[0],)
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab")), max_size=6), st.integers(0, 6))
+def test_no_version_of_a_slot_wins_over_its_own_successor(states, round):
+    """Whatever goes on is older than what the round makes of it, so that the latter wins wherever the two meet."""
+    base = newest(states, round)
+    assert (base is None) == all(number > round for number, _ in states)
+    if base is not None:
+        assert newest([*states, (round + 1, "c")], round + 1)[0] == round + 1 > base[0]
+
+
 def test_a_holder_with_another_anchor_of_a_slot_is_left_out_of_that_slot_alone():
     groups = derive_groups([member(0), member(1), member(2, slots=(1,), slot_digest="d" * 16)])
     assert groups.members["slot-1"] == (PEERS[0], PEERS[1])
@@ -73,6 +109,7 @@ def test_a_holder_with_another_anchor_of_a_slot_is_left_out_of_that_slot_alone()
         {"tokens_per_second": -1.0},
         {"slots": [-1]},
         {"slots": list(range(200))},
+        {"slot_rounds": [3]},
         {"anchors": {"../../etc": "a" * 16}},
         {"anchors": {"shared": "A" * 16}},
         {"peer_id": PEERS[1]},
@@ -105,3 +142,18 @@ def test_claimed_tokens_are_bounded_by_speed_and_time():
     assert clamp_tokens(500, 100.0, 10.0) == 500
     assert clamp_tokens(10**12, 100.0, 10.0) == 1101
     assert clamp_tokens(-5, 100.0, 10.0) == 0
+
+
+def hidden(index, **changes):
+    return member(index, **changes).model_copy(update={"calls_only": True})
+
+
+def test_of_holders_none_of_whom_can_be_called_only_the_first_counts():
+    groups = derive_groups([hidden(1, slots=(4,)), hidden(0, slots=(4, 5)), member(2, slots=(5,))])
+    assert groups.members["slot-4"] == (PEERS[0],)
+    assert groups.members["slot-5"] == (PEERS[0], PEERS[2])
+    assert groups.members["shared"] == tuple(PEERS[:3])
+
+
+def test_nothing_is_to_be_sent_by_those_who_cannot_be_called():
+    assert uplinks([member(0), hidden(1)]) == {PEERS[0]: 1.0, PEERS[1]: 0.0}

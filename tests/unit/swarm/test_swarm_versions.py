@@ -8,11 +8,11 @@ import torch
 
 from spes_p2p.codecs import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm import version_store
-from spes_p2p.swarm.deltas import DeltaStore
+from spes_p2p.swarm.exchange import version_store
+from spes_p2p.swarm.exchange.deltas import DeltaStore
+from spes_p2p.swarm.exchange.version_store import KEEP_PER_NAME, VersionStore
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.version_store import KEEP_PER_NAME, VersionStore
-from spes_p2p.swarm.versions import Version
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,7 @@ def assert_whole(store):
     for name in store.newest():
         store.read(name)
     listed = {store.path(version).name for kept in store._versions.values() for version in kept}
-    assert {path.name for path in store._directory.iterdir()} - {"index.json"} == listed
+    assert {path.name for path in store._directory.iterdir()} - {"index.jsonl"} == listed
 
 
 def test_what_was_added_is_read_back_and_the_newest_is_the_last_added(tmp_path, make):
@@ -82,11 +82,32 @@ def test_a_version_whose_file_is_gone_is_not_offered_after_a_restart(tmp_path, m
     assert set(VersionStore(tmp_path, "run").newest()) == {"slot-1"}
 
 
-@pytest.mark.parametrize("text", ["", "[", '[{"run_id": ', "7", "\x00" * 30], ids=repr)
-def test_a_torn_index_is_an_error_that_names_it_and_the_remedy(tmp_path, text):
-    (tmp_path / "index.json").write_text(text)
-    with pytest.raises(ExchangeError, match=r"index\.json is damaged; delete"):
+@pytest.mark.parametrize("text", ["[", '{"run_id": ', "x", "\x00" * 30], ids=repr)
+def test_a_damaged_index_is_an_error_that_names_it_and_the_remedy(tmp_path, text):
+    (tmp_path / "index.jsonl").write_text(f"{text}\n")
+    with pytest.raises(ExchangeError, match=r"index\.jsonl is damaged; delete"):
         VersionStore(tmp_path, "run")
+
+
+def test_a_line_that_a_killed_peer_could_not_finish_costs_that_version_alone(tmp_path, make):
+    store = VersionStore(tmp_path, "run")
+    store.add({"slot-0": make("slot-0", 1)})
+    store.add({"slot-1": make("slot-1", 1)})
+    index = tmp_path / "index.jsonl"
+    index.write_bytes(index.read_bytes()[:-9])
+    again = VersionStore(tmp_path, "run")
+    assert set(again.newest()) == {"slot-0"}
+    again.add({"slot-2": make("slot-2", 1)})
+    assert set(VersionStore(tmp_path, "run").newest()) == {"slot-0", "slot-2"}
+
+
+def test_the_index_does_not_grow_with_the_rounds(tmp_path, make, monkeypatch):
+    monkeypatch.setattr(version_store, "SPARE_LINES", 10)
+    store = VersionStore(tmp_path, "run")
+    for round in range(60):
+        store.add({"slot-1": make("slot-1", round)})
+        assert len((tmp_path / "index.jsonl").read_bytes().splitlines()) <= 10 + 4 * KEEP_PER_NAME
+    assert VersionStore(tmp_path, "run").newest() == store.newest()
 
 
 @pytest.mark.parametrize(
@@ -94,8 +115,8 @@ def test_a_torn_index_is_an_error_that_names_it_and_the_remedy(tmp_path, text):
 )
 def test_an_index_that_somebody_edited_is_refused(tmp_path, make, change):
     VersionStore(tmp_path, "run").add({"slot-1": make("slot-1", 7)})
-    index = json.loads((tmp_path / "index.json").read_text())
-    (tmp_path / "index.json").write_text(json.dumps([index[0] | change]))
+    version = json.loads((tmp_path / "index.jsonl").read_text())
+    (tmp_path / "index.jsonl").write_text(json.dumps(version | change) + "\n")
     with pytest.raises(RecordError):
         VersionStore(tmp_path, "run")
 

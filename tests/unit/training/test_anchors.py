@@ -90,7 +90,7 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
 def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
     torch.manual_seed(seed)
     anchors, slots = Anchors(MIXED, NUMELS), Anchors(RunConfig(outer=MIXED.outer.slots.model_dump()), NUMELS)
-    assert anchors.bundle_numel() == {SHARED: 11, "slot": 14}
+    assert anchors.bundle_numel() == {SHARED: 11, "slot": 14, "moments-shared": 22, "moments-slot": 14}
     for name in (SHARED, "slot-2"):
         numel = 11 if name == SHARED else 7
         start, deltas = torch.randn(numel), torch.randn(2, numel)

@@ -1,128 +1,383 @@
-"""A restarted peer goes on as if it had never stopped, or says in one line why it cannot."""
+"""A restarted peer goes on as if it had never stopped: from the newest checkpoint that is whole, whatever happened."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import logging
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from virtual import VOCAB, RandomTokens, tiny_run
+from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.errors import DataError
+from spes_p2p.codecs import to_bytes
+from spes_p2p.config import RoundConfig
+from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
+from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
+from spes_p2p.training.checkpoint import PeerCheckpoint
+from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.recovery import go_back, recover
 from spes_p2p.training.rounds import Rounds
 from spes_p2p.training.trainer import Trainer
 
-STATE = PeerState(run_id="r", round=3, slots=(1, 2), steps=30, total_tokens=999, data={"epoch": 1, "position": 5})
+FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "moments-shared.*.bin")
+
+
+class Disk:
+    """A peer's output folder, in which each round publishes new versions and is saved."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self.folder, self._identity = folder, identity
+        self.store = VersionStore(folder / "versions", "run")
+        self.checkpoint = PeerCheckpoint(folder / "checkpoint", folder / "versions")
+
+    def publish(self, round: int) -> None:
+        items = {}
+        for name in ("shared", "slot-0", "moments-shared"):
+            data = bytes(to_bytes(torch.full((9,), float(round)) + len(name)))
+            items[name] = Version.sign(self._identity, "run", name, round, data, "fp32"), data
+        self.store.add(items)
+
+    def save(self, round: int, numel: int = 9) -> None:
+        self.publish(round)
+        versions = tuple(self.store.newest().values())
+        state = PeerState("run", round, (0,), 10 * round, 999, {"position": 40 * round}, versions)
+        self.checkpoint.save(state, {"moments/shared/w/exp_avg": torch.full((numel,), float(round))})
+        assert self.checkpoint.wait(60)
+
+    def folder_of(self, round: int) -> Path:
+        return self.folder / "checkpoint" / f"round-{round}-step-{10 * round}"
+
+    def file(self, round: int, pattern: str) -> Path:
+        (found,) = self.folder_of(round).glob(pattern)
+        return found
+
+    def after_restart(self) -> int:
+        """Return the round from which a restarted peer goes on, having checked all of it; 0 for none."""
+        checkpoint = PeerCheckpoint(self.folder / "checkpoint", self.folder / "versions")
+        found = checkpoint.find("run")
+        if found is None:
+            return 0
+        saved = checkpoint.load(found)
+        assert saved.state.steps == 10 * saved.state.round and saved.state.data == {"position": 40 * saved.state.round}
+        assert set(saved.tensors["moments/shared/w/exp_avg"].tolist()) == {float(saved.state.round)}
+        assert {version.round for version in saved.files.values()} == {saved.state.round}
+        return saved.state.round
+
+
+@pytest.fixture(scope="module")
+def identity(tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return Identity(tmp_path_factory.mktemp("identity") / "key")
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> PeerCheckpoint:
-    return PeerCheckpoint(tmp_path / "checkpoint")
+def disk(tmp_path: Path, identity: Identity) -> Disk:
+    return Disk(tmp_path, identity)
 
 
-def moments(value: float) -> dict[str, torch.Tensor]:
-    return {"shared/w/exp_avg": torch.full((3,), value), "shared/w/step": torch.tensor(value)}
+def test_nothing_saved_is_nothing_found(disk):
+    assert disk.after_restart() == 0
 
 
-def test_what_is_saved_is_what_is_loaded(checkpoint):
-    checkpoint.save(STATE, moments(1.0))
-    state, loaded = checkpoint.load()
-    assert state == STATE
-    assert loaded.keys() == moments(1.0).keys()
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in moments(1.0).items())
+def test_the_newest_save_is_found_and_one_before_it_is_kept(disk):
+    for round in range(1, 6):
+        disk.save(round)
+        assert disk.after_restart() == round
+    assert sorted(path.name for path in (disk.folder / "checkpoint").iterdir()) == [
+        "round-4-step-40",
+        "round-5-step-50",
+    ]
 
 
-def test_nothing_saved_is_nothing_loaded(checkpoint):
-    assert checkpoint.load() is None
+def test_versions_are_not_written_twice_and_outlive_those_in_store(disk):
+    disk.save(1)
+    file = disk.file(1, "shared.*.bin")
+    assert file.stat().st_nlink == 2
+    for round in range(2, 5):
+        disk.publish(round)
+    assert file.stat().st_nlink == 1 and disk.after_restart() == 1
 
 
-def test_the_newest_save_wins_and_leaves_no_litter(checkpoint, tmp_path):
-    checkpoint.save(STATE, moments(1.0))
-    checkpoint.save(replace(STATE, round=4, steps=40), moments(2.0))
-    state, loaded = checkpoint.load()
-    assert state.round == 4 and loaded["shared/w/step"] == 2.0
-    assert len(list((tmp_path / "checkpoint").iterdir())) == 2
+def test_versions_on_another_file_system_are_copied(tmp_path, identity):
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("this machine has no second file system to write to")
+    elsewhere = memory / f"spes-checkpoint-{os.getpid()}"
+    elsewhere.mkdir()
+    try:
+        (tmp_path / "checkpoint").symlink_to(elsewhere)
+        disk = Disk(tmp_path, identity)
+        for round in (1, 2, 3):
+            disk.save(round)
+            assert disk.after_restart() == round
+    finally:
+        shutil.rmtree(elsewhere)
 
 
-@pytest.mark.parametrize("torn_at", ["moments", "state", "rename"])
-def test_a_save_torn_at_any_point_leaves_the_one_before(checkpoint, tmp_path, monkeypatch, torn_at):
-    checkpoint.save(STATE, moments(1.0))
-
-    def torn(*args, **kwargs):
-        raise KeyboardInterrupt
-
-    if torn_at == "moments":
-        monkeypatch.setattr("spes_p2p.training.checkpoint.save_file", torn)
-    else:
-        monkeypatch.setattr(Path, "write_text" if torn_at == "state" else "replace", torn)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(replace(STATE, round=4, steps=40), moments(2.0))
-    monkeypatch.undo()
-    state, loaded = PeerCheckpoint(tmp_path / "checkpoint").load()
-    assert state == STATE and loaded["shared/w/step"] == 1.0
+# ---------------------------------------------------------------------- damage
 
 
-def damage_moments(folder: Path) -> None:
-    file = next(folder.glob("moments-*"))
-    file.write_bytes(file.read_bytes()[:40])
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
 
 
-def empty_moments(folder: Path) -> None:
-    next(folder.glob("moments-*")).write_bytes(b"")
+def flip_a_bit(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[random.randrange(len(data))] ^= 1 << random.randrange(8)
+    file.write_bytes(data)
 
 
-def lose_moments(folder: Path) -> None:
-    next(folder.glob("moments-*")).unlink()
+def empty(file: Path) -> None:
+    file.write_bytes(b"")
 
 
-def damage_state(folder: Path) -> None:
-    (folder / "peer.json").write_text('{"round": 3')
+def lose(file: Path) -> None:
+    file.unlink()
 
 
-def lack_a_field(folder: Path) -> None:
-    content = json.loads((folder / "peer.json").read_text())
-    del content["data"]
-    (folder / "peer.json").write_text(json.dumps(content))
+DAMAGES = (truncate, flip_a_bit, empty, lose)
 
 
-def name_no_moments(folder: Path) -> None:
-    content = json.loads((folder / "peer.json").read_text())
-    del content["moments"]
-    (folder / "peer.json").write_text(json.dumps(content))
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("pattern", FILES)
+def test_where_any_file_is_damaged_the_one_before_is_used_and_this_is_said(
+    disk, pattern: str, damage: Callable[[Path], None], caplog
+):
+    disk.save(1)
+    disk.save(2)
+    damage(disk.file(2, pattern))
+    with caplog.at_level(logging.WARNING):
+        assert disk.after_restart() == 1
+    assert "round-2-step-20" in caplog.text and "trying the one before" in caplog.text
 
 
-def hold_a_list(folder: Path) -> None:
-    (folder / "peer.json").write_text("[1, 2]")
+def test_a_state_cut_off_anywhere_is_never_taken_for_one(disk):
+    disk.save(1)
+    disk.save(2)
+    file = disk.file(2, "state.json")
+    whole = file.read_bytes()
+    for length in range(0, len(whole), 37):
+        file.write_bytes(whole[:length])
+        assert disk.after_restart() == 1
+
+
+def test_a_state_that_somebody_edited_is_not_used(disk):
+    disk.save(1)
+    disk.save(2)
+    file = disk.file(2, "state.json")
+    file.write_text(file.read_text().replace('"steps": 20', '"steps": 21'))
+    assert disk.after_restart() == 1
+
+
+def test_where_none_is_whole_one_line_says_the_remedy(disk):
+    for round in (1, 2):
+        disk.save(round)
+        flip_a_bit(disk.file(round, "tensors.safetensors"))
+    with pytest.raises(DataError) as raised:
+        disk.after_restart()
+    message = str(raised.value)
+    assert "\n" not in message and f"delete {disk.folder / 'checkpoint'}" in message
+
+
+def test_versions_that_are_damaged_everywhere_are_left_to_other_peers(disk):
+    for round in (1, 2):
+        disk.save(round)
+        flip_a_bit(disk.file(round, "slot-0.*.bin"))
+    store, found = recover(disk.folder, "run")
+    assert found is not None and found.state.round == 2
+    assert {version.name for version in found.files.values()} == {"shared", "moments-shared"}
+    assert set(store.newest()) == {"shared", "moments-shared"}
+
+
+def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew():
+    run = tiny_run(round=RoundConfig(mode="steps", steps=3, total=3, min_peers=1, max_seconds=60))
+    peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    peer.swarm.publish(7, {name: bundle for name, bundle in peer.initial().items() if name != "slot-3"})
+    with pytest.raises(JoinError, match=r"slot-3: not whole here.* --initial-peers"):
+        peer.sync.open({})
+
+
+def test_the_checkpoint_of_another_run_is_refused(disk):
+    disk.save(1)
+    with pytest.raises(JoinError, match="run run"):
+        PeerCheckpoint(disk.folder / "checkpoint", disk.folder / "versions").find("another")
+
+
+def test_what_is_newer_than_the_checkpoint_resumed_from_is_deleted_once_there_is_a_new_one(disk):
+    """Else damaged ones would count as the newest for ever."""
+    for round in (1, 2, 3):
+        disk.save(round)
+    truncate(disk.file(3, "state.json"))
+    again = Disk(disk.folder, disk._identity)
+    found = again.checkpoint.find("run")
+    again.checkpoint.load(found)
+    again.save(3)
+    assert again.after_restart() == 3
+    assert sorted(path.name for path in (disk.folder / "checkpoint").iterdir()) == [
+        "round-2-step-20",
+        "round-3-step-30",
+    ]
+
+
+# ---------------------------------------------------------------------- the store's own files
+
+
+def test_a_version_damaged_in_store_comes_back_from_the_checkpoint(disk, caplog):
+    """Of the same round, where the checkpoint has bytes of its own; else of the checkpoint before."""
+    disk.save(1)
+    disk.save(2)
+    disk.publish(3)
+    for version in disk.store.newest().values():
+        flip_a_bit(disk.store.path(version))
+    with caplog.at_level(logging.WARNING):
+        store, found = recover(disk.folder, "run")
+    assert found.state.round == 2 and "is damaged" in caplog.text
+    assert {version.round for version in store.newest().values()} == {2}
+    for name in store.newest():
+        store.read(name)
+
+
+@pytest.mark.parametrize("damage", [flip_a_bit, empty, lose], ids=lambda damage: damage.__name__)
+def test_a_damaged_index_is_begun_anew_from_the_checkpoint(disk, damage):
+    disk.save(1)
+    (disk.folder / "versions" / "x.bin.1.2.tmp").write_bytes(b"half written")
+    index = disk.folder / "versions" / "index.jsonl"
+    index.write_text("{" + index.read_text())
+    damage(index)
+    store, _ = recover(disk.folder, "run")
+    assert set(store.newest()) == {"shared", "slot-0", "moments-shared"}
+    for name in store.newest():
+        store.read(name)
+    assert not list((disk.folder / "versions").glob("*.tmp"))
+
+
+# ---------------------------------------------------------------------- published, but not saved
+
+
+class Company:
+    """A swarm as far as it matters here: a store of one's own, and what others say they have."""
+
+    def __init__(self, store: VersionStore, others: dict[str, dict[str, Version]]) -> None:
+        self._store, self._others = store, others
+        self.versions, self.go_back = store.newest, store.take_back
+
+    def inventory(self, peers):
+        return {peer: self._others[peer] for peer in peers}
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [damage_moments, empty_moments, lose_moments, damage_state, lack_a_field, name_no_moments, hold_a_list],
-    ids=lambda damage: damage.__name__,
+    ("published", "others", "expected"),
+    [(3, [], 1), (3, [0, 0], 1), (3, [3], 3), (3, [1], 3), (40, [], 40), (1, [], 1)],
+    ids=["alone", "newcomers", "others-went-on", "others-have-less", "too-much-to-lose", "all-saved"],
 )
-def test_a_damaged_checkpoint_is_one_line_with_the_remedy(checkpoint, tmp_path, damage):
-    checkpoint.save(STATE, moments(1.0))
-    damage(tmp_path / "checkpoint")
-    with pytest.raises(DataError) as raised:
-        checkpoint.load()
-    message = str(raised.value)
-    assert "\n" not in message and str(tmp_path / "checkpoint") in message and "delete" in message
+def test_a_round_that_was_not_saved_is_made_again_where_nobody_else_has_it(
+    disk, tmp_path, identity, published, others, expected
+):
+    disk.save(1)
+    for round in range(2, published + 1):
+        disk.publish(round)
+    there = {}
+    for index, round in enumerate(others):
+        data = bytes(to_bytes(torch.full((9,), float(index))))
+        there[f"peer {index}"] = {SHARED: Version.sign(identity, "run", SHARED, round, data, "fp32")}
+    store, found = recover(disk.folder, "run")
+    go_back(Company(store, there), list(there), found.files)
+    again = VersionStore(disk.folder / "versions", "run")
+    assert {version.round for version in again.newest().values()} == {expected}
+    for name in again.newest():
+        again.read(name)
 
 
-def test_a_checkpoint_reads_nothing_outside_its_directory(checkpoint, tmp_path):
-    checkpoint.save(STATE, moments(1.0))
-    folder = tmp_path / "checkpoint"
-    moved = next(folder.glob("moments-*")).replace(tmp_path / "elsewhere.safetensors")
-    content = json.loads((folder / "peer.json").read_text())
-    (folder / "peer.json").write_text(json.dumps({**content, "moments": f"../{moved.name}"}))
-    with pytest.raises(DataError):
-        checkpoint.load()
+# ---------------------------------------------------------------------- kills, and full disks
+
+
+def test_a_peer_killed_at_any_moment_of_a_save_leaves_whole_ones_and_nothing_else(disk, identity, caplog):
+    """Children save without end, and are killed after random times."""
+    reached = 0
+    for _ in range(50):
+        told, tell = os.pipe()
+        child = os.fork()
+        if child == 0:
+            mine = Disk(disk.folder, identity)
+            found = mine.checkpoint.find("run")
+            round = found.state.round if found is not None else 0
+            if found is not None:
+                mine.checkpoint.load(found)
+            while True:
+                round += 1
+                mine.save(round, numel=20_000)
+                os.write(tell, b"%d\n" % round)
+        os.close(tell)
+        assert os.read(told, 16)  # it is at work
+        time.sleep(random.uniform(0, 0.03))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        with os.fdopen(told) as pipe:
+            rest = pipe.read().split()
+        now = disk.after_restart()
+        assert now > reached and all(int(round) <= now for round in rest)
+        assert not caplog.records, "half of a checkpoint looked like a damaged one"
+        reached = now
+    assert reached > 50
+
+
+FULL = """
+import logging, os, shutil, sys
+sys.path[:0] = {path!r}
+from pathlib import Path
+from test_checkpoint import Disk, Identity
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+folder = Path({folder!r})
+disk = Disk(folder, Identity(folder / "key"))
+disk.save(1)
+filling = folder / "filling"
+free = shutil.disk_usage(folder).free
+filling.write_bytes(bytes(free - 200_000))
+for round in (2, 3):
+    disk.save(round, numel=100_000)
+    print("after", round, disk.after_restart(), sorted(os.listdir(folder / "checkpoint")))
+filling.unlink()
+disk.save(4, numel=100_000)
+print("after", 4, disk.after_restart())
+"""
+
+
+def test_a_full_disk_leaves_the_one_before_says_so_once_and_is_tried_again(tmp_path):
+    """On a small disk of its own."""
+    code = FULL.format(path=[*sys.path, str(Path(__file__).parent)], folder=str(tmp_path))
+    mount = f'mount -t tmpfs -o size=4m tmpfs {tmp_path} && exec {sys.executable} -c "$CODE"'
+    ended = subprocess.run(
+        ["unshare", "-m", "sh", "-c", mount],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CODE": code},
+        timeout=120,
+        check=False,
+    )
+    if "unshare" in ended.stderr or "mount:" in ended.stderr:
+        pytest.skip(f"this machine lets nobody mount a small disk: {ended.stderr.strip()}")
+    assert ended.returncode == 0, ended.stderr
+    assert "after 2 1 ['round-1-step-10']" in ended.stdout and "after 3 1 ['round-1-step-10']" in ended.stdout
+    assert "after 4 4" in ended.stdout
+    assert ended.stdout.count("cannot write checkpoint") == 1
+    assert "No space left on device" in ended.stdout and "are missing" in ended.stdout
+    assert "checkpoints are written again" in ended.stdout
+
+
+# ---------------------------------------------------------------------- what is saved
 
 
 def make_trainer() -> Trainer:
@@ -133,7 +388,16 @@ def make_trainer() -> Trainer:
     return Trainer(model, run.train, RandomTokens(7, 16), ProcessGroup("cpu"))
 
 
-def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(checkpoint):
+def test_training_on_while_a_save_is_under_way_does_not_tear_it():
+    trainer = make_trainer()
+    trainer.step(1e-2)
+    saved = trainer.state_tensors()
+    before = {name: tensor.clone() for name, tensor in saved.items()}
+    trainer.step(1e-2)
+    assert all(torch.equal(saved[name], tensor) for name, tensor in before.items())
+
+
+def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(disk):
     steady = make_trainer()
     layout = steady.layouts["slot"]
     masters = {slot_name(slot): layout.flatten(steady.model.slot_weights(slot)) for slot in (0, 3)}
@@ -141,11 +405,12 @@ def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(checkpoint)
     for _ in range(3):
         steady.step(1e-2)
     names = (SHARED, *map(slot_name, steady.slots))
-    state = replace(STATE, slots=steady.slots, steps=steady.steps, data=steady.data.state_dict())
-    checkpoint.save(state, steady.optimizer.state_tensors())
+    state = PeerState("run", 3, steady.slots, steady.steps, 999, steady.data.state_dict())
+    disk.checkpoint.save(state, steady.optimizer.state_tensors())
+    assert disk.checkpoint.wait(60)
     weights = {name: steady.flat(name) for name in names}
 
-    saved, kept = checkpoint.load()
+    saved, kept, _ = disk.checkpoint.load(disk.checkpoint.find("run"))
     restarted = make_trainer()
     restarted.set_slots(saved.slots, {name: weights[name] for name in names if name != SHARED})
     restarted.load({SHARED: weights[SHARED]})
@@ -165,4 +430,4 @@ def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
     }
     rounds = Rounds(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
     with pytest.raises(DataError, match="--inner-optimizer"):
-        rounds._load_moments(moments)
+        rounds._saving.load_moments(moments)

@@ -11,6 +11,7 @@ from virtual import peer_id, tiny_run
 from spes_p2p.config import OuterConfig
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED
+from spes_p2p.swarm.roster import Member as Entry
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.holdings import Holdings
 
@@ -80,6 +81,31 @@ def test_peers_that_all_come_back_agree_on_what_most_of_them_have():
     assert {peer.catch_up() for peer in peers} == {(7, 7.0)}
 
 
+def test_peers_that_all_come_back_take_a_round_that_most_did_not_live_to_publish():
+    """It was committed by a quorum, so it is nobody's own."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    peers = [Member(hub, 1 + i, round, "joining") for i, round in enumerate((6, 6, 6, 7))]
+    peers[3].swarm.publish(7, {"moments-shared": torch.full((10,), 7.0)})
+    for peer in peers[:3]:
+        peer.swarm.publish(6, {"moments-shared": torch.full((10,), 6.0)})
+    assert {peer.catch_up() for peer in peers} == {(7, 7.0)}
+    assert {peer.swarm.load("moments-shared")[0].item() for peer in peers} == {7.0}
+
+
+def test_peers_that_all_come_back_do_not_follow_one_that_trained_on_alone():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    peers = [Member(hub, 1 + i, round, "joining") for i, round in enumerate((6, 6, 20))]
+    assert {peer.catch_up() for peer in peers} == {(6, 6.0)}
+
+
+def test_one_round_ahead_counts_for_nothing_where_others_have_not_stopped():
+    """Whoever offers it has joined just now, and the others would have committed it themselves."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    peers = [Member(hub, 1 + i, 6, "active") for i in range(3)]
+    Member(hub, 9, 7, "joining")
+    assert {peer.catch_up() for peer in peers} == {(6, 6.0)}
+
+
 def test_a_newcomer_takes_over_the_moments_of_the_shared_parameters():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     steady = Member(hub, 0, 13, "active")
@@ -100,10 +126,44 @@ def test_whoever_adopts_a_slot_takes_over_its_moments():
     assert heir.holdings.held_moments() == {"moments-shared", "moments-slot-0"}
 
 
+@pytest.mark.parametrize(("is_taken", "lacking"), [(True, []), (False, ["slot-0"])])
+def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking):
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
+    leaver.holdings.resume([0])
+    if is_taken:
+        heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=13, timeout=1.0)
+    began = leaver.swarm.now()
+    assert leaver.holdings.hand_over(5.0) == lacking
+    assert leaver.swarm.now() == began if is_taken else leaver.swarm.now() >= began + 5.0
+    assert leaver.holdings.slots == () and heir.holdings.claims()[peer_id(0)].max_slots == 0
+
+
 def test_a_run_whose_moments_stay_at_home_asks_for_none():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     member = Member(hub, 0, 13, "active", outer=OuterConfig(moments="local"))
     assert member.holdings.held_moments() == set()
+
+
+def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off():
+    """Whoever stood still for some rounds pulls what its holders have by then, before it has caught up itself."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    Member(hub, 0, 14, "active")
+    stood_still = Member(hub, 1, 12, "active")
+    stood_still.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0)
+    digests = {SHARED: "5" * 16, "slot-0": "5" * 16}
+    entry = Entry(
+        peer_id=peer_id(0),
+        round=11,
+        tokens=1,
+        slots=(0,),
+        anchors=digests,
+        tokens_per_second=1,
+        ready_at=0,
+        sync_seconds=0,
+    )
+    stood_still.holdings.fetch([entry], 12, [SHARED], {})
+    assert stood_still.holdings.stale_rounds == 2
 
 
 def test_who_fell_behind_takes_no_more_slots_than_in_any_round():
@@ -117,3 +177,72 @@ def test_who_fell_behind_takes_no_more_slots_than_in_any_round():
     fetched = late.holdings.catch_up([peer_id(0)], routed={2: 7})
     assert set(fetched) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
     assert set(late.holdings.catch_up([peer_id(0)])) == {"slot-0", "slot-3"}
+
+
+def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest():
+    """Whoever kept them once has them still."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    members = [Member(hub, index, 13, "active") for index in range(4)]
+    for index, round in enumerate([5, 5, 12, 7]):
+        members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
+    members[3].anchors.set("slot-0", torch.zeros(3))
+    members[3].catch_up()
+    assert members[3].swarm.versions()["moments-slot-0"].round == 12
+
+
+def test_who_loses_a_partition_goes_back_to_the_winners_slots():
+    """The losing side has had more rounds; what it made of the slot does not fit the model that goes on."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    loser = Member(hub, 0, 12, "active")
+    for index in (1, 2, 3):
+        winner = Member(hub, index, 10, "active")
+        winner.swarm.publish(8, {"slot-0": torch.full((3,), 8.0)})
+    loser.anchors.set("slot-0", loser.swarm.load("slot-0"))
+    assert loser.catch_up() == (10, 10.0)
+    assert loser.swarm.versions()["slot-0"].round == 8
+    assert torch.equal(loser.anchors.weights("slot-0"), torch.full((3,), 8.0))
+
+
+def test_whoever_adopts_a_slot_takes_none_that_is_ahead_of_its_model():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    for index, round in enumerate((9, 12)):
+        Member(hub, index, 10, "active").swarm.publish(round, {"slot-0": torch.full((3,), float(round))})
+    heir = Member(hub, 5, 10, "active")
+    heir.swarm.publish(11, {"slot-0": torch.full((3,), 11.0)})
+    heir.holdings.slots = (1,)
+    heir.anchors.set("slot-1", torch.zeros(3))
+    masters = heir.holdings._hold([0])
+    assert torch.equal(masters["slot-0"], torch.full((3,), 9.0))
+
+
+def test_a_slot_that_is_ahead_is_better_than_none():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    Member(hub, 0, 10, "active").swarm.publish(12, {"slot-1": torch.full((3,), 12.0)})
+    newcomer = Member(hub, 1, 0, "joining")
+    assert newcomer.catch_up() == (10, 10.0)
+    assert newcomer.swarm.versions()["slot-1"].round == 12
+
+
+def test_whoever_takes_few_slots_takes_those_first_that_are_far_from_the_model_either_way():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    for index in (0, 2):
+        Member(hub, index, 10, "active").swarm.publish(10, {f"slot-{slot}": torch.zeros(3) for slot in range(3)})
+    loser = Member(hub, 1, 10, "active")
+    loser.swarm.publish(30, {"slot-2": torch.ones(3)})
+    loser.swarm.publish(9, {"slot-1": torch.ones(3)})
+    loser.holdings.refresh_slots = 1
+    assert set(loser.holdings.catch_up(loser.holdings.others(), routed={})) & {"slot-1", "slot-2"} == {"slot-2"}
+
+
+def test_slots_of_whoever_is_left_out_are_orphans_and_nobody_asks_it():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    peers = [Member(hub, index, 3, "active") for index in range(3)]
+    for peer, slots in zip(peers, ((), (0, 2), (1, 3)), strict=True):
+        peer.swarm.publish(3, {f"slot-{slot}": torch.full((3,), 3.0) for slot in range(4)})
+        peer.holdings.resume(slots)
+        peer.holdings.announce("active")
+    mine, left_out = peers[0], peers[2]
+    mine.holdings.distrusted = frozenset({left_out.swarm.peer_id, mine.swarm.peer_id})
+    assert mine.holdings.others() == [peers[1].swarm.peer_id]
+    mine.holdings.rebalance(4)
+    assert mine.holdings.slots == (1, 3)

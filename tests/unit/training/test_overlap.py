@@ -19,16 +19,19 @@ from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, run_virtual, tiny
 from monitor.view import sync_share, wall_seconds
 from spes_p2p.config import MachineConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.averaging.reduce import weighted_mean
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
-from spes_p2p.swarm.reduce import weighted_mean
+from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training import rounds as rounds_module
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import PeerCheckpoint
 from spes_p2p.training.overlap import Correction, ThreadTask
 from spes_p2p.training.passages import Trained, Update
+from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.rounds import Rounds
+from spes_p2p.training.saving import Saving
 from spes_p2p.training.trainer import Trainer
 
 STEPS, STEP_TOKENS = 3, 4 * 16
@@ -52,7 +55,7 @@ def digests(peers: list[VirtualPeer]) -> list[tuple[str, ...]]:
 def alone(run: RunConfig, max_slots: int = 3, index: int = 0) -> VirtualPeer:
     """A peer that has opened its run and may do as it likes with time."""
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(index)), index=index, max_slots=max_slots)
-    peer.rounds.open(peer.initial(), None, {})
+    peer.rounds.open(peer.initial())
     return peer
 
 
@@ -87,8 +90,8 @@ def slow_down(peer: VirtualPeer, wait: Callable[[], object]) -> None:
     ("mode", "delay", "optimizer", "cost"),
     [
         ("steps", 1, "mean", 0.02),
-        ("tokens", 2, "mean", 0.03),
-        ("steps", 9, "mean", 0.05),
+        pytest.param("tokens", 2, "mean", 0.03, marks=pytest.mark.long),
+        pytest.param("steps", 9, "mean", 0.05, marks=pytest.mark.long),
         ("tokens", 1, "nesterov", 0.1),
     ],
 )
@@ -356,11 +359,13 @@ def test_who_lands_in_a_run_that_is_over_stops():
 
 
 def test_a_checkpoint_is_of_the_round_that_was_committed_not_of_the_steps_since(tmp_path):
-    peer, checkpoint = alone(overlapping(2)), PeerCheckpoint(tmp_path)
-    peer.rounds._checkpoint = checkpoint
-    saved = []
-    peer.rounds.run(lambda report: saved.append((report, checkpoint.load()[0])))
-    for number, (report, state) in enumerate(saved, 1):
+    peer, states, reports = alone(overlapping(2)), list[PeerState](), list[Metrics]()
+    checkpoint = PeerCheckpoint(tmp_path, tmp_path)
+    checkpoint.save = lambda state, tensors: states.append(state)  # type: ignore[method-assign]
+    peer.rounds._saving = Saving(checkpoint, "run", peer.trainer, ProcessGroup("cpu"), peer.sync)
+    peer.rounds.run(reports.append)
+    assert len(states) == len(reports)
+    for number, (report, state) in enumerate(zip(reports, states, strict=True), 1):
         assert state.round == report.round == number
         assert state.steps == report.step == STEPS * number == state.data["position"]
         assert state.total_tokens == report.total_tokens == STEPS * STEP_TOKENS * number
@@ -454,7 +459,7 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
         swarm.enter(sync.anchors.vectors())
         initial = build_initial(run, VOCAB, sync, trainer)
     rounds = Rounds(run, trainer, group, sync)
-    rounds.open(initial, None, {})
+    rounds.open(initial)
     rounds.run()
     flats = {name: trainer.flat(name) for name in trainer.names}
     state = {name: tensor.tolist() for name, tensor in (flats | trainer.optimizer.state_tensors()).items()}
@@ -462,7 +467,7 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
     (folder / f"{group.rank}.json").write_text(json.dumps(told))
 
 
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
+@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_two_ranks_apply_a_result_at_the_same_step_and_stay_equal(shard, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as probe:

@@ -5,7 +5,7 @@ import torch
 from virtual import VirtualPeer, run_virtual, tiny_run
 
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
-from spes_p2p.swarm.reduce import weighted_mean
+from spes_p2p.swarm.averaging.reduce import weighted_mean
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.trainer import Trainer
 
@@ -80,7 +80,8 @@ def test_after_a_round_members_share_the_mean_of_their_moments(optimizer, moment
 def test_a_run_with_moments_of_its_own_leaves_them_to_each_peer():
     peers = run_virtual(tiny_run(outer=OuterConfig(moments="local")), num_peers=2, max_slots=2)
     assert not torch.equal(*(peer.trainer.moments(SHARED, ["exp_avg_sq"]) for peer in peers))
-    assert not any(name.startswith("moments-") for name in peers[0].swarm.versions())
+    moments = {name for name in peers[0].swarm.versions() if name.startswith("moments-")}
+    assert moments == {f"moments-slot-{slot}" for peer in peers for slot in peer.slots}, "its own, and those it keeps"
 
 
 def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():

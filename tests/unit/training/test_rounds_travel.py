@@ -101,7 +101,7 @@ def test_exact_deltas_are_not_published_beside_their_versions():
 
 
 def test_a_peer_that_fetches_few_slots_stays_within_its_bound_and_says_how_old_they_are():
-    rounds = RoundConfig(mode="steps", steps=2, total=8, min_peers=2, max_seconds=60, exchange_seconds=20)
+    rounds = RoundConfig(mode="steps", steps=2, total=8, min_peers=2, max_seconds=60, exchange_seconds=20, copies=1)
     peers, _ = run_followed(tiny_run(round=rounds), 3, 1, {0: {"refresh_slots": 1}})
     few, others = peers[0], peers[1:]
     bound = staleness_bound(2, 1)  # three slots are held, one of them by itself

@@ -259,8 +259,15 @@ def kept_here(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param
 
 
-@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
-@pytest.mark.parametrize("micro", [None, 1], ids=["whole", "microbatches-checkpointed"])
+@pytest.mark.parametrize(
+    ("micro", "shard"),
+    [
+        pytest.param(None, "ddp", id="whole-ddp"),
+        pytest.param(1, "fsdp", id="microbatches-checkpointed-fsdp"),
+        pytest.param(None, "fsdp", id="whole-fsdp", marks=pytest.mark.long),
+        pytest.param(1, "ddp", id="microbatches-checkpointed-ddp", marks=pytest.mark.long),
+    ],
+)
 def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as probe:

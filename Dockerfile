@@ -1,0 +1,23 @@
+# A peer as a careful volunteer runs it. What an image cannot take away from itself, compose.yaml does: see SECURITY.md.
+ARG BASE=python:3.11-slim-bookworm
+FROM ${BASE} AS build
+COPY requirements.lock /
+RUN python -m venv /venv && /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r /requirements.lock
+
+FROM ${BASE}
+RUN groupadd --gid 10001 spes && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home spes \
+    && install --directory --owner=spes --group=spes /data
+COPY --from=build /venv /venv
+COPY spes_p2p /app/spes_p2p
+COPY peers /app/peers
+COPY monitor /app/monitor
+COPY configs /app/configs
+COPY scripts /app/scripts
+WORKDIR /app
+ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 HOME=/data
+USER 10001:10001
+VOLUME /data
+EXPOSE 4001
+HEALTHCHECK --interval=60s --timeout=30s --start-period=15m \
+    CMD ["python", "scripts/health.py", "--output", "/data/peer"]
+ENTRYPOINT ["python", "peers/run_peer.py", "--output", "/data/peer", "--cache", "/data/cache"]

@@ -1,0 +1,236 @@
+"""What one dishonest peer of eight can do to a run: the model's loss, how soon it is left out, and what guarding costs.
+
+    .venv/bin/python benchmarks/attackers.py [--write]
+
+Each attack in turn, in the simulator: the real trainer, rounds, reducers and bans, at as many tokens as the same swarm
+undisturbed. Runs that are in the results are not made again; delete the file to make them all.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any, get_args
+from unittest import mock
+
+import torch
+from pydantic_settings import SettingsConfigDict
+from torch import Tensor
+
+from benchmarks.tables import HEAD, Row, fill, markdown_table
+from spes_p2p.cli import entry_point
+from spes_p2p.codecs import Format, Segment
+from spes_p2p.config import CommandConfig
+from spes_p2p.presentation import say
+from spes_p2p.scenario import Scenario
+from spes_p2p.simulator import simulate
+from spes_p2p.study.summary import Spread
+from spes_p2p.swarm.attacks import Attack
+from spes_p2p.swarm.averaging.reduce import GroupPlan, reduce_message
+from spes_p2p.swarm.averaging.witness import Witness
+
+RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
+SEEDS = (0, 1, 2)
+ATTACKER, FIRST, FACTOR = 2, 3, 100.0
+"""Who it is, the first round that it spoils, and by what it scales."""
+UNDISTURBED, UNGUARDED = "undisturbed", "unguarded"
+EXCLUDABLE = ("sign_flip", "scale", "nan", "noise", "moments", "lying_reducer")
+"""Those that bring what no honest peer would; the rest does no more harm than one that is absent."""
+MAX_WORSE, MAX_ROUNDS, MAX_REJECTED, MAX_CLEAN, MAX_SECONDS = 2.0, 2, 1.0, 0.2, 3.0
+"""Per cent, rounds, and the rest per cent."""
+ROUND_SECONDS = 8.1
+"""A round of 20 MiB `shared` over 100 Mbit/s (benchmarks/network.py), which the guards' time is held against."""
+SHARED_NUMEL, PEERS = 5 * 2**20, 8
+RUN: Mapping[str, Any] = {
+    "model": {
+        **{"family": "olmoe", "hidden_size": 64, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2},
+        **{"intermediate_size": 32, "num_experts": 8, "top_k": 2},
+    },
+    "data": {"source": "embedded", "vocab_size": 2048, "sequence_length": 64},
+    "train": {"batch_size": 2, "lr": 6e-3, "warmup_rounds": 1},
+    "round": {"mode": "steps", "steps": 8, "total": 16},
+    "outer": {"moments": "both"},
+    "frozen_storage": "fp32",
+}
+
+
+class AttackersBenchmarkConfig(CommandConfig):
+    """What one dishonest peer of eight can do."""
+
+    model_config = SettingsConfigDict(cli_prog_name="attackers.py")
+
+    results: Path = RESULTS
+    """Where each run's figures are kept."""
+    write: bool = False
+    """Put the table into docs/trust.md."""
+
+
+def main(config: AttackersBenchmarkConfig) -> int:
+    """Make the runs that are missing, and print the rows; return the exit code."""
+    document = json.loads(config.results.read_text()) if config.results.exists() else {"runs": {}}
+    for seed in SEEDS:
+        for kind in (UNDISTURBED, *kinds(), UNGUARDED):
+            if f"{kind} {seed}" not in document["runs"]:
+                document["runs"][f"{kind} {seed}"] = run = measure(kind, seed)
+                config.results.write_text(json.dumps(document, indent=1) + "\n")
+                say(f"{kind} {seed}: loss {run['loss']:.4f}, left out from round {run['left_out_from']}")
+    document.setdefault("guard_seconds", guard_seconds())
+    config.results.write_text(json.dumps(document, indent=1) + "\n")
+    rows = list(attacker_rows(document))
+    for row in rows:
+        say("  ".join(cell for cell in row.cells if cell))
+    if config.write:
+        fill(PAGE, "ATTACKERS", markdown_table(HEAD, [row.cells for row in rows]))
+    return 0
+
+
+def kinds() -> tuple[str, ...]:
+    """Return all attacks."""
+    return get_args(Attack.model_fields["kind"].annotation)
+
+
+def scenario(kind: str, seed: int) -> Scenario:
+    """Return a run of eight of whom one attacks, or none."""
+    attack = {"peer": ATTACKER, "kind": kind, "from_round": FIRST, "factor": FACTOR}
+    return Scenario.model_validate(
+        {
+            **{"run": RUN, "peers": PEERS, "max_slots": 2, "seed": seed, "threads": 1, "evaluate_rounds": 100},
+            **{"held_out_tokens": 8192, "attacks": [attack] if kind in kinds() else []},
+        }
+    )
+
+
+def measure(kind: str, seed: int) -> dict[str, Any]:
+    """Return what came of a run; the unguarded one is undisturbed, and takes plain means."""
+    if kind == UNGUARDED:
+        with mock.patch.object(Witness, "weigh", _plain_weights):
+            result = simulate(scenario(kind, seed))
+    else:
+        result = simulate(scenario(kind, seed))
+    honest = [peer for peer in range(PEERS) if kind not in kinds() or peer != ATTACKER]
+    rejected = {(round, peer) for round, peers in result.accused.items() for peer in peers if peer in honest}
+    rejected |= {(round, peer) for round, peers in result.left_out.items() for peer in peers if peer in honest}
+    return {
+        "loss": result.evaluations[-1].loss,
+        "left_out_from": min((round for round, peers in result.left_out.items() if ATTACKER in peers), default=None),
+        "rejected": len(rejected),
+        "contributions": len(honest) * len(result.left_out),
+        "wall_seconds": result.wall_seconds,
+    }
+
+
+def attacker_rows(document: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield the table's rows; of attacks that have been run at least once."""
+    for kind in kinds():
+        yield from _attack_rows(kind, document["runs"])
+    yield from _honest_rows(document)
+
+
+def summary_rows(document: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield what all attacks come to together, which is what the worst of them does, and what guarding costs."""
+    runs: Mapping[str, Any] = document["runs"]
+    seeds = {kind: [seed for seed in SEEDS if f"{kind} {seed}" in runs] for kind in kinds()}
+    worse = {kind: _worse(kind, UNDISTURBED, found, runs) for kind, found in seeds.items() if found}
+    worst = max(worse, key=lambda kind: worse[kind].mean)
+    what = f"held-out loss under the worst of {len(worse)} attacks by 1 of {PEERS}, equal tokens, {len(SEEDS)} seeds"
+    is_small = len(worse) == len(kinds()) and worse[worst].mean <= MAX_WORSE
+    yield Row(what, f"{_figure(worse[worst])} ({worst})", f"+{MAX_WORSE:g} %", is_small)
+    rounds = [_rounds(runs[f"{kind} {seed}"]) for kind in EXCLUDABLE for seed in seeds[kind]]
+    most = max((math.inf if count is None else count for count in rounds), default=math.inf)
+    what = f"rounds in which one took part before it was left out, at most, of {len(rounds)} runs"
+    yield Row(what, f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS)
+    rest = ", ".join(kind for kind in worse if kind not in EXCLUDABLE)
+    yield Row("- attacks that pass for work, or for absence, and are found late or never", rest)
+    yield from _honest_rows(document)
+
+
+def _honest_rows(document: Mapping[str, Any]) -> Iterator[Row]:
+    runs: Mapping[str, Any] = document["runs"]
+    seen = list(runs.values())
+    rejected, contributions = (sum(run[what] for run in seen) for what in ("rejected", "contributions"))
+    share = 100 * rejected / max(contributions, 1)
+    figure = f"{share:.2f} % ({rejected} of {contributions})"
+    yield Row("honest contributions accused or left out", figure, f"< {MAX_REJECTED:g} %", share < MAX_REJECTED)
+    seeds = [seed for seed in SEEDS if f"{UNGUARDED} {seed}" in runs]
+    if seeds:
+        worse = _worse(UNDISTURBED, UNGUARDED, seeds, runs)
+        what = f"held-out loss with all guards against none, nobody attacks, {len(seeds)} seeds"
+        yield Row(what, _figure(worse), f"+{MAX_CLEAN:g} %", worse.mean <= MAX_CLEAN)
+    if seconds := document.get("guard_seconds"):
+        share = 100 * seconds / ROUND_SECONDS
+        what = f"what guarding 20 MiB among {PEERS} takes a peer, of a round of {ROUND_SECONDS:g} s"
+        yield Row(what, f"+{share:.2f} % ({1000 * seconds:.0f} ms)", f"+{MAX_SECONDS:g} %", share <= MAX_SECONDS)
+
+
+def _attack_rows(kind: str, runs: Mapping[str, Any]) -> Iterator[Row]:
+    seeds = [seed for seed in SEEDS if f"{kind} {seed}" in runs]
+    if not seeds:
+        return
+    worse = _worse(kind, UNDISTURBED, seeds, runs)
+    what = f"{kind}: held-out loss against undisturbed, equal tokens, {len(seeds)} seeds"
+    yield Row(what, _figure(worse), f"+{MAX_WORSE:g} %", worse.mean <= MAX_WORSE)
+    counted = [_rounds(runs[f"{kind} {seed}"]) for seed in seeds]
+    figure = ", ".join("never left out" if rounds is None else f"{rounds}" for rounds in counted)
+    what = f"{kind}: rounds in which it took part before it was left out"
+    if kind in EXCLUDABLE:
+        is_reached = all(rounds is not None and rounds <= MAX_ROUNDS for rounds in counted)
+        yield Row(what, figure, f"<= {MAX_ROUNDS}", is_reached)
+    else:
+        yield Row(what, figure)
+
+
+def _rounds(run: Mapping[str, Any]) -> int | None:
+    """Return in how many rounds an attacker took part before it was left out; None if it never was."""
+    return None if run["left_out_from"] is None else run["left_out_from"] - FIRST - 1
+
+
+def _worse(kind: str, other: str, seeds: list[int], runs: Mapping[str, Any]) -> Spread:
+    ratios = {seed: runs[f"{kind} {seed}"]["loss"] / runs[f"{other} {seed}"]["loss"] for seed in seeds}
+    return Spread({seed: 100 * (ratio - 1) for seed, ratio in ratios.items()})
+
+
+def _figure(worse: Spread) -> str:
+    return f"{worse.mean:+.2f} %" + (f" ± {worse.deviation:.2f}" if worse.deviation is not None else "")
+
+
+def _plain_weights(witness: Witness, part: object, values: list[Tensor | None]) -> list[float]:
+    senders = [weight for weight in witness._weights if weight > 0]
+    return [0.0 if value is None else weight for value, weight in zip(values, senders, strict=True)]
+
+
+def guard_seconds() -> float:
+    """Return by how much longer a peer takes for its part of a group's means if it looks at what it gets."""
+    plan = GroupPlan.of(
+        [f"{n}" for n in range(PEERS)], [1.0] * PEERS, [1.0] * PEERS, Format([Segment(SHARED_NUMEL, "fp32")])
+    )
+    vectors = [torch.randn(SHARED_NUMEL) + 1.0 for _ in range(PEERS)]
+    source = plan.format.encode(vectors[0])
+
+    def seconds(is_guarded: bool) -> float:
+        began = time.perf_counter()
+        witness = plan.witness("0") if is_guarded else None
+        for message in plan.slices[0]:
+            reduce_message(
+                plan.format,
+                message,
+                [vector[message[0].start : message[-1].stop] for vector in vectors],
+                plan.weights,
+                None,
+                witness,
+            )
+        if witness is not None:
+            for index in range(1, PEERS):
+                for message in plan.slices[index]:
+                    witness.receive(index, message, vectors[1][message[0].start : message[-1].stop], source)
+            witness.evidence()
+        return time.perf_counter() - began
+
+    return median(seconds(True) - seconds(False) for _ in range(9))
+
+
+if __name__ == "__main__":
+    entry_point(AttackersBenchmarkConfig, main)

@@ -1,0 +1,177 @@
+"""What must never happen to claims, and how long things take."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from spes_p2p.swarm.claims import coverage
+from spes_p2p.swarm.roster import SHARED, Groups, Member, slot_name
+
+MOST_ORPHANED_SECONDS = 120.0
+"""Three leases and as many heartbeats: the peer to which an orphan falls may die as well."""
+
+
+@dataclass
+class Report:
+    """What came of one swarm.
+
+    Attributes:
+        violations: What must not have happened, in words.
+        orphaned_seconds: How long each slot that lost its last holder waited for another while capacity sufficed, by
+            what took the holder.
+        adoptions: Slots that active peers took over.
+        peer_seconds: Time of all active peers together.
+        commits: Versions of slots that were committed.
+        sat_out: Times that a holder with another anchor sat a slot out.
+        stale_starts: Slots that went on from an older version than the newest, which nobody in the roster held.
+    """
+
+    violations: list[str] = field(default_factory=list)
+    orphaned_seconds: dict[str, list[float]] = field(default_factory=dict)
+    adoptions: int = 0
+    peer_seconds: float = 0.0
+    commits: int = 0
+    sat_out: int = 0
+    stale_starts: int = 0
+
+
+def unsettled(num_slots: int, held: Mapping[str, Sequence[int]], capacity: Mapping[str, int]) -> list[str]:
+    """Return what is wrong with who holds what, were it to stay so."""
+    counts = coverage({peer: tuple(slots) for peer, slots in held.items()}, num_slots)
+    can, most = sum(counts), sum(min(slots, num_slots) for slots in capacity.values())
+    faults = [f"{peer} holds more than its {capacity[peer]} slots" for peer in held if len(held[peer]) > capacity[peer]]
+    if can < most:
+        faults.append(f"capacity lies idle: {can} of {most} slots")
+    if counts.count(0) > max(0, num_slots - most):
+        faults.append(f"{counts.count(0)} slots are orphans at a capacity of {most}: {counts}")
+    if max(counts) - min(counts) > 1:
+        faults.append(f"coverage is uneven: {counts}")
+    return faults
+
+
+class Checker:
+    """Watches everything that happens in one simulated swarm, from outside of it.
+
+    Args:
+        num_slots: Experts per layer.
+        cooldown_seconds: For which nobody may undo a change of its own, unless it sees an orphan.
+    """
+
+    def __init__(self, num_slots: int, cooldown_seconds: float) -> None:
+        self.report = Report()
+        self._num_slots, self._cooldown = num_slots, cooldown_seconds
+        self._orphaned: dict[tuple[int, int], tuple[float, str]] = {}
+        self._changed: dict[tuple[str, int, bool], float] = {}
+        self._committed: dict[tuple[str, int], str] = {}
+        self._parents: dict[str, str] = {}
+        self._models: dict[str, dict[int, str]] = {}
+
+    # ------------------------------------------------------------------ who holds what
+
+    def look(self, now: float, side: int, held: Collection[Sequence[int]], sufficient: bool, cause: str) -> None:
+        """Note the orphans among what one side's live peers hold.
+
+        Args:
+            now: Seconds.
+            side: Of a partition; 0 where there is none.
+            held: Slots of each of its peers.
+            sufficient: Whether these peers could hold every slot.
+            cause: What has just happened.
+        """
+        covered = set().union(*held)
+        for slot in range(self._num_slots):
+            if slot in covered or not sufficient:
+                since, why = self._orphaned.pop((side, slot), (now, ""))
+                if why and slot in covered:
+                    self._covered_again(now, slot, now - since, why)
+            else:
+                self._orphaned.setdefault((side, slot), (now, cause))
+
+    def _covered_again(self, now: float, slot: int, waited: float, why: str) -> None:
+        self.report.orphaned_seconds.setdefault(why, []).append(waited)
+        if waited > MOST_ORPHANED_SECONDS:
+            self._violated(now, f"slot {slot} has been an orphan for {waited:.0f} s after a {why}")
+
+    def forget_side(self, side: int) -> None:
+        """Stop waiting for the orphans of a side that is no more."""
+        self._orphaned = {key: value for key, value in self._orphaned.items() if key[0] != side}
+
+    def change(self, now: float, peer: str, old: Sequence[int], new: Sequence[int], is_excused: bool) -> None:
+        """Note that a peer holds other slots than before.
+
+        Args:
+            now: Seconds.
+            peer: Whose.
+            old: Slots before.
+            new: Slots after.
+            is_excused: It saw an orphan, or it is a rotation's turn.
+        """
+        moved = [(slot, True) for slot in set(new) - set(old)] + [(slot, False) for slot in set(old) - set(new)]
+        for slot, is_adopted in moved:
+            since = now - self._changed.get((peer, slot, not is_adopted), float("-inf"))
+            if since < self._cooldown and not is_excused:
+                self._violated(now, f"{peer} changes its mind about slot {slot} after {since:.0f} s")
+            self._changed[peer, slot, is_adopted] = now
+            self.report.adoptions += is_adopted
+
+    def restarted(self, peer: str) -> None:
+        """Forget what a process has changed before it died."""
+        self._changed = {key: at for key, at in self._changed.items() if key[0] != peer}
+
+    def settled(self, now: float, faults: Sequence[str]) -> None:
+        """Note what is wrong with a swarm that nothing has happened to for a while."""
+        for fault in faults:
+            self._violated(now, fault)
+
+    # ------------------------------------------------------------------ what is committed
+
+    def start(self, shared: str, slots: Mapping[int, str]) -> None:
+        """Note the run's start."""
+        self._models[shared] = dict(slots)
+
+    def roster(self, now: float, members: Sequence[Member], groups: Groups) -> None:
+        """Check that of each slot the newest version that a current member holds is what the group starts from."""
+        current = [member for member in members if member.peer_id in groups.members[SHARED]]
+        model = self._models[current[0].anchors[SHARED]]
+        for slot in sorted({slot for member in current for slot in member.slots}):
+            name = slot_name(slot)
+            anchors = {member.peer_id: member.anchors[name] for member in current if slot in member.slots}
+            group = groups.members.get(name, ())
+            self.report.sat_out += len(anchors) - len(group)
+            if not group:
+                continue
+            chosen = anchors[group[0]]
+            if chosen != model[slot] and self._descends(model[slot], chosen):
+                if model[slot] in anchors.values():
+                    self._violated(now, f"an older version of slot {slot} wins over the newest, which a member holds")
+                else:
+                    self.report.stale_starts += 1
+
+    def commit(self, now: float, old: str, new: str, slots: Mapping[int, tuple[str, str]]) -> None:
+        """Check that a model gets one master of each slot, whoever commits it.
+
+        Args:
+            now: Seconds.
+            old: The model that the round started from, by its shared version.
+            new: The model that it leads to.
+            slots: Version before and after, by slot, that this peer commits.
+        """
+        model = self._models.setdefault(new, dict(self._models[old]))
+        for slot, (before, after) in slots.items():
+            first = self._committed.setdefault((new, slot), after)
+            if first != after:
+                self._violated(now, f"two masters of slot {slot} are committed in one round")
+            if after not in self._parents:
+                self._parents[after], self.report.commits = before, self.report.commits + 1
+            model[slot] = first
+
+    def _descends(self, version: str, ancestor: str) -> bool:
+        while version in self._parents:
+            version = self._parents[version]
+            if version == ancestor:
+                return True
+        return False
+
+    def _violated(self, now: float, what: str) -> None:
+        self.report.violations.append(f"at {now:.0f} s: {what}")

@@ -1,0 +1,248 @@
+"""One swarm's claims in virtual time: peers, their records and rounds, and what befalls them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable, Sequence
+
+from benchmarks.claims.checker import Checker, unsettled
+from benchmarks.claims.dht import LossyDht
+from benchmarks.claims.peer import VirtualPeer, version_name
+from benchmarks.claims.rounds import Rounds
+from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.claimant import Claimant
+from spes_p2p.swarm.claims import orphans
+from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.roster import Groups, Member, derive_groups
+
+ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+SETTLE_SECONDS = 3.0
+MOST_SKEW_SECONDS = 3.0
+MOST_JOINING_SECONDS = 20.0
+"""Longest that a newcomer downloads before it holds anything."""
+STALE_READS = 0.03
+"""Share of the reads that take too long: the peer goes by what it read before."""
+MOST_ASKED = 16
+"""Peers whose versions a newcomer compares in a large swarm."""
+UNANSWERED = 0.03
+"""Share of the requests for a version that fail."""
+
+
+class Simulation:
+    """Peers that claim slots and average them, on a virtual clock; the decisions are the library's own.
+
+    Args:
+        draw: Decides everything.
+        settings: Lease, heartbeat, rotation.
+        num_slots: Experts per layer.
+        round_seconds: Training time of a round.
+        cooldown_seconds: The claimants'; None: their own choice.
+        derive: Makes groups of a roster.
+    """
+
+    def __init__(
+        self,
+        draw: random.Random,
+        settings: RoundConfig,
+        num_slots: int,
+        *,
+        round_seconds: float = 20.0,
+        cooldown_seconds: float | None = None,
+        derive: Callable[[Sequence[Member]], Groups] = derive_groups,
+    ) -> None:
+        self.random, self.settings, self.num_slots, self.now = draw, settings, num_slots, 0.0
+        self.peers: dict[str, VirtualPeer] = {}
+        self.checker = Checker(num_slots, settings.lease_seconds)
+        self.disks: dict[str, VirtualPeer] = {}
+        self.sides = 1
+        self._cooldown = cooldown_seconds
+        self._dht = LossyDht(draw)
+        self._events: list[tuple[float, int, VirtualPeer | None, Callable[[], None]]] = []
+        self._count = itertools.count()
+        self._start = (0, version_name("shared"))
+        self._slots_at_start = {slot: (0, version_name("slot", slot)) for slot in range(num_slots)}
+        self.checker.start(self._start[1], {slot: name for slot, (_, name) in self._slots_at_start.items()})
+        self._rounds = Rounds(self, round_seconds, derive)
+        self._rounds.restart()
+
+    # ------------------------------------------------------------------ time
+
+    def run_until(self, end: float) -> None:
+        """Let everything happen that is due by then."""
+        while self._events and self._events[0][0] <= end:
+            before = self.now
+            self.now, _, peer, happen = heapq.heappop(self._events)
+            self.checker.report.peer_seconds += (self.now - before) * len(self.peers)
+            if peer is None or not peer.is_gone:
+                happen()
+        self.now = end
+
+    def schedule(self, delay: float, happen: Callable[[], None], peer: VirtualPeer | None = None) -> None:
+        """Have something happen later, unless the peer is gone by then."""
+        heapq.heappush(self._events, (self.now + delay, next(self._count), peer, happen))
+
+    # ------------------------------------------------------------------ life and death
+
+    def join(self, max_slots: int) -> str:
+        """Have a newcomer come; return its name."""
+        peer_id = "Qm" + "".join(self.random.choices(ALPHABET, k=44))
+        skew = self.random.uniform(-MOST_SKEW_SECONDS, MOST_SKEW_SECONDS)
+        self._arrive(
+            VirtualPeer(peer_id, max_slots, skew, self._claimant(peer_id), dict(self._slots_at_start), self._start)
+        )
+        return peer_id
+
+    def restart(self, peer_id: str) -> None:
+        """Have a peer that has died come back with what is on its disk."""
+        old = self.disks.pop(peer_id)
+        peer = VirtualPeer(peer_id, old.max_slots, old.skew, self._claimant(peer_id), old.versions, old.shared)
+        peer.hold(old.slots)
+        self.checker.restarted(peer_id)
+        self._arrive(peer)
+
+    def _claimant(self, peer_id: str) -> Claimant:
+        return Claimant("run", peer_id, self.num_slots, self.settings, cooldown_seconds=self._cooldown)
+
+    def _arrive(self, peer: VirtualPeer) -> None:
+        peer.side = self.random.randrange(self.sides)
+        self.peers[peer.peer_id] = peer
+        self._store(peer)
+        self.schedule(SETTLE_SECONDS + self.random.uniform(0, MOST_JOINING_SECONDS), lambda: self._settle(peer), peer)
+        self.schedule(self.settings.heartbeat_seconds, lambda: self._renew(peer), peer)
+        self.look_around()
+
+    def _settle(self, peer: VirtualPeer) -> None:
+        self.catch_up(peer)
+        self.rebalance(peer)
+        peer.state = "active"
+        self._store(peer)
+        self.look_around()
+        self.schedule(self.random.uniform(0, self.settings.heartbeat_seconds), lambda: self._heartbeat(peer), peer)
+
+    def crash(self, peer_id: str, cause: str = "death") -> None:
+        """Have a peer die; its claim lasts on.
+
+        Args:
+            peer_id: Whose name it is.
+            cause: What to call it.
+        """
+        peer = self.disks[peer_id] = self.peers.pop(peer_id)
+        peer.is_gone = True
+        self.look_around(cause)
+
+    def leave(self, peer_id: str) -> None:
+        """Have a peer give its slots back and go, as `Holdings.leave` does."""
+        peer = self.peers[peer_id]
+        peer.slots, peer.max_slots, peer.state = (), 0, "joining"
+        self._store(peer)
+        self.crash(peer_id, "leave")
+
+    def stall(self, peer_id: str, seconds: float) -> None:
+        """Have a peer stand still while its claim is renewed."""
+        self.peers[peer_id].stalled_until = self.now + seconds
+        self.schedule(seconds, self.look_around)
+        self.look_around()
+
+    def split(self, num_sides: int) -> None:
+        """Cut the peers off from each other."""
+        self.sides = num_sides
+        for peer in self.peers.values():
+            peer.side = self.random.randrange(num_sides)
+        self._dht.split(num_sides)
+        self._rounds.restart()
+        self.look_around("partition")
+
+    def heal(self) -> None:
+        """Reconnect them."""
+        for side in range(1, self.sides):
+            self.checker.forget_side(side)
+        self.sides = 1
+        for peer in self.peers.values():
+            peer.side = 0
+        self._dht.heal()
+        self._rounds.restart()
+        self.look_around()
+
+    # ------------------------------------------------------------------ claims
+
+    def _renew(self, peer: VirtualPeer) -> None:
+        self._store(peer)
+        self.schedule(self.settings.heartbeat_seconds, lambda: self._renew(peer), peer)
+
+    def _store(self, peer: VirtualPeer) -> None:
+        expires_at = self.now + peer.skew + self.settings.lease_seconds
+        for event in self._dht.store(peer.side, peer.claim(), expires_at):
+            self.schedule(event.delay, event.deliver)
+
+    def view(self, peer: VirtualPeer) -> dict[str, Claim]:
+        """Return the claims as a peer sees them."""
+        if self.random.random() >= STALE_READS:
+            peer.last_read = self._dht.read(peer.side, self.now + peer.skew)
+        return {**peer.last_read, peer.peer_id: peer.claim()}
+
+    def _heartbeat(self, peer: VirtualPeer) -> None:
+        if self.now >= max(peer.busy_until, peer.stalled_until):
+            view = self.view(peer)
+            self._hold(peer, peer.claimant.at_heartbeat(self.now, view), view)
+        self.schedule(self.settings.heartbeat_seconds, lambda: self._heartbeat(peer), peer)
+
+    def rebalance(self, peer: VirtualPeer) -> None:
+        """Have a peer look at the claims between two rounds."""
+        view, interval = self.view(peer), self.settings.rotate_rounds
+        is_turn = interval > 0 and peer.shared[0] % interval == 0
+        target = peer.claimant.after_round(self.now, view, peer.shared[0])
+        self._hold(peer, target, view, is_turn=is_turn)
+
+    def _hold(
+        self, peer: VirtualPeer, target: tuple[int, ...], view: dict[str, Claim], *, is_turn: bool = False
+    ) -> None:
+        if target == peer.slots:
+            return
+        if peer.state == "active":
+            is_excused = is_turn or bool(orphans(view, self.num_slots))
+            self.checker.change(self.now, peer.peer_id, peer.slots, target, is_excused)
+        for slot in set(target) - set(peer.slots):
+            peer.adopt(slot, [other.versions[slot] for other in self.reachable(peer)])
+        peer.hold(target)
+        self._store(peer)
+        self.look_around()
+
+    # ------------------------------------------------------------------ versions
+
+    def reachable(self, peer: VirtualPeer) -> list[VirtualPeer]:
+        """Return the other peers that answer one request."""
+        return [
+            other
+            for other in self.peers.values()
+            if other is not peer and other.side == peer.side and self.random.random() >= UNANSWERED
+        ]
+
+    def catch_up(self, peer: VirtualPeer) -> None:
+        """Bring a peer to the state that most have who take part in rounds."""
+        others = self.reachable(peer)
+        active = [other for other in others if other.state == "active"]
+        asked = others if len(others) <= MOST_ASKED else self.random.sample(others, MOST_ASKED)
+        offers = {slot: [other.versions[slot] for other in asked] for slot in range(self.num_slots)}
+        peer.catch_up([other.shared for other in active] or [peer.shared], offers)
+
+    # ------------------------------------------------------------------ the checker's view
+
+    def unsettled(self) -> list[str]:
+        """Return what is wrong with who holds what, were it to stay so."""
+        held = {peer.peer_id: peer.slots for peer in self.peers.values()}
+        return unsettled(self.num_slots, held, {peer.peer_id: peer.max_slots for peer in self.peers.values()})
+
+    def look_around(self, cause: str = "change") -> None:
+        """Show the checker who holds what.
+
+        Args:
+            cause: What has just happened.
+        """
+        for side in range(self.sides):
+            peers = [peer for peer in self.peers.values() if peer.side == side and peer.state == "active"]
+            awake = sum(peer.max_slots for peer in peers if self.now >= peer.stalled_until)
+            asleep = {slot for peer in peers if self.now < peer.stalled_until for slot in peer.slots}
+            holding = [peer.slots for peer in self.peers.values() if peer.side == side]
+            self.checker.look(self.now, side, holding, awake + len(asleep) >= self.num_slots, cause)

@@ -1,0 +1,189 @@
+"""The elastic scoreboard's measurements; each yields rows of the table."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.checkpointing import CheckpointingConfig
+from benchmarks.checkpointing import measure as measure_saving
+from benchmarks.checkpointing import rows as saving_rows
+from benchmarks.churn import churn_rows
+from benchmarks.claims.faults import live_through
+from benchmarks.claims.summary import Summary
+from benchmarks.connection import DEATH_SECONDS, HEAL_SECONDS
+from benchmarks.connection import measure as measure_connection
+from benchmarks.crew import ROOT, support
+from benchmarks.tables import Row
+from spes_p2p.presentation import say
+
+NUM_PEERS, NUM_PHASES, MIN_KILLS, REPEATS_PER_LAB = 8, 8, 200, 5
+FREEZE_SECONDS = (2.0, 12.0)
+"""Less than a round of the laboratory's, and more than a lease."""
+CUT_SECONDS = (2.0, 8.0)
+"""Less than the patience of a peer's watchdog, which would start it anew."""
+RESULTS = ROOT / "benchmarks" / "results" / "elastic.json"
+CONFIG = ROOT / "configs" / "local_experiment.yaml"
+NEWCOMER_AFTER, MAX_ROUNDS_TO_COUNT = 3, 2
+"""Rounds that the others have made when a newcomer is started; rounds until its first one counts."""
+JOIN_SECONDS = 300.0
+CI_SEEDS, CI_PEERS, LONG_SEEDS = 300, (4, 16), 10_000
+LONG_CLAIMS = ROOT / "benchmarks" / "results" / "claims.json"
+MAX_COVERED = 45.0, 90.0
+CONNECTION_REPEATS = 5
+
+
+@dataclass
+class Bench:
+    """What all measurements share.
+
+    Attributes:
+        repeats: Kills in each phase.
+        seed: Of all that is drawn.
+        seen: Everything measured, for the record.
+    """
+
+    repeats: int
+    seed: int
+    seen: dict[str, Any] = field(default_factory=dict)
+
+
+def kills(bench: Bench) -> Iterator[Row]:
+    """Yield what killing peers in each phase costs, and stopping or cutting off some, in one swarm after another.
+
+    Swarms that are on record with the same code count too: 200 kills take an hour.
+    """
+    code = _code()
+    bench.seen["labs"] = labs = [lab for lab in _on_record() if lab.get("code") == code]
+    for done in range(0, bench.repeats, REPEATS_PER_LAB):
+        try:
+            report = _report(bench.seed + done, min(REPEATS_PER_LAB, bench.repeats - done))
+        except KeyboardInterrupt:
+            if not labs:
+                raise
+            say("stopped; what follows counts the swarms before this one")
+            break
+        labs.append({"code": code, "seed": bench.seed + done, **asdict(report)})
+    verdicts = [lab["verdict"] for lab in labs]
+    lost, wrong = (sum(len(verdict[kind]) for verdict in verdicts) for kind in ("lost", "wrong"))
+    accepted, means, versions = (sum(v[kind] for v in verdicts) for kind in ("accepted", "means", "versions"))
+    strikes = [strike for lab in labs for strike in lab["strikes"]]
+    seconds = [strike["committed_after"] for strike in strikes if strike["kind"] not in ("freeze", "cut")]
+    rounds, count = sum(lab["rounds"] for lab in labs), len(seconds)
+    yield Row(
+        f"SIGKILL in each of 8 phases x {count // NUM_PHASES}: accepted versions lost",
+        f"{lost} of {accepted:,} in {count} kills",
+        f"0 of {MIN_KILLS}",
+        not lost and count >= MIN_KILLS,
+    )
+    checked = f"{wrong} of {means:,} means and {versions:,} versions, {rounds} rounds"
+    yield Row("- means and lineages that no replay confirms, versions that went back", checked, "0", not wrong)
+    yield Row(
+        "- until all others had committed two rounds more, p50 / max", f"{median(seconds):.1f} / {max(seconds):.1f} s"
+    )
+
+
+def _on_record() -> list[dict[str, Any]]:
+    document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    return document.get("kills", {}).get("seen", {}).get("labs", [])
+
+
+def _code() -> str:
+    """Return a digest of the program and of what judges it here."""
+    judges = (ROOT / "tests" / "support" / name for name in ("lab.py", "lab_peer.py", "history.py"))
+    files = [*sorted((ROOT / "spes_p2p").rglob("*.py")), *judges]
+    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+
+
+def _report(seed: int, repeats: int) -> Any:
+    """Return what came of one swarm in which each phase has cost peers their lives so often."""
+    lab_of = support("lab")
+    with tempfile.TemporaryDirectory(prefix="lab-") as folder:
+        lab = lab_of.Lab(Path(folder) / "lab", seed, NUM_PEERS)
+        with lab.running():
+            for number, (phase, anew) in enumerate(lab_of.schedule(repeats, seed)):
+                strike = lab.kill(phase, anew=anew)
+                say(f"  killed in {phase}; all others went on after {strike.committed_after:.1f} s")
+                if number % len(lab_of.PHASES) == 0:
+                    for harm, lengths in ((lab.freeze, FREEZE_SECONDS), (lab.cut, CUT_SECONDS)):
+                        strike = harm(lab.random.choice(lengths))
+                        say(f"  {strike.kind} for a while; all others went on after {strike.committed_after:.1f} s")
+            lab.recover()
+        return lab.judge()
+
+
+def newcomer(bench: Bench) -> Iterator[Row]:
+    """Yield how many rounds of the default run pass until a newcomer's first one counts."""
+    commands_in = support("peer_processes").commands_in
+    with tempfile.TemporaryDirectory(prefix="newcomer-") as folder, commands_in(Path(folder)) as commands:
+        flags = ["--run-id", "newcomer", "--max-slots", "8"]
+        founder = commands.peer("peer-0", *flags, "--config", CONFIG, "--run.round.min-peers", "3")
+        address = founder.wait_for(r"--initial-peers (/ip4/\S+)", JOIN_SECONDS)[1]
+        for index in (1, 2):
+            commands.peer(f"peer-{index}", *flags, "--initial-peers", address)
+        founder.wait_for(r"round \d+: 3 peers", JOIN_SECONDS)
+        first = int(founder.matches(r"round (\d+): 3 peers")[0][1])
+        founder.wait_for(rf"round {first + NEWCOMER_AFTER}: 3 peers", JOIN_SECONDS)
+        at, began = first + NEWCOMER_AFTER, time.monotonic()
+        late = commands.peer("peer-3", *flags, "--initial-peers", address)
+        counted = int(late.wait_for(r"round (\d+): 4 peers", JOIN_SECONDS)[1])
+        seconds = time.monotonic() - began
+        bench.seen["newcomer"] = {"started_after_round": at, "counted_in": counted, "seconds": seconds}
+    rounds = counted - at
+    measured = f"{rounds} rounds, {seconds:.0f} s"
+    yield Row(
+        "newcomer in the default run: start to first counted round", measured, "2 rounds", rounds <= MAX_ROUNDS_TO_COUNT
+    )
+
+
+def claims(bench: Bench) -> Iterator[Row]:
+    """Yield what simulated swarms do to their claims: CI's seeds now, and the long form as it was last left."""
+    summary = Summary()
+    for seed in range(CI_SEEDS):
+        summary.add(seed, live_through(seed, CI_PEERS))
+    yield _seeds(f"simulated claims, {CI_PEERS[0]}-{CI_PEERS[1]} peers: seeds violated", CI_SEEDS, summary.figures())
+    kept = json.loads(LONG_CLAIMS.read_text())["swarms"] if LONG_CLAIMS.exists() else {}
+    bench.seen["claims"] = {"now": summary.figures(), "long": kept}
+    for peers, figures in kept.items():
+        yield _seeds(f"- the long form, {peers} peers", 1 if peers == "1000" else LONG_SEEDS, figures)
+    waits = next(iter(kept.values()), summary.figures())["orphaned_seconds"]["death"]
+    what = "orphaned slot covered again, simulated, lease 30 s, heartbeat 10 s: p50 / p99"
+    measured = f"{waits['p50']:.0f} / {waits['p99']:.0f} s of {waits['cases']:,}"
+    yield Row(what, measured, "45 / 90 s", waits["p50"] <= MAX_COVERED[0] and waits["p99"] <= MAX_COVERED[1])
+
+
+def _seeds(what: str, wanted: int, figures: Mapping[str, Any]) -> Row:
+    violated, seeds = len(figures["faulty"]), figures["seeds"]
+    return Row(what, f"{violated} of {seeds:,}", f"0 of {wanted:,}", not violated and seeds >= wanted)
+
+
+def connection(bench: Bench) -> Iterator[Row]:
+    """Yield how fast a split swarm heals, and the death of p2pd is noticed."""
+    with tempfile.TemporaryDirectory(prefix="connection-") as folder:
+        healing, deaths = measure_connection(Path(folder), CONNECTION_REPEATS, bench.seed)
+    bench.seen["connection"] = {"healing": healing, "deaths": deaths}
+    for what, seconds, most in (
+        ("split brain healed", healing, HEAL_SECONDS),
+        ("p2pd death seen", deaths, DEATH_SECONDS),
+    ):
+        measured = f"{median(seconds):.1f} / {max(seconds):.1f} s of {len(seconds)}"
+        yield Row(f"{what}, median / maximum", measured, f"{most:.0f} s", max(seconds) <= most)
+
+
+def churn(bench: Bench) -> Iterator[Row]:
+    """Yield what the study of churn has left; `spes_p2p simulate configs/churn.yaml` makes it anew."""
+    yield from churn_rows()
+
+
+def saving(bench: Bench) -> Iterator[Row]:
+    """Yield what checkpoints cost."""
+    lost = measure_saving(CheckpointingConfig())
+    bench.seen["saving"] = {"saves_cpu_seconds": list(lost.saves)}
+    yield from saving_rows(lost)

@@ -1,0 +1,1 @@
+"""Random bytes and structures for every decoder that meets a stranger's bytes."""

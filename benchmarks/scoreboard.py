@@ -1,0 +1,75 @@
+"""A table whose parts are measured one at a time, each leaving the others' figures as they were."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.tables import HEAD, Row, fill, markdown_table
+from spes_p2p.presentation import say
+
+
+@dataclass(frozen=True)
+class Scoreboard:
+    """The table's place.
+
+    Attributes:
+        results: Its figures as JSON, by part.
+        page: The page that shows it.
+        marker: Between which markers.
+        parts: What measures each part, by its name, in the table's order.
+    """
+
+    results: Path
+    page: Path
+    marker: str
+    parts: Mapping[str, Callable[[Any], Iterator[Row]]]
+
+    def run(
+        self, only: Sequence[str], bench_of: Callable[[str], Any], details_of: Callable[[Any], dict[str, Any]] | None
+    ) -> bool:
+        """Measure parts and print their rows; tell whether no goal was missed.
+
+        Args:
+            only: Their names; without any, all are measured.
+            bench_of: Returns what a part is measured with.
+            details_of: Returns what is written beside its rows; None writes nothing.
+        """
+        is_reached = True
+        for name in only or self.parts:
+            bench = bench_of(name)
+            rows, circumstances = self.measure(name, functools.partial(self.parts[name], bench))
+            is_reached &= all(row.is_reached is not False for row in rows)
+            if details_of is not None:
+                self.write(name, rows, circumstances, **details_of(bench))
+        return is_reached
+
+    def measure(self, name: str, rows: Callable[[], Iterator[Row]]) -> tuple[list[Row], Circumstances]:
+        """Print a part's rows as they come; where it fails, one that says why, so that the others can be measured."""
+        load_before, found = load_average(), list[Row]()
+        for row in _rows(name, rows):
+            say("  ".join(cell for cell in row.cells if cell))
+            found.append(row)
+        return found, Circumstances.now(load_before, None)
+
+    def write(self, name: str, rows: Sequence[Row], circumstances: Circumstances, **details: Any) -> None:
+        """Leave a part's figures, and everything that they were worked out from, beside those of the other parts."""
+        document = json.loads(self.results.read_text()) if self.results.exists() else {}
+        figures = [row._asdict() for row in rows]
+        document[name] = {"figures": figures, **details, "circumstances": asdict(circumstances)}
+        known = {part: document[part] for part in self.parts if part in document}
+        self.results.write_text(json.dumps(known, indent=1) + "\n")
+        lines = [Row(**figure).cells for part in known.values() for figure in part["figures"]]
+        fill(self.page, self.marker, markdown_table(HEAD, lines))
+
+
+def _rows(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    try:
+        yield from rows()
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is told in the table
+        yield Row(f"{name}: could not be measured", f"{type(error).__name__}: {error}", is_reached=False)

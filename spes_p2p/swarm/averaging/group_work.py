@@ -1,0 +1,188 @@
+"""What one member does in one group: reduce it, confirm it with the others, or say why not."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgpack
+from hivemind.averaging.group_info import GroupInfo
+from hivemind.averaging.partition import AllreduceException
+from hivemind.p2p.servicer import StubBase
+from hivemind.proto import runtime_pb2
+
+from spes_p2p.codecs import digest
+from spes_p2p.errors import RecordError
+from spes_p2p.swarm.averaging.buffers import Buffers
+from spes_p2p.swarm.averaging.reduce import GroupPlan
+from spes_p2p.swarm.averaging.reduction import Reduction
+from spes_p2p.swarm.averaging.witness import Evidence
+from spes_p2p.swarm.clock import Patience
+from spes_p2p.swarm.invites import GuestList
+from spes_p2p.swarm.pacing import Pace
+from spes_p2p.swarm.roster import SHARED, Member
+
+MAX_ENTRY_BYTES = 2**17
+
+
+class GroupWork:
+    """One group of a roster, as one of its members works on it, or as somebody else knows of it.
+
+    Args:
+        plan: Who reduces what.
+        me: This peer.
+        gid: The group's id.
+        ask: Returns a stub to call a peer with.
+    """
+
+    def __init__(self, plan: GroupPlan, me: str, gid: bytes, ask: Callable[[str], StubBase]) -> None:
+        self.plan, self.lost = plan, ""
+        self.evidence: Mapping[str, Evidence] = {}
+        self.reduction: asyncio.Future[Reduction] = asyncio.get_running_loop().create_future()
+        self._me, self._gid, self._ask = me, gid, ask
+        self._digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def run(self, buffers: Buffers, patience: Patience, silence: Patience, pace: Pace) -> str:
+        """Average into the buffers' result; return why that failed, or "" once all members have confirmed it."""
+        try:
+            if not sum(self.plan.weights):
+                return "nobody trained"
+            size = self.plan.format.num_bytes
+            if len(self.plan.peers) == 1:
+                buffers.result[:size] = buffers.source[:size]
+                return ""
+            await asyncio.wait_for(self._average(buffers, size, silence, pace), patience.seconds)
+        except TimeoutError:
+            return f"not done within {patience.seconds:.1f} s"
+        except (AllreduceException, OSError, ValueError) as error:
+            return f"{error}"
+        finally:
+            self.close()
+        return ""
+
+    async def _average(self, buffers: Buffers, size: int, silence: Patience, pace: Pace) -> None:
+        reduction = Reduction(
+            self.plan,
+            self._me,
+            group_id=self._gid,
+            source=buffers.source[:size],
+            result=buffers.result[:size],
+            error=buffers.error if self.plan.delta_numel else None,
+            new_error=buffers.new_error,
+            patience=silence,
+            pace=pace,
+            open_stream=lambda peer, stream: self._ask(peer).rpc_aggregate_part(stream),
+        )
+        self.reduction.set_result(reduction)
+        try:
+            await reduction.run()
+        finally:
+            self.lost, self.evidence = reduction.lost, reduction.witness.evidence()
+        mine = (await asyncio.to_thread(digest, buffers.result[:size])).encode()
+        self._digest.set_result(mine)
+        # Two who cannot call each other both ask those whom everybody can.
+        plan = self.plan
+        others = [p for p in plan.peers if p != self._me and (p in plan.called or self._me in plan.called)]
+        theirs = await asyncio.gather(*(self._digest_of(peer, silence) for peer in others))
+        different = [peer for peer, digest in zip(others, theirs, strict=True) if digest not in (b"", mine)]
+        if different:
+            # One among many is to blame; if several differ, a reducer has told each something else.
+            self.lost = different[0] if len(different) == 1 else ""
+            raise AllreduceException(f"{' and '.join(different)} did not confirm the same digest")
+        if b"" in theirs:
+            raise AllreduceException(f"{others[theirs.index(b'')]} gave up")
+
+    async def _digest_of(self, peer: str, silence: Patience) -> bytes:
+        """Return the digest of a member's result; empty if it failed, which need not be its own fault."""
+        try:
+            request = runtime_pb2.ExpertRequest(uid=self._gid.hex())
+            return (await self._ask(peer).rpc_confirm(request, timeout=2 * silence.seconds)).metadata
+        except Exception as error:
+            self.lost = self.lost or peer
+            raise AllreduceException(f"lost {peer}: it did not confirm: {error!r}") from error
+
+    async def confirmed(self, timeout: float) -> bytes:
+        """Return the digest of this member's result once there is one; empty if it failed.
+
+        Raises:
+            TimeoutError: neither within `timeout` seconds.
+        """
+        return await asyncio.wait_for(asyncio.shield(self._digest), timeout)
+
+    def close(self) -> None:
+        """Tell whoever waits for this member's result that there will be none."""
+        if not self._digest.done():
+            self._digest.set_result(b"")
+        self.reduction.cancel()
+
+
+async def finish_all(running: Mapping[str, asyncio.Task[str]]) -> dict[str, str]:
+    """Return each group's reason of failure; once `shared` has failed, wait for no other.
+
+    Nothing counts without `shared`, and whoever lingers in a slot's group misses the others' second attempt.
+    """
+    try:
+        if SHARED in running and await running[SHARED]:
+            for task in running.values():
+                task.cancel()
+        if running:
+            await asyncio.wait(running.values())
+    finally:
+        for task in running.values():
+            task.cancel()
+    return {name: "shared was dropped" if task.cancelled() else task.result() for name, task in running.items()}
+
+
+# ---------------------------------------------------------------------- what the matchmaking gathered
+
+
+def read_roster(group_info: GroupInfo, guests: GuestList | None = None) -> tuple[list[Member], dict[str, str]]:
+    """Return a group's roster, and why others who met are not on it; the same on all members.
+
+    Args:
+        group_info: What the matchmaking gathered.
+        guests: Who may take part; None for everybody.
+    """
+    roster: list[Member] = []
+    refused: dict[str, str] = {}
+    for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
+        try:
+            roster.append(Member.decode(peer.to_base58(), _user_part(gathered)[1]))
+        except (RecordError, ValueError, TypeError) as error:
+            refused[peer.to_base58()] = str(error)
+    if guests is not None and roster:
+        shown = {member.peer_id: member.invite for member in roster}
+        ever_invited = [member for member in roster if member.peer_id not in guests.refusals(shown, now=0.0)]
+        # Of those, nobody's own clock: all must agree who is late.
+        now = statistics.median([member.ready_at for member in ever_invited] or [0.0])
+        strangers = guests.refusals(shown, now)
+        roster = [member for member in roster if member.peer_id not in strangers]
+        refused |= strangers
+    return roster, refused
+
+
+def group_id(group_info: GroupInfo, name: str) -> bytes:
+    """Return by what members call a group that follows from a roster."""
+    return group_info.group_id + name.encode()
+
+
+def expected_of(gathered: bytes) -> int | None:
+    """Return how many peers this one expects to meet, of what it gives the matchmaking."""
+    expected = _user_part(gathered)[0]
+    return expected if isinstance(expected, int) and expected >= 2 else None
+
+
+def _user_part(gathered: bytes) -> list[Any]:
+    """Return [expected, roster entry] from what hivemind gathered, decoded without msgpack's extension types."""
+    if len(gathered) > MAX_ENTRY_BYTES:
+        raise ValueError("roster entry is too large")
+    try:
+        _bandwidth, _mode, user = msgpack.unpackb(gathered, raw=False)
+        part = msgpack.unpackb(user, raw=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"roster entry is malformed: {error}") from error
+    if not isinstance(part, list) or len(part) != 2:
+        raise ValueError("roster entry is not a pair")
+    return part

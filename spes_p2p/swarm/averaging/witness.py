@@ -1,0 +1,190 @@
+"""What one member of a group sees of the others in a round: how much to trust them now, and whom it caught."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs import Format, Part, Segment
+from spes_p2p.swarm.averaging.robust import (
+    CLIP,
+    LEAST_JUDGES,
+    OWN_CLIP,
+    distances,
+    gram,
+    medoid,
+    own_weights,
+    per_token,
+    robust_weights,
+    room,
+)
+
+AGREEMENT = 0.2
+"""Least cosine with the others that the median member must have for anybody to be blamed; seen are 0.6 to 0.96."""
+ODD = 0.2
+"""Share of the median member's cosine below which a delta has nothing to do with the others'; honest ones have half of
+it at least. As a negative share: below which a mean is turned round."""
+FAR = 6.0
+"""Usual distances from the centre at which a delta is no accident."""
+MOST_TIMES_OWN = 10.0
+"""How many times as long as one's own delta, for as many tokens, a mean of it may be; second moments, its square."""
+
+
+class Evidence(NamedTuple):
+    """Why a member is not trusted.
+
+    Attributes:
+        reason: What it did.
+        is_proof: No honest software does that.
+    """
+
+    reason: str
+    is_proof: bool
+
+
+class Witness:
+    """One member's eyes in a group's all-reduce.
+
+    Args:
+        peers: All members.
+        weights: Of each one's contribution.
+        me: This member's place among them.
+        format: How the group's vector travels; its first segment is the delta, and only that is evidence.
+    """
+
+    def __init__(self, peers: Sequence[str], weights: Sequence[float], me: int, format: Format) -> None:
+        self._peers, self._weights, self._me, self._format = peers, weights, me, format
+        self._senders = [index for index, weight in enumerate(weights) if weight > 0]
+        self._gram_snn = torch.zeros(len(format.segments), len(self._senders), len(self._senders), dtype=torch.float64)
+        others = [index for index in range(len(peers)) if index != me]
+        self._means = {index: torch.zeros(len(format.segments), 3, dtype=torch.float64) for index in others}
+        self._proofs: dict[str, Evidence] = {}
+
+    @property
+    def can_judge(self) -> bool:
+        """Whether so many bring something that the odd one can be told from the others."""
+        return len(self._senders) >= LEAST_JUDGES
+
+    # ------------------------------------------------------------------ as a reducer
+
+    def weigh(self, part: Part, values: Sequence[Tensor | None]) -> list[float]:
+        """Return what each sender weighs in the mean of a part, to be divided by the sum of those who sent it.
+
+        Args:
+            part: Which.
+            values: What they have sent of it; None where that could not be read.
+        """
+        here = [place for place, value in enumerate(values) if value is not None]
+        kept = [0.0] * len(values)
+        if not here:
+            return kept
+        weights = [self._weights[self._senders[place]] for place in here]
+        gram_nn = gram([values[place] for place in here])  # type: ignore[misc]
+        if len(here) == len(values):
+            self._gram_snn[part.segment] += gram_nn
+        for place, weight in zip(here, self._robust(part, gram_nn, weights, here), strict=True):
+            kept[place] = weight
+        return kept
+
+    def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:
+        # Second moments are squares: what is three times as long in a gradient is nine times as long in them.
+        power = 2 if self._format.segments[part.segment].non_negative else 1
+        if len(here) >= LEAST_JUDGES:
+            return robust_weights(gram_nn, weights, CLIP**power, is_delta=part.segment == 0)
+        own = [number for number, place in enumerate(here) if self._senders[place] == self._me]
+        return own_weights(gram_nn, weights, own[0], OWN_CLIP**power) if own else weights
+
+    # ------------------------------------------------------------------ as a receiver
+
+    def receive(self, reducer: int, message: Sequence[Part], mean_N: Tensor, source: Tensor) -> None:
+        """Take note of the mean that a reducer has sent, beside what this member brought.
+
+        Args:
+            reducer: Its place.
+            message: The mean's parts.
+            mean_N: Its values.
+            source: This member's whole encoded vector, uint8.
+        """
+        for part in message if self._weights[self._me] > 0 else ():
+            own_N = torch.empty(part.numel)
+            part.decode(source[part.byte_start : part.byte_stop], own_N)
+            here_N, own_N = mean_N[part.start - message[0].start :][: part.numel].double(), own_N.double()
+            self._means[reducer][part.segment] += torch.stack([here_N @ own_N, here_N @ here_N, own_N @ own_N])
+
+    def liars(self) -> dict[str, Evidence]:
+        """Return the reducers whose means cannot be what they should."""
+        found: dict[str, Evidence] = {}
+        if not self._weights[self._me] > 0:
+            return found
+        cosines: dict[int, float] = {}
+        for index, seen in self._means.items():
+            for segment, (_, mean, own) in zip(self._format.segments, seen.tolist(), strict=True):
+                if own > 0 and math.sqrt(mean / own) > self._most_times(segment):
+                    times = math.sqrt(mean / own)
+                    found[self._peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
+            inner, mean, own = seen[0].tolist()
+            if own > 0:
+                cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
+        if len(cosines) >= LEAST_JUDGES - 1:
+            # One's own delta may be small, and mostly noise; that a mean points the other way is no accident.
+            for index in odd(list(cosines.values()), -ODD):
+                peer = self._peers[list(cosines)[index]]
+                found.setdefault(peer, Evidence("its mean points away from our delta", False))
+        return found
+
+    def _most_times(self, segment: Segment) -> float:
+        """Return how many times as long as our part of a segment its mean may be."""
+        if segment is self._format.segments[0]:
+            return MOST_TIMES_OWN * max(max(self._weights) / self._weights[self._me], 1.0)
+        return MOST_TIMES_OWN ** (2 if segment.non_negative else 1)
+
+    # ------------------------------------------------------------------ what it comes to
+
+    def proves(self, index: int, reason: str) -> None:
+        """Take note of what no honest member does."""
+        self._proofs[self._peers[index]] = Evidence(reason, True)
+
+    def evidence(self) -> Mapping[str, Evidence]:
+        """Return what this member holds against others, by their ids."""
+        return (self._suspects() if self.can_judge else {}) | self.liars() | self._proofs
+
+    def _suspects(self) -> dict[str, Evidence]:
+        """Return the senders whose deltas are unlike all others', or whose moments are beyond all measure."""
+        found: dict[str, Evidence] = {}
+        for segment, gram_nn in list(zip(self._format.segments, self._gram_snn, strict=True))[1:]:
+            length_n = gram_nn.diagonal().sqrt()
+            for place in (length_n > self._most_times(segment) * length_n.median()).nonzero().flatten().tolist():
+                found[self._peers[self._senders[place]]] = Evidence("its moments are beyond all measure", False)
+        gram_nn = self._gram_snn[0]
+        if not bool((gram_nn.diagonal() > 0).any()):
+            return {}
+        scaled_nn, share_n = per_token(gram_nn, [self._weights[index] for index in self._senders])
+        centre_n = medoid(scaled_nn)
+        times = (distances(scaled_nn, centre_n) / room(scaled_nn, centre_n, share_n)).tolist()
+        against = odd(_cosines(gram_nn))
+        for place, index in enumerate(self._senders):
+            if times[place] > FAR:
+                found[self._peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
+            elif place in against:
+                found[self._peers[index]] = Evidence("its delta has nothing to do with the others'", False)
+        found.pop(self._peers[self._me], None)
+        return found
+
+
+def _cosines(gram_nn: Tensor) -> list[float]:
+    """Return each vector's cosine with the sum of the others, all of them taken to be of one length."""
+    length_n = gram_nn.diagonal().sqrt()
+    unit_nn = gram_nn / torch.outer(length_n, length_n).clamp(min=1e-300)
+    own_n, inner_n = unit_nn.diagonal(), unit_nn.sum(dim=1) - unit_nn.diagonal()
+    others_n = (unit_nn.sum() - 2 * inner_n - own_n).clamp(min=1e-30).sqrt()
+    return (inner_n / others_n).tolist()
+
+
+def odd(cosines: Sequence[float], share: float = ODD) -> set[int]:
+    """Return the places of those below so large a share of the median, while most agree with the others."""
+    median = sorted(cosines)[len(cosines) // 2]
+    return {place for place, cosine in enumerate(cosines) if cosine < share * median} if median > AGREEMENT else set()

@@ -1,0 +1,1 @@
+"""Versions: kept, offered, fetched from whoever has them, verified."""

@@ -1,0 +1,89 @@
+"""Published tensor bundles: their signed descriptions."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spes_p2p.codecs import digest
+from spes_p2p.errors import RecordError
+from spes_p2p.swarm.identity import Identity, is_signed_by
+from spes_p2p.swarm.records import Count, Digest, PeerId
+
+MAX_MANIFEST_BYTES = 4096
+DOCUMENTS = ("manifest", "tokenizer")
+"""Names whose bytes are a document; all others are vectors."""
+CodecKind = Literal["fp32", "coded", "raw"]
+Name = Annotated[str, Field(pattern=r"^(tokenizer|manifest|(moments-)?(shared|slot-\d{1,4}))$")]
+
+
+class Version(BaseModel):
+    """The signed description of a published bundle; whoever has the bytes may serve it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    run_id: Annotated[str, Field(max_length=64)]
+    name: Name
+    round: Count
+    digest: Digest
+    """SHA-256 of the bytes."""
+    num_bytes: Count
+    codec: CodecKind
+    """`fp32`: a flat little-endian vector; `coded`: one in the run's codec for its kind; `raw`: a document."""
+    base: Digest | Literal[""] = ""
+    """The version from which an encoded mean delta leads here; empty where none does."""
+    author: PeerId
+    public_key: Annotated[str, Field(max_length=1024)]
+    signature: Annotated[str, Field(max_length=1024)] = ""
+
+    def signed_part(self) -> bytes:
+        """Return the bytes that the author signs: everything but the signature."""
+        return json.dumps(self.model_dump(exclude={"signature"}), sort_keys=True).encode()
+
+    @classmethod
+    def sign(
+        cls,
+        identity: Identity,
+        run_id: str,
+        name: str,
+        round: int,
+        data: bytes | memoryview,
+        codec: CodecKind,
+        base: str = "",
+    ) -> Version:
+        """Return the signed version of a bundle's bytes; a version is no base of itself."""
+        described = digest(data)
+        unsigned = cls(
+            run_id=run_id,
+            name=name,
+            round=round,
+            digest=described,
+            num_bytes=len(data),
+            codec=codec,
+            base=base if base != described else "",
+            author=identity.peer_id,
+            public_key=identity.public_key.decode(),
+        )
+        return unsigned.model_copy(update={"signature": identity.sign(unsigned.signed_part()).decode()})
+
+    @classmethod
+    def verify(cls, data: bytes | str, run_id: str) -> Version:
+        """Return the version that a peer described.
+
+        Raises:
+            RecordError: malformed, of another run, or not signed by its author.
+        """
+        try:
+            if len(data) > MAX_MANIFEST_BYTES:
+                raise RecordError(f"version manifest exceeds {MAX_MANIFEST_BYTES} bytes")
+            version = cls.model_validate_json(data)
+        except ValidationError as error:
+            raise RecordError(f"malformed version manifest: {error.errors()[0]['msg']}") from error
+        if version.run_id != run_id:
+            raise RecordError(f"version {version.name} belongs to run {version.run_id}")
+        signature, key = version.signature.encode(), version.public_key.encode()
+        if not is_signed_by(version.author, key, version.signed_part(), signature):
+            raise RecordError(f"version {version.name} is not signed by its author {version.author}")
+        return version

@@ -1,0 +1,149 @@
+"""Who may take part in a closed run: whom its founder has invited, which everybody can check without a server.
+
+An invite is a line of text: a public key that the founder has signed for the run, with the time at which it ends, and
+its private key. What a peer shows to all others is the signed part and, in place of the private key, a proof that it
+has it, which holds for this peer's id alone. Two identities may use an invite.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from spes_p2p.errors import RecordError
+from spes_p2p.swarm.identity import Identity, is_signed_by
+
+MAX_IDENTITIES = 2
+"""Of one invite."""
+MAX_SHOWN_CHARS = 768
+_KEY = r"[A-Za-z0-9+/]{43}="
+_SIGNED = rf"({_KEY})\.([0-9]{{1,11}})\.([A-Za-z0-9+/=]{{1,600}})"
+_INVITE = re.compile(rf"({_SIGNED})\.({_KEY})")
+_SHOWN = re.compile(rf"{_SIGNED}\.([A-Za-z0-9+/]{{86}}==)")
+
+
+def issue(founder: Identity, run_id: str, expires: int) -> str:
+    """Return an invite.
+
+    Args:
+        founder: The run's founder.
+        run_id: The run's name.
+        expires: When it ends, in seconds since 1970 (UTC).
+    """
+    private = Ed25519PrivateKey.generate()
+    public = _text(private.public_key().public_bytes_raw())
+    signature = founder.sign(_signed_part(run_id, public, expires)).decode()
+    return f"{public}.{expires}.{signature}.{_text(private.private_bytes_raw())}"
+
+
+def show(invite: str, run_id: str, peer_id: str) -> str:
+    """Return what a peer shows of its invite.
+
+    Args:
+        invite: The line of text.
+        run_id: The run's name.
+        peer_id: The peer's id.
+
+    Raises:
+        RecordError: it is no invite.
+    """
+    form = _INVITE.fullmatch(invite)
+    if form is None:
+        raise RecordError("has something else than an invite")
+    private = Ed25519PrivateKey.from_private_bytes(base64.b64decode(form[5]))
+    return f"{form[1]}.{_text(private.sign(_proven_part(run_id, peer_id)))}"
+
+
+@dataclass(frozen=True)
+class GuestList:
+    """Tells who may take part in a run.
+
+    Attributes:
+        run_id: The run's name.
+        founder: Its founder's peer id.
+        founder_key: The founder's public key, in OpenSSH's form.
+        shown: What this peer shows of its own invite; empty for the founder, and for whoever only looks on.
+    """
+
+    run_id: str
+    founder: str
+    founder_key: str
+    shown: str = ""
+
+    def check(self, peer: str, shown: str, now: float) -> str:
+        """Return the public key of a peer's invite.
+
+        Args:
+            peer: Its authenticated id.
+            shown: What it shows: a stranger's text.
+            now: Seconds since 1970.
+
+        Raises:
+            RecordError: it is no invite to this run, another peer's, or none any more.
+        """
+        form = _SHOWN.fullmatch(shown)
+        if form is None:
+            raise RecordError("has no invite" if not shown else "has something else than an invite")
+        key, expires, signature, proof = form[1], int(form[2]), form[3], form[4]
+        if not _is_by(self.founder, self.founder_key, self.run_id, key, expires, signature):
+            raise RecordError(f"has an invite that {self.founder} did not sign for run {self.run_id!r}")
+        if not _is_proven(key, self.run_id, peer, proof):
+            raise RecordError("shows an invite that is another peer's")
+        if expires < now:
+            raise RecordError(f"has an invite that ended {now - expires:.0f} s ago")
+        return key
+
+    def refusals(self, shown: Mapping[str, str], now: float) -> dict[str, str]:
+        """Return who may not take part, and why; of an invite's many identities, the two of the smallest ids may.
+
+        Args:
+            shown: What each peer shows, by its authenticated id.
+            now: Seconds since 1970, the same wherever the answer must be.
+        """
+        refused: dict[str, str] = {}
+        users: dict[str, list[str]] = {}
+        for peer, text in sorted(shown.items()):
+            if peer == self.founder:
+                continue
+            try:
+                users.setdefault(self.check(peer, text, now), []).append(peer)
+            except RecordError as error:
+                refused[peer] = f"{peer} {error}"
+        return refused | {peer: f"{peer} is one too many on its invite" for peer in _surplus(users.values())}
+
+
+def _surplus(users: Iterable[list[str]]) -> list[str]:
+    return [peer for peers in users for peer in peers[MAX_IDENTITIES:]]
+
+
+def _signed_part(run_id: str, key: str, expires: int) -> bytes:
+    return f"spes_p2p invite {run_id} {key} {expires}".encode()
+
+
+def _proven_part(run_id: str, peer_id: str) -> bytes:
+    return f"spes_p2p guest {run_id} {peer_id}".encode()
+
+
+def _text(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_by(founder: str, founder_key: str, run_id: str, key: str, expires: int, signature: str) -> bool:
+    return is_signed_by(founder, founder_key.encode(), _signed_part(run_id, key, expires), signature.encode())
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_proven(key: str, run_id: str, peer_id: str, proof: str) -> bool:
+    try:
+        public = Ed25519PublicKey.from_public_bytes(base64.b64decode(key))
+        public.verify(base64.b64decode(proof), _proven_part(run_id, peer_id))
+    except (InvalidSignature, ValueError):
+        return False
+    return True

@@ -1,0 +1,72 @@
+"""Whom a peer does not want to average with, by what it has seen itself: strikes, and bans that run out.
+
+No hearsay: what others say of somebody only counts as their vote, in the roster that they have entered under their own
+authenticated ids (`roster.distrusted`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from spes_p2p.swarm.averaging.witness import Evidence
+from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.roster import MOST_DISTRUSTED
+
+log = logging.getLogger(__name__)
+
+STRIKES = 2
+"""Rounds with evidence against a peer until it is banned; one is enough where there is proof."""
+MEMORY_ROUNDS = 8
+"""A strike is forgotten after so many rounds: whatever is done once in a while may be an accident."""
+BAN_ROUNDS = 16
+"""The first ban's length; each further one of the same peer is twice as long as the last."""
+LONGEST_BAN_ROUNDS = 1024
+
+
+@dataclass
+class _Case:
+    """What this peer knows of another: rounds with evidence, bans so far, and until which round the last one is."""
+
+    strikes: tuple[int, ...] = ()
+    bans: int = 0
+    until: int = 0
+
+
+class Trust:
+    """One peer's own judgement of the others, by authenticated id. The clock is the run's rounds."""
+
+    def __init__(self) -> None:
+        self._cases: dict[str, _Case] = {}
+
+    def note(self, round: int, evidence: Iterable[Mapping[str, Evidence]]) -> None:
+        """Take note of a round's evidence; a peer gets one strike for a round, whatever it did in it.
+
+        Args:
+            round: Of the anchors it started from.
+            evidence: Of each of its attempts, by peer.
+        """
+        seen: dict[str, Evidence] = {}
+        for found in evidence:
+            seen |= {peer: item for peer, item in found.items() if peer not in seen or item.is_proof}
+        for peer, item in seen.items():
+            self._strike(round, peer, item)
+
+    def _strike(self, round: int, peer: str, evidence: Evidence) -> None:
+        case = self._cases.setdefault(peer, _Case())
+        case.strikes = (*(strike for strike in case.strikes if strike > round - MEMORY_ROUNDS), round)
+        log.warning("round %d: %s: %s", round + 1, peer[-6:], evidence.reason)
+        if round >= case.until and (evidence.is_proof or len(case.strikes) >= STRIKES):
+            length = min(BAN_ROUNDS * 2**case.bans, LONGEST_BAN_ROUNDS)
+            case.bans, case.until, case.strikes = case.bans + 1, round + 1 + length, ()
+            log.warning("round %d: not averaging with %s for %d rounds", round + 1, peer[-6:], length)
+
+    def banned(self, round: int) -> tuple[str, ...]:
+        """Return who is banned in the averaging that starts from `round`, ascending."""
+        return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))
+
+    def enter(self, contribution: Contribution) -> Contribution:
+        """Return a contribution whose roster entry says whom this peer distrusts."""
+        distrusts = self.banned(contribution.member.round)[:MOST_DISTRUSTED]
+        return replace(contribution, member=contribution.member.model_copy(update={"distrusts": distrusts}))

@@ -1,0 +1,53 @@
+"""Which of several states a peer takes over that has none, or another than most."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.roster import SHARED, newest
+
+State = tuple[int, str]
+"""Round and digest of a version."""
+
+
+def majoritys(states: Sequence[State]) -> State:
+    """Return the state of `shared`, or of its moments, to take over: as most have it.
+
+    The run's start, which every newcomer brings, has no vote where anybody has trained. Ties go as in a roster, so that
+    two halves of a swarm with different anchors agree whose are kept.
+    """
+    votes = Counter(states)
+    return min(votes, key=lambda state: (state[0] == 0, -votes[state], -state[0], state[1]))
+
+
+def latest(states: Sequence[State], model_round: int) -> State:
+    """Return the version of a slot, or of its moments, to take over: as late as anybody has it, as in a roster.
+
+    Old ones lie with many who kept them once. One that is ahead of the model is taken only if there is no other.
+
+    Args:
+        states: Versions as several peers have them, one at least.
+        model_round: Round of the `shared` version that the slot is to go with.
+    """
+    state = newest(states, model_round) or newest(states, max(round for round, _ in states))
+    assert state is not None
+    return state
+
+
+def state_of(version: Version) -> State:
+    """Return round and digest."""
+    return version.round, version.digest
+
+
+def returning_voters(voters: Mapping[str, Mapping[str, Version]]) -> Mapping[str, Mapping[str, Version]]:
+    """Return who has a vote where a whole swarm stopped at once: all, or who is one round ahead of most.
+
+    That round was committed, by a quorum, and the others have not lived to publish it. Who is further ahead has
+    trained on without them, and counts like any other.
+    """
+    shared = [state_of(offers[SHARED]) for offers in voters.values() if SHARED in offers]
+    most = majoritys(shared)[0] if shared else 0
+    ahead = {peer: offers for peer, offers in voters.items() if SHARED in offers and offers[SHARED].round == most + 1}
+    return ahead if most and ahead else voters

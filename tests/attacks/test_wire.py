@@ -1,0 +1,205 @@
+"""What a stranger sends over libp2p: nesting, streams without end, crowds of them, and places in the DHT."""
+
+import asyncio
+import time
+from types import SimpleNamespace
+
+import msgpack
+import pytest
+from attacker import DOWNLOAD, FETCH, JOIN, PART, Watched, key_of
+from floods import MAX_GROWN_MIB, MAX_TAKEN_MIB, STREAMS, crowd, flood, head
+from forgeries import cases, mallorys_record
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import PeerID
+from hivemind.proto import dht_pb2
+from hivemind.proto.auth_pb2 import RequestAuthInfo
+from hivemind.utils.serializer import MSGPackSerializer
+from misbehaving import nested_tuples
+from peer_server import MAX_SLOTS
+
+from spes_p2p.swarm.averaging.outcome import ATTEMPTS
+from spes_p2p.swarm.averaging.reduction import LANES
+from spes_p2p.swarm.guarded_dht import SPARE_STREAMS, node_id_of
+from spes_p2p.swarm.guarded_streams import MAX_MESSAGE_BYTES
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.validation import owner_of
+
+pytestmark = pytest.mark.timeout(180)
+
+LIVES = 60.0
+CROWD = 300
+
+
+@pytest.mark.parametrize("depth", [9, 220, 700])
+@pytest.mark.parametrize("field", ["value", "subkey"])
+def test_a_nested_store_leaves_the_peer_alive(victim, attacker, depth, field):
+    """700 of them, 3 KB, ended the DHT's process by a segmentation fault."""
+    item = {"subkey": b"", "value": msgpack.packb(msgpack.ExtType(0x50, nested_tuples(depth)))}
+    item |= {"subkey": nested_tuples(depth)} if field == "subkey" else {}
+    answer = attacker.store((key_of("run.v2.claims.0"), item["subkey"], item["value"], time.time() + LIVES))
+    assert isinstance(answer, Exception) or answer == [False]
+    assert attacker.is_served()
+
+
+@pytest.mark.parametrize("depth", [9, 220, 1000])
+def test_a_nested_join_request_leaves_the_peer_alive(victim, attacker, depth):
+    attacker.join(
+        schema_hash=b"x", expiration=time.time() + LIVES, gather=nested_tuples(depth), group_key="run-rounds.0b"
+    )
+    assert attacker.is_served()
+
+
+@pytest.fixture(scope="module")
+def people(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("people")
+    return SimpleNamespace(**{name: Identity(folder / name) for name in ("alice", "mallory")})
+
+
+@cases("records")
+def test_a_bad_record_is_not_taken_from_whoever_brings_it(victim, attacker, people, case):
+    """The whole corpus, through libp2p: into the store, and into the cache, where stock looks first."""
+    record = mallorys_record(case, people)
+    for in_cache in (False, True):
+        item = record.key, record.subkey, record.value, record.expiration_time
+        answer = attacker.store(item, in_cache=in_cache)
+        assert isinstance(answer, Exception) or answer == [False], answer
+
+
+def test_one_bad_record_of_a_dictionary_is_left_out_and_the_others_are_read(victim, attacker, people):
+    """Stock throws the whole dictionary away: one stranger could hide everybody's claims."""
+    good, bad = ({"kind": "claims", "lies": lies} for lies in ({}, {"signature": "none"}))
+    records = DictionaryDHTValue()
+    for case, who in ((bad, people.alice), (good, people.mallory)):
+        record = mallorys_record(case, SimpleNamespace(mallory=who, alice=people.alice))
+        key = record.key
+        records.store(msgpack.unpackb(record.subkey), record.value, record.expiration_time)
+    assert attacker.store((key, b"", MSGPackSerializer.dumps(records), time.time() + LIVES)) == [True]
+    [result] = attacker.find(key).results
+    kept = MSGPackSerializer.loads(result.value)
+    assert {owner_of(subkey) for subkey, _ in kept.items()} >= {people.mallory.peer_id}
+    assert people.alice.peer_id not in {owner_of(subkey) for subkey, _ in kept.items()}
+
+
+@pytest.mark.parametrize("count", [65, 10_000])
+def test_a_request_for_too_many_keys_is_refused(victim, attacker, count):
+    """Each key is answered with all that lies there: 190,000 times the same one fit into a message."""
+    keys = [key_of("run.v2.claims.0")] * count
+    assert isinstance(attacker.find(*keys), Exception)
+    item = keys[0], msgpack.packb(None), b"\x01", time.time() + LIVES
+    assert isinstance(attacker.store(*[item] * count), Exception)
+
+
+@pytest.mark.parametrize("num_bytes", [MAX_MESSAGE_BYTES + 1, 2**30, 2**40, 2**64 - 1])
+@pytest.mark.parametrize("service", [JOIN, PART, DOWNLOAD])
+def test_a_message_that_is_announced_too_long_is_not_waited_for(victim, attacker, service, num_bytes):
+    began = time.monotonic()
+    attacker.say(service, head(num_bytes) + b"x" * 1000)
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("service", [JOIN, PART, DOWNLOAD])
+@pytest.mark.parametrize(
+    "data",
+    [b"\x07" * 9, head(3) + b"\xff" * 3, head(0, b"\x01") + b"more", head(7, b"\x01") + b"\xff" * 7],
+    ids=["another kind", "no message", "more behind the end", "no error"],
+)
+def test_bytes_that_are_no_message_end_the_stream(victim, attacker, service, data):
+    attacker.say(service, data, seconds=10)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"t\x00\x00\x00\x02{}", b"t\xff\xff\xff\xff", b"r" + b"\xff" * 20, b"e\x00\x00\x00\x00", b"d\x00\x04\x00\x00"],
+    ids=["an empty request", "a long one", "a range first", "an end first", "data first"],
+)
+def test_what_is_no_request_is_refused(victim, attacker, data):
+    kind, _, text = attacker.hear(FETCH, data)
+    assert kind == b"t" and b"refused" in text
+
+
+def test_all_that_leaves_the_peer_serving(victim, attacker):
+    assert attacker.is_served()
+
+
+@pytest.mark.parametrize("kind", STREAMS)
+def test_a_stream_without_end_takes_little_memory(victim, attacker, kind):
+    seen = flood(victim, attacker, kind)
+    print(f"{kind}: {seen}")
+    assert seen.taken_mib < MAX_TAKEN_MIB and seen.grown_mib < MAX_GROWN_MIB
+    assert attacker.is_served()
+
+
+def test_a_crowd_of_streams_is_kept_outside(victim, attacker):
+    """What a peer has open of one other is bounded, and given back when that hangs up."""
+
+    async def open_all():
+        opened = await asyncio.gather(*(attacker.open(PART) for _ in range(CROWD)), return_exceptions=True)
+        streams = [each for each in opened if not isinstance(each, BaseException)]
+        hung_up = await asyncio.gather(*(gone(reader) for reader, _ in streams))
+        for _, writer in streams:
+            writer.close()
+        return len(streams), sum(hung_up)
+
+    async def gone(reader):
+        try:
+            return not await asyncio.wait_for(reader.read(1), 5.0)
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+
+    with Watched(victim) as watched:
+        opened, hung_up = attacker.run(open_all(), 60)
+    print(f"{CROWD} streams: {opened} opened, {hung_up} hung up, growth {watched.growth()}")
+    assert 0 < opened - hung_up <= SPARE_STREAMS + ATTEMPTS * LANES * (1 + MAX_SLOTS)
+    assert sum(max(0.0, size) for size in watched.growth().values()) < MAX_GROWN_MIB
+    assert attacker.is_served()
+
+
+def test_who_claims_another_place_in_the_dht_is_no_neighbour(victim, attacker):
+    """Three nodes next to a key would be all of its replicas."""
+    key = DHTID.generate(source="run.v2.claims.0")
+    me = attacker.p2p.peer_id
+    attacker.ping(node_id=DHTID(int(key) ^ 1).to_bytes())
+    assert neighbours(attacker) == []
+    attacker.ping(node_id=node_id_of(me).to_bytes())
+    assert neighbours(attacker) == [me]
+
+
+def neighbours(attacker):
+    """Return whom the victim names to whoever asks for a key."""
+    time.sleep(0.5)
+    [result] = attacker.find(key_of("run.v2.claims.0")).results
+    return [PeerID(peer) for peer in result.nearest_peer_ids]
+
+
+def test_calls_that_wait_for_an_answer_take_little_memory(victim, attacker):
+    """Who asks whether it can be called is called back, and its call waits for that."""
+    name, peer = "DHTProtocol.rpc_ping", PeerID.from_base58(victim.peer_id)
+    node = dht_pb2.NodeInfo(node_id=node_id_of(attacker.p2p.peer_id).to_bytes())
+    request = dht_pb2.PingRequest(peer=node, validate=True, auth=RequestAuthInfo(nonce=b"x" * 2_000_000))
+
+    async def flood():
+        calls = [attacker.p2p.call_protobuf_handler(peer, name, request, dht_pb2.PingResponse) for _ in range(60)]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    attacker.node.is_silent = True
+    try:
+        with Watched(victim) as watched:
+            answers = attacker.run(flood(), 60)
+    finally:
+        attacker.node.is_silent = False
+    refused = [answer for answer in answers if "too many calls" in str(answer)]
+    print(f"60 calls of 2 MB: {len(refused)} refused, growth {watched.growth()}")
+    assert len(refused) > 10  # of those that come while the first wait
+    assert all(size < MAX_GROWN_MIB for process, size in watched.growth().items() if not process.startswith("p2pd"))
+    assert attacker.is_served()
+
+
+def test_streams_without_end_that_wait_for_a_group_take_little_memory(victim, attacker):
+    """Who looks for others listens to whoever may have heard of the group before it: all streams stay open."""
+    seen = crowd(victim, attacker)
+    print(f"{len(seen.taken)} streams that wait: {seen}")
+    assert seen.taken_mib < MAX_TAKEN_MIB and seen.grown_mib < MAX_GROWN_MIB
+    assert attacker.is_served()

@@ -1,0 +1,98 @@
+"""Real peers that die, stand still or are cut off lose nothing that two of them ever had.
+
+The long form, with every phase and a table, is `benchmarks/elastic.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from history import History
+from lab import Lab, Report, schedule
+
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+
+NUM_PEERS, NUM_KILLS = 5, 4
+
+
+@pytest.fixture(scope="module")
+def lived(tmp_path_factory: pytest.TempPathFactory) -> tuple[Lab, Report]:
+    """A laboratory after kills in half of the phases, a freeze and a cut, and what came of it."""
+    lab = Lab(tmp_path_factory.mktemp("chaos") / "lab", seed=1, num_peers=NUM_PEERS)
+    with lab.running():
+        for phase, anew in schedule(1, seed=1)[:NUM_KILLS]:
+            lab.kill(phase, anew=anew)
+        lab.freeze(2.0)
+        lab.cut(6.0)
+        lab.recover()
+    return lab, lab.judge()
+
+
+def test_nothing_is_lost_whatever_phase_a_peer_dies_in(lived: tuple[Lab, Report]) -> None:
+    report = lived[1]
+    assert len(report.strikes) == NUM_KILLS + 2
+    assert report.rounds >= NUM_KILLS + 2 and report.verdict.means > 50 and report.verdict.versions > 50
+    assert report.verdict.accepted > 50 and not report.verdict.lost
+    assert not report.verdict.wrong
+
+
+def another_mean(event: dict[str, Any]) -> None:
+    first, second, *_ = event["means"]
+    event["means"][first] = event["means"][second]
+
+
+def another_parent(event: dict[str, Any]) -> None:
+    event["before"]["shared"] = "0" * 16
+
+
+def another_weight(event: dict[str, Any]) -> None:
+    event["roster"][0]["tokens"] += 1000
+
+
+@pytest.mark.parametrize("change", [another_mean, another_parent, another_weight])
+def test_a_history_that_was_meddled_with_is_found_out(
+    lived: tuple[Lab, Report], tmp_path: Path, change: Callable[[dict[str, Any]], None]
+) -> None:
+    lab, _ = lived
+    shutil.copytree(lab.folder / "history", tmp_path / "history")
+    path, line, event = last_commit(tmp_path / "history")
+    change(event)
+    lines = path.read_text().splitlines()
+    lines[line] = json.dumps(event)
+    path.write_text("\n".join(lines) + "\n")
+    assert judged(lab, tmp_path).wrong
+
+
+def test_a_version_that_is_gone_is_missed(lived: tuple[Lab, Report], tmp_path: Path) -> None:
+    lab, _ = lived
+    shutil.copytree(lab.folder / "history", tmp_path / "history")
+    for peer in lab.peers:
+        kept = tmp_path / "left" / str(peer.index)
+        shutil.copytree(peer.output / "versions", kept)
+        for path in kept.glob("slot-0.*"):
+            path.unlink()
+    left = {peer.index: tmp_path / "left" / str(peer.index) for peer in lab.peers}
+    lost = History(tmp_path / "history", left).verdict().lost
+    assert lost and all(version.startswith("slot-0 ") for version in lost)
+
+
+def last_commit(history: Path) -> tuple[Path, int, dict[str, Any]]:
+    """Return the file, line number and event of a commit with several members, whose versions were published."""
+    for path in sorted(history.glob("*.jsonl"), reverse=True):
+        lines = path.read_text().splitlines(keepends=True)
+        events = [json.loads(line) for line in lines if line.endswith("\n")]  # a death may cut the last one short
+        published = {event["round"] for event in events if event["event"] == "publishes"}
+        for number, event in reversed(list(enumerate(events))):
+            is_commit = event["event"] == "commits" and event["round"] in published
+            if is_commit and len(event["roster"]) > 2 and len(event["means"]) > 1:
+                return path, number, event
+    raise AssertionError("nobody committed anything with others")
+
+
+def judged(lab: Lab, folder: Path) -> Any:
+    return History(folder / "history", {peer.index: peer.output / "versions" for peer in lab.peers}).verdict()

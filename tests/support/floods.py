@@ -1,0 +1,91 @@
+"""Streams without end, of each kind that a peer listens to, and how much memory they take of it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from attacker import FETCH, INVENTORY, JOIN, PART, Attacker, Watched, gather
+from hivemind.proto import averaging_pb2
+from peer_server import with_arrays
+from real_peers import PeerProcess, contribution
+
+POURED_BYTES, POUR_SECONDS = 2**28, 5.0
+"""More than any peer may take, and how long it is offered."""
+CROWD, CROWD_SECONDS = 28, 3.0
+"""Streams that a peer must keep open at once, because it is about to meet others."""
+
+MAX_TAKEN_MIB, MAX_GROWN_MIB = 16, 64
+"""What is promised: of one stream, and of all of a peer's processes together."""
+
+
+@dataclass(frozen=True)
+class Flood:
+    """What endless streams have done to a peer.
+
+    Attributes:
+        taken: Bytes that its machine took of each.
+        growth: By how many MiB each of its processes had grown at most.
+    """
+
+    taken: tuple[int, ...]
+    growth: Mapping[str, float]
+
+    @property
+    def grown_mib(self) -> float:
+        """By how much all of them together had grown."""
+        return sum(max(0.0, size) for size in self.growth.values())
+
+    @property
+    def taken_mib(self) -> float:
+        """What was taken of the stream of which most was."""
+        return max(self.taken) / 2**20
+
+    def __str__(self) -> str:
+        return f"{self.taken_mib:.1f} MiB taken of a stream, {self.grown_mib:.0f} MiB grown: {dict(self.growth)}"
+
+
+def head(num_bytes: int, marker: bytes = b"\x00") -> bytes:
+    """Return what goes before a message of hivemind's streams."""
+    return marker + num_bytes.to_bytes(8, "big")
+
+
+def message(size: int) -> bytes:
+    """Return a message as hivemind's streams frame it."""
+    data = averaging_pb2.AveragingData(group_id=b"g" * size).SerializeToString()
+    return head(len(data)) + data
+
+
+STREAMS = {
+    "one of a TiB": (PART, head(2**40), b"x" * 2**18),
+    "parts": (PART, message(2**18 - 100), message(2**18 - 100)),
+    "joins": (JOIN, message(1000), message(2**18 - 100)),
+    "a request": (FETCH, b"t\x00\x00\x20\x00", b"x" * 2**18),
+    "an inventory": (INVENTORY, b"", b"x" * 2**18),
+}
+"""By what they consist of: the service, the first bytes, and what comes then without end."""
+
+
+def flood(victim: PeerProcess, attacker: Attacker, kind: str) -> Flood:
+    """Send a peer a stream without end."""
+    service, first, chunk = STREAMS[kind]
+    with Watched(victim) as watched:
+        taken = attacker.pour(service, first, chunk, POURED_BYTES, POUR_SECONDS)
+    return Flood((taken,), watched.growth())
+
+
+def crowd(victim: PeerProcess, attacker: Attacker) -> Flood:
+    """Send a peer many, while it waits for a group of which whoever calls may have heard before."""
+    item = contribution(victim.peer_id, torch.Generator().manual_seed(1))
+    victim.begin("average", item.member, with_arrays(item.deltas), expected=3, starts_at=time.time() + 2)
+    pour = functools.partial(attacker.pour, PART, message(20), message(2**18 - 100), POURED_BYTES, CROWD_SECONDS)
+    try:
+        with Watched(victim) as watched:
+            taken = gather([pour] * CROWD)
+    finally:
+        met = victim.finish()
+    assert not met.committed, "nobody was there to meet"
+    return Flood(tuple(taken), watched.growth())

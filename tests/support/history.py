@@ -1,0 +1,208 @@
+"""What a swarm's peers wrote down, held against what must be so whatever befell them.
+
+Four promises: a mean is the guarded mean of what exactly the roster's members brought; a version is its parent
+moved by such a mean; a peer's versions never go back, but to give up what nobody else had; and what two peers ever had,
+or what came of it, is there in the end.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs import Segment, digest
+from spes_p2p.swarm.averaging.reduce import GroupPlan
+from spes_p2p.swarm.averaging.wire import Wire
+from spes_p2p.swarm.memory_hub import Entry, GroupMean
+from spes_p2p.swarm.roster import Member, derive_groups, kind_of, uplinks
+
+
+@dataclass
+class Verdict:
+    """What was checked, and what is wrong.
+
+    Attributes:
+        means: Means replayed.
+        versions: Versions whose parent and mean were followed.
+        accepted: Versions that two peers had at least.
+        lost: Those of them that neither are there in the end, nor anything that came of them.
+        wrong: Everything else that must not be.
+    """
+
+    means: int = 0
+    versions: int = 0
+    accepted: int = 0
+    lost: list[str] = field(default_factory=list)
+    wrong: list[str] = field(default_factory=list)
+
+
+class History:
+    """The events of all lives.
+
+    Args:
+        folder: Where peers wrote.
+        left: By peer, the versions that it left on disk; of those that are there in the end.
+    """
+
+    def __init__(self, folder: Path, left: Mapping[int, Path]) -> None:
+        self._folder = folder
+        self._left = left
+        lives = [_read(path) for path in sorted(folder.glob("*.jsonl"))]
+        self._lives = lives
+        self._events = sorted((event for life in lives for event in life), key=lambda event: event["at"])
+        self._brought = {
+            (event["peer"], event["member"]["ready_at"]): event for event in self._events if event["event"] == "brings"
+        }
+        self._commits = [event for event in self._events if event["event"] == "commits"]
+
+    @property
+    def num_rounds(self) -> int:
+        """Rounds that anybody committed."""
+        return len({event["round"] for event in self._commits})
+
+    def verdict(self) -> Verdict:
+        """Check everything."""
+        verdict = Verdict()
+        self._check_means(verdict)
+        parents = self._follow(verdict)
+        holders = self._holders()
+        self._check_order(verdict, holders)
+        self._check_lost(verdict, parents, holders)
+        return verdict
+
+    # ------------------------------------------------------------------ means
+
+    def _check_means(self, verdict: Verdict) -> None:
+        """Replay every committed mean from what its roster's members say that they brought; deltas with two moments."""
+
+        @cache
+        def replayed(name: str, roster: str) -> str:
+            members = [Member.model_validate_json(entry) for entry in json.loads(roster)]
+            ids = derive_groups(members).members.get(name, ())
+            of = {member.peer_id: member for member in members}
+            brought = [self._brought.get((peer, of[peer].ready_at)) for peer in ids]
+            if not ids or None in brought:
+                return "somebody on the roster never brought it"
+            vectors = {event["peer"]: self._vector(event["deltas"][name]) for event in brought}  # type: ignore[index]
+            numel = vectors[ids[0]].numel() // 3
+            wire = Wire({kind_of(name): [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]})
+            speeds, format = uplinks(members), wire.format(name, 1)
+            tokens = [float(of[peer].tokens) for peer in ids]
+            plan = GroupPlan.of(ids, tokens, [speeds[peer] for peer in ids], format)
+            met = {peer: Entry(of[peer], {name: format.encode(flat_N)}, wire, {}) for peer, flat_N in vectors.items()}
+            work = GroupMean(plan, name, met)
+            return work.reduce() or digest(format.decode(work.mean))
+
+        for event in self._commits:
+            roster = json.dumps([json.dumps(member) for member in event["roster"]])
+            for name, mean in event["means"].items():
+                verdict.means += 1
+                if (expected := replayed(name, roster)) != mean:
+                    verdict.wrong.append(
+                        f"{_who(event)} round {event['round']} {name}: mean {mean[:8]}, not {expected}"
+                    )
+
+    def _vector(self, name: str) -> Tensor:
+        return torch.from_numpy(np.fromfile(self._folder / "vectors" / name, dtype="<f4"))
+
+    # ------------------------------------------------------------------ lineage
+
+    def _follow(self, verdict: Verdict) -> dict[tuple[str, str], set[str]]:
+        """Return each version's parents, by name and digest, after following every commit from parent to child."""
+        parents: dict[tuple[str, str], set[str]] = defaultdict(set)
+        known: dict[str, set[str]] = defaultdict(set)
+        pending: dict[str, dict[str, Any]] = {}
+        for event in self._events:
+            if event["event"] == "commits":
+                pending[event["peer"]] = event
+            elif event["event"] == "publishes":
+                commit = pending.pop(event["peer"], None)
+                for name, child in event["versions"].items():
+                    if commit is not None and commit["round"] == event["round"] and name in commit["means"]:
+                        self._check_child(verdict, commit, name, child, known[name], parents)
+                    elif event["round"] and child not in known[name]:
+                        verdict.wrong.append(f"{_who(event)} round {event['round']} {name}: {child[:8]} from nowhere")
+                    known[name].add(child)
+        return parents
+
+    def _check_child(
+        self,
+        verdict: Verdict,
+        commit: Mapping[str, Any],
+        name: str,
+        child: str,
+        known: Iterable[str],
+        parents: dict[tuple[str, str], set[str]],
+    ) -> None:
+        before = commit["before"][name]
+        parent = next((digest for digest in known if digest.startswith(before)), None)
+        what = f"{_who(commit)} round {commit['round']} {name}"
+        if parent is None:
+            verdict.wrong.append(f"{what}: its parent {before[:8]} is nobody's version")
+            return
+        start, mean, end = (self._vector(item) for item in (parent, commit["means"][name], child))
+        verdict.versions += 1
+        if mean.numel() < start.numel() or not torch.equal(start - mean[: start.numel()], end):
+            verdict.wrong.append(f"{what}: {child[:8]} is not its parent {parent[:8]} moved by the mean")
+        if parent != child:
+            parents[name, child].add(parent)
+
+    # ------------------------------------------------------------------ what is kept
+
+    def _holders(self) -> dict[tuple[str, str], set[str]]:
+        """Return who ever had a version, by name and digest."""
+        holders: dict[tuple[str, str], set[str]] = defaultdict(set)
+        for event in self._events:
+            for name, (_, version, _) in event["versions"].items() if event["event"] == "has" else ():
+                holders[name, version].add(event["peer"])
+        return holders
+
+    def _check_order(self, verdict: Verdict, holders: Mapping[tuple[str, str], set[str]]) -> None:
+        """In one life, a peer goes back a round only from a version that it alone had."""
+        for life in self._lives:
+            last: dict[str, tuple[int, str]] = {}
+            for event in life:
+                for name, (round, version, _) in event["versions"].items() if event["event"] == "has" else ():
+                    before = last.get(name)
+                    if before and round < before[0] and len(holders[name, before[1]]) > 1:
+                        verdict.wrong.append(f"{_who(event)} {name}: went back from round {before[0]} to {round}")
+                    last[name] = round, version
+
+    def _check_lost(
+        self, verdict: Verdict, parents: Mapping[tuple[str, str], set[str]], holders: Mapping[tuple[str, str], set[str]]
+    ) -> None:
+        """Whatever two peers had must be there in the end, or be an ancestor of what is."""
+        kept: dict[str, set[str]] = defaultdict(set)
+        for versions in self._left.values():
+            for path in versions.glob("*.bin"):
+                name, version, _ = path.name.split(".")
+                kept[name].add(version)
+        for name in {name for name, _ in holders if not name.startswith("moments-")}:
+            reached, frontier = set(kept[name]), list(kept[name])
+            while frontier:
+                for parent in parents.get((name, frontier.pop()), ()):
+                    if parent not in reached:
+                        reached.add(parent)
+                        frontier.append(parent)
+            accepted = {version for other, version in holders if other == name and len(holders[other, version]) > 1}
+            verdict.accepted += len(accepted)
+            verdict.lost += [f"{name} {version[:8]}" for version in sorted(accepted - reached)]
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    """Return a life's events; its last line may have been cut short by its end."""
+    lines = path.read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _who(event: Mapping[str, Any]) -> str:
+    return str(event["peer"])[-6:]

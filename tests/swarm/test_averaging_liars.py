@@ -1,0 +1,103 @@
+"""Among five a liar moves the mean little, and is in no group two rounds later; the simulator has the same bits."""
+
+from functools import partial
+
+import pytest
+import torch
+from peer_server import ROUNDS
+from real_peers import NUMELS, RUN_ID, PeerProcess, average, close_all, contribution, start_swarm
+
+from spes_p2p.codecs import Segment, digest
+from spes_p2p.swarm.averaging.reduce import weighted_mean
+from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+
+pytestmark = pytest.mark.timeout(400)
+
+FACTOR = -100.0
+MEETING_SECONDS = 30.0
+PATIENT = ROUNDS.model_copy(update={"averaging_seconds": 60.0})
+"""Nobody is missing, and nobody takes another for silent, however busy the machine."""
+
+
+@pytest.fixture(scope="module")
+def five(tmp_path_factory):
+    """The last is a rogue."""
+    peers = start_swarm(tmp_path_factory.mktemp("five"), 4, rounds=PATIENT)
+    folder = tmp_path_factory.mktemp("rogue5")
+    rogue = PeerProcess(folder, peers[0].addresses, is_rogue=True, rounds=PATIENT).wait_until_ready()
+    yield [*peers, rogue]
+    close_all([*peers, rogue])
+
+
+def contributions(peers, seed, round):
+    """Deltas that have as much in common as those of training do."""
+    generator = torch.Generator().manual_seed(seed + round)
+    signal = torch.randn(NUMELS["shared"], generator=generator)
+    items = [contribution(p.peer_id, generator, tokens=100 + n, round=round) for n, p in enumerate(peers)]
+    for item in items:
+        item.deltas["shared"].mul_(0.7).add_(signal)
+    return items
+
+
+def honest_mean(items):
+    ordered = sorted(items[:-1], key=lambda item: item.member.peer_id)
+    return weighted_mean([item.deltas["shared"] for item in ordered], [float(item.member.tokens) for item in ordered])
+
+
+def test_whoever_sends_a_hundred_times_too_much_is_out_within_two_rounds(five, seed):
+    hub = MemoryHub(RUN_ID, matchmaking_seconds=1.0)
+    virtual = [MemorySwarm(hub, peer.peer_id) for peer in five]
+    for swarm in virtual:
+        swarm.enter(Vectors(segments={kind: (Segment(numel, "fp32"),) for kind, numel in NUMELS.items()}))
+    for round in (3, 4, 5):
+        items = contributions(five, seed, round)
+        items[-1].deltas["shared"].mul_(FACTOR)
+        real = average(five, items, expected=5, meeting_seconds=MEETING_SECONDS)
+        simulated = [None] * 5
+
+        def run(place, items=items, simulated=simulated):
+            simulated[place] = virtual[place].average(items[place], expected=5, starts_at=0.0)
+
+        hub.clock.run([partial(run, place) for place in range(5)])
+        mean, true = real[0].committed["shared"], honest_mean(items)
+        for result, twin in zip(real, simulated, strict=True):
+            assert {n: digest(m) for n, m in result.committed.items()} == {
+                n: digest(m) for n, m in twin.committed.items()
+            }
+        assert len({digest(result.committed["shared"]) for result in real[:4]}) == 1
+        if round < 5:
+            assert 0 < (mean - true).norm() < 1.5 * true.norm(), "the plain mean is 20 times as long as the honest one"
+        else:
+            assert torch.equal(mean, true)
+            assert real[-1].is_behind and not real[-1].committed
+
+
+def test_what_cannot_be_read_costs_nobody_else_the_round_and_its_sender_the_next(five, seed):
+    """Its ban for the last test's lies is over by then."""
+    rogue = five[-1]
+    rogue.call("misbehave", "sends NaN")
+    items = contributions(five, seed, 100)
+    results = average(five, items, expected=5, meeting_seconds=MEETING_SECONDS)
+    rogue.call("misbehave", "")
+    assert {digest(result.committed["shared"]) for result in results} == {digest(results[0].committed["shared"])}
+    assert max(len(peer.call("notes")) for peer in five) == 1, "no second attempt was needed"
+    items = contributions(five, seed, 101)
+    results = average(five, items, expected=5, meeting_seconds=MEETING_SECONDS)
+    assert torch.equal(results[0].committed["shared"], honest_mean(items)) and results[-1].is_behind
+
+
+def test_a_reducer_whose_means_are_wrong_is_redone_without_and_then_left_out(five, seed):
+    rogue, *others = five[-1], *five[:4]
+    rogue.call("misbehave", "means the opposite")
+    for round in (200, 201):
+        items = contributions(five, seed, round)
+        results = average(five, items, expected=5, meeting_seconds=MEETING_SECONDS)
+        for peer, result in zip(others, results, strict=False):
+            assert torch.equal(result.committed["shared"], honest_mean(items))
+            assert len(peer.call("notes")) == 2
+    rogue.call("misbehave", "")
+    items = contributions(five, seed, 202)
+    results = average(five, items, expected=5, meeting_seconds=MEETING_SECONDS)
+    assert torch.equal(results[0].committed["shared"], honest_mean(items)) and results[-1].is_behind
+    assert len(others[0].call("notes")) == 1

@@ -1,0 +1,147 @@
+"""Peers that lose each other find each other again, and none believes that it is in a swarm when it is not."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import hivemind.dht.protocol
+import pytest
+import torch
+from peer_processes import free_port
+from real_peers import NUMELS, PeerProcess, close_all, contribution, start_swarm
+from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
+
+from spes_p2p.codecs import Segment
+from spes_p2p.config import RoundConfig
+from spes_p2p.errors import JoinError
+from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.known_peers import KnownPeers
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.records import Progress
+from spes_p2p.swarm.roster import SHARED
+
+VECTORS = Vectors(NUMELS, {kind: (Segment(numel, "fp32"),) for kind, numel in NUMELS.items()})
+
+pytestmark = pytest.mark.timeout(240)
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    peers = start_swarm(tmp_path_factory.mktemp("four"), 4)
+    yield peers
+    close_all(peers)
+
+
+def test_two_halves_that_forgot_each_other_while_frozen_find_each_other_within_30_seconds(four):
+    random.shuffle(four)
+    seconds = split_and_heal(four[:2], four[2:])
+    print(f"two halves of four peers found each other again after {seconds:.1f} s")
+    assert seconds < 2 * 30
+
+
+def test_a_dead_p2pd_is_noticed_within_15_seconds(four):
+    seconds = seconds_until_death_is_seen(four.pop())
+    print(f"a dead p2pd was noticed after {seconds:.1f} s")
+    assert seconds < 2 * 15
+
+
+def test_a_record_counts_as_stored_only_if_another_peer_took_it(four, tmp_path):
+    alone = Node(Identity(tmp_path / "alone"), "run")
+    try:
+        assert not alone.store(progress(alone), 60.0)
+        assert alone.read(Progress)[alone.peer_id].round == 1  # who joins later finds it
+    finally:
+        alone.close()
+    among = Node(Identity(tmp_path / "among"), "run", initial_peers=four[0].addresses)
+    try:
+        assert among.store(progress(among), 60.0)
+        with frozen(four):
+            assert not among.store(progress(among), 70.0)
+    finally:
+        among.close()
+
+
+def progress(node):
+    return Progress(peer_id=node.peer_id, round=1, ends_at=0.0)
+
+
+# ---------------------------------------------------------------------- getting in
+
+
+def dead_address(folder):
+    return f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{Identity(folder / f'dead{random.random()}').peer_id}"
+
+
+def known(folder, *addresses):
+    peers = KnownPeers(folder / "known_peers.json")
+    peers.note({address.rsplit("/", 1)[-1]: [address] for address in addresses})
+    return KnownPeers(folder / "known_peers.json")
+
+
+def test_where_no_initial_peer_answers_a_known_one_is_enough(four, tmp_path):
+    addresses = [dead_address(tmp_path), four[0].addresses[0]]
+    node = Node(
+        Identity(tmp_path / "key"), "run", initial_peers=[dead_address(tmp_path)], known=known(tmp_path, *addresses)
+    )
+    assert node.met_somebody
+    node.close()
+
+
+def test_an_error_names_every_address_that_was_tried(tmp_path):
+    initial, cached = dead_address(tmp_path), dead_address(tmp_path)
+    with pytest.raises(JoinError) as raised:
+        Node(Identity(tmp_path / "key"), "run", initial_peers=[initial], known=known(tmp_path, cached))
+    assert initial in str(raised.value) and cached in str(raised.value)
+
+
+@pytest.mark.parametrize(("ahead", "says"), [(4.8, "ahead of"), (-60.2, "behind")])
+def test_a_clock_that_is_not_the_swarms_is_refused_with_the_difference(four, tmp_path, monkeypatch, ahead, says):
+    now = hivemind.dht.protocol.get_dht_time
+    monkeypatch.setattr(hivemind.dht.protocol, "get_dht_time", lambda: now() + ahead)
+    with pytest.raises(JoinError, match=rf"{int(abs(ahead))}\.\d s {says} .*timedatectl"):
+        Node(Identity(tmp_path / "key"), "run", initial_peers=four[0].addresses)
+
+
+# ---------------------------------------------------------------------- when all others have vanished
+
+
+@pytest.mark.parametrize("trains_alone", [False, True])
+def test_a_peer_that_was_in_company_commits_alone_only_if_told_to(tmp_path, caplog, trains_alone):
+    node = Node(Identity(tmp_path / "key"), "run", known=known(tmp_path, dead_address(tmp_path)))
+    swarm = HivemindSwarm(node, tmp_path / "versions", trains_alone=trains_alone)
+    swarm.enter(RoundConfig(), VECTORS, max_slots=0)
+    item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
+    closing = threading.Timer(3.0, swarm.close)
+    closing.start()
+    result = swarm.average(item, expected=1, starts_at=0.0)
+    closing.join()
+    if trains_alone:
+        assert torch.equal(result.committed[SHARED], item.deltas[SHARED])
+        return
+    assert not result.committed and SHARED in result.dropped
+    said = next(record.message for record in caplog.records if "out of reach" in record.message)
+    assert "keeping round 3" in said and "1 known addresses" in said and "--alone" in said
+
+
+def test_a_peer_that_never_met_anybody_trains_alone(tmp_path):
+    node = Node(Identity(tmp_path / "key"), "run")
+    swarm = HivemindSwarm(node, tmp_path / "versions")
+    swarm.enter(RoundConfig(), VECTORS, max_slots=0)
+    item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
+    assert SHARED in swarm.average(item, expected=1, starts_at=0.0).committed
+    swarm.close()
+
+
+def test_a_peer_keeps_the_addresses_that_others_announce(four, tmp_path):
+    with_cache = PeerProcess(tmp_path, four[0].addresses, known_peers=True).wait_until_ready()
+    deadline = threading.Event()
+    for _ in range(200):
+        if set(KnownPeers(tmp_path / "known_peers.json").addresses()) >= {peer.peer_id for peer in four}:
+            break
+        deadline.wait(0.1)
+    else:
+        pytest.fail(f"knows only {KnownPeers(tmp_path / 'known_peers.json').addresses()}")
+    with_cache.close()

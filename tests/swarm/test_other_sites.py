@@ -1,0 +1,90 @@
+"""Peers at different sites, each a network namespace; two of them behind routers that let nobody in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from real_peers import PeerProcess, average, close_all, contribution, plain_mean, with_arrays
+
+from benchmarks.testbed import TestBed, available
+from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.roster import SHARED
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(available() is not None, reason=f"no test bed: {available()}"),
+]
+NUM_CALLED = 2
+
+
+@pytest.fixture(scope="module")
+def sites(tmp_path_factory):
+    """A founder, one who joins from another site, and two whom nobody can call."""
+    folder = tmp_path_factory.mktemp("sites")
+    peers: list[PeerProcess] = []
+    with TestBed(peers=4, rtt_ms=10) as bed:
+        for place in range(4):
+            network = {"namespace": bed.namespace(place), "host": bed.address(place)}
+            if place >= NUM_CALLED:
+                bed.hide(place)
+            initial_peers = peers[0].addresses if peers else ()
+            peers.append(PeerProcess(folder / str(place), initial_peers, falls_back=True, **network))
+            if place == 0:
+                peers[0].wait_until_ready()
+        for peer in peers[1:]:
+            peer.wait_until_ready()
+        yield peers
+        close_all(peers)
+
+
+def test_whoever_can_be_called_finds_out_and_whoever_cannot_falls_back_to_client_mode(sites):
+    assert [peer.call("client_mode") for peer in sites] == [False, False, True, True]
+
+
+def test_all_of_them_average_to_the_weighted_mean(sites):
+    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+    for _ in range(2):
+        items = [contribution(peer.peer_id, generator, slots=(1,), tokens=100 + i) for i, peer in enumerate(sites)]
+        results = average(sites, items, expected=4)
+        for result in results:
+            assert len(result.roster) == 4
+            for name in (SHARED, "slot-1"):
+                assert torch.equal(result.committed[name], results[0].committed[name])
+                mean = plain_mean(items, name)
+                torch.testing.assert_close(result.committed[name].double(), mean, rtol=1e-5, atol=1e-6)
+
+
+def test_of_a_slot_held_only_by_two_whom_nobody_can_call_the_first_ones_counts(sites):
+    generator = torch.Generator().manual_seed(7)
+    holds = [(), (), (2,), (2,)]
+    items = [contribution(p.peer_id, generator, slots=slots) for p, slots in zip(sites, holds, strict=True)]
+    results = average(sites, items, expected=4)
+    assert all(SHARED in result.committed for result in results)
+    first, second = sorted((2, 3), key=lambda place: sites[place].peer_id)
+    assert torch.equal(results[first].committed["slot-2"], items[first].deltas["slot-2"])
+    assert "slot-2" in results[second].dropped
+
+
+def test_what_such_a_peer_publishes_all_others_get_from_it_or_from_those_who_have_it(sites):
+    founder, joiner, hidden, other_hidden = sites
+    flat = torch.randn(700)
+    hidden.call("publish", 4, with_arrays({"slot-3": flat}))
+    for peer, having in ((founder, hidden), (joiner, hidden), (other_hidden, founder)):
+        assert peer.call("pull", {"slot-3": [having.peer_id]}, min_round=4, timeout=20.0) == {}
+        assert torch.equal(peer.call("load", "slot-3"), flat)
+
+
+def test_two_whom_nobody_can_call_cannot_talk_to_each_other(sites):
+    """What is not possible, so that the day it is we notice."""
+    _, _, hidden, other_hidden = sites
+    hidden.call("publish", 5, with_arrays({"slot-3": torch.randn(700)}))
+    assert "slot-3" in other_hidden.call("pull", {"slot-3": [hidden.peer_id]}, min_round=5, timeout=5.0)
+
+
+def test_a_peer_in_client_mode_knows_no_address_of_its_own(tmp_path):
+    node = Node(Identity(tmp_path / "key"), "run")
+    client = Node(Identity(tmp_path / "client"), "run", initial_peers=node.addresses(), client_mode=True)
+    assert client.contacts() == () and client.port == 0
+    client.close()
+    node.close()

@@ -1,0 +1,147 @@
+"""Real peers that are killed and started again: bit for bit alone, and from the newest consistent round together."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from forked_commands import Forked, ForkServer
+from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
+
+from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.roster import SHARED
+
+pytestmark = pytest.mark.slow
+
+REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots"
+SECONDS = 90.0
+TOTAL = 9
+
+
+class World:
+    """Starts peers as forks, and kills them."""
+
+    def __init__(self, commands: Commands, folder: Path) -> None:
+        self.folder = folder
+        self.corpus = write_corpus(folder / "corpus.jsonl")
+        self.server = ForkServer(folder / "results", {**os.environ, MARK: commands.mark})
+
+    def start(self, name: str, *words: str | Path) -> Forked:
+        common = ["--output", self.folder / name, "--cache", self.folder / "cache", "--device", "cpu", "--threads", "1"]
+        common += ["--run-id", "resume", "--text", self.corpus, "--seed-seconds", "0"]
+        return self.server.start("peer", [*common, *words])
+
+    def address(self, name: str) -> str:
+        return (self.folder / name / "address").read_text().strip()
+
+    def versions(self, name: str) -> dict[str, tuple[int, str]]:
+        newest = VersionStore(self.folder / name / "versions", "resume").newest()
+        return {name: (version.round, version.digest) for name, version in newest.items() if name != "manifest"}
+
+
+def wait_for(peer: Forked, pattern: str) -> re.Match[str]:
+    deadline = time.monotonic() + SECONDS
+    while not (found := re.search(pattern, peer.stderr())):
+        assert time.monotonic() < deadline, f"{pattern!r} did not come: {peer.stderr()}"
+        assert not (peer._folder / "code").exists(), peer.stderr()
+        time.sleep(0.02)
+    return found
+
+
+def kill(*peers: Forked) -> None:
+    for peer in peers:
+        os.kill(int((peer._folder / "pid").read_text()), signal.SIGKILL)
+    for peer in peers:
+        assert peer.end(SECONDS).code == -signal.SIGKILL
+
+
+def damage(files: Iterable[Path]) -> None:
+    for file in files:
+        with file.open("r+b") as opened:
+            opened.seek(40)
+            opened.write(b"torn")
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with commands_in(tmp_path_factory.mktemp("commands")) as commands:
+        yield commands
+
+
+@pytest.fixture(scope="module")
+def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(commands, tmp_path_factory.mktemp("resume"))
+    yield world
+    world.server.close()
+
+
+LOW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 2}}
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "is_saved"),
+    [
+        ("exact", {"codecs": {"shared": "fp32", "slots": "fp32"}, "outer": {"moments": "local"}}, True),
+        ("few-bits", {**LOW_BITS, "train": {"optimizer": "adamw8bit"}, "outer": {"optimizer": "nesterov"}}, False),
+    ],
+    ids=["exact", "few-bits-and-a-round-published-but-not-saved"],
+)
+def test_a_lone_peer_that_is_killed_arrives_bit_for_bit_where_an_undisturbed_one_does(
+    world: World, name: str, settings: dict, is_saved: bool, seed: int
+) -> None:
+    rounds = {"mode": "steps", "steps": 15, "total": TOTAL, "min_peers": 1}
+    file = write_settings(world.folder / f"{name}.yaml", round=rounds, **settings)
+    words = ["--max-slots", "4", "--data-seed", "3"]
+    steady = world.start(f"{name}-steady", "--config", file, *words)
+    killed = world.start(f"{name}-killed", "--config", file, *words)
+    draw = random.Random(seed)
+    wait_for(killed, "round 2: 1 peers")
+    time.sleep(draw.uniform(0, 0.2))
+    kill(killed)
+    for folder in (world.folder / f"{name}-killed" / "checkpoint").glob("round-*"):
+        if not is_saved and not folder.name.startswith("round-1-"):
+            shutil.rmtree(folder)
+    killed = world.start(f"{name}-killed", "--resume", *words)
+    for peer in (steady, killed):
+        assert peer.end(SECONDS).code == 0, peer.stderr()
+    assert world.versions(f"{name}-killed") == world.versions(f"{name}-steady")
+    states = [saved_state(world.folder / f"{name}-{which}") for which in ("steady", "killed")]
+    for key in ("round", "steps", "total_tokens", "slots", "tensors"):
+        assert states[0][key] == states[1][key], key
+    assert states[0]["round"] == TOTAL and states[0]["data"] == states[1]["data"]
+
+
+def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_round(world: World, seed: int) -> None:
+    """One of them has lost its `shared` besides, wherever it was kept: the others have it."""
+    rounds = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 0.8, "total": 500}
+    rounds |= {"lease_seconds": 6.0, "heartbeat_seconds": 1.0, "min_peers": 3}
+    file = write_settings(world.folder / "all.yaml", round=rounds)
+    peers = {"all-a": world.start("all-a", "--config", file, "--max-slots", "2")}
+    wait_for(peers["all-a"], "others join with")
+    join = ["--initial-peers", world.address("all-a"), "--max-slots", "2"]
+    peers |= {name: world.start(name, *join) for name in ("all-b", "all-c")}
+    for peer in peers.values():
+        wait_for(peer, r"round ([3-9]|\d\d+): 3 peers")
+    time.sleep(random.Random(seed).uniform(0, 1.5))
+    kill(*peers.values())
+    stores = [world.versions(name)[SHARED] for name in peers]
+    [(most, _), *_] = Counter(round for round, _ in stores).most_common()
+    newest = most + 1 if most + 1 in {round for round, _ in stores} else most
+    damage({file.stat().st_ino: file for file in (world.folder / "all-c").rglob("shared.*.bin")}.values())
+
+    again = {"all-a": world.start("all-a", "--resume", "--max-slots", "2")}
+    wait_for(again["all-a"], "others join with")
+    join = ["--resume", "--initial-peers", world.address("all-a"), "--max-slots", "2"]
+    again |= {name: world.start(name, *join) for name in ("all-b", "all-c")}
+    reports = {name: wait_for(peer, REPORT).groups() for name, peer in again.items()}
+    kill(*again.values())
+    assert {number for number, _, _ in reports.values()} == {str(newest + 1)}, (stores, reports)
+    assert {(members, digest) for _, members, digest in reports.values()} == {("3", reports["all-a"][2])}

@@ -1,0 +1,108 @@
+"""What a simulated attacker does to the others' means, and when they leave it out."""
+
+from functools import partial
+
+import pytest
+import torch
+from virtual import peer_id
+
+from spes_p2p.codecs import Segment
+from spes_p2p.swarm.attacks import Attack, AttackingSwarm
+from spes_p2p.swarm.averaging.reduce import weighted_mean
+from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.roster import Member, derive_groups
+
+pytestmark = pytest.mark.timeout(120)
+
+NUMEL, PEERS, ATTACKER = 120_000, 6, 3
+SEGMENTS = {"shared": (Segment(NUMEL, "fp32"), Segment(NUMEL, "fp32"), Segment(NUMEL, "fp32", non_negative=True))}
+
+
+class Laboratory:
+    """Six peers that bring what training would, one of whom attacks."""
+
+    def __init__(self, kind, seed, factor=50.0):
+        self.hub, self.seed = MemoryHub("run", matchmaking_seconds=1.0), seed
+        attack = Attack(peer=ATTACKER, kind=kind, factor=factor, from_round=1)
+        self.swarms = [
+            AttackingSwarm(self.hub, peer_id(i), [attack], {"shared": NUMEL})
+            if i == ATTACKER
+            else MemorySwarm(self.hub, peer_id(i))
+            for i in range(PEERS)
+        ]
+        for swarm in self.swarms:
+            swarm.enter(Vectors(segments=SEGMENTS))
+
+    def average(self, round):
+        """Return everybody's result, and the mean of what the honest have brought."""
+        generator = torch.Generator().manual_seed(self.seed + round)
+        signal, results = torch.randn(NUMEL, generator=generator), [None] * PEERS
+        items = []
+        for swarm in self.swarms:
+            delta = signal + 0.7 * torch.randn(NUMEL, generator=generator)
+            member = Member(
+                **{
+                    "peer_id": swarm.peer_id,
+                    "round": round,
+                    "tokens": 100,
+                    "slots": (),
+                    "anchors": {"shared": "0" * 16},
+                },
+                **{"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0},
+            )
+            items.append(Contribution(member, {"shared": torch.cat([delta, 0.1 * delta, delta.square()])}))
+
+        def run(place):
+            results[place] = self.swarms[place].average(items[place], expected=PEERS, starts_at=0.0)
+
+        self.hub.clock.run([partial(run, place) for place in range(PEERS)])
+        ordered = sorted(items, key=lambda item: item.member.peer_id)
+        honest = [item.deltas["shared"] for item in ordered if item is not items[ATTACKER]]
+        return results, weighted_mean(honest, [100.0] * (PEERS - 1))
+
+
+def distance(results, true, part=slice(None)):
+    mean = results[0].committed["shared"]
+    return ((mean - true)[part].norm() / true[part].norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["sign_flip", "scale", "nan", "noise", "moments", "lying_reducer"])
+def test_who_attacks_is_in_no_group_two_rounds_later_and_has_spoiled_little_until_then(seed, kind):
+    lab = Laboratory(kind, seed)
+    assert distance(*lab.average(0)) < 0.2
+    for round in (1, 2):
+        results, true = lab.average(round)
+        assert distance(results, true, slice(0, NUMEL)) < 0.8
+    results, true = lab.average(3)
+    assert lab.swarms[ATTACKER].peer_id not in derive_groups(results[0].roster).members["shared"]
+    assert distance(results, true) == 0 and results[ATTACKER].is_behind
+    assert not any(peer != lab.swarms[ATTACKER].peer_id for swarm in lab.swarms for _, peer in swarm.accused)
+
+
+def test_moments_that_are_too_large_are_pulled_in_and_the_delta_is_not(seed):
+    lab = Laboratory("moments", seed, factor=1e6)
+    results, true = lab.average(1)
+    assert distance(results, true, slice(0, NUMEL)) < 0.2
+    assert distance(results, true, slice(NUMEL, 2 * NUMEL)) < 1.0
+    assert distance(results, true, slice(2 * NUMEL, None)) < 6.0
+
+
+def test_tokens_that_nobody_trained_weigh_a_few_times_the_median(seed):
+    results, true = Laboratory("inflate", seed, factor=1e6).average(1)
+    assert distance(results, true) < 0.5, "the mean of five and of four times the sixth"
+
+
+@pytest.mark.parametrize("kind", ["copy", "stale"])
+def test_old_deltas_pass_for_new_ones_and_do_as_little_harm(seed, kind):
+    lab = Laboratory(kind, seed)
+    lab.average(0)
+    assert 0 < distance(*lab.average(1)) < 0.8
+
+
+def test_the_silent_are_missed_for_as_long_as_a_meeting_waits(seed):
+    lab = Laboratory("silent", seed)
+    results, true = lab.average(1)
+    assert distance(results, true) == 0 and not results[ATTACKER].committed
+    assert results[0].matchmaking_seconds == pytest.approx(1.0)

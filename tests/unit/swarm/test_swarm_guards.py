@@ -1,0 +1,275 @@
+"""The guards at a peer's doors, each without a network: what they let in, and what not."""
+
+import asyncio
+import itertools
+import time
+from types import SimpleNamespace
+
+import msgpack
+import pytest
+from hivemind.averaging.matchmaking import Matchmaking
+from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.routing import DHTID
+from hivemind.dht.storage import DictionaryDHTValue
+from hivemind.p2p import PeerID
+from hivemind.proto import averaging_pb2
+from hivemind.proto.p2pd_pb2 import RPCError
+from hivemind.utils.serializer import MSGPackSerializer
+
+from spes_p2p.errors import ExchangeError, RecordError
+from spes_p2p.swarm import guarded_dht, guarded_streams
+from spes_p2p.swarm.averaging.meeting import MAX_ENTRY_BYTES, Meeting
+from spes_p2p.swarm.decoding import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
+from spes_p2p.swarm.guarded_dht import BoundedStorage, GuardedProtocol, node_id_of
+from spes_p2p.swarm.guarded_streams import Allowance, Inbox, receive
+
+KEY = DHTID.generate(source="key")
+
+
+# ---------------------------------------------------------------------- decoding
+
+
+def dictionary(count):
+    records = DictionaryDHTValue()
+    for number in range(count):
+        records.store(b"%d" % number, b"value", time.time() + 60)
+    return records
+
+
+@pytest.mark.parametrize("value", [None, b"subkey", "text", 7, -7, 2**63, 1.5, True, [1, [2, {"a": b"b" * 300}]]])
+def test_what_the_dht_sends_itself_is_decoded_as_ever(value):
+    packed = MSGPackSerializer.dumps(value)
+    assert ShallowSerializer.loads(packed) == value
+
+
+def test_a_dictionary_of_records_is_decoded_as_ever():
+    records = dictionary(500)
+    assert dict(ShallowSerializer.loads(MSGPackSerializer.dumps(records)).items()) == dict(records.items())
+
+
+def test_nothing_is_decoded_below_the_cap_and_nothing_refused_above_it():
+    deep = [7]
+    for _ in range(MAX_DEPTH - 2):
+        deep = [deep]
+    check_message(msgpack.packb(deep))
+    with pytest.raises(RecordError, match="deeper"):
+        check_message(msgpack.packb([deep]))
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\xc1",
+        b"\xdd\xff\xff\xff\xff",
+        b"\xdc\x00\x02\x01",
+        b"\xc4\x09abc",
+        b"\x01\x02",
+        b"\xc7",
+        msgpack.packb(msgpack.ExtType(0x40, b"\x90")),
+        msgpack.packb([msgpack.ExtType(0x50, b"\x90")]),
+        msgpack.packb(msgpack.ExtType(0x50, msgpack.packb([msgpack.ExtType(0x50, b"\x90")]))),
+        msgpack.packb([0] * MAX_VALUES),
+        MSGPackSerializer.dumps([dictionary(2)]),
+    ],
+    ids=lambda data: data[:12].hex(),
+)
+def test_what_is_cut_short_or_of_another_type_or_too_much_is_refused(data):
+    with pytest.raises(RecordError):
+        ShallowSerializer.loads(data)
+
+
+# ---------------------------------------------------------------------- what a node keeps
+
+
+def test_a_key_keeps_records_of_so_many_owners_and_their_newer_ones(monkeypatch):
+    monkeypatch.setattr(guarded_dht, "MAX_OWNERS", 3)
+    storage, now = BoundedStorage(), time.time()
+    for owner in range(3):
+        assert storage.store(KEY, b"value", now + 60, subkey=b"%d" % owner)
+    assert not storage.store(KEY, b"value", now + 70, subkey=b"stranger")
+    assert storage.store(KEY, b"newer", now + 70, subkey=b"0")
+    assert not storage.store(KEY, b"older", now + 65, subkey=b"0")
+    assert storage.get(KEY).value.get(b"0").value == b"newer" and len(storage.get(KEY).value) == 3
+
+
+def test_storing_again_and_again_leaves_no_trace():
+    storage, now = BoundedStorage(), time.time()
+    for step in range(5000):
+        storage.store(KEY, b"value", now + 60 + step / 100, subkey=b"owner")
+        storage.store(KEY, b"value", now + 60, subkey=b"owner")
+    records = storage.get(KEY).value
+    assert len(records.expiration_heap) < 100 and len(storage.expiration_heap) < 100
+    assert records.get(b"owner").expiration_time == now + 60 + 49.99
+
+
+def test_a_record_still_ends_when_its_last_lifetime_does():
+    storage, now = BoundedStorage(), time.time()
+    for step in range(200):
+        storage.store(KEY, b"value", now + 0.1 + step / 1000, subkey=b"owner")
+    time.sleep(0.35)
+    assert storage.get(KEY) is None
+
+
+def test_a_place_in_the_dht_is_that_of_one_peer():
+    peers = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(50)]
+    assert len({node_id_of(peer) for peer in peers}) == 50
+
+
+PEERS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(3)]
+
+
+def test_neighbours_that_others_name_are_taken_only_where_they_belong(monkeypatch):
+    """Whoever is asked for a key might name itself three times, each time next to it."""
+
+    async def call_find(self, peer, keys):
+        return {KEY: (None, {node_id_of(PEERS[0]): PEERS[0], DHTID(int(KEY) ^ 1): PEERS[1]})}
+
+    monkeypatch.setattr(DHTProtocol, "call_find", call_find)
+    asked = GuardedProtocol.call_find(object.__new__(GuardedProtocol), PEERS[2], [KEY])
+    assert asyncio.run(asked) == {KEY: (None, {node_id_of(PEERS[0]): PEERS[0]})}
+
+
+# ---------------------------------------------------------------------- meetings
+
+
+def test_a_leader_lets_nobody_in_whose_entry_the_others_could_not_take(monkeypatch):
+    """Nor, when those who have failed together redo a round, anybody else; for all others hivemind decides."""
+    monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: None)
+    meeting, caller = object.__new__(Meeting), SimpleNamespace(remote_id=PEERS[0])
+    meeting.group_key_manager = SimpleNamespace(survivors=None)
+
+    def answer(num_bytes):
+        refusal = meeting._check_reasons_to_reject(averaging_pb2.JoinRequest(gather=bytes(num_bytes)), caller)
+        return refusal.code if refusal is not None else None
+
+    assert answer(MAX_ENTRY_BYTES) is None
+    assert answer(MAX_ENTRY_BYTES + 1) == averaging_pb2.PROTOCOL_VIOLATION
+    meeting.group_key_manager.survivors = PEERS[:2]
+    assert answer(1) is None
+    meeting.group_key_manager.survivors = PEERS[1:]
+    assert answer(1) == averaging_pb2.NOT_LOOKING_FOR_GROUP
+
+
+# ---------------------------------------------------------------------- streams
+
+
+def message(size=3):
+    data = averaging_pb2.AveragingData(group_id=b"g" * size).SerializeToString()
+    return b"\x00" + len(data).to_bytes(8, "big") + data
+
+
+END = b"\x01" + bytes(8)
+
+
+def stream(*pieces, closed=True):
+    reader = asyncio.StreamReader()
+    for piece in pieces:
+        reader.feed_data(piece)
+    if closed:
+        reader.feed_eof()
+    return reader
+
+
+def test_messages_arrive_whole_and_in_order():
+    async def scenario():
+        reader = stream(message(1), message(2), message(3), END, closed=False)
+        inbox = Inbox(asyncio.Semaphore(32), 1)
+        reading = asyncio.create_task(inbox.fill(averaging_pb2.AveragingData, reader))
+        sizes = [len(item.group_id) async for item in inbox.messages()]
+        reading.cancel()
+        return sizes
+
+    assert asyncio.run(scenario()) == [1, 2, 3]
+
+
+def test_no_more_is_read_than_two_messages_ahead_and_room_is_shared_by_a_peers_streams():
+    async def scenario():
+        room = asyncio.Semaphore(5)
+        inboxes = [Inbox(room, 1) for _ in range(4)]
+        readers = [stream(*[message()] * 10, closed=False) for _ in inboxes]
+        tasks = [
+            asyncio.create_task(inbox.fill(averaging_pb2.AveragingData, reader))
+            for inbox, reader in zip(inboxes, readers, strict=True)
+        ]
+        await asyncio.sleep(0.1)
+        held = [inbox._held for inbox in inboxes]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for inbox in inboxes:
+            inbox.close()
+        return held, room._value
+
+    held, left = asyncio.run(scenario())
+    assert sum(held) == 5 and max(held) == 2 and left == 5
+
+
+@pytest.mark.parametrize("pieces", [(), (b"\x00",), (message()[:-1],)], ids=["nothing", "a byte", "all but one"])
+def test_a_stream_that_brings_no_message_is_given_up(monkeypatch, pieces):
+    monkeypatch.setattr(guarded_streams, "FIRST_SECONDS", 0.1)
+
+    async def scenario():
+        reader = stream(*pieces, closed=False)
+        await asyncio.wait_for(Inbox(asyncio.Semaphore(1), 1).fill(averaging_pb2.AveragingData, reader), 20)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+    assert time.monotonic() - began < 10
+
+
+def test_a_message_that_stops_amid_its_bytes_is_given_up(monkeypatch):
+    monkeypatch.setattr(guarded_streams, "MESSAGE_SECONDS", 0.1)
+
+    async def scenario():
+        await asyncio.wait_for(receive(averaging_pb2.AveragingData, stream(message()[:-1], closed=False), 1000), 20)
+
+    began = time.monotonic()
+    with pytest.raises(TimeoutError):
+        asyncio.run(scenario())
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\x00" + (1001).to_bytes(8, "big"),
+        b"\x00" + (2**40).to_bytes(8, "big"),
+        b"\x01" + (2**63).to_bytes(8, "big"),
+        b"\x02" + bytes(8),
+        b"\x00" + (4).to_bytes(8, "big") + b"\xff" * 4,
+    ],
+    ids=lambda data: data.hex(),
+)
+def test_what_is_too_long_or_no_message_is_refused_before_more_is_read(data):
+    async def scenario():
+        await asyncio.wait_for(receive(averaging_pb2.AveragingData, stream(data, closed=False), 1000), 20)
+
+    with pytest.raises(ExchangeError):
+        asyncio.run(scenario())
+
+
+def test_an_error_in_place_of_a_message_is_returned_as_one():
+    async def scenario():
+        data = RPCError(message="no").SerializeToString()
+        reader = stream(b"\x01" + len(data).to_bytes(8, "big") + data)
+        return await receive(averaging_pb2.AveragingData, reader, 1000)
+
+    assert asyncio.run(scenario()).message == "no"
+
+
+def test_a_peer_has_so_much_at_once_and_gets_it_back(caplog):
+    allowance = Allowance(most=2, most_bytes=100, most_in_all=3)
+    with allowance.take("alice", "streams", 50), allowance.take("alice", "streams", 50):
+        for _ in itertools.repeat(None, 5):
+            with pytest.raises(ExchangeError), allowance.take("alice", "streams"):
+                pass
+        with allowance.take("bob", "streams"), pytest.raises(ExchangeError), allowance.take("carol", "streams"):
+            pass
+        with pytest.raises(ExchangeError), allowance.take("bob", "streams", 101):
+            pass
+    with allowance.take("alice", "streams", 100):
+        assert allowance.num_of("alice") == 1
+    assert allowance.num_of("alice") == 0
+    assert sum("alice" in line for line in caplog.messages) == 3, "said for the 1st, 2nd and 4th time"

@@ -1,0 +1,203 @@
+"""Who is banned, for how long, and who is left out: by own evidence, and by a majority's."""
+
+import pytest
+import torch
+
+from spes_p2p.codecs import Format, Segment
+from spes_p2p.swarm.averaging.reduce import GroupPlan, encode_message
+from spes_p2p.swarm.averaging.witness import MOST_TIMES_OWN, Evidence
+from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.roster import Member, derive_groups, distrusted
+from spes_p2p.swarm.trust import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, Trust
+
+PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
+ODD = PEERS[2]
+SUSPECT, PROOF = Evidence("was odd", False), Evidence("sent NaN", True)
+NUMEL = 150_000
+
+
+def member(peer, distrusts=(), **changes):
+    fields = {"round": 3, "tokens": 100, "slots": (1,), "anchors": {"shared": "0" * 16, "slot-1": "1" * 16}}
+    times = {"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0}
+    return Member(peer_id=peer, distrusts=distrusts, **fields | times | changes)
+
+
+# ---------------------------------------------------------------------- bans
+
+
+def test_two_rounds_with_evidence_ban_a_peer_and_one_does_not():
+    trust = Trust()
+    trust.note(5, [{ODD: SUSPECT}, {ODD: SUSPECT}])  # two attempts at one round
+    assert trust.banned(6) == ()
+    trust.note(6, [{ODD: SUSPECT}])
+    assert trust.banned(7) == (ODD,)
+
+
+def test_proof_is_enough_once_and_an_old_strike_is_forgotten():
+    trust = Trust()
+    trust.note(5, [{ODD: SUSPECT}, {ODD: PROOF}])
+    assert trust.banned(6) == (ODD,)
+    trust = Trust()
+    trust.note(0, [{ODD: SUSPECT}])
+    trust.note(MEMORY_ROUNDS, [{ODD: SUSPECT}])
+    assert trust.banned(MEMORY_ROUNDS + 1) == ()
+
+
+def test_bans_expire_and_the_next_one_is_twice_as_long_up_to_a_bound():
+    trust, round, lengths = Trust(), 0, []
+    for _ in range(9):
+        trust.note(round, [{ODD: PROOF}])
+        length = next(n for n in range(1, 10**4) if not trust.banned(round + 1 + n))
+        lengths.append(length)
+        assert trust.banned(round + length)
+        round += 1 + length
+    assert lengths == [min(BAN_ROUNDS * 2**n, LONGEST_BAN_ROUNDS) for n in range(9)]
+
+
+def test_what_a_banned_peer_does_meanwhile_does_not_prolong_its_ban():
+    trust = Trust()
+    trust.note(0, [{ODD: PROOF}])
+    trust.note(3, [{ODD: PROOF}])
+    assert trust.banned(BAN_ROUNDS) and not trust.banned(BAN_ROUNDS + 1)
+
+
+def test_the_roster_entry_says_whom_this_peer_has_banned():
+    trust = Trust()
+    trust.note(2, [{ODD: PROOF}])
+    entered = trust.enter(Contribution(member(PEERS[0]), {}))
+    assert entered.member.distrusts == (ODD,)
+
+
+# ---------------------------------------------------------------------- votes
+
+
+@pytest.mark.parametrize(("votes", "is_out"), [(3, False), (4, True), (7, True)])
+def test_whoever_most_of_the_others_distrust_is_in_no_group(votes, is_out):
+    others = [peer for peer in PEERS if peer != ODD]
+    roster = [member(ODD), *(member(peer, (ODD,) if n < votes else ()) for n, peer in enumerate(others))]
+    groups = derive_groups(roster)
+    for name in ("shared", "slot-1"):
+        assert groups.members[name] == tuple(sorted(others if is_out else PEERS))
+    assert groups.behind == ((ODD,) if is_out else ())
+
+
+def test_a_vote_for_oneself_one_of_strangers_and_one_said_twice_count_for_nothing():
+    roster = [*(member(peer, (ODD, ODD)) for peer in PEERS[:2]), *(member(peer, (peer,)) for peer in PEERS[2:])]
+    assert distrusted(roster) == frozenset()
+    three = [member(ODD, (ODD,)), *(member(peer, (ODD,) if peer < ODD else ()) for peer in PEERS[:2] + PEERS[3:])]
+    assert distrusted([*three[:-1], member(PEERS[7], (ODD,))]) == frozenset()
+    stranger = f"Qm{'S' * 44}"
+    assert distrusted([member(peer, (stranger,)) for peer in PEERS]) == frozenset()
+
+
+def test_among_four_nobody_is_left_out():
+    roster = [member(PEERS[3]), *(member(peer, (PEERS[3],)) for peer in PEERS[:3])]
+    assert distrusted(roster) == frozenset()
+
+
+def test_half_of_a_roster_is_never_left_out():
+    roster = [member(peer, tuple(other for other in PEERS if other != peer)) for peer in PEERS]
+    assert distrusted(roster) == frozenset() and derive_groups(roster).members["shared"] == tuple(PEERS)
+
+
+def test_those_who_see_nothing_have_no_vote():
+    voters = [*(member(peer, (ODD,)) for peer in PEERS[3:6]), member(PEERS[6])]
+    others = [PEERS[0], PEERS[1], PEERS[7]]
+    assert distrusted([member(ODD), *voters, *(member(peer, calls_only=True) for peer in others)]) == {ODD}
+    assert distrusted([member(ODD), *voters, *(member(peer) for peer in others)]) == frozenset()
+
+
+# ---------------------------------------------------------------------- evidence
+
+
+def deltas(seed):
+    generator = torch.Generator().manual_seed(seed)
+    signal = torch.randn(NUMEL, generator=generator)
+    return {peer: signal + 0.7 * torch.randn(NUMEL, generator=generator) for peer in PEERS}
+
+
+def plan_of(peers=PEERS, codec="fp32"):
+    format = Format([Segment(NUMEL, codec)])
+    return GroupPlan.of(peers, [100.0] * len(peers), [1.0] * len(peers), format)
+
+
+def judged(values, peers=PEERS, me=PEERS[0]):
+    """What a reducer holds against the senders of its slice."""
+    plan = plan_of(peers)
+    witness = plan.witness(me)
+    for message in plan.slices[peers.index(me)]:
+        for part in message:
+            witness.weigh(part, [values[peer][part.start : part.stop] for peer in peers])
+    return witness.evidence()
+
+
+def lied_to(values, lie, peers=PEERS, me=PEERS[0]):
+    """What a receiver holds against the reducers, of whom one tells something else than the mean."""
+    plan = plan_of(peers)
+    witness, source = plan.witness(me), plan.format.encode(values[me])
+    mean = torch.stack([values[peer] for peer in peers]).mean(0)
+    for index, messages in enumerate(plan.slices):
+        for message in messages if peers[index] != me else ():
+            here = mean[message[0].start : message[-1].stop]
+            witness.receive(index, message, lie(here) if peers[index] == ODD else here, source)
+    return witness.liars()
+
+
+def test_honest_members_are_not_suspected(seed):
+    assert judged(deltas(seed)) == {}
+    assert lied_to(deltas(seed), lambda mean: mean) == {}
+
+
+@pytest.mark.parametrize("me", [PEERS[0], PEERS[7]])
+@pytest.mark.parametrize(
+    "spoil",
+    [lambda d: -d, lambda d: 100 * d, lambda d: -100 * d, lambda d: 0 * d, lambda d: d[torch.randperm(NUMEL)]],
+    ids=["flipped", "x100", "x-100", "nothing", "noise"],
+)
+def test_a_delta_that_is_unlike_all_others_is_evidence_and_no_proof(seed, spoil, me):
+    values = deltas(seed)
+    values[ODD] = spoil(values[ODD])
+    found = judged(values, me=me)
+    assert set(found) == {ODD} and not found[ODD].is_proof
+
+
+def test_four_can_hold_nothing_against_a_delta(seed):
+    values = deltas(seed)
+    values[ODD] = -100 * values[ODD]
+    assert judged(values, peers=PEERS[:4]) == {}
+
+
+def test_members_who_agree_on_nothing_blame_nobody(seed):
+    """At the very end of training, what is left is noise."""
+    generator = torch.Generator().manual_seed(seed)
+    assert judged({peer: torch.randn(NUMEL, generator=generator) for peer in PEERS}) == {}
+
+
+@pytest.mark.parametrize("lie", [lambda m: -m, lambda m: -100 * m, lambda m: 100 * m])
+def test_a_reducer_whose_mean_cannot_be_one_is_named(seed, lie):
+    assert set(lied_to(deltas(seed), lie)) == {ODD}
+
+
+def test_in_a_small_group_only_a_mean_of_a_wrong_size_is_a_lie(seed):
+    few = PEERS[:3]
+    assert set(lied_to(deltas(seed), lambda mean: 2 * MOST_TIMES_OWN * mean, peers=few)) == {ODD}
+    assert lied_to(deltas(seed), lambda mean: -mean, peers=few) == {}
+
+
+def test_a_peer_that_is_odd_itself_blames_nobody_for_it(seed):
+    values = deltas(seed)
+    values[PEERS[0]] = -values[PEERS[0]]
+    assert lied_to(values, lambda mean: mean) == {}
+    assert judged(values) == {}
+
+
+def test_what_cannot_be_read_is_proof_and_weighs_nothing(seed):
+    plan, values = plan_of(), deltas(seed)
+    witness, message = plan.witness(PEERS[0]), plan.slices[0][0]
+    pieces = [values[peer][message[0].start : message[0].stop] for peer in PEERS]
+    pieces[2] = None
+    witness.proves(2, "sent NaN")
+    kept = witness.weigh(message[0], pieces)
+    assert kept == [0.0 if index == 2 else 100.0 for index in range(8)]
+    assert witness.evidence() == {ODD: PROOF}
+    assert encode_message(plan.format, message, torch.zeros(message[-1].stop - message[0].start)).numel()

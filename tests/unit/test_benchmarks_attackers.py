@@ -1,0 +1,66 @@
+"""The rows about attackers say what the runs have shown, bad news too."""
+
+from typing import Any
+
+import pytest
+
+from benchmarks.attackers import (
+    ATTACKER,
+    FIRST,
+    SEEDS,
+    UNDISTURBED,
+    UNGUARDED,
+    attacker_rows,
+    kinds,
+    scenario,
+    summary_rows,
+)
+
+
+def run(loss: float, left_out_from: int | None = None, rejected: int = 0) -> dict[str, Any]:
+    return {"loss": loss, "left_out_from": left_out_from, "rejected": rejected, "contributions": 100}
+
+
+def document(**changes: dict[str, Any]) -> dict[str, Any]:
+    runs = {f"{UNDISTURBED} {seed}": run(5.0) for seed in SEEDS} | {f"{UNGUARDED} {seed}": run(5.0) for seed in SEEDS}
+    runs |= {f"scale {seed}": run(5.05, FIRST + 3) for seed in SEEDS}
+    return {"runs": runs | {" ".join(name.rsplit("_", 1)): of for name, of in changes.items()}, "guard_seconds": 0.05}
+
+
+def test_the_rows_compare_each_seed_with_the_same_seed_undisturbed() -> None:
+    loss, rounds, rejected, clean, seconds = attacker_rows(document())
+    assert (loss.cells[1], loss.is_reached) == ("+1.00 % ± 0.00", True)
+    assert (rounds.cells[1], rounds.is_reached) == ("2, 2, 2", True)
+    assert rejected.is_reached and clean.is_reached and seconds.is_reached
+
+
+@pytest.mark.parametrize(
+    ("changes", "place"),
+    [
+        ({"scale_1": run(6.0, FIRST + 3)}, 0),
+        ({"scale_1": run(5.0, FIRST + 4)}, 1),
+        ({"scale_1": run(5.0, None)}, 1),
+        ({"undisturbed_0": run(5.0, None, rejected=50)}, 2),
+        ({"unguarded_2": run(4.8)}, 3),
+    ],
+)
+def test_what_is_not_reached_is_said_so(changes: dict[str, Any], place: int) -> None:
+    assert not list(attacker_rows(document(**changes)))[place].is_reached
+
+
+def test_all_attacks_together_are_as_bad_as_the_worst_of_them() -> None:
+    worst, rounds, *rest = summary_rows(document())
+    assert worst.cells[1] == "+1.00 % ± 0.00 (scale)" and not worst.is_reached, "the others have not been run"
+    assert (rounds.cells[1], rounds.is_reached) == ("2", True)
+    assert rest[1:] == list(attacker_rows(document()))[2:]
+    never = {f"{kind}_{seed}": run(5.0, FIRST + 2) for kind in kinds() for seed in SEEDS} | {"nan_1": run(5.6, None)}
+    worst, rounds, unfound, *_ = summary_rows(document(**never))
+    assert worst.cells[1].endswith("(nan)") and not worst.is_reached
+    assert (rounds.cells[1], rounds.is_reached) == ("inf", False)
+    assert unfound.cells[1] == "stale, copy, inflate, silent"
+
+
+def test_all_attacks_are_by_one_peer_from_one_round_on() -> None:
+    [attack] = scenario("moments", 0).attacks
+    assert (attack.peer, attack.from_round, attack.kind) == (ATTACKER, FIRST, "moments")
+    assert scenario(UNDISTURBED, 1).attacks == []

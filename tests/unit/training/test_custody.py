@@ -1,0 +1,88 @@
+"""A slot outlives its last holder, with its moments, because somebody else keeps them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from virtual import VirtualPeer, peer_id, tiny_run
+
+from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.roster import SHARED, Groups
+from spes_p2p.training.custody import custodians
+
+PEERS = tuple(peer_id(index) for index in range(5))
+
+
+def groups(holders: dict[int, tuple[str, ...]], current: tuple[str, ...] = PEERS) -> Groups:
+    return Groups(round=3, behind=(), members={SHARED: current, **{f"slot-{s}": p for s, p in holders.items()}})
+
+
+def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_even():
+    sole = {slot: (PEERS[slot % 5],) for slot in range(20)}
+    kept = custodians(groups(sole), copies=3)
+    assert set(kept) == {f"slot-{slot}" for slot in range(20)}
+    for slot, holders in sole.items():
+        assert len(set(kept[f"slot-{slot}"])) == 2 and not set(kept[f"slot-{slot}"]) & set(holders)
+    burdens = [sum(peer in peers for peers in kept.values()) for peer in PEERS]
+    assert max(burdens) - min(burdens) <= 2
+
+
+def test_who_is_not_of_the_round_keeps_nothing_and_nobody_keeps_what_enough_hold():
+    kept = custodians(groups({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), copies=2)
+    assert set(kept) == {"slot-0"} and set(kept["slot-0"]) <= set(PEERS[1:3])
+
+
+def test_a_lone_peer_has_nobody_to_keep_anything():
+    assert custodians(groups({0: PEERS[:1]}, current=PEERS[:1]), copies=2) == {}
+
+
+class Recording(MemorySwarm):
+    """Notes whose moments, and of which round, are loaded."""
+
+    def __init__(self, hub: MemoryHub, index: int) -> None:
+        super().__init__(hub, peer_id(index))
+        self.loaded: set[tuple[str, str, int]] = set()
+
+    def load(self, name: str) -> Tensor:
+        if name.startswith("moments-slot"):
+            version = self.versions()[name]
+            self.loaded.add((name, version.author, version.round))
+        return super().load(name)
+
+
+@pytest.mark.parametrize("codec", ["fp32", "int8"])
+@pytest.mark.parametrize("moments", ["both", "local"])
+@pytest.mark.parametrize("copies", [2, 1])
+def test_who_adopts_the_slot_of_a_dead_sole_holder_goes_on_with_its_moments(copies: int, moments: str, codec: str):
+    rounds = RoundConfig(
+        mode="steps", steps=3, total=12, min_peers=3, max_seconds=60, exchange_seconds=20, copies=copies
+    )
+    run = tiny_run(round=rounds, outer=OuterConfig(moments=moments), codecs=CodecConfig(moments=codec))
+    hub = MemoryHub("run", matchmaking_seconds=10.0)
+    swarms = [Recording(hub, index) for index in range(3)]
+    peers = [VirtualPeer(run, swarm, index=index, max_slots=2) for index, swarm in enumerate(swarms)]
+    doomed, sole, published = list[VirtualPeer](), set[int](), {}
+
+    def doom(peer, report):
+        """The first to commit the second round that holds a slot by itself dies amid the third."""
+        alone = set(peer.slots) - {slot for other in peers if other is not peer for slot in other.slots}
+        if report.round == 2 and alone and not doomed:
+            doomed.append(peer)
+            sole.update(alone)
+            published.update({slot: peer.swarm.load(f"moments-slot-{slot}") for slot in sole if copies > 1})
+            peer.strike(after_seconds=0.0)
+
+    initial = peers[0].initial()
+    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: doom(peer, report)) for peer in peers])
+
+    assert sole, "the dead peer was to be the only holder of a slot"
+    adopted = {(f"moments-slot-{slot}", doomed[0].swarm.peer_id, 2) for slot in sole}
+    loaded = {item for swarm in swarms if swarm is not doomed[0].swarm for item in swarm.loaded}
+    if copies > 1:
+        assert adopted <= loaded
+        assert all(torch.isfinite(flat).all() and flat.any() for flat in published.values())
+    else:
+        assert not adopted & loaded, "without anybody who keeps them, they die with their holder"
+    assert all(len(peer.reports) == rounds.total for peer in peers if peer not in doomed)
