@@ -10,7 +10,7 @@ from typing import Any
 
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.key_manager import GroupKeyManager
-from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException
+from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException, PotentialLeaders
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.servicer import StubBase
@@ -81,15 +81,37 @@ class Declarations(GroupKeyManager):
         """Meet under the same key next time."""
 
 
+class Leaders(PotentialLeaders):
+    """Whom a peer may follow, until its own time is up.
+
+    Stock takes any declaration for a time that is up, the first of a search too: whoever had a follower by then began
+    with that one alone, as soon as half of those expected were there, and the third of three was left behind.
+    """
+
+    heeded = math.inf
+    """Until when this peer waits, as far as this search knows."""
+
+    async def pop_next_leader(self) -> PeerID:
+        while True:
+            try:
+                return await super().pop_next_leader()
+            except TimeoutError:
+                before, self.heeded = self.heeded, self.declared_expiration_time
+                if math.isfinite(before):
+                    raise
+
+
 class Meeting(Matchmaking):
     """One peer's search for a group: of everybody in the DHT, or of those who have just failed together."""
 
     group_key_manager: Declarations
+    potential_leaders: Leaders
     _servicer_type: Any
 
     def __init__(self, p2p, schema_hash: bytes, dht, **kwargs) -> None:
         super().__init__(p2p, schema_hash, dht, **kwargs)
         self.group_key_manager = Declarations(dht, self._prefix, "", self.target_group_size)
+        self.potential_leaders = Leaders(self.peer_id, self.min_matchmaking_time, self.target_group_size)
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
 
     def prepare(self, target: int | None, least: int, survivors: Sequence[PeerID] | None) -> None:
@@ -97,6 +119,7 @@ class Meeting(Matchmaking):
         self.target_group_size, self.min_group_size = target, least
         self.group_key_manager.target_group_size = target
         self.group_key_manager.survivors = survivors
+        self.potential_leaders.heeded = math.inf
 
     def get_request_expiration_time(self) -> float:
         if self.group_key_manager.survivors is not None:
