@@ -127,9 +127,11 @@ class Pull:
             error, candidate.task = candidate.task.exception(), None
             if error is None:
                 continue
-            log.info("could not pull %s from %s: %r", self._wanted.name, candidate.peer[-6:], error)
+            is_busy = isinstance(error, BusyError)  # which is how turns are taken, and nothing to tell anybody
+            level = logging.DEBUG if is_busy else logging.INFO
+            log.log(level, "could not pull %s from %s: %r", self._wanted.name, candidate.peer[-6:], error)
             self._reasons.append(f"{candidate.peer[-6:]}: {error!r}")
-            is_useful = isinstance(error, BusyError) or candidate.num_bytes >= RANGE_BYTES
+            is_useful = is_busy or candidate.num_bytes >= RANGE_BYTES
             candidate.breaks, candidate.num_bytes = 0 if is_useful else candidate.breaks + 1, 0
             if self._suspect is not None:
                 self._fetch.drop()  # what two have sent could be blamed on neither
