@@ -37,9 +37,9 @@ from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.assembly import build_trainer
-from spes_p2p.training.checkpoint import PeerCheckpoint
 from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.recovery import checkpoint_of
 from spes_p2p.training.trainer import Trainer
 
 MAX_LOST = 0.02
@@ -132,7 +132,7 @@ class Peer:
     def __init__(self, config: CheckpointingConfig, folder: Path) -> None:
         self._config, self._run = config, config.run
         self._identity, self._store = Identity(folder / "key"), VersionStore(folder / "versions", RUN_ID)
-        self._checkpoint = PeerCheckpoint(folder / "checkpoint", folder / "versions")
+        self._checkpoint = checkpoint_of(folder)
         self._trainer = _trainer(config)
         self._sizes = Anchors(self._run, {kind: layout.numel for kind, layout in self._trainer.layouts.items()})
         self._round = 0

@@ -40,7 +40,6 @@ TOOLS = ("gcc", "ip")
 PREFIX = "spes"
 DEVICE = "wan0"
 COMMAND_SECONDS = 60.0
-END_SECONDS = 5.0
 QUEUE_MS = 60.0
 """Longest wait in an uplink or a downlink before packets are dropped: what a home router buffers, or less."""
 PRIORITY = 10

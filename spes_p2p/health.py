@@ -27,6 +27,7 @@ class HealthConfig(CommandConfig):
 
 def main(config: HealthConfig) -> int:
     """Say it; return 1 if it was too long ago."""
+    # Named by joining and recovery, whose import takes seconds: too long for what is asked every minute.
     signs = [config.output / "address", *(config.output / "checkpoint").glob("round-*/state.json")]
     times = []
     for sign in signs:

@@ -28,10 +28,9 @@ from spes_p2p.swarm.attacks import Attack, AttackingSwarm
 from spes_p2p.swarm.identity import hashed_peer_id
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Metrics
-from spes_p2p.swarm.roster import SHARED
+from spes_p2p.swarm.roster import SHARED, is_bundle
 from spes_p2p.swarm.virtual_clock import VirtualClock
 from spes_p2p.training.assembly import build_initial
-from spes_p2p.training.holdings import is_bundle
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.virtual_peer import Leaves, VirtualPeer
 from spes_p2p.training.whole_model import WholeModel

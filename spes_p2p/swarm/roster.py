@@ -37,6 +37,11 @@ def moments_name(group: str) -> str:
     return f"moments-{group}"
 
 
+def is_bundle(name: str) -> bool:
+    """Tell whether a version's name is that of model weights."""
+    return name == SHARED or name.startswith("slot-")
+
+
 def kind_of(name: str) -> str:
     """Return whose size a vector has: `shared`, `slot`, `moments-shared` or `moments-slot`."""
     return name.split("slot-")[0] + "slot" if "slot-" in name else name

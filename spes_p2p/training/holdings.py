@@ -14,7 +14,7 @@ from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.swarm.claimant import Claimant
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, kind_of, moments_name, slot_name, uplinks
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, is_bundle, kind_of, moments_name, slot_name, uplinks
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.custody import custodians
 from spes_p2p.training.refresh import choose
@@ -292,8 +292,3 @@ class Holdings:
             round = self._swarm.versions()[SHARED].round
             log.info("caught up with round %d: fetched %d of %d versions", round, len(flats), len(wanted))
         return flats
-
-
-def is_bundle(name: str) -> bool:
-    """Tell whether a version's name is that of model weights."""
-    return name == SHARED or name.startswith("slot-")

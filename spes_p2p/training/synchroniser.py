@@ -16,9 +16,9 @@ from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Progress
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, moments_name, slot_name
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, is_bundle, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
-from spes_p2p.training.holdings import Holdings, is_bundle
+from spes_p2p.training.holdings import Holdings
 from spes_p2p.training.passages import Synchronised, Trained, Update
 from spes_p2p.training.recovery import go_back
 

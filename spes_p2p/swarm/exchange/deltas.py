@@ -54,7 +54,7 @@ class DeltaStore:
         if not self.keep:
             return
         path = self._directory / f"{name}.{digest}.from.{base}.delta"
-        temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+        temporary = draft_of(path)
         temporary.write_bytes(data)
         with self._lock:
             temporary.replace(path)
@@ -77,3 +77,8 @@ class DeltaStore:
                 chain.append(kept[digest])
                 digest = kept[digest].base
         return chain[::-1]
+
+
+def draft_of(path: Path) -> Path:
+    """Return where this thread writes a file until it appears, whole, under its name."""
+    return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")

@@ -122,11 +122,6 @@ class Download:
         return self._num_received == self.num_bytes
 
     @property
-    def num_missing(self) -> int:
-        """Bytes that nobody was asked for, or that did not come."""
-        return sum(share.stop - share.start for share in self._missing)
-
-    @property
     def senders(self) -> set[str]:
         """Everybody who has sent some of it."""
         return {range.peer for range in self.ranges if range.start > range.first}

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.deltas import DeltaStore
+from spes_p2p.swarm.exchange.deltas import DeltaStore, draft_of
 from spes_p2p.swarm.exchange.versions import Version
 
 log = logging.getLogger(__name__)
@@ -219,7 +219,7 @@ def file_name(version: Version) -> str:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Let a file appear, whole, under a second name: with its bytes shared where the file system can."""
-    temporary = target.with_name(f"{target.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary = draft_of(target)
     try:
         os.link(source, temporary)
     except OSError:
@@ -229,7 +229,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 def write_whole(path: Path, data: bytes | bytearray | memoryview) -> None:
     """Make a file appear with all its bytes, in place of any before it."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
+    temporary = draft_of(path)
     with temporary.open("wb", buffering=0) as file, memoryview(data) as view:
         start = 0
         while start < len(view):
