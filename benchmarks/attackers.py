@@ -8,6 +8,7 @@ undisturbed. Runs that are in the results are not made again; delete the file to
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
@@ -32,12 +33,15 @@ from spes_p2p.study.summary import Spread
 from spes_p2p.swarm.attacks import Attack
 from spes_p2p.swarm.averaging.reduce import GroupPlan, reduce_message
 from spes_p2p.swarm.averaging.witness import Witness
+from spes_p2p.training.gate import LossGate
 
 RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
 SEEDS = (0, 1, 2)
 ATTACKER, FIRST, FACTOR = 2, 3, 100.0
 """Who it is, the first round that it spoils, and by what it scales."""
 UNDISTURBED, UNGUARDED = "undisturbed", "unguarded"
+SOLE_UNDISTURBED, SOLE, SOLE_UNGATED = "sole undisturbed", "sole scale", "sole scale ungated"
+"""Runs in which each slot has one holder, whose deltas nobody else sees."""
 EXCLUDABLE = ("sign_flip", "scale", "nan", "noise", "moments", "lying_reducer")
 """Those that bring what no honest peer would; the rest does no more harm than one that is absent."""
 MAX_WORSE, MAX_ROUNDS, MAX_REJECTED, MAX_CLEAN, MAX_SECONDS = 2.0, 2, 1.0, 0.2, 3.0
@@ -73,7 +77,7 @@ def main(config: AttackersBenchmarkConfig) -> int:
     """Make the runs that are missing, and print the rows; return the exit code."""
     document = json.loads(config.results.read_text()) if config.results.exists() else {"runs": {}}
     for seed in SEEDS:
-        for kind in (UNDISTURBED, *kinds(), UNGUARDED):
+        for kind in (UNDISTURBED, *kinds(), UNGUARDED, SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
             if f"{kind} {seed}" not in document["runs"]:
                 document["runs"][f"{kind} {seed}"] = run = measure(kind, seed)
                 config.results.write_text(json.dumps(document, indent=1) + "\n")
@@ -96,22 +100,27 @@ def kinds() -> tuple[str, ...]:
 def scenario(kind: str, seed: int) -> Scenario:
     """Return a run of eight of whom one attacks, or none."""
     attack = {"peer": ATTACKER, "kind": kind, "from_round": FIRST, "factor": FACTOR}
+    if is_sole := kind in (SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
+        attack |= {"kind": "scale", "groups": "slots"}
+    is_attacked = kind in (*kinds(), SOLE, SOLE_UNGATED)
     return Scenario.model_validate(
         {
-            **{"run": RUN, "peers": PEERS, "max_slots": 2, "seed": seed, "threads": 1, "evaluate_rounds": 100},
-            **{"held_out_tokens": 8192, "attacks": [attack] if kind in kinds() else []},
+            **{"run": RUN, "peers": PEERS, "max_slots": 1 if is_sole else 2, "seed": seed, "threads": 1},
+            **{"evaluate_rounds": 100, "held_out_tokens": 8192, "attacks": [attack] if is_attacked else []},
         }
     )
 
 
 def measure(kind: str, seed: int) -> dict[str, Any]:
-    """Return what came of a run; the unguarded one is undisturbed, and takes plain means."""
-    if kind == UNGUARDED:
-        with mock.patch.object(Witness, "weigh", _plain_weights):
-            result = simulate(scenario(kind, seed))
-    else:
-        result = simulate(scenario(kind, seed))
-    honest = [peer for peer in range(PEERS) if kind not in kinds() or peer != ATTACKER]
+    """Return what came of a run; the unguarded one is undisturbed, and takes plain means and whatever is published."""
+    with contextlib.ExitStack() as stack:
+        if kind == UNGUARDED:
+            stack.enter_context(mock.patch.object(Witness, "weigh", _plain_weights))
+        if kind in (UNGUARDED, SOLE_UNGATED):
+            stack.enter_context(mock.patch.object(LossGate, "load", _ungated))
+        run = scenario(kind, seed)
+        result = simulate(run)
+    honest = [peer for peer in range(PEERS) if not run.attacks or peer != ATTACKER]
     rejected = {(round, peer) for round, peers in result.accused.items() for peer in peers if peer in honest}
     rejected |= {(round, peer) for round, peers in result.left_out.items() for peer in peers if peer in honest}
     return {
@@ -127,6 +136,7 @@ def attacker_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     """Yield the table's rows; of attacks that have been run at least once."""
     for kind in kinds():
         yield from _attack_rows(kind, document["runs"])
+    yield from _sole_rows(document["runs"])
     yield from _honest_rows(document)
 
 
@@ -145,6 +155,7 @@ def summary_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     yield Row(what, f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS)
     rest = ", ".join(kind for kind in worse if kind not in EXCLUDABLE)
     yield Row("- attacks that pass for work, or for absence, and are found late or never", rest)
+    yield from _sole_rows(runs)
     yield from _honest_rows(document)
 
 
@@ -183,6 +194,24 @@ def _attack_rows(kind: str, runs: Mapping[str, Any]) -> Iterator[Row]:
         yield Row(what, figure)
 
 
+def _sole_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
+    """Yield what the only holder of a slot can do to it, and what it could without the loss gate."""
+    seeds = [seed for seed in SEEDS if f"{SOLE} {seed}" in runs]
+    if not seeds:
+        return
+    worse = _worse(SOLE, SOLE_UNDISTURBED, seeds, runs)
+    counted = [_rounds(runs[f"{SOLE} {seed}"]) for seed in seeds]
+    most = max(math.inf if count is None else count for count in counted)
+    what = f"held-out loss when the only holder of a slot scales it by {FACTOR:g}, equal tokens, {len(seeds)} seeds"
+    yield Row(what, _figure(worse), f"+{MAX_WORSE:g} %", worse.mean <= MAX_WORSE)
+    yield Row(
+        "- rounds in which it took part before it was left out", f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS
+    )
+    ungated = [seed for seed in seeds if f"{SOLE_UNGATED} {seed}" in runs]
+    if ungated:
+        yield Row("- without the loss gate", _figure(_worse(SOLE_UNGATED, SOLE_UNDISTURBED, ungated, runs)))
+
+
 def _rounds(run: Mapping[str, Any]) -> int | None:
     """Return in how many rounds an attacker took part before it was left out; None if it never was."""
     return None if run["left_out_from"] is None else run["left_out_from"] - FIRST - 1
@@ -200,6 +229,10 @@ def _figure(worse: Spread) -> str:
 def _plain_weights(witness: Witness, part: object, values: list[Tensor | None]) -> list[float]:
     senders = [weight for weight in witness._weights if weight > 0]
     return [0.0 if value is None else weight for value, weight in zip(values, senders, strict=True)]
+
+
+def _ungated(gate: LossGate, flats: Mapping[str, Tensor] | None, sync: object) -> None:
+    gate._trainer.load(flats)
 
 
 def guard_seconds() -> float:

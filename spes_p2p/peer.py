@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spes_p2p import restarting
 from spes_p2p.config import PeerConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import DataError
 from spes_p2p.joining import Admission, joined
@@ -20,6 +20,7 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
+from spes_p2p.training.gate import PROBE_SEED, PROBE_SEQUENCES, LossGate
 from spes_p2p.training.output import check_output, fresh_output
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.recovery import checkpoint_of
@@ -74,7 +75,9 @@ def _train(
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
-        trainer = _trainer(config, group, admission)
+        source = train_sources(run.data, _tokenizer(config), paths=config.text, cache=config.cache.expanduser())
+        data = source(admission.data_seed)
+        trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
         keep_output()
         swarm = joined[0] if joined else None
         checkpoint = checkpoint_of(config.output)
@@ -84,7 +87,8 @@ def _train(
             sync = _synchroniser(config, swarm, admission, trainer)
             if SHARED not in swarm.versions() and saved is None:
                 initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
-        rounds = Rounds(run, trainer, group, sync, checkpoint=checkpoint, run_id=admission.manifest.run_id)
+        gate = LossGate(trainer, group, source(PROBE_SEED).next_batch(PROBE_SEQUENCES))
+        rounds = Rounds(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id)
         rounds.open(initial, saved)
         del initial, saved  # as large as the model, and not needed again
         rounds.run()
@@ -105,21 +109,6 @@ def _train(
 
 def _unreachable() -> Admission:
     raise AssertionError("the leader has joined before it connects")
-
-
-def _trainer(config: PeerConfig, group: ProcessGroup, admission: Admission) -> Trainer:
-    manifest, run = admission.manifest, admission.manifest.config
-    tokenizer = _tokenizer(config)
-    data = train_source(
-        run.data, tokenizer, paths=config.text, cache=config.cache.expanduser(), order_seed=admission.data_seed
-    )
-    return build_trainer(
-        run,
-        manifest.vocab_size,
-        data,
-        group,
-        machine=config,
-    )
 
 
 def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:

@@ -104,8 +104,24 @@ class Swarm(Protocol):
     def go_back(self, files: Mapping[Path, Version]) -> None:
         """Have versions as this peer's newest again, from files of its own that were verified."""
 
-    def load(self, name: str) -> Tensor:
-        """Return the flat bundle of the newest version of `name` that this peer has, as a new tensor."""
+    def load(self, name: str, *, before: bool = False) -> Tensor:
+        """Return the flat bundle of the newest version of `name` that this peer has, as a new tensor.
+
+        Args:
+            name: Of a version.
+            before: Return that of the version before the newest.
+
+        Raises:
+            ExchangeError: there is none.
+        """
+
+    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
+        """Have the version before the newest of `name` as this peer's newest again.
+
+        Args:
+            name: Of a version that has one before it.
+            suspects: Why to think ill of them, by peer; counts as evidence of the version's round.
+        """
 
     def pull(
         self,

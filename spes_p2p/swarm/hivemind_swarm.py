@@ -135,7 +135,6 @@ class HivemindSwarm:
         return self._bulletin.read(kind)
 
     def wait(self, seconds: float) -> bool:
-        """Wait, for records of others to change; return at once, and True, when the swarm is closed."""
         return self._bulletin.stopped.wait(seconds)
 
     # ------------------------------------------------------------------ rounds
@@ -243,7 +242,6 @@ class HivemindSwarm:
             self._bulletin.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
-        """Return the other peers that serve a version, by its name, those with the newest first."""
         found: dict[str, list[tuple[int, str]]] = {}
         for peer, record in self.read(Seed).items():
             for name, round in record.rounds().items() if peer != self.peer_id else ():  # type: ignore[attr-defined]
@@ -257,8 +255,14 @@ class HivemindSwarm:
         self._store.take_back(files)
         self._declare()
 
-    def load(self, name: str) -> Tensor:
-        return self._vectors.decode(name, self._store.read(name))
+    def load(self, name: str, *, before: bool = False) -> Tensor:
+        return self._vectors.decode(name, self._store.read(name, before=before))
+
+    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
+        version = self._store.newest()[name]
+        self._store.discard(version)
+        self._declare()
+        self.trust.suspect(version.round - 1, suspects)
 
     def load_document(self, name: str) -> bytes:
         """Return a document that was pulled or published."""

@@ -34,6 +34,7 @@ class MemorySwarm:
     def __init__(self, hub: MemoryHub, peer_id: str) -> None:
         self._hub, self.clock, self.peer_id = hub, hub.clock, peer_id
         self._mine: dict[str, tuple[Version, Tensor]] = {}
+        self._before: dict[str, tuple[Version, Tensor]] = {}
         self._pulled_bytes = self._averaged_bytes = 0
         self._wire, self._errors = Wire({}), dict[str, Tensor]()
         self._held: tuple[int, ...] = ()
@@ -162,10 +163,17 @@ class MemorySwarm:
     def go_back(self, files: Mapping[Path, Version]) -> None:
         raise SimulationError("versions in memory have no files; a virtual peer cannot be resumed")
 
-    def load(self, name: str) -> Tensor:
-        if name not in self._mine:
-            raise ExchangeError(f"this peer has no version of {name}")
-        return self._mine[name][1].clone()
+    def load(self, name: str, *, before: bool = False) -> Tensor:
+        kept = self._before if before else self._mine
+        if name not in kept:
+            raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
+        return kept[name][1].clone()
+
+    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
+        round = self._mine[name][0].round - 1
+        self._mine[name] = self._hub.bundles[self.peer_id][name] = self._before.pop(name)
+        self.trust.suspect(round, suspects)
+        self.accused |= {(round, peer) for peer in suspects}
 
     def pull(
         self,
@@ -205,6 +213,9 @@ class MemorySwarm:
         return name in self._hub.bundles.get(peer, {})
 
     def _keep(self, items: Mapping[str, tuple[Version, Tensor]]) -> None:
+        for name, (version, _) in items.items():
+            if name in self._mine and self._mine[name][0].round != version.round:
+                self._before[name] = self._mine[name]
         self._mine |= items
         self._hub.bundles.setdefault(self.peer_id, {}).update(items)
         self.clock.notify_all()

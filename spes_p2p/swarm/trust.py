@@ -53,9 +53,14 @@ class Trust:
         for peer, item in seen.items():
             self._strike(round, peer, item)
 
+    def suspect(self, round: int, reasons: Mapping[str, str]) -> None:
+        """Give peers a strike for a round in which they published what nobody should have; reasons by peer."""
+        self.note(round, [{peer: Evidence(reason, is_proof=False) for peer, reason in reasons.items()}])
+
     def _strike(self, round: int, peer: str, evidence: Evidence) -> None:
         case = self._cases.setdefault(peer, _Case())
-        case.strikes = (*(strike for strike in case.strikes if strike > round - MEMORY_ROUNDS), round)
+        recent = {strike for strike in case.strikes if strike > round - MEMORY_ROUNDS}
+        case.strikes = tuple(sorted(recent | {round}))
         log.warning("round %d: %s: %s", round + 1, peer[-6:], evidence.reason)
         if round >= case.until and (evidence.is_proof or len(case.strikes) >= STRIKES):
             length = min(BAN_ROUNDS * 2**case.bans, LONGEST_BAN_ROUNDS)

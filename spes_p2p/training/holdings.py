@@ -51,6 +51,8 @@ class Holdings:
         self.slots: tuple[int, ...] = ()
         self.distrusted: frozenset[str] = frozenset()
         """Peers that the last roster left out: what they claim and offer does not count."""
+        self.makers: Mapping[str, Sequence[str]] = {}
+        """The other peers that have made the last round's version of each group."""
         self.clock, self.refresh_slots, self.stale_rounds = clock, refresh_slots, 0
         self._swarm, self._run = swarm, run
         self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
@@ -185,7 +187,7 @@ class Holdings:
         """
         me, groups, links = self._swarm.peer_id, derive_groups(roster), uplinks(roster)
         makers = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in published}
-        makers = {name: peers for name, peers in makers.items() if peers}
+        self.makers = makers = {name: peers for name, peers in makers.items() if peers}
         kept = {n for n, peers in custodians(groups, self._run.round.copies).items() if me in peers and n in makers}
         chosen = self._affordable({name: self._rounds_behind(name, round) for name in makers}, routed) | kept
         chains = {name: peers for name, peers in relays(groups, roster, links).items() if name in chosen}
@@ -237,11 +239,10 @@ class Holdings:
     def _has_use_for(self, name: str) -> bool:
         return is_bundle(name) or name in self.held_moments()
 
-    def load(self, name: str) -> Tensor:
-        """Return the flat weights, or the moments, of the newest version that this peer has."""
-        if not is_bundle(name):
-            return self._swarm.load(name)
-        return self._anchors.split(name, self._swarm.load(name))[0].clone()
+    def load(self, name: str, *, before: bool = False) -> Tensor:
+        """Return the flat weights, or the moments, of the newest version that this peer has, or the one before it."""
+        bundle = self._swarm.load(name, before=before)
+        return self._anchors.split(name, bundle)[0].clone() if is_bundle(name) else bundle
 
     def catch_up(
         self, peers: Sequence[str], min_round: int = 0, routed: Mapping[int, int] | None = None

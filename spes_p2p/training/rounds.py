@@ -15,6 +15,7 @@ from spes_p2p.optim.schedule import learning_rate
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
+from spes_p2p.training.gate import LossGate
 from spes_p2p.training.overlap import Correction, Flight, Task, ThreadTask
 from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.process_group import ProcessGroup
@@ -41,6 +42,7 @@ class Rounds:
         trainer: This rank's share of the training.
         group: The peer's ranks.
         sync: The leader's dealings with the swarm; None on other ranks.
+        gate: Looks at what others publish of their slots; None takes it as it comes.
         checkpoint: Where the leader saves the peer's state after each round; None saves nothing.
         run_id: The run's name, for the checkpoint.
         start: Begins work beside the training; a virtual peer's is in virtual time.
@@ -53,11 +55,13 @@ class Rounds:
         group: ProcessGroup,
         sync: Synchroniser | None,
         *,
+        gate: LossGate | None = None,
         checkpoint: PeerCheckpoint | None = None,
         run_id: str = "run",
         start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
         self._run, self._trainer, self._group, self._sync = run, trainer, group, sync
+        self._gate = gate
         self._saving, self._start = Saving(checkpoint, run_id, trainer, group, sync), start
         self._on_round: Callable[[Metrics], None] | None = None
         self._flight: Flight | None = None
@@ -222,7 +226,11 @@ class Rounds:
         flats = update.flats if self._sync is not None else None
         masters = {name: flats[name] for name in sorted(new)} if flats is not None else None
         self._trainer.set_slots(update.slots, masters)
-        self._trainer.load({n: flat for n, flat in flats.items() if n not in new} if flats is not None else None)
+        rest = {n: flat for n, flat in flats.items() if n not in new} if flats is not None else None
+        if self._gate is not None:
+            self._gate.load(rest, self._sync)
+        else:
+            self._trainer.load(rest)
 
     # ------------------------------------------------------------------ synchronising while training
 

@@ -26,6 +26,9 @@ class Sharding(Protocol):
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Within it, gradients stay this rank's own."""
 
+    def settle(self, wrapped: nn.Module) -> None:
+        """Be as before a forward pass that no backward pass has followed."""
+
 
 class Alone:
     """One process."""
@@ -34,6 +37,9 @@ class Alone:
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         return loss
+
+    def settle(self, wrapped: nn.Module) -> None:
+        pass
 
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -53,6 +59,9 @@ class Copies:
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         assert isinstance(wrapped, DistributedDataParallel)
         return wrapped.no_sync()
+
+    def settle(self, wrapped: nn.Module) -> None:
+        pass
 
 
 class Parts:
@@ -92,6 +101,11 @@ class Parts:
             yield
         finally:
             wrapped.module.set_requires_gradient_sync(True)
+
+    def settle(self, wrapped: nn.Module) -> None:
+        for part in wrapped.modules():
+            if isinstance(part, FSDPModule):
+                part.reshard()  # some keep their parameters whole for a backward pass
 
 
 def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> Sharding:

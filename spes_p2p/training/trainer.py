@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 
 from spes_p2p.codecs import Layout
 from spes_p2p.config import MachineConfig, TrainConfig, check_training, sequences_at_once
@@ -139,6 +139,15 @@ class Trainer:
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
         return tokens / (self.clock() - started)
+
+    def loss_on(self, tokens_BT1: LongTensor) -> float:
+        """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, and train on none; on all ranks."""
+        routed_E, self._loss.routed_E = self._loss.routed_E, None
+        with torch.no_grad():
+            loss = self._loss(tokens_BT1.to(self._group.device)).cross_entropy.item()
+        self._sharding.settle(self._loss)
+        self._loss.routed_E = routed_E
+        return loss
 
     def routed_tokens(self) -> dict[int, int]:
         """Return how many tokens this rank has routed to each slot, over all layers, since it was last asked."""

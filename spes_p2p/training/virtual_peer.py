@@ -13,6 +13,7 @@ from spes_p2p.data.packing import TokenSource
 from spes_p2p.swarm.memory import MemorySwarm
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.assembly import build_synchroniser, build_trainer
+from spes_p2p.training.gate import LossGate
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.rounds import Rounds
 
@@ -58,6 +59,7 @@ class VirtualPeer:
         run: The run's settings.
         swarm: This peer's; not shared.
         data: Its batches.
+        probe_BT1: Public sequences that the loss gate measures.
         vocab_size: Entries of the run's tokenizer.
         max_slots: Slots it can train.
         tokens_per_second: Its speed, in virtual seconds.
@@ -70,6 +72,7 @@ class VirtualPeer:
         run: RunConfig,
         swarm: MemorySwarm,
         data: TokenSource,
+        probe_BT1: LongTensor,
         *,
         vocab_size: int,
         max_slots: int,
@@ -83,7 +86,8 @@ class VirtualPeer:
         self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now)
         self.sync = build_synchroniser(swarm, run, self.trainer, run_id=run_id, max_slots=max_slots)
         swarm.enter(self.sync.anchors.vectors())
-        self.rounds = Rounds(run, self.trainer, group, self.sync, start=self._clock.start)
+        gate = LossGate(self.trainer, group, probe_BT1)
+        self.rounds = Rounds(run, self.trainer, group, self.sync, gate=gate, start=self._clock.start)
         self.reports: list[Metrics] = []
         self._strike: tuple[float, float] | None = None
 

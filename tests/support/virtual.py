@@ -11,6 +11,8 @@ from spes_p2p.training import virtual_peer
 from spes_p2p.training.assembly import build_initial
 
 VOCAB = 64
+PROBE = 10**6
+"""Seed of the tokens that the loss gate measures; no peer's."""
 
 
 class RandomTokens:
@@ -49,7 +51,8 @@ class VirtualPeer(virtual_peer.VirtualPeer):
     """The simulator's own peer, on random tokens; its index is its data's seed."""
 
     def __init__(self, run: RunConfig, swarm: MemorySwarm, *, index: int, max_slots: int) -> None:
-        super().__init__(run, swarm, RandomTokens(index, 16), vocab_size=VOCAB, max_slots=max_slots)
+        self.probe_BT1 = RandomTokens(PROBE, 16).next_batch(16)
+        super().__init__(run, swarm, RandomTokens(index, 16), self.probe_BT1, vocab_size=VOCAB, max_slots=max_slots)
         self.config, self.index, self.anchors = run, index, self.sync.anchors
 
     def initial(self) -> dict[str, torch.Tensor]:

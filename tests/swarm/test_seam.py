@@ -115,6 +115,20 @@ def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens
         assert all(wording in reason for reason in result.dropped.values())
 
 
+def test_a_refused_version_gives_way_to_the_one_before_it(four):
+    _, (virtual,) = memory_swarms(four[:1])
+    bundles = [torch.full((NUMELS["slot"],), float(round)) for round in range(3)]
+    for call in (four[0].call, lambda method, *args, **named: getattr(virtual, method)(*args, **named)):
+        for round in (1, 2):
+            call("publish", round, {"slot-7": bundles[round]})
+        assert torch.equal(call("load", "slot-7", before=True), bundles[1])
+        call("refuse", "slot-7", {})
+        assert torch.equal(call("load", "slot-7"), bundles[1]) and call("versions")["slot-7"].round == 1
+        call("publish", 2, {"slot-7": bundles[0]})
+        assert torch.equal(call("load", "slot-7"), bundles[0])
+        assert torch.equal(call("load", "slot-7", before=True), bundles[1])
+
+
 @pytest.mark.parametrize("codec", ["int4"])
 def test_with_few_bits_both_swarms_commit_the_same_bits_round_after_round(tmp_path, seed, codec):
     """What rounding leaves over, with senders and with reducers, is part of the next round on either side."""

@@ -8,6 +8,9 @@ from benchmarks.attackers import (
     ATTACKER,
     FIRST,
     SEEDS,
+    SOLE,
+    SOLE_UNDISTURBED,
+    SOLE_UNGATED,
     UNDISTURBED,
     UNGUARDED,
     attacker_rows,
@@ -64,3 +67,19 @@ def test_all_attacks_are_by_one_peer_from_one_round_on() -> None:
     [attack] = scenario("moments", 0).attacks
     assert (attack.peer, attack.from_round, attack.kind) == (ATTACKER, FIRST, "moments")
     assert scenario(UNDISTURBED, 1).attacks == []
+
+
+def test_the_only_holder_of_a_slot_is_held_against_runs_with_only_holders() -> None:
+    sole = {f"{SOLE_UNDISTURBED}_{seed}": run(4.0) for seed in SEEDS}
+    sole |= {f"{SOLE}_{seed}": run(4.04, FIRST + 3) for seed in SEEDS} | {f"{SOLE_UNGATED}_0": run(8.0)}
+    loss, rounds, ungated = list(attacker_rows(document(**sole)))[2:5]
+    assert (loss.cells[1], loss.is_reached) == ("+1.00 % ± 0.00", True)
+    assert (rounds.cells[1], rounds.is_reached) == ("2", True)
+    assert ungated.cells[1] == "+100.00 %" and ungated.is_reached is None
+    late = list(attacker_rows(document(**sole | {f"{SOLE}_1": run(5.0, None)})))[2:4]
+    assert [row.is_reached for row in late] == [False, False]
+
+
+def test_only_holders_have_slots_of_their_own() -> None:
+    assert scenario(SOLE, 0).max_slots == 1 and scenario(SOLE, 0).attacks[0].groups == "slots"
+    assert not scenario(SOLE_UNDISTURBED, 0).attacks and scenario("scale", 0).max_slots == 2

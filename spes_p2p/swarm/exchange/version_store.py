@@ -142,21 +142,23 @@ class VersionStore:
             listener()
 
     def discard(self, version: Version) -> None:
-        """Forget a version whose bytes turned out damaged, so that it can be pulled again."""
+        """Forget a version that turned out damaged or bad; it can be pulled again."""
         with self._lock:
             others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
             self._versions[version.name] = others
             self.path(version).unlink(missing_ok=True)
 
-    def read(self, name: str) -> bytes:
-        """Return the bytes of the newest version of `name`, verified.
+    def read(self, name: str, *, before: bool = False) -> bytes:
+        """Return the bytes of the newest version of `name`, or of the one before it, verified.
 
         Raises:
             ExchangeError: there is none, or the file is damaged.
         """
-        version = self.newest().get(name)
-        if version is None:
-            raise ExchangeError(f"this peer has no version of {name}")
+        with self._lock:
+            kept = self._versions.get(name, [])[before:]
+        if not kept:
+            raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
+        version = kept[0]
         try:
             data = self.path(version).read_bytes()
         except OSError as error:

@@ -45,11 +45,11 @@ class Recording(MemorySwarm):
         super().__init__(hub, peer_id(index))
         self.loaded: set[tuple[str, str, int]] = set()
 
-    def load(self, name: str) -> Tensor:
+    def load(self, name: str, *, before: bool = False) -> Tensor:
         if name.startswith("moments-slot"):
             version = self.versions()[name]
             self.loaded.add((name, version.author, version.round))
-        return super().load(name)
+        return super().load(name, before=before)
 
 
 @pytest.mark.parametrize("codec", ["fp32", "int8"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 from collections.abc import Sequence
@@ -249,6 +250,7 @@ def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, s
     machine = MachineConfig(micro_batch_size=micro, activation_checkpointing=micro is not None, shard=shard)
     one = Trainer(model, TRAIN, data, group, machine)
     losses = learn(one, group.is_leader)
+    assert math.isfinite(one.loss_on(data.next_batch(2))), "and parameters are in parts again"
     kept = sum(kept_here(param).numel() for param in model.module.parameters())
     whole = sum(param.numel() for param in model.module.parameters())
     assert kept == whole if shard == "ddp" else kept < 0.6 * whole

@@ -1,0 +1,107 @@
+"""The loss gate: what others publish of their slots is kept only if it does not make this peer's model worse.
+
+A group of five or more judges its members' deltas (`swarm/averaging/witness.py`). Of a slot with one holder nobody sees
+the delta, and of one with two or three its length alone is bounded; what is left is to look at what comes out. All
+peers measure the same public text, each for itself: nobody's word counts.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import LongTensor, Tensor
+
+from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.roster import is_bundle
+from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+PROBE_SEQUENCES = 2
+"""Of the run's training text: one forward pass of them in a round."""
+PROBE_SEED = 0
+"""Of the order whose first sequences they are."""
+MOST_WORSE = 0.1
+"""Nats per token by which others' slots may make the model worse. Honest ones make it better, but for what a high
+learning rate does to all at once; that is no slot's doing, and found out by trying them one by one."""
+
+
+class LossGate:
+    """Puts what a synchronisation has brought into the model, and takes back what does it harm; on all ranks.
+
+    Args:
+        trainer: This rank's share of the training.
+        group: The peer's ranks.
+        probe_BT1: Public sequences to measure; the same on all ranks.
+    """
+
+    def __init__(self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor) -> None:
+        self._trainer, self._group, self._probe_BT1 = trainer, group, probe_BT1
+        self._loss = math.inf
+
+    def load(self, flats: Mapping[str, Tensor] | None, sync: Synchroniser | None) -> None:
+        """Put flat vectors into the model, as `Trainer.load` does; slots that do harm stay as they were.
+
+        Versions that are taken back so are refused in the swarm as well: they are neither served nor adopted, and held
+        against their maker, where there is but one.
+
+        Args:
+            flats: By name; only the leader passes them.
+            sync: The leader's dealings with the swarm; None on other ranks.
+        """
+        self._trainer.load(flats)
+        trained = set(self._trainer.names)
+        others = self._group.from_leader(lambda: [n for n in sorted(flats or ()) if is_bundle(n) and n not in trained])
+        if not others:
+            return
+        loss = self._measure()
+        if math.isfinite(self._loss) and not loss <= self._loss + MOST_WORSE:
+            loss = self._try_one_by_one(others, sync, loss)
+        self._loss = loss
+
+    def _measure(self) -> float:
+        loss = self._trainer.loss_on(self._probe_BT1)
+        return self._group.from_leader(lambda: loss)
+
+    def _try_one_by_one(self, names: Sequence[str], sync: Synchroniser | None, together: float) -> float:
+        """Go back to the slots as they were, and take those that do no harm; return the loss with them."""
+        names = [name for name in names if self._put(name, sync, before=True)]
+        loss = without = self._measure()
+        for name in names:
+            self._put(name, sync)
+            if not math.isfinite(without):  # this peer's own part is broken: nobody else can be blamed
+                loss = together
+            elif (found := self._measure()) <= without + MOST_WORSE:
+                loss = found
+            else:
+                self._put(name, sync, before=True)
+                if sync is not None:
+                    _refuse(name, sync, f"{found:.2f} nats per token of public text instead of {without:.2f}")
+        return loss
+
+    def _put(self, name: str, sync: Synchroniser | None, *, before: bool = False) -> bool:
+        """Put a slot's newest version into the model, or the one before it; return False where there is none."""
+        flats: dict[str, Tensor] = {}
+        if sync is not None:
+            try:
+                flats = {name: sync.holdings.load(name, before=before)}
+            except ExchangeError:
+                log.info("%s has no version before its newest; it stays", name)
+        found = self._group.from_leader(lambda: bool(flats))
+        if found:
+            self._trainer.load(flats if sync is not None else None)
+        return found
+
+
+def _refuse(name: str, sync: Synchroniser, harm: str) -> None:
+    version, makers = sync.swarm.versions()[name], sync.holdings.makers.get(name, ())
+    log.warning(
+        "round %d: %s of %s makes this model worse: %s; keeping the version before",
+        *(version.round, name, version.author[-6:], harm),
+    )
+    alone = list(makers) == [version.author]
+    sync.swarm.refuse(name, {version.author: f"its {name} makes the model worse: {harm}"} if alone else {})

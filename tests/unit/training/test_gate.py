@@ -1,0 +1,132 @@
+"""What others publish of their slots is put to use only if the model does not get worse by it."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from virtual import VOCAB, VirtualPeer, peer_id, tiny_run
+
+from spes_p2p.config import ModelConfig, RoundConfig
+from spes_p2p.errors import ExchangeError
+from spes_p2p.planner import model_size
+from spes_p2p.swarm.attacks import Attack, AttackingSwarm
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.training.gate import MOST_WORSE, LossGate
+from spes_p2p.training.process_group import ProcessGroup
+
+PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
+
+
+def run_of(slots: int = PEERS):
+    """A run in which each of six peers holds one slot alone."""
+    model = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    return tiny_run(
+        model=ModelConfig(**model, num_experts=slots, top_k=2),
+        round=RoundConfig(
+            mode="steps", steps=3, total=ROUNDS, min_peers=PEERS, max_seconds=60, exchange_seconds=20, copies=1
+        ),
+    )
+
+
+def live(attacks: list[Attack]) -> list[VirtualPeer]:
+    run, hub = run_of(), MemoryHub("run", matchmaking_seconds=10.0)
+    size = model_size(run.model, VOCAB)
+    numels = {SHARED: size.shared_params, "slot": size.slot_params}
+    swarms = [MemorySwarm(hub, peer_id(index)) for index in range(PEERS)]
+    for attack in attacks:
+        swarms[attack.peer] = AttackingSwarm(hub, peer_id(attack.peer), [attack], numels)
+    peers = [VirtualPeer(run, swarm, index=index, max_slots=1) for index, swarm in enumerate(swarms)]
+    initial = peers[0].initial()
+    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    return peers
+
+
+def loss_of(peer: VirtualPeer) -> float:
+    return peer.trainer.loss_on(peer.probe_BT1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> list[VirtualPeer]:
+    return live([])
+
+
+def test_honest_slots_pass(undisturbed):
+    for peer in undisturbed:
+        assert not peer.swarm.accused
+        rounds = {name: version.round for name, version in peer.swarm.versions().items()}
+        assert {rounds[slot_name(slot)] for slot in range(PEERS)} == {ROUNDS}
+
+
+def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
+    peers = live([Attack(peer=ATTACKER, kind="scale", factor=3000.0, groups="slots", from_round=FROM_ROUND)])
+    honest, liar = peers[:ATTACKER], peers[ATTACKER]
+    for peer in honest:
+        assert loss_of(peer) < loss_of(undisturbed[0]) + MOST_WORSE
+        accused = {(round, who) for round, who in peer.swarm.accused}
+        assert accused == {(FROM_ROUND, liar.swarm.peer_id), (FROM_ROUND + 1, liar.swarm.peer_id)}
+        assert liar.swarm.peer_id in peer.sync.holdings.distrusted
+    held = {slot for peer in honest for slot in peer.slots}
+    assert len(held) == len(honest), "each had room for one slot"
+
+
+def test_a_broken_model_blames_nobody():
+    """Whose own part is not finite measures nothing, and must take what comes."""
+    gate, peer, newer = opened()
+    with torch.no_grad():
+        next(iter(peer.trainer.model.shared_parameters().values())).fill_(math.nan)
+    gate.load(newer(1e3), peer.sync)
+    assert peer.swarm.versions()["slot-1"].round == 1
+
+
+def opened():
+    """Return a gate that has measured a peer's model, the peer, and how to publish a newer slot-1 for it to load."""
+    run, hub = run_of(slots=2), MemoryHub("run", matchmaking_seconds=10.0)
+    peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=1)
+    initial = peer.initial()
+    peer.swarm.publish(0, initial)
+    gate = LossGate(peer.trainer, ProcessGroup("cpu"), peer.probe_BT1)
+    peer.trainer.set_slots([0], {"slot-0": initial["slot-0"]})
+    for _ in range(40):
+        peer.trainer.step(1e-2)
+    gate.load({"slot-1": peer.sync.holdings.load("slot-1")}, peer.sync)
+
+    def newer(scale: float) -> dict[str, torch.Tensor]:
+        peer.swarm.publish(1, {"slot-1": initial["slot-1"] * scale})
+        return {"slot-1": peer.sync.holdings.load("slot-1")}
+
+    return gate, peer, newer
+
+
+def test_a_slot_that_makes_the_model_worse_is_taken_back_and_refused():
+    gate, peer, newer = opened()
+    before, loss = peer.trainer.model.slot_weights(1), loss_of(peer)
+    gate.load(newer(1e3), peer.sync)
+    after = peer.trainer.model.slot_weights(1)
+    assert all(torch.equal(after[name], before[name]) for name in before) and loss_of(peer) == loss
+    assert peer.swarm.versions()["slot-1"].round == 0
+    with pytest.raises(ExchangeError, match="before its newest"):
+        peer.swarm.load("slot-1", before=True)
+
+
+def test_a_slot_that_does_not_is_kept():
+    gate, peer, newer = opened()
+    gate.load(newer(1.001), peer.sync)
+    assert peer.swarm.versions()["slot-1"].round == 1
+    assert torch.equal(
+        peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(1)), peer.swarm.load("slot-1")
+    )
+
+
+def test_measuring_leaves_no_trace():
+    _, peer, _ = opened()
+    peer.trainer.routed_tokens()
+    peer.trainer.step(1e-3)
+    random = torch.get_rng_state()
+    routed = dict(peer.trainer.routed_tokens())
+    peer.trainer.step(1e-3)
+    loss_of(peer)
+    assert sum(peer.trainer.routed_tokens().values()) == sum(routed.values())
+    assert torch.equal(torch.get_rng_state(), random)
