@@ -65,8 +65,7 @@ class HivemindSwarm:
         self._rounds = RoundConfig()
         self._vectors, self._wire = Vectors(), Wire({})
         self._averaged_bytes = 0
-        self._dial_back = DialBack(node)
-        self._bulletin = Bulletin(node)
+        self._dial_back, self._bulletin = DialBack(node), Bulletin(node)
         self._trains_alone = trains_alone
         if not node.met_somebody:
             self._bulletin.expect(node.known.addresses())
@@ -147,7 +146,7 @@ class HivemindSwarm:
             return RoundResult((contribution.member,), dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._bulletin.guests.shown if self._bulletin.guests is not None else ""
         entry = contribution.member.model_copy(update={"calls_only": self.node.client_mode, "invite": invite})
-        contribution = self.trust.enter(replace(contribution, member=entry))
+        contribution = self.trust.enter(replace(contribution, member=entry), self._bulletin.last_read(Claim))
         self._put_off_strangers()
         member, encode = self._wire.entry(contribution), self._wire.encoder(contribution)
         attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
@@ -162,6 +161,7 @@ class HivemindSwarm:
             attempt, result = self._average_once(contribution, member, encode, expected, self.now(), is_redone=True)
             evidence.append(attempt.evidence)
         self.trust.note(member.round, evidence)
+        self.trust.meet(result)
         if result.is_behind:
             self._wire.forget()
         else:

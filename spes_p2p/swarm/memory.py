@@ -15,7 +15,7 @@ from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.memory_hub import Entry, Lie, MemoryHub
-from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
 from spes_p2p.swarm.roster import SHARED, Member
 from spes_p2p.swarm.trust import Trust
 
@@ -81,7 +81,7 @@ class MemorySwarm:
         self._wire, self._vectors = Wire(vectors.segments), vectors
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        contribution = self.trust.enter(contribution)
+        contribution = self.trust.enter(contribution, self.read(Claim))
         member, encoded = self._encode(contribution)
         if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
@@ -95,6 +95,7 @@ class MemorySwarm:
             self.trust.note(member.round, [attempt.evidence])
             self.accused |= {(member.round, peer) for peer in attempt.evidence}
         result = judge(attempt, contribution, expected, self._wire)
+        self.trust.meet(result)
         if result.is_behind:
             self._wire.forget()
             self._errors.clear()

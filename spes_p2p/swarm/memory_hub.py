@@ -17,7 +17,7 @@ from spes_p2p.swarm.averaging.wire import Wire
 from spes_p2p.swarm.averaging.witness import Evidence
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Record
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, uplinks
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups
 from spes_p2p.swarm.virtual_clock import VirtualClock
 
 Lie = Callable[[Format, Message, Tensor], Tensor]
@@ -131,7 +131,6 @@ def average_entries(met: Mapping[str, Entry]) -> dict[str, Attempt]:
 def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
     roster = tuple(met[peer].member for peer in sorted(met))
     groups = derive_groups(roster)
-    tokens, speeds = {member.peer_id: float(member.tokens) for member in roster}, uplinks(roster)
     status: dict[str, dict[str, str]] = {peer: {} for peer in met}
     averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
     lefts: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
@@ -139,7 +138,7 @@ def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
     lost: dict[str, set[str]] = {peer: set() for peer in met}
     for name, members in groups.members.items():
         format = met[members[0]].wire.format(name, groups.round + 1)
-        plan = GroupPlan.of(members, [tokens[peer] for peer in members], [speeds[peer] for peer in members], format)
+        plan = GroupPlan.in_roster(roster, members, format)
         work = GroupMean(plan, name, met)
         reason = work.reduce() if any(plan.weights) else "nobody trained"
         for peer in members:

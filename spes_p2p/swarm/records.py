@@ -1,6 +1,6 @@
 """Everything the DHT may hold: strict, small, signed by its owner, and short-lived.
 
-One record per (key, owner): `{run}.v2.claims.{bucket}` holds one subkey per peer, and so on. The value is JSON,
+One record per (key, owner): `{run}.v3.claims.{bucket}` holds one subkey per peer, and so on. The value is JSON,
 because every node parses it before it trusts it, and JSON has no types that can surprise a parser.
 """
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 
-PROTOCOL = "v2"
+PROTOCOL = "v3"
 NUM_BUCKETS = 4
 """Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
 MAX_RECORD_BYTES = 1536

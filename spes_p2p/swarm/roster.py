@@ -6,7 +6,7 @@ The leader of a matchmaking broadcasts what each member says of itself; from the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -20,6 +20,10 @@ SHARED = "shared"
 MAX_MEMBER_BYTES = 64 * 1024
 MOST_DISTRUSTED = 16
 """Peers that a member may want left out."""
+MOST_NEWCOMERS = 64
+"""Peers that a member may call new."""
+NEWCOMERS_CREDIT = 0.25
+"""What a token of somebody counts whom most others call new: identities are free, and a liar's next one is new."""
 LEAST_VOTERS = 5
 """Members below which nobody is left out: of four, two could outvote one."""
 MOST_TOKENS = 2**34
@@ -56,7 +60,7 @@ class Member(BaseModel):
     round: Count
     """Round of the anchor that the deltas start from."""
     tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
-    """Tokens trained since the anchor: the weight of this member's deltas; 0 only receives."""
+    """Tokens trained since the anchor: the weight of this member's deltas, by its `credits`; 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots it brings deltas of."""
     slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
@@ -79,6 +83,8 @@ class Member(BaseModel):
     """What it shows of its invite, where the run is closed."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MOST_DISTRUSTED)
     """Whom it has banned, by what it has seen itself."""
+    newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MOST_NEWCOMERS)
+    """With whom it has committed few rounds yet, though it has been here for longer itself."""
 
     @model_validator(mode="after")
     def _check_rounds(self) -> Member:
@@ -138,8 +144,20 @@ def uplinks(members: Sequence[Member]) -> dict[str, float]:
     return {member.peer_id: 0.0 if member.calls_only else rates[member.peer_id] for member in members}
 
 
+def credits(roster: Sequence[Member]) -> dict[str, float]:
+    """Return what a token of each member counts in means: less of one that is new to most others."""
+    new = _named_by_most(roster, lambda member: member.newcomers)
+    return {member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0 for member in roster}
+
+
 def distrusted(roster: Sequence[Member]) -> frozenset[str]:
-    """Return the members that more than half of the others want left out; nobody if that were half of the roster.
+    """Return the members that more than half of the others want left out; nobody if that were half of the roster."""
+    out = _named_by_most(roster, lambda member: member.distrusts)
+    return out if 2 * len(out) < len(roster) else frozenset()
+
+
+def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
+    """Return the members whom more than half of the others name; nobody in a small roster.
 
     Those who cannot be called have no vote: they reduce nothing, and so see nothing of what members bring.
     """
@@ -147,10 +165,9 @@ def distrusted(roster: Sequence[Member]) -> frozenset[str]:
         return frozenset()
     ids = {member.peer_id for member in roster}
     voters = [member for member in roster if not member.calls_only]
-    votes = Counter(peer for member in voters for peer in set(member.distrusts) & (ids - {member.peer_id}))
+    votes = Counter(peer for member in voters for peer in set(named(member)) & (ids - {member.peer_id}))
     others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
-    out = frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], LEAST_VOTERS - 1))
-    return out if 2 * len(out) < len(ids) else frozenset()
+    return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], LEAST_VOTERS - 1))
 
 
 def derive_groups(roster: Sequence[Member]) -> Groups:

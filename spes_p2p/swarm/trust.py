@@ -1,4 +1,4 @@
-"""Whom a peer does not want to average with, by what it has seen itself: strikes, and bans that run out.
+"""Whom a peer does not want to average with, by what it has seen itself: strikes, and bans that run out; who is new.
 
 No hearsay: what others say of somebody only counts as their vote, in the roster that they have entered under their own
 authenticated ids (`roster.distrusted`).
@@ -7,12 +7,13 @@ authenticated ids (`roster.distrusted`).
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from spes_p2p.swarm.averaging.witness import Evidence
-from spes_p2p.swarm.base import Contribution
-from spes_p2p.swarm.roster import MOST_DISTRUSTED
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.roster import MOST_DISTRUSTED, MOST_NEWCOMERS, SHARED
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,8 @@ MEMORY_ROUNDS = 8
 BAN_ROUNDS = 16
 """The first ban's length; each further one of the same peer is twice as long as the last."""
 LONGEST_BAN_ROUNDS = 1024
+PROBATION_ROUNDS = 4
+"""Rounds that a peer must have committed with another until that one is not new to it."""
 
 
 @dataclass
@@ -39,6 +42,19 @@ class Trust:
 
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
+        self._met, self._rounds = Counter[str](), 0
+
+    def meet(self, result: RoundResult) -> None:
+        """Take note of whose work has gone into a round with this peer's."""
+        if SHARED in result.committed and len(result.roster) > 1:
+            self._rounds += 1
+            self._met.update(member.peer_id for member in result.roster if member.tokens)
+
+    def new_among(self, peers: Iterable[str]) -> tuple[str, ...]:
+        """Return those with whom this peer has committed few rounds, ascending; nobody while it is new itself."""
+        if self._rounds < PROBATION_ROUNDS:
+            return ()
+        return tuple(sorted(peer for peer in peers if self._met[peer] < PROBATION_ROUNDS))
 
     def note(self, round: int, evidence: Iterable[Mapping[str, Evidence]]) -> None:
         """Take note of a round's evidence; a peer gets one strike for a round, whatever it did in it.
@@ -65,13 +81,17 @@ class Trust:
         if round >= case.until and (evidence.is_proof or len(case.strikes) >= STRIKES):
             length = min(BAN_ROUNDS * 2**case.bans, LONGEST_BAN_ROUNDS)
             case.bans, case.until, case.strikes = case.bans + 1, round + 1 + length, ()
+            del self._met[peer]
             log.warning("round %d: not averaging with %s for %d rounds", round + 1, peer[-6:], length)
 
     def banned(self, round: int) -> tuple[str, ...]:
         """Return who is banned in the averaging that starts from `round`, ascending."""
         return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))
 
-    def enter(self, contribution: Contribution) -> Contribution:
-        """Return a contribution whose roster entry says whom this peer distrusts."""
-        distrusts = self.banned(contribution.member.round)[:MOST_DISTRUSTED]
-        return replace(contribution, member=contribution.member.model_copy(update={"distrusts": distrusts}))
+    def enter(self, contribution: Contribution, present: Iterable[str] = ()) -> Contribution:
+        """Return a contribution whose roster entry says whom this peer distrusts, and who of `present` is new to it."""
+        member = contribution.member
+        distrusts = self.banned(member.round)[:MOST_DISTRUSTED]
+        newcomers = self.new_among(set(present) - {member.peer_id})[:MOST_NEWCOMERS]
+        said = {"distrusts": distrusts, "newcomers": newcomers}
+        return replace(contribution, member=member.model_copy(update=said))

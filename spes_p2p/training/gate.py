@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from torch import LongTensor, Tensor
@@ -26,8 +27,12 @@ PROBE_SEQUENCES = 2
 PROBE_SEED = 0
 """Of the order whose first sequences they are."""
 MOST_WORSE = 0.1
-"""Nats per token by which others' slots may make the model worse. Honest ones make it better, but for what a high
-learning rate does to all at once; that is no slot's doing, and found out by trying them one by one."""
+"""Nats per token by which the model may be worse than it was. Honest slots make it better, but for what a high learning
+rate does to all at once; that is no slot's doing, and found out by trying them one by one."""
+SHARE_OF_IT = 0.25
+"""Of that, what one slot may have done to a model that got so much worse: or a little in each of several rounds."""
+MEMORY_ROUNDS = 8
+"""The model is held against the best of so many rounds."""
 
 
 class LossGate:
@@ -41,7 +46,7 @@ class LossGate:
 
     def __init__(self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor) -> None:
         self._trainer, self._group, self._probe_BT1 = trainer, group, probe_BT1
-        self._loss = math.inf
+        self._losses: deque[float] = deque(maxlen=MEMORY_ROUNDS)
 
     def load(self, flats: Mapping[str, Tensor] | None, sync: Synchroniser | None) -> None:
         """Put flat vectors into the model, as `Trainer.load` does; slots that do harm stay as they were.
@@ -59,28 +64,30 @@ class LossGate:
         if not others:
             return
         loss = self._measure()
-        if math.isfinite(self._loss) and not loss <= self._loss + MOST_WORSE:
-            loss = self._try_one_by_one(others, sync, loss)
-        self._loss = loss
+        if self._losses and not loss <= min(self._losses) + MOST_WORSE:
+            loss = self._try_one_by_one(others, sync)
+        if math.isfinite(loss):
+            self._losses.append(loss)
 
     def _measure(self) -> float:
         loss = self._trainer.loss_on(self._probe_BT1)
         return self._group.from_leader(lambda: loss)
 
-    def _try_one_by_one(self, names: Sequence[str], sync: Synchroniser | None, together: float) -> float:
+    def _try_one_by_one(self, names: Sequence[str], sync: Synchroniser | None) -> float:
         """Go back to the slots as they were, and take those that do no harm; return the loss with them."""
         names = [name for name in names if self._put(name, sync, before=True)]
-        loss = without = self._measure()
+        loss = self._measure()
+        is_broken = not math.isfinite(loss)  # by this peer's own part, for which nobody else can be blamed
         for name in names:
             self._put(name, sync)
-            if not math.isfinite(without):  # this peer's own part is broken: nobody else can be blamed
-                loss = together
-            elif (found := self._measure()) <= without + MOST_WORSE:
+            found = self._measure()
+            if is_broken or found <= loss + SHARE_OF_IT * MOST_WORSE:
                 loss = found
             else:
                 self._put(name, sync, before=True)
                 if sync is not None:
-                    _refuse(name, sync, f"{found:.2f} nats per token of public text instead of {without:.2f}")
+                    harm = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
+                    _refuse(name, sync, harm, is_clear=not found <= loss + MOST_WORSE)
         return loss
 
     def _put(self, name: str, sync: Synchroniser | None, *, before: bool = False) -> bool:
@@ -97,11 +104,12 @@ class LossGate:
         return found
 
 
-def _refuse(name: str, sync: Synchroniser, harm: str) -> None:
+def _refuse(name: str, sync: Synchroniser, harm: str, *, is_clear: bool) -> None:
+    """Refuse a version; who alone has made one that does clear harm is suspect."""
     version, makers = sync.swarm.versions()[name], sync.holdings.makers.get(name, ())
     log.warning(
         "round %d: %s of %s makes this model worse: %s; keeping the version before",
         *(version.round, name, version.author[-6:], harm),
     )
-    alone = list(makers) == [version.author]
-    sync.swarm.refuse(name, {version.author: f"its {name} makes the model worse: {harm}"} if alone else {})
+    is_suspect = is_clear and list(makers) == [version.author]
+    sync.swarm.refuse(name, {version.author: f"its {name} makes the model worse: {harm}"} if is_suspect else {})

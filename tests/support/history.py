@@ -23,7 +23,7 @@ from spes_p2p.codecs import Segment, digest
 from spes_p2p.swarm.averaging.reduce import GroupPlan
 from spes_p2p.swarm.averaging.wire import Wire
 from spes_p2p.swarm.memory_hub import Entry, GroupMean
-from spes_p2p.swarm.roster import Member, derive_groups, kind_of, uplinks
+from spes_p2p.swarm.roster import Member, derive_groups, kind_of
 
 
 @dataclass
@@ -95,9 +95,8 @@ class History:
             vectors = {event["peer"]: self._vector(event["deltas"][name]) for event in brought}  # type: ignore[index]
             numel = vectors[ids[0]].numel() // 3
             wire = Wire({kind_of(name): [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]})
-            speeds, format = uplinks(members), wire.format(name, 1)
-            tokens = [float(of[peer].tokens) for peer in ids]
-            plan = GroupPlan.of(ids, tokens, [speeds[peer] for peer in ids], format)
+            format = wire.format(name, 1)
+            plan = GroupPlan.in_roster(members, ids, format)
             met = {peer: Entry(of[peer], {name: format.encode(flat_N)}, wire, {}) for peer, flat_N in vectors.items()}
             work = GroupMean(plan, name, met)
             return work.reduce() or digest(format.decode(work.mean))

@@ -35,7 +35,7 @@ from spes_p2p.swarm.guarded_dht import SPARE_STREAMS, GuardedDHT
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.pacing import Pace
 from spes_p2p.swarm.processes import WholeMessages, die_with_parent, hold_current_task
-from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name, uplinks
+from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
 from spes_p2p.swarm.validation import matchmaking_prefix
 
 log = logging.getLogger(__name__)
@@ -220,14 +220,7 @@ class SparseAverager(DecentralizedAverager):
 
     def _group_work(self, name: str, groups: Groups, roster: Sequence[Member], gid: bytes) -> GroupWork:
         """Return what this peer does in a group; for groups of others, nothing but to say so."""
-        tokens, speeds = {member.peer_id: float(member.tokens) for member in roster}, uplinks(roster)
-        peers = groups.members[name]
-        plan = GroupPlan.of(
-            peers,
-            [tokens[peer] for peer in peers],
-            [speeds[peer] for peer in peers],
-            self._wire.format(name, groups.round + 1),
-        )
+        plan = GroupPlan.in_roster(roster, groups.members[name], self._wire.format(name, groups.round + 1))
         return GroupWork(plan, self.peer_id.to_base58(), gid, self._ask)
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, weight: float, **kwargs) -> dict:

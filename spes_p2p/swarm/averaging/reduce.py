@@ -16,8 +16,9 @@ from torch import Tensor
 
 from spes_p2p.codecs import Format, Part, encode_with_error, joined
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.robust import fair_weights
+from spes_p2p.swarm.averaging.robust import fair_tokens
 from spes_p2p.swarm.averaging.witness import Witness
+from spes_p2p.swarm.roster import Member, credits, uplinks
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB (facts: wan 4)."""
@@ -172,7 +173,8 @@ class GroupPlan:
 
     Attributes:
         peers: Members, ascending.
-        weights: Of each member's contribution: its tokens, within reason; 0 only receives.
+        tokens: That each member has trained, within reason; 0 only receives.
+        weights: Of each member's contribution: its tokens by its credit.
         format: How the vector travels.
         slices: Messages that each member reduces.
         called: Members that everybody can call, and so ask for a digest.
@@ -180,6 +182,7 @@ class GroupPlan:
     """
 
     peers: tuple[str, ...]
+    tokens: tuple[float, ...]
     weights: tuple[float, ...]
     format: Format
     slices: list[list[Message]]
@@ -187,16 +190,31 @@ class GroupPlan:
     delta_numel: int
 
     @classmethod
-    def of(cls, peers: Sequence[str], tokens: Sequence[float], uplinks: Sequence[float], format: Format) -> GroupPlan:
-        """Return the plan of a group whose members, ascending, have these tokens and uplinks."""
+    def of(
+        cls,
+        peers: Sequence[str],
+        tokens: Sequence[float],
+        uplinks: Sequence[float],
+        format: Format,
+        credits: Sequence[float] | None = None,
+    ) -> GroupPlan:
+        """Return the plan of a group whose members, ascending, have these tokens, uplinks and, if not 1, credits."""
         numel = 0 if format.is_exact else format.segments[0].numel
         called = frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink)
-        weights = tuple(fair_weights(tokens))
-        return cls(tuple(peers), weights, format, slices(format, reduced_shares(uplinks)), called, numel)
+        fair = tuple(fair_tokens(tokens))
+        weights = tuple(count * credit for count, credit in zip(fair, credits or [1.0] * len(fair), strict=True))
+        return cls(tuple(peers), fair, weights, format, slices(format, reduced_shares(uplinks)), called, numel)
+
+    @classmethod
+    def in_roster(cls, roster: Sequence[Member], peers: Sequence[str], format: Format) -> GroupPlan:
+        """Return the plan of the group of these members of a roster, ascending."""
+        of, credit, speeds = {member.peer_id: member for member in roster}, credits(roster), uplinks(roster)
+        tokens = [float(of[peer].tokens) for peer in peers]
+        return cls.of(peers, tokens, [speeds[peer] for peer in peers], format, [credit[peer] for peer in peers])
 
     def witness(self, peer: str) -> Witness:
         """Return a member's eyes."""
-        return Witness(self.peers, self.weights, self.peers.index(peer), self.format)
+        return Witness(self.peers, self.tokens, self.weights, self.peers.index(peer), self.format)
 
     def span(self, peer: str) -> tuple[int, int]:
         """Return the elements of the delta that a member reduces and encodes anew; none where it is alone."""

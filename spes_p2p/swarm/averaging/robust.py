@@ -27,8 +27,8 @@ MOST_TIMES_MEDIAN = 4.0
 """Of the members' tokens: what one may weigh at most where there are judges."""
 
 
-def fair_weights(tokens: Sequence[float]) -> list[float]:
-    """Return what members weigh: their tokens, but with enough judges no more than so many times the median.
+def fair_tokens(tokens: Sequence[float]) -> list[float]:
+    """Return what members are taken to have trained: with enough judges no more than so many times the median.
 
     Tokens are a member's own word. A fast machine among laptops is cut too, and that is the price.
     """
@@ -45,17 +45,17 @@ def gram(parts: Sequence[Tensor]) -> Tensor:
     return parts_nN @ parts_nN.T
 
 
-def per_token(gram_nn: Tensor, weights: Sequence[float]) -> tuple[Tensor, Tensor]:
+def per_token(gram_nn: Tensor, tokens: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return the Gram matrix of deltas as if all had trained the median's tokens, and each one's share of those, [n].
 
     Within a round a delta grows about as its tokens do: a machine of a quarter of the speed brings a quarter of it.
     """
-    share_n = torch.tensor(weights, dtype=torch.float64) / statistics.median(weights)
+    share_n = torch.tensor(tokens, dtype=torch.float64) / statistics.median(tokens)
     return gram_nn / torch.outer(share_n, share_n), share_n
 
 
 def robust_weights(
-    gram_nn: Tensor, weights: Sequence[float], clip: float = CLIP, *, is_delta: bool = True
+    gram_nn: Tensor, weights: Sequence[float], tokens: Sequence[float], clip: float = CLIP
 ) -> list[float]:
     """Return the weights of a robust mean, to be divided by the sum of `weights`; these if nobody stands out.
 
@@ -70,10 +70,10 @@ def robust_weights(
     Args:
         gram_nn: Of the vectors.
         weights: Positive, at least `LEAST_JUDGES`.
+        tokens: With which the vectors have grown; the same of all for those that do not, as moments.
         clip: Median distances from the centre that are let pass.
-        is_delta: They grow with the tokens; moments do not.
     """
-    scaled_nn, share_n = per_token(gram_nn, weights if is_delta else [1.0] * len(weights))
+    scaled_nn, share_n = per_token(gram_nn, tokens)
     weight_n = torch.tensor(weights, dtype=torch.float64)
     pull_n, centre_n = torch.ones_like(weight_n), medoid(scaled_nn)
     for _ in range(STEPS):
@@ -109,7 +109,9 @@ def room(gram_nn: Tensor, centre_n: Tensor, share_n: Tensor) -> Tensor:
     return torch.maximum(spread, least).clamp(min=1e-30) * share_n.clamp(max=1.0).rsqrt()
 
 
-def own_weights(gram_nn: Tensor, weights: Sequence[float], own: int, clip: float = OWN_CLIP) -> list[float]:
+def own_weights(
+    gram_nn: Tensor, weights: Sequence[float], tokens: Sequence[float], own: int, clip: float = OWN_CLIP
+) -> list[float]:
     """Return weights that make no vector longer than so many times one's own; `weights` if none is.
 
     For groups in which nobody is a majority: what a reducer knows to be honest there is what it has trained itself.
@@ -118,11 +120,12 @@ def own_weights(gram_nn: Tensor, weights: Sequence[float], own: int, clip: float
     Args:
         gram_nn: Of the vectors.
         weights: Positive.
+        tokens: Likewise.
         own: The reducer's own.
         clip: Times its length that others may have, and more for as many times its tokens.
     """
     length_n = gram_nn.diagonal().sqrt()
-    times_n = torch.tensor(weights, dtype=torch.float64) / weights[own]
+    times_n = torch.tensor(tokens, dtype=torch.float64) / tokens[own]
     limit_n = clip * length_n[own] * times_n.clamp(min=1.0)
     if not length_n[own] > 0 or bool((length_n <= limit_n).all()):
         return list(weights)

@@ -51,13 +51,16 @@ class Witness:
 
     Args:
         peers: All members.
+        tokens: That each one has trained.
         weights: Of each one's contribution.
         me: This member's place among them.
         format: How the group's vector travels; its first segment is the delta, and only that is evidence.
     """
 
-    def __init__(self, peers: Sequence[str], weights: Sequence[float], me: int, format: Format) -> None:
-        self._peers, self._weights, self._me, self._format = peers, weights, me, format
+    def __init__(
+        self, peers: Sequence[str], tokens: Sequence[float], weights: Sequence[float], me: int, format: Format
+    ) -> None:
+        self._peers, self._tokens, self._weights, self._me, self._format = peers, tokens, weights, me, format
         self._senders = [index for index, weight in enumerate(weights) if weight > 0]
         self._gram_snn = torch.zeros(len(format.segments), len(self._senders), len(self._senders), dtype=torch.float64)
         others = [index for index in range(len(peers)) if index != me]
@@ -93,10 +96,12 @@ class Witness:
     def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:
         # Second moments are squares: what is three times as long in a gradient is nine times as long in them.
         power = 2 if self._format.segments[part.segment].non_negative else 1
+        tokens = [self._tokens[self._senders[place]] for place in here]
         if len(here) >= LEAST_JUDGES:
-            return robust_weights(gram_nn, weights, CLIP**power, is_delta=part.segment == 0)
+            grown = tokens if part.segment == 0 else [1.0] * len(here)
+            return robust_weights(gram_nn, weights, grown, CLIP**power)
         own = [number for number, place in enumerate(here) if self._senders[place] == self._me]
-        return own_weights(gram_nn, weights, own[0], OWN_CLIP**power) if own else weights
+        return own_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power) if own else weights
 
     # ------------------------------------------------------------------ as a receiver
 
@@ -139,7 +144,7 @@ class Witness:
     def _most_times(self, segment: Segment) -> float:
         """Return how many times as long as our part of a segment its mean may be."""
         if segment is self._format.segments[0]:
-            return MOST_TIMES_OWN * max(max(self._weights) / self._weights[self._me], 1.0)
+            return MOST_TIMES_OWN * max(max(self._tokens) / self._tokens[self._me], 1.0)
         return MOST_TIMES_OWN ** (2 if segment.non_negative else 1)
 
     # ------------------------------------------------------------------ what it comes to
@@ -162,7 +167,7 @@ class Witness:
         gram_nn = self._gram_snn[0]
         if not bool((gram_nn.diagonal() > 0).any()):
             return {}
-        scaled_nn, share_n = per_token(gram_nn, [self._weights[index] for index in self._senders])
+        scaled_nn, share_n = per_token(gram_nn, [self._tokens[index] for index in self._senders])
         centre_n = medoid(scaled_nn)
         times = (distances(scaled_nn, centre_n) / room(scaled_nn, centre_n, share_n)).tolist()
         against = odd(_cosines(gram_nn))

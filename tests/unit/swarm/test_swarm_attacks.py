@@ -12,7 +12,9 @@ from spes_p2p.swarm.averaging.reduce import weighted_mean
 from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.base import Contribution
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
-from spes_p2p.swarm.roster import Member, derive_groups
+from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.roster import NEWCOMERS_CREDIT, Member, derive_groups
+from spes_p2p.swarm.trust import PROBATION_ROUNDS
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -37,8 +39,15 @@ class Laboratory:
 
     def average(self, round):
         """Return everybody's result, and the mean of what the honest have brought."""
-        generator = torch.Generator().manual_seed(self.seed + round)
-        signal, results = torch.randn(NUMEL, generator=generator), [None] * PEERS
+        results, items = self.meet(round)
+        liar = peer_id(ATTACKER)
+        honest = [item.deltas["shared"] for item in items if item.member.peer_id != liar]
+        return results, weighted_mean(honest, [100.0] * len(honest))
+
+    def meet(self, round):
+        """Return everybody's result, and what each has brought, by id."""
+        generator, count = torch.Generator().manual_seed(self.seed + round), len(self.swarms)
+        signal, results = torch.randn(NUMEL, generator=generator), [None] * count
         items = []
         for swarm in self.swarms:
             delta = signal + 0.7 * torch.randn(NUMEL, generator=generator)
@@ -55,12 +64,10 @@ class Laboratory:
             items.append(Contribution(member, {"shared": torch.cat([delta, 0.1 * delta, delta.square()])}))
 
         def run(place):
-            results[place] = self.swarms[place].average(items[place], expected=PEERS, starts_at=0.0)
+            results[place] = self.swarms[place].average(items[place], expected=count, starts_at=0.0)
 
-        self.hub.clock.run([partial(run, place) for place in range(PEERS)])
-        ordered = sorted(items, key=lambda item: item.member.peer_id)
-        honest = [item.deltas["shared"] for item in ordered if item is not items[ATTACKER]]
-        return results, weighted_mean(honest, [100.0] * (PEERS - 1))
+        self.hub.clock.run([partial(run, place) for place in range(count)])
+        return results, sorted(items, key=lambda item: item.member.peer_id)
 
 
 def distance(results, true, part=slice(None)):
@@ -99,6 +106,25 @@ def test_old_deltas_pass_for_new_ones_and_do_as_little_harm(seed, kind):
     lab = Laboratory(kind, seed)
     lab.average(0)
     assert 0 < distance(*lab.average(1)) < 0.8
+
+
+def test_a_newcomer_weighs_less_until_most_have_met_it(seed):
+    lab = Laboratory("silent", seed)  # from round 1 on: whoever is silent has not been met
+    new = lab.swarms.pop(ATTACKER)
+    newcomer = MemorySwarm(lab.hub, new.peer_id)
+    newcomer.enter(Vectors(segments=SEGMENTS))
+    for round in range(PROBATION_ROUNDS):
+        lab.average(round)
+    lab.swarms.insert(ATTACKER, newcomer)
+    newcomer.announce(Claim(peer_id=newcomer.peer_id, state="active", slots=(), max_slots=1, since=1.0))
+    for round in range(PROBATION_ROUNDS, 2 * PROBATION_ROUNDS + 1):
+        results, items = lab.meet(round)
+        is_new = round < 2 * PROBATION_ROUNDS
+        weight = [
+            100.0 * (NEWCOMERS_CREDIT if is_new and item.member.peer_id == newcomer.peer_id else 1.0) for item in items
+        ]
+        expected = weighted_mean([item.deltas["shared"] for item in items], weight)
+        torch.testing.assert_close(results[0].committed["shared"], expected)
 
 
 def test_the_silent_are_missed_for_as_long_as_a_meeting_waits(seed):

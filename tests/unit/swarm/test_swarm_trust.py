@@ -1,14 +1,16 @@
 """Who is banned, for how long, and who is left out: by own evidence, and by a majority's."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from spes_p2p.codecs import Format, Segment
 from spes_p2p.swarm.averaging.reduce import GroupPlan, encode_message
 from spes_p2p.swarm.averaging.witness import MOST_TIMES_OWN, Evidence
-from spes_p2p.swarm.base import Contribution
-from spes_p2p.swarm.roster import Member, derive_groups, distrusted
-from spes_p2p.swarm.trust import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, Trust
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.roster import NEWCOMERS_CREDIT, Member, credits, derive_groups, distrusted
+from spes_p2p.swarm.trust import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Trust
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 ODD = PEERS[2]
@@ -105,6 +107,55 @@ def test_those_who_see_nothing_have_no_vote():
     others = [PEERS[0], PEERS[1], PEERS[7]]
     assert distrusted([member(ODD), *voters, *(member(peer, calls_only=True) for peer in others)]) == {ODD}
     assert distrusted([member(ODD), *voters, *(member(peer) for peer in others)]) == frozenset()
+
+
+# ---------------------------------------------------------------------- newcomers
+
+
+def committed(*peers, tokens=100):
+    return RoundResult(tuple(member(peer, tokens=tokens) for peer in peers), committed={"shared": torch.zeros(1)})
+
+
+def named_new(trust, present=PEERS, me=PEERS[0]):
+    return trust.enter(Contribution(member(me), {}), present).member.newcomers
+
+
+def test_who_is_new_itself_calls_nobody_new():
+    trust = Trust()
+    for _ in range(PROBATION_ROUNDS):
+        assert named_new(trust) == ()
+        trust.meet(committed(*PEERS[:4]))
+    assert named_new(trust) == tuple(PEERS[4:])
+
+
+def test_a_peer_is_new_until_so_many_rounds_have_its_work():
+    trust = Trust()
+    for _ in range(PROBATION_ROUNDS):
+        trust.meet(committed(*PEERS[:2]))
+    for _ in range(PROBATION_ROUNDS):
+        assert named_new(trust, PEERS[:3]) == (ODD,)
+        trust.meet(committed(ODD, PEERS[0], tokens=0))  # which brought nothing
+        trust.meet(replace(committed(*PEERS[:3]), committed={}))  # which was dropped
+        trust.meet(committed(*PEERS[:3]))
+    assert named_new(trust, PEERS[:3]) == ()
+
+
+def test_who_was_banned_begins_as_a_newcomer():
+    trust = Trust()
+    for _ in range(PROBATION_ROUNDS):
+        trust.meet(committed(*PEERS))
+    assert named_new(trust) == ()
+    trust.note(9, [{ODD: PROOF}])
+    assert named_new(trust) == (ODD,)
+
+
+def test_a_token_of_somebody_new_to_most_counts_for_less():
+    old = [member(peer, newcomers=(ODD,)) for peer in PEERS[3:]]
+    liars = [member(peer, newcomers=(PEERS[4],)) for peer in PEERS[:2]]
+    found = credits([member(ODD), *old, *liars])
+    assert found.pop(ODD) == NEWCOMERS_CREDIT and set(found.values()) == {1.0}
+    few = [member(ODD), *(member(peer, newcomers=(ODD,)) for peer in PEERS[3:6])]
+    assert set(credits(few).values()) == {1.0}, "in a small roster nobody is outvoted"
 
 
 # ---------------------------------------------------------------------- evidence

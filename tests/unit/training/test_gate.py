@@ -93,8 +93,8 @@ def opened():
         peer.trainer.step(1e-2)
     gate.load({"slot-1": peer.sync.holdings.load("slot-1")}, peer.sync)
 
-    def newer(scale: float) -> dict[str, torch.Tensor]:
-        peer.swarm.publish(1, {"slot-1": initial["slot-1"] * scale})
+    def newer(scale: float, round: int = 1) -> dict[str, torch.Tensor]:
+        peer.swarm.publish(round, {"slot-1": initial["slot-1"] * scale})
         return {"slot-1": peer.sync.holdings.load("slot-1")}
 
     return gate, peer, newer
@@ -109,6 +109,21 @@ def test_a_slot_that_makes_the_model_worse_is_taken_back_and_refused():
     assert peer.swarm.versions()["slot-1"].round == 0
     with pytest.raises(ExchangeError, match="before its newest"):
         peer.swarm.load("slot-1", before=True)
+
+
+def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long():
+    gate, peer, newer = opened()
+    losses, scale = [loss_of(peer)], 1.0
+    while peer.swarm.versions()["slot-1"].round == len(losses) - 1:
+        assert len(losses) < 50, "it may go on for ever"
+        while True:  # the step that does most harm of those that pass for an accident
+            scale *= 1.2
+            peer.trainer.load({"slot-1": newer(scale, round=len(losses))["slot-1"]})
+            if loss_of(peer) > losses[-1] + MOST_WORSE / 2:
+                break
+        gate.load({"slot-1": peer.sync.holdings.load("slot-1")}, peer.sync)
+        losses.append(loss_of(peer))
+    assert losses[-1] <= losses[0] + MOST_WORSE and not peer.swarm.accused
 
 
 def test_a_slot_that_does_not_is_kept():
