@@ -18,7 +18,7 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks import strangers_rows
 from benchmarks.scoreboard import Scoreboard
-from benchmarks.strangers_rows import MIN_FLIPS, MIN_INPUTS, MIN_PROPERTIES, Bench
+from benchmarks.strangers_rows import MIN_EXECUTIONS, MIN_FLIPS, MIN_INPUTS, MIN_PROPERTIES, Bench
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, PositiveInt
@@ -47,6 +47,8 @@ class StrangersConfig(CommandConfig):
     """Mutants of sound messages that the fuzzer throws."""
     cases: Annotated[int, Field(ge=0)] = MIN_PROPERTIES
     """Property cases that the fuzzer draws."""
+    executions: Annotated[int, Field(ge=0)] = MIN_EXECUTIONS
+    """Executions that atheris guides by coverage; 0 does without it."""
     flips: PositiveInt = MIN_FLIPS
     """Bits to flip in downloads."""
     seed: Annotated[int, Field(ge=0)] | None = None
@@ -64,7 +66,7 @@ def main(config: StrangersConfig) -> int:
     say(f"seed {seed}")
     is_reached = BOARD.run(
         config.only,
-        lambda name: Bench(seed, config.inputs, config.cases, config.flips),
+        lambda name: Bench(seed, config.inputs, config.cases, config.executions, config.flips),
         (lambda bench: {"seed": seed, "seen": bench.seen}) if config.write else None,
     )
     return 0 if is_reached else 1

@@ -17,13 +17,16 @@ from benchmarks.bit_flips import flip_downloads
 from benchmarks.crew import ROOT, support
 from benchmarks.fuzz.__main__ import draw, throw
 from benchmarks.fuzz.decoders import decoders
+from benchmarks.fuzz.guided import guide, untyped
 from benchmarks.guards import PASSED, guard_row, load_guards, not_missed, run_tests
 from benchmarks.tables import Row
+from spes_p2p.errors import ConfigError
 
 CORPUS = ROOT / "tests" / "attacks" / "cases"
 IN_MEMORY, OVER_LIBP2P = "tests/attacks/test_corpus.py", "tests/attacks/test_wire.py"
 CORPUS_SECONDS = 1200.0
-MIN_CASES, MIN_INPUTS, MIN_PROPERTIES, MIN_FLIPS = 200, 1_000_000, 100_000, 1000
+MIN_CASES, MIN_FLIPS = 200, 1000
+MIN_INPUTS, MIN_PROPERTIES, MIN_EXECUTIONS = 1_000_000, 100_000, 200_000
 
 
 @dataclass
@@ -34,6 +37,7 @@ class Bench:
         seed: Of all that is drawn.
         inputs: Mutants of sound messages to throw at the decoders.
         cases: Property cases to draw for them.
+        executions: Coverage-guided executions of them.
         flips: Bits to flip in downloads.
         seen: Everything measured, for the record.
     """
@@ -41,6 +45,7 @@ class Bench:
     seed: int
     inputs: int
     cases: int
+    executions: int
     flips: int
     seen: dict[str, Any] = field(default_factory=dict)
 
@@ -76,6 +81,18 @@ def fuzz(bench: Bench) -> Iterator[Row]:
             bench.seen[what] = {"count": count, "untyped": [[name, error, n] for (name, error), n in found.items()]}
             row = f"fuzz, {what} for {len(targets)} decoders: untyped errors"
             yield Row(row, f"{found.total()} of {count:,}", f"0 of {least:,}", not found and count >= least)
+    yield _guided(bench, f"fuzz, coverage-guided (atheris) executions for {len(targets)} decoders: untyped errors")
+
+
+def _guided(bench: Bench, row: str) -> Row:
+    goal = f"0 of {MIN_EXECUTIONS:,}"
+    try:
+        guided = guide(bench.executions, bench.seed)
+    except ConfigError as error:
+        return Row(row, f"not run: {error}", goal, False)
+    bench.seen["guided"] = [asdict(one) for one in guided]
+    count, found = sum(one.executions for one in guided), untyped(guided)
+    return Row(row, f"{found.total()} of {count:,}", goal, not found and count >= MIN_EXECUTIONS)
 
 
 def attackers(bench: Bench) -> Iterator[Row]:

@@ -1,8 +1,9 @@
 """Throws random structures at every decoder that meets a stranger's bytes, and says which error nobody reckoned with.
 
-    python -m benchmarks.fuzz [--inputs 1000000] [--cases 100000] [--seed 0]
+    python -m benchmarks.fuzz [--inputs 1000000] [--cases 100000] [--executions 200000] [--seed 0]
 
-`inputs` are mutants of sound messages, `cases` are drawn by Hypothesis, which shrinks what it finds.
+`inputs` are mutants of sound messages, `cases` are drawn by Hypothesis, which shrinks what it finds, `executions` are
+guided by atheris to what they have not reached yet.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ from hypothesis import strategies as st
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.fuzz.decoders import Decoder, decoders
-from benchmarks.fuzz.inputs import mutant
+from benchmarks.fuzz.decoder import Decoder
+from benchmarks.fuzz.decoders import decoders
+from benchmarks.fuzz.guided import guide, untyped
+from benchmarks.fuzz.inputs import encoded, mutant
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
+from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
 
@@ -36,6 +40,8 @@ class FuzzConfig(CommandConfig):
     """Mutants, over all decoders."""
     cases: Annotated[int, Field(ge=0)] = 100_000
     """Property cases, over all decoders."""
+    executions: Annotated[int, Field(ge=0)] = 200_000
+    """Coverage-guided executions, over all decoders; 0 does without atheris."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the draws: the same seed gives the same inputs."""
     log_level: Literal["debug", "info", "warning"] = "warning"
@@ -52,6 +58,14 @@ def main(config: FuzzConfig) -> int:
         say(f"{config.inputs} mutants in {threw - began:.0f} s, {found.total()} untyped errors")
         found += draw(targets, config.cases, config.seed)
         say(f"{config.cases} property cases in {time.monotonic() - threw:.0f} s")
+    try:
+        guided = guide(config.executions, config.seed)
+    except ConfigError as missing:
+        say(f"nothing guided: {missing}")
+    else:
+        found += untyped(guided)
+        for one in guided:
+            say(f"{one.name}: {one.executions} guided executions in {one.seconds:.0f} s")
     for (name, error), count in found.most_common():
         say(f"{name}: {error}, {count} times")
     say(f"{found.total()} untyped errors of {len(targets)} decoders")
@@ -115,18 +129,8 @@ def _contents(target: Decoder) -> st.SearchStrategy[bytes]:
         anything = anything | st.tuples(*(st.just(value) | anything for value in seed)).map(list)
     draws = st.integers(0, 2**32).map(random.Random)
     mutants = st.builds(mutant, st.just(seed), is_packed=st.just(target.is_packed), draw=draws)
-    plain = anything.map(lambda content: mutant(content, is_packed=target.is_packed, draw=_Still()))
+    plain = anything.map(lambda content: encoded(content, is_packed=target.is_packed))
     return st.binary(max_size=200) | plain | mutants
-
-
-class _Still(random.Random):
-    """Draws what leaves a structure as it is."""
-
-    def choice(self, seq: Any) -> Any:
-        return 0 if 0 in seq else seq[0]
-
-    def random(self) -> float:
-        return 0.0
 
 
 if __name__ == "__main__":

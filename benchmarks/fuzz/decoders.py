@@ -1,4 +1,4 @@
-"""What is fuzzed: decoders, what they may raise, and something sound for each to begin with."""
+"""What is fuzzed: every decoder that meets a stranger's bytes, and something sound for each to begin with."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import functools
 import json
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
+from benchmarks.fuzz.decoder import Decoder
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.averaging.group_work import read_roster
@@ -31,35 +30,6 @@ from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.peer_state import PeerState, decode_state, encode_state
 
 RUN = "run"
-
-
-@dataclass(frozen=True)
-class Decoder:
-    """One decoder.
-
-    Attributes:
-        name: For reports.
-        decode: Takes a stranger's bytes.
-        may_raise: What refuses them properly.
-        seeds: Sound content: JSON's, or MessagePack's if `is_packed`.
-        is_packed: Which of the two it reads.
-    """
-
-    name: str
-    decode: Callable[[bytes], Any]
-    may_raise: tuple[type[Exception], ...]
-    seeds: Sequence[Any]
-    is_packed: bool = False
-
-    def is_refused_properly(self, data: bytes) -> Exception | None:
-        """Return the error that it should not have raised, if it did."""
-        try:
-            self.decode(data)
-        except self.may_raise:
-            return None
-        except Exception as error:  # noqa: BLE001 - finding these is what this is for
-            return error
-        return None
 
 
 def records(peer_id: str) -> list[Record]:

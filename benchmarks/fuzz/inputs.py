@@ -20,8 +20,34 @@ def mutant(seed: Any, *, is_packed: bool, draw: random.Random) -> bytes:
     content = copy.deepcopy(seed)
     for _ in range(draw.choice((0, 1, 1, 1, 2, 4))):
         content = _changed(content, is_packed, draw)
-    data = _packed(content) if is_packed else _text(content)
+    data = encoded(content, is_packed=is_packed)
     return data if draw.random() < 0.7 else _scrambled(data, draw)
+
+
+def encoded(content: Any, *, is_packed: bool) -> bytes:
+    """Return the content as MessagePack or as JSON; of what neither can hold, something that is too deep."""
+    return _packed(content) if is_packed else _text(content)
+
+
+def decoded(data: bytes, *, is_packed: bool) -> Any:
+    """Return the content of what `encoded` has made.
+
+    Raises:
+        ValueError, TypeError, RecursionError: it is no longer that.
+    """
+    return msgpack.unpackb(data, strict_map_key=False) if is_packed else json.loads(data)
+
+
+def beginnings(seed: Any, *, is_packed: bool) -> list[bytes]:
+    """Return the seed as it is, with something nested in place of each of its parts, and what is nested alone."""
+    draw = random.Random(0)
+    deep = [_nested(depth, draw) for depth in DEPTHS] + [_extension(draw) for _ in DEPTHS if is_packed]
+    contents = [seed, *deep]
+    if isinstance(seed, dict):
+        contents += [{**seed, key: inner} for key in seed for inner in deep]
+    elif isinstance(seed, list):
+        contents += [[*seed[:place], inner, *seed[place + 1 :]] for place in range(len(seed)) for inner in deep]
+    return list(dict.fromkeys(encoded(content, is_packed=is_packed) for content in contents))
 
 
 def _changed(content: Any, is_packed: bool, draw: random.Random) -> Any:

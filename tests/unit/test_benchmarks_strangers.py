@@ -11,16 +11,18 @@ import pytest
 
 from benchmarks import strangers_rows
 from benchmarks.bit_flips import Flips
+from benchmarks.fuzz.guided import Guided
 from benchmarks.guards import FAILED, PASSED, Outcome
 from benchmarks.strangers import BOARD, PARTS
-from benchmarks.strangers_rows import MIN_FLIPS, Bench
+from benchmarks.strangers_rows import MIN_EXECUTIONS, MIN_FLIPS, Bench
 from benchmarks.tables import Row
+from spes_p2p.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
 
 def bench(inputs: int = 200, cases: int = 20) -> Bench:
-    return Bench(seed=1, inputs=inputs, cases=cases, flips=10)
+    return Bench(seed=1, inputs=inputs, cases=cases, executions=0, flips=10)
 
 
 def rows_of(part: Iterator[Row]) -> list[tuple[str, bool | None]]:
@@ -47,8 +49,29 @@ def test_a_corpus_counts_only_if_all_of_it_ran_and_was_refused(monkeypatch: pyte
 
 def test_a_short_fuzz_finds_nothing_and_is_not_called_a_long_one() -> None:
     seen = bench()
-    assert rows_of(strangers_rows.fuzz(seen)) == [("0 of 200", False), ("0 of 20", False)]
+    assert rows_of(strangers_rows.fuzz(seen)) == [("0 of 200", False), ("0 of 20", False), ("0 of 0", False)]
     assert seen.seen["mutants"] == {"count": 200, "untyped": []}
+
+
+@pytest.mark.parametrize(
+    ("guided", "row"),
+    [
+        ([Guided("a", MIN_EXECUTIONS, 1.0, {})], ("0 of 200,000", True)),
+        ([Guided("a", MIN_EXECUTIONS - 1, 1.0, {})], ("0 of 199,999", False)),
+        ([Guided("a", MIN_EXECUTIONS, 1.0, {"KeyError()": 2}), Guided("b", 1, 1.0, {})], ("2 of 200,001", False)),
+        (None, ("not run: no atheris", False)),
+    ],
+)
+def test_guided_executions_count_as_they_were_made(
+    monkeypatch: pytest.MonkeyPatch, guided: list[Guided] | None, row: tuple[str, bool]
+) -> None:
+    def guide(executions: int, seed: int) -> list[Guided]:
+        if guided is None:
+            raise ConfigError("no atheris")
+        return guided
+
+    monkeypatch.setattr(strangers_rows, "guide", guide)
+    assert rows_of(strangers_rows.fuzz(bench(0, 0)))[-1] == row
 
 
 @pytest.mark.parametrize(
