@@ -37,8 +37,8 @@ from spes_p2p.training.gate import LossGate
 
 RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
 SEEDS = (0, 1, 2)
-ATTACKER, FIRST, FACTOR = 2, 3, 100.0
-"""Who it is, the first round that it spoils, and by what it scales."""
+ATTACKER, FIRST, FACTOR, SOLE_FACTOR = 2, 3, 100.0, 1e4
+"""Who it is, the first round that it spoils, and by what it scales; and by what where nobody else sees its delta."""
 UNDISTURBED, UNGUARDED = "undisturbed", "unguarded"
 SOLE_UNDISTURBED, SOLE, SOLE_UNGATED = "sole undisturbed", "sole scale", "sole scale ungated"
 """Runs in which each slot has one holder, whose deltas nobody else sees."""
@@ -101,7 +101,7 @@ def scenario(kind: str, seed: int) -> Scenario:
     """Return a run of eight of whom one attacks, or none."""
     attack = {"peer": ATTACKER, "kind": kind, "from_round": FIRST, "factor": FACTOR}
     if is_sole := kind in (SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
-        attack |= {"kind": "scale", "groups": "slots"}
+        attack |= {"kind": "scale", "groups": "slots", "factor": SOLE_FACTOR}
     is_attacked = kind in (*kinds(), SOLE, SOLE_UNGATED)
     return Scenario.model_validate(
         {
@@ -202,7 +202,7 @@ def _sole_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
     worse = _worse(SOLE, SOLE_UNDISTURBED, seeds, runs)
     counted = [_rounds(runs[f"{SOLE} {seed}"]) for seed in seeds]
     most = max(math.inf if count is None else count for count in counted)
-    what = f"held-out loss when the only holder of a slot scales it by {FACTOR:g}, equal tokens, {len(seeds)} seeds"
+    what = f"held-out loss when a slot's only holder scales its delta by {SOLE_FACTOR:g}, equal tokens, {len(seeds)} seeds"
     yield Row(what, _figure(worse), f"+{MAX_WORSE:g} %", worse.mean <= MAX_WORSE)
     yield Row(
         "- rounds in which it took part before it was left out", f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS
