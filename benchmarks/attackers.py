@@ -202,7 +202,9 @@ def _sole_rows(runs: Mapping[str, Any]) -> Iterator[Row]:
     worse = _worse(SOLE, SOLE_UNDISTURBED, seeds, runs)
     counted = [_rounds(runs[f"{SOLE} {seed}"]) for seed in seeds]
     most = max(math.inf if count is None else count for count in counted)
-    what = f"held-out loss when a slot's only holder scales its delta by {SOLE_FACTOR:g}, equal tokens, {len(seeds)} seeds"
+    what = (
+        f"held-out loss if a slot's only holder scales its delta by {SOLE_FACTOR:g}, equal tokens, {len(seeds)} seeds"
+    )
     yield Row(what, _figure(worse), f"+{MAX_WORSE:g} %", worse.mean <= MAX_WORSE)
     yield Row(
         "- rounds in which it took part before it was left out", f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS
