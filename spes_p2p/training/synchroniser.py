@@ -277,8 +277,9 @@ class Synchroniser:
                 return self._bounded(announced)
         # A synchronisation that took much longer than the last ones must not eat the next round.
         counted = [member for member in result.roster if member.peer_id not in self.holdings.distrusted]
-        ends_at = max(round_end(self._run.round, counted), self.swarm.now() + self._run.round.min_seconds)
-        return self._bounded(ends_at)
+        # Whoever is left out itself and has met nobody has only its own word.
+        ends_at = round_end(self._run.round, counted or result.roster)
+        return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
 
     def _bounded(self, ends_at: float) -> float:
         """Return a round's end that others have had a say in, no later than any honest one."""

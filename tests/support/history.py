@@ -97,7 +97,8 @@ class History:
             wire = Wire({kind_of(name): [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]})
             format = wire.format(name, 1)
             plan = GroupPlan.in_roster(members, ids, format)
-            met = {peer: Entry(of[peer], {name: format.encode(flat_N)}, wire, {}) for peer, flat_N in vectors.items()}
+            sent = {peer: flat_N.view(torch.uint8) for peer, flat_N in vectors.items()}  # fp32, a liar's NaN too
+            met = {peer: Entry(of[peer], {name: data}, wire, {}) for peer, data in sent.items()}
             work = GroupMean(plan, name, met)
             return work.reduce() or digest(format.decode(work.mean))
 

@@ -28,7 +28,7 @@ ROUND = {
     **{"lease_seconds": 10.0, "heartbeat_seconds": 3.0},
 }
 """Rounds short enough for hundreds of faults, deadlines long enough for eight peers on two cores."""
-START_SECONDS, EVENT_SECONDS = 180.0, 180.0
+START_SECONDS, EVENT_SECONDS = 300.0, 180.0
 STOP_SECONDS = 60.0
 
 _processes = multiprocessing.get_context("forkserver")
@@ -46,6 +46,7 @@ class LabPeer:
 
     def __init__(self, index: int, folder: Path, max_slots: int) -> None:
         self.index, self.max_slots, self._folder = index, max_slots, folder
+        self._live = live
         self._generation = 0
         self.process: multiprocessing.process.BaseProcess | None = None
         self.pipe: connection.Connection | None = None
@@ -78,7 +79,7 @@ class LabPeer:
             words.append("--resume" if (self.output / "checkpoint").exists() else "--overwrite")
         self.pipe, theirs = _processes.Pipe()
         life = Life(list(map(str, words)), self._folder / "history", self._folder / f"peer-{self.index}.log", phase)
-        self.process, self.rounds = _processes.Process(target=live, args=(life, theirs)), 0
+        self.process, self.rounds = _processes.Process(target=self._live, args=(life, theirs)), 0
         self.process.start()
         theirs.close()
 

@@ -25,6 +25,7 @@ MATCHMAKING, ROSTER = "waits to be met", "has just seen the roster"
 FIRST_BYTE, SENDING = "is about to send", "has sent half"
 REDUCING = "has sent all, and none of its means"
 CONFIRMING, COMMITTED = "is asked to confirm", "is asked to confirm what it has committed"
+FORGES, HEAD_START_SECONDS = "leads, and takes its followers' weight", 1.0
 FORGERIES = {
     "claims a weight of 1e12": {"tokens": 10**12},
     "claims a weight that is no number": {"tokens": "many"},
@@ -71,6 +72,15 @@ def _forged(user: bytes) -> bytes:
     return msgpack.packb(msgpack.ExtType(42, b"0" * 64) if _is("enters with no entry") else [expected, entry])
 
 
+def _forge(message: averaging_pb2.MessageFromLeader, follower: bytes) -> None:
+    """Take a follower's weight in what its leader says that all have said."""
+    place = list(message.ordered_peer_ids).index(follower)
+    bandwidth, mode, user = msgpack.unpackb(message.gathered[place])
+    expected, entry = msgpack.unpackb(user)
+    entry = json.dumps(json.loads(entry) | {"tokens": 0})
+    message.gathered[place] = msgpack.packb([bandwidth, mode, msgpack.packb([expected, entry])])
+
+
 def nested_tuples(depth: int) -> bytes:
     """Return tuples within one another, as hivemind writes them; 220 ended whoever decoded them."""
     data = b"\x90"
@@ -115,6 +125,8 @@ class SparseAverager(averager.SparseAverager):
             encoded, left = honest(*args)
             if _is("means the opposite"):
                 encoded = (-encoded.view(torch.float32)).view(torch.uint8)
+            if _is("means a hundred times the opposite") and args[1][0].segment == 0:
+                encoded = (-100 * encoded.view(torch.float32)).view(torch.uint8)
             return (encoded.fill_(255) if _is("means NaN") else encoded), left
 
         reduction.reduce_message = reduce_message
@@ -126,12 +138,17 @@ class SparseAverager(averager.SparseAverager):
     async def _step(self, *, step, future_for_init) -> None:
         bandwidth, mode, user = msgpack.unpackb(step.data_for_gather)
         step._data_for_gather = msgpack.packb([bandwidth, mode, _forged(user)])
+        if _is(FORGES):
+            step.scheduled_time -= HEAD_START_SECONDS  # whose time is up first leads
+            self._matchmaking.potential_leaders.min_matchmaking_time = 0.0
         await super()._step(step=step, future_for_init=future_for_init)
 
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
         async for message in super().rpc_join_group(request, context):
+            if _is(FORGES) and message.code == averaging_pb2.BEGIN_ALLREDUCE:
+                _forge(message, context.remote_id.to_bytes())
             yield message
             if message.code == averaging_pb2.ACCEPTED:
                 _reach(MATCHMAKING)

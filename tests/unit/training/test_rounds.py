@@ -6,7 +6,9 @@ from virtual import VirtualPeer, run_virtual, tiny_run
 
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.swarm.averaging.reduce import weighted_mean
+from spes_p2p.swarm.base import RoundResult
 from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.training.passages import Trained
 from spes_p2p.training.trainer import Trainer
 
 
@@ -100,3 +102,12 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
         for slot in peer.slots:
             name = slot_name(slot)
             assert torch.equal(peer.anchors.weights(name), initial[name] - (initial[name] - replayed[name]))
+
+
+def test_who_was_left_out_and_then_meets_nobody_knows_when_its_next_round_ends():
+    rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
+    peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
+    entry = peer.sync._contribution(Trained({}, 0, 100.0, 0.0), peer.swarm.now()).member
+    peer.sync.holdings.distrusted = frozenset({entry.peer_id})
+    seconds = peer.sync._next_end(RoundResult((entry,)), expected=2) - peer.swarm.now()
+    assert rounds.min_seconds <= seconds <= rounds.max_seconds + rounds.exchange_seconds
