@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from misbehaving import FORGES
 from peer_server import ROUNDS
 from real_peers import NUMELS, RUN_ID, PeerProcess, average, close_all, contribution, start_swarm
 
@@ -15,7 +16,7 @@ from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 pytestmark = pytest.mark.timeout(400)
 
 FACTOR = -100.0
-MEETING_SECONDS = 30.0
+MEETING_SECONDS, LIED_SECONDS = 30.0, 10.0
 PATIENT = ROUNDS.model_copy(update={"averaging_seconds": 60.0})
 """Nobody is missing, and nobody takes another for silent, however busy the machine."""
 
@@ -101,3 +102,16 @@ def test_a_reducer_whose_means_are_wrong_is_redone_without_and_then_left_out(fiv
     results = average(five, items, expected=5, meeting_seconds=MEETING_SECONDS)
     assert torch.equal(results[0].committed["shared"], honest_mean(items)) and results[-1].is_behind
     assert len(others[0].call("notes")) == 1
+
+
+def test_whoever_leads_and_lies_about_its_group_is_not_followed_again(five, seed):
+    rogue, others = five[-1], five[:4]
+    rogue.call("misbehave", FORGES)
+    met = []
+    for round in (250, 251, 252):
+        results = average(five, contributions(five, seed, round), expected=5, meeting_seconds=LIED_SECONDS)
+        met.append([digest(result.committed["shared"]) if result.committed else "" for result in results[:4]])
+    rogue.call("misbehave", "")
+    assert all(len(peer.call("notes")) for peer in others)
+    for digests in met[1:]:
+        assert len(set(digests)) == 1 and digests[0], "they find each other without it"

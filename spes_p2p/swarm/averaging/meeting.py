@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Sequence
@@ -20,7 +21,11 @@ from spes_p2p.swarm.guarded_dht import GuardedDHT
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS
 from spes_p2p.swarm.validation import owner_of
 
+log = logging.getLogger(__name__)
+
 ASK_AGAIN_SECONDS = 0.1
+LIAR_SECONDS = 600.0
+"""For so long nobody follows a leader that has lied about its group."""
 MAX_ENTRY_BYTES = 2**16 + 2**10
 """Of what a peer gives the matchmaking: a roster entry of the greatest length, and hivemind's own."""
 
@@ -113,6 +118,7 @@ class Meeting(Matchmaking):
         self.group_key_manager = Declarations(dht, self._prefix, "", self.target_group_size)
         self.potential_leaders = Leaders(self.peer_id, self.min_matchmaking_time, self.target_group_size)
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
+        self._liars: dict[PeerID, float] = {}
 
     def prepare(self, target: int | None, least: int, survivors: Sequence[PeerID] | None) -> None:
         """Set the size at which the next group stands at once, and the least; `survivors` to redo a round with them."""
@@ -127,8 +133,25 @@ class Meeting(Matchmaking):
             return self.potential_leaders.search_end_time
         return super().get_request_expiration_time()
 
+    async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
+        """Ask to join a leader's group; one that has lied about a group is not asked for a while.
+
+        Stock gives up the whole search for one lie: who always leads first would end all averaging.
+        """
+        if self._liars.get(leader, 0.0) > time.monotonic():
+            return None
+        try:
+            return await super()._request_join_group(leader)
+        except MatchmakingException as error:
+            log.warning("looking for another group: %s", error)
+            return None
+
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
-        check_snapshot(msg, leader, self.peer_id, self.step_control.data_for_gather)
+        try:
+            check_snapshot(msg, leader, self.peer_id, self.step_control.data_for_gather)
+        except MatchmakingException:
+            self._liars[leader] = time.monotonic() + LIAR_SECONDS
+            raise
         return await super().follower_assemble_group(leader, msg)
 
     def _check_reasons_to_reject(
