@@ -15,7 +15,7 @@ from torch import Tensor
 from spes_p2p import __version__
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, judge
+from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, judge, quorum
 from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.bulletin import Bulletin
@@ -61,17 +61,14 @@ class HivemindSwarm:
         self._store = VersionStore(directory, node.run_id)
         self.exchange = Exchange(node, self._store, serve=serve, uplink_mbit=uplink_mbit)
         self._averager: SparseAverager | None = None
-        self._uplink_mbit = uplink_mbit
+        self._uplink_mbit, self._trains_alone = uplink_mbit, trains_alone
         self._rounds = RoundConfig()
         self._vectors, self._wire = Vectors(), Wire({})
-        self._averaged_bytes = 0
+        self._averaged_bytes, self._reserved_at = 0, time.monotonic()
         self._dial_back, self._bulletin = DialBack(node), Bulletin(node)
-        self._trains_alone = trains_alone
         if not node.met_somebody:
             self._bulletin.expect(node.known.addresses())
-        self.watchdog = Watchdog(node)
-        self._reserved_at = time.monotonic()
-        self.trust = Trust()
+        self.watchdog, self.trust = Watchdog(node), Trust()
 
     def enter(
         self,
@@ -148,8 +145,8 @@ class HivemindSwarm:
         entry = contribution.member.model_copy(update={"calls_only": self.node.client_mode, "invite": invite})
         contribution = self.trust.enter(replace(contribution, member=entry), self._bulletin.last_read(Claim))
         self._put_off_strangers()
-        member, encode = self._wire.entry(contribution), self._wire.encoder(contribution)
-        attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
+        member, encode, began = self._wire.entry(contribution), self._wire.encoder(contribution), expected
+        attempt, result = self._average_once(contribution, member, encode, expected, began, starts_at)
         evidence = [attempt.evidence]
         for _ in range(ATTEMPTS - 1):
             if SHARED in result.committed or result.is_behind or not attempt.roster or not member.tokens:
@@ -158,7 +155,10 @@ class HivemindSwarm:
             expected = max(1, expected - len(attempt.lost - {self.peer_id}))
             if expected == 1 and self._bulletin.company and not self._trains_alone:
                 break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
-            attempt, result = self._average_once(contribution, member, encode, expected, self.now(), is_redone=True)
+            began = 1 if expected == 1 else began  # told to go on alone
+            if expected < quorum(began):
+                break
+            attempt, result = self._average_once(contribution, member, encode, expected, began, self.now(), True)
             evidence.append(attempt.evidence)
         self.trust.note(member.round, evidence)
         self.trust.meet(result)
@@ -169,9 +169,8 @@ class HivemindSwarm:
         if self._averager is not None:
             if result.is_behind:
                 self._averager.places.forget_errors()
-            self._averager.places.keep_errors(
-                {name: left for name, left in attempt.left.items() if name in result.committed}
-            )
+            left = {name: error for name, error in attempt.left.items() if name in result.committed}
+            self._averager.places.keep_errors(left)
         self._averaged_bytes += averaged_bytes(result, self._wire)
         if SHARED not in result.committed:
             self.exchange.release()
@@ -190,6 +189,7 @@ class HivemindSwarm:
         member: Member,
         encode: Callable[[], tuple[Member, Mapping[str, Tensor]]],
         expected: int,
+        began: int,
         starts_at: float,
         is_redone: bool = False,
     ) -> tuple[Attempt, RoundResult]:
@@ -198,11 +198,11 @@ class HivemindSwarm:
         else:
             assert self._averager is not None
             attempt = self._averager.attempt(
-                member, encode, expected=expected, starts_at=starts_at, is_redone=is_redone
+                member, encode, expected=expected, least=quorum(began), starts_at=starts_at, is_redone=is_redone
             )
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", member.round + 1, peer[-6:], reason)
-        return attempt, judge(attempt, contribution, expected, self._wire)
+        return attempt, judge(attempt, contribution, began, self._wire)
 
     def remainders(self) -> Mapping[str, Tensor]:
         return self._wire.remainders()

@@ -1,8 +1,8 @@
 """What a swarm's peers wrote down, held against what must be so whatever befell them.
 
 Four promises: a mean is the guarded mean of what exactly the roster's members brought; a version is its parent
-moved by such a mean; a peer's versions never go back, but to give up what nobody else had; and what two peers ever had,
-or what came of it, is there in the end.
+moved by such a mean; a peer's versions never go back, but to give up what nobody else had, or what it has refused; and
+what two peers ever had, or what came of it, is there in the end, if nobody has refused it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Verdict:
         versions: Versions whose parent and mean were followed.
         accepted: Versions that two peers had at least.
         lost: Those of them that neither are there in the end, nor anything that came of them.
+        refused: Versions that a peer did not take because they made its model worse.
         wrong: Everything else that must not be.
     """
 
@@ -42,6 +43,7 @@ class Verdict:
     versions: int = 0
     accepted: int = 0
     lost: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
 
@@ -63,6 +65,7 @@ class History:
             (event["peer"], event["member"]["ready_at"]): event for event in self._events if event["event"] == "brings"
         }
         self._commits = [event for event in self._events if event["event"] == "commits"]
+        self._refused = {(event["name"], event["version"]) for event in self._events if event["event"] == "refuses"}
 
     @property
     def num_rounds(self) -> int:
@@ -71,7 +74,7 @@ class History:
 
     def verdict(self) -> Verdict:
         """Check everything."""
-        verdict = Verdict()
+        verdict = Verdict(refused=sorted(f"{name} {version[:8]}" for name, version in self._refused))
         self._check_means(verdict)
         parents = self._follow(verdict)
         holders = self._holders()
@@ -173,7 +176,8 @@ class History:
             for event in life:
                 for name, (round, version, _) in event["versions"].items() if event["event"] == "has" else ():
                     before = last.get(name)
-                    if before and round < before[0] and len(holders[name, before[1]]) > 1:
+                    is_given_up = before and (len(holders[name, before[1]]) < 2 or (name, before[1]) in self._refused)
+                    if before and round < before[0] and not is_given_up:
                         verdict.wrong.append(f"{_who(event)} {name}: went back from round {before[0]} to {round}")
                     last[name] = round, version
 
@@ -193,7 +197,8 @@ class History:
                     if parent not in reached:
                         reached.add(parent)
                         frontier.append(parent)
-            accepted = {version for other, version in holders if other == name and len(holders[other, version]) > 1}
+            held = {version for other, version in holders if other == name and len(holders[other, version]) > 1}
+            accepted = {version for version in held if (name, version) not in self._refused}
             verdict.accepted += len(accepted)
             verdict.lost += [f"{name} {version[:8]}" for version in sorted(accepted - reached)]
 

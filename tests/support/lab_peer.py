@@ -167,7 +167,11 @@ def record(scribe: Scribe) -> None:
         has(swarm)
         return failures
 
-    for method in (average, publish, pull):
+    def refuse(stock: Callable, swarm: HivemindSwarm, name: str, suspects) -> None:
+        scribe.note("refuses", peer=swarm.peer_id, name=name, version=swarm.versions()[name].digest)
+        stock(swarm, name, suspects)
+
+    for method in (average, publish, pull, refuse):
         wrap(HivemindSwarm, method.__name__, method)
 
 

@@ -26,7 +26,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.buffers import Places
 from spes_p2p.swarm.averaging.group_work import GroupWork, expected_of, finish_all, group_id, read_roster
 from spes_p2p.swarm.averaging.meeting import Meeting
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, quorum
+from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt
 from spes_p2p.swarm.averaging.reduce import GroupPlan
 from spes_p2p.swarm.averaging.reduction import LANES
 from spes_p2p.swarm.averaging.wire import Wire
@@ -129,6 +129,7 @@ class SparseAverager(DecentralizedAverager):
         encode: Callable[[], tuple[Member, Mapping[str, Tensor]]],
         *,
         expected: int,
+        least: int,
         starts_at: float,
         is_redone: bool = False,
     ) -> Attempt:
@@ -140,6 +141,7 @@ class SparseAverager(DecentralizedAverager):
                 the round after the member's. Called while the others are looked for. With another entry, what was
                 promised to them cannot be sent, and the attempt fails.
             expected: Group size at which the roster stands at once.
+            least: Members below which there is none.
             starts_at: DHT time at which it stands anyway.
             is_redone: Meet those who were not lost in the last attempt, and nobody else.
 
@@ -147,7 +149,7 @@ class SparseAverager(DecentralizedAverager):
             The attempt's outcome; `averaged` are copies.
         """
         self.places.assign(member.slots)
-        self._outer_pipe.send(("_prepare", [is_redone], {}))
+        self._outer_pipe.send(("_prepare", [is_redone, least], {}))
         started = get_dht_time()
         scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
         patience = scheduled - get_dht_time() + self.matchmaking_kwargs["min_matchmaking_time"]
@@ -165,7 +167,7 @@ class SparseAverager(DecentralizedAverager):
             outcome = control.result(timeout=patience + 2 * self._most_seconds)
         except Exception as error:  # noqa: BLE001 - hivemind reports "nobody came" by a dozen types
             control.cancel()
-            failure = f"no roster of {quorum(expected)} of {expected} peers or more: {error!r}"
+            failure = f"no roster of {least} of {expected} peers or more: {error!r}"
             return Attempt(failure=failure, matchmaking_seconds=get_dht_time() - started)
         places = self.places.by_name
         done = [name for name, reason in outcome["status"].items() if not reason]
@@ -184,8 +186,8 @@ class SparseAverager(DecentralizedAverager):
 
     # ------------------------------------------------------------------ in the averager's process
 
-    async def _prepare(self, is_redone: bool) -> None:
-        self._is_redone, self._loaded = is_redone, asyncio.get_running_loop().create_future()
+    async def _prepare(self, is_redone: bool, least: int) -> None:
+        self._is_redone, self._least, self._loaded = is_redone, least, asyncio.get_running_loop().create_future()
         self._pace = Pace(self._uplink_mbit)
 
     async def _load(self, is_as_promised: bool) -> None:
@@ -199,7 +201,7 @@ class SparseAverager(DecentralizedAverager):
                 self._p2p, self.schema_hash, self.dht, client_mode=self.dht.client_mode, **self.matchmaking_kwargs
             )
         # A group below quorum would only be thrown away, and take its members from a larger one.
-        self._matchmaking.prepare(target, max(2, quorum(target or 2)), self._survivors if self._is_redone else None)
+        self._matchmaking.prepare(target, self._least, self._survivors if self._is_redone else None)
         await super()._step(step=step, future_for_init=future_for_init)
 
     @contextlib.contextmanager

@@ -46,15 +46,18 @@ class Attempt:
 
 
 def quorum(expected: int) -> int:
-    """Return how many must meet for a round to count: half of the peers expected."""
-    return -(-expected // 2)
+    """Return how many must meet for a round to count: more than half of the peers expected.
+
+    Of those that the round began with: whoever is lost in it may be committing something else with others.
+    """
+    return expected // 2 + 1
 
 
 def judge(attempt: Attempt, contribution: Contribution, expected: int, wire: Wire) -> RoundResult:
     """Return what may be committed of an attempt.
 
     No mean that is not finite: a part may have come from a liar, and finite deltas may overflow in their sum.
-    Nothing without a roster, with fewer than half of the peers expected (the other half may be committing something
+    Nothing without a roster, with no more than half of the peers expected (the other half may be committing something
     else), or without `shared`: a slot trained against a router that was rolled back would no longer fit it.
     """
     if not attempt.roster:

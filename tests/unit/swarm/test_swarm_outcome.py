@@ -65,11 +65,11 @@ def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
 
 
 @given(attempts())
-def test_only_whole_finite_means_are_committed_and_only_with_shared_and_half_of_the_peers(drawn):
+def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_than_half_of_the_peers(drawn):
     attempt, contribution, outcomes, expected = drawn
     result = judge(attempt, contribution, expected, WIRE)
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
-    may = "shared" in whole and 2 * len(attempt.roster) >= expected
+    may = "shared" in whole and 2 * len(attempt.roster) > expected
     assert set(result.committed) == (whole if may else set())
 
 
