@@ -100,7 +100,8 @@ def rotate(run_id: str, num_slots: int, claims: Mapping[str, Claim], turn: int) 
             table.give(taker, slot)
         taken.add((taker, slot))
     table.settle()
-    _exchange(table, lambda peer, slot: (peer, slot) not in taken and table.has_more_to_move(peer))
+    # Somebody who holds all that were drawn may have to give up all of them.
+    _exchange(table, lambda peer, slot: (peer, slot) not in taken and table.has_more_to_move(peer, size))
     _relieve_orphans(table, lambda peer, slot: (peer, slot) not in taken)
     return table.allocation()
 
@@ -147,9 +148,9 @@ class _Table:
         self._first = {peer: frozenset(slots) for peer, slots in self.held.items()}
         self._moved.clear()
 
-    def has_more_to_move(self, peer: str) -> bool:
-        """Tell whether a peer may still exchange a slot, of those that it should exchange at once."""
-        return self._moved[peer] < max(1, len(self.held[peer]) // MOVED_SHARE)
+    def has_more_to_move(self, peer: str, least: int = 1) -> bool:
+        """Tell whether a peer may still exchange a slot, of those that it should exchange at once, or `least`."""
+        return self._moved[peer] < max(least, len(self.held[peer]) // MOVED_SHARE)
 
     def allocation(self) -> Allocation:
         return {peer: tuple(sorted(slots)) for peer, slots in self.held.items()}

@@ -138,6 +138,13 @@ def test_a_rotation_of_an_even_coverage_leaves_it_even(swarm, turn):
     assert max(counts) - min(counts) <= 1, "takers even out as well, and as many slots as it takes"
 
 
+def test_who_held_all_slots_that_are_drawn_gives_up_all_of_them():
+    """Hypothesis found it: both takers got a slot that two others had, of whom one could move but one slot."""
+    slots = {A: {7}, B: {5}, C: set(range(22)), PEERS[3]: {0, 1, 3, 4, 9, 10, 21}}
+    counts = coverage(rotate("run", 22, {peer: claim(peer, held, len(held)) for peer, held in slots.items()}, 0), 22)
+    assert set(counts) == {1, 2}
+
+
 def test_rotation_is_off_by_default_and_happens_once_in_its_round():
     records = {peer: claim(peer, slots, 2) for peer, slots in zip((A, B), ({0, 1}, {2, 3}), strict=True)}
     rotating = ROUNDS.model_copy(update={"rotate_rounds": 5})
