@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -116,7 +117,14 @@ def _report(seed: int, repeats: int) -> Any:
                         strike = harm(lab.random.choice(lengths))
                         say(f"  {strike.kind} for a while; all others went on after {strike.committed_after:.1f} s")
             lab.recover()
-        return lab.judge()
+        report = lab.judge()
+        if report.verdict.lost or report.verdict.wrong:
+            kept = Path(tempfile.gettempdir()) / f"lab-{seed}"
+            shutil.copytree(
+                lab.folder, kept, ignore=shutil.ignore_patterns("vectors", "cache", "peer-*[0-9]"), dirs_exist_ok=True
+            )
+            say(f"  what its peers wrote down, and their logs, are in {kept}")
+        return report
 
 
 def newcomer(bench: Bench) -> Iterator[Row]:
