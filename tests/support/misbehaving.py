@@ -13,7 +13,7 @@ from typing import AsyncIterator  # noqa: UP035 - hivemind recognises only typin
 
 import msgpack
 import torch
-from hivemind.p2p import P2PContext
+from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
 from spes_p2p.swarm.averaging import averager, group_work, meeting, reduction
@@ -110,6 +110,10 @@ class RogueMeeting(meeting.Meeting):
 class SparseAverager(averager.SparseAverager):
     """Remote names of methods contain the class's name, so it must be the same as everybody's."""
 
+    def __init__(self, *args, **kwargs) -> None:
+        self._first_to_ask: dict[bytes, PeerID] = {}
+        super().__init__(*args, **kwargs)
+
     def misbehave(self, how: str) -> None:
         """Misbehave from now on; not any more if `how` is empty."""
         while _gates[0].poll():
@@ -165,6 +169,9 @@ class SparseAverager(averager.SparseAverager):
                 await asyncio.wait_for(work.is_done.wait(), GATE_SECONDS)
                 _reach(COMMITTED)
             _reach(CONFIRMING)
+        asked = bytes.fromhex(request.uid), context.remote_id
+        if _is("confirms to one alone") and asked[1] != self._first_to_ask.setdefault(*asked):
+            await asyncio.Event().wait()
         if _is("never confirms"):
             await asyncio.Event().wait()
         if _is("confirms another digest"):

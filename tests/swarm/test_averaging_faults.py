@@ -88,6 +88,13 @@ def test_whoever_goes_on_and_on_is_not_listened_to(crew, how):
     assert not case.wrong and case.attempts == 1 and case.victim == "committed what the others did", case
 
 
+def test_what_one_has_committed_the_others_commit_too(crew):
+    """Who is told of everybody's result commits; those who are not would make another of the round without it."""
+    case = crew.lie("confirms to one alone")
+    assert not case.wrong and case.committed == 3 and case.attempts == 1, case
+    assert case.victim == "committed what the others did", case
+
+
 def test_a_liar_that_nobody_can_tell_costs_all_of_them_the_round_and_no_more(crew):
     """Whom a reducer tells another mean than the others cannot know which of the two lies."""
     case = crew.lie("tells each another mean")

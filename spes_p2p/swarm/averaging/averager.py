@@ -290,5 +290,5 @@ class SparseAverager(DecentralizedAverager):
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         """Tell a member the digest of our result in a group, once there is one; empty if we failed."""
         work = await self._work_on(bytes.fromhex(request.uid[:256]))
-        answer = await work.confirmed(self._most_seconds) if work is not None else b""
+        answer = await work.answer(request.metadata, self._most_seconds) if work is not None else b""
         return runtime_pb2.ExpertResponse(metadata=answer)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgpack
@@ -25,6 +25,8 @@ from spes_p2p.swarm.pacing import Pace
 from spes_p2p.swarm.roster import SHARED, Member
 
 MAX_ENTRY_BYTES = 2**17
+CONFIRMED = b"confirmed"
+"""Asks a member not for its result, but whether it knows that everybody has it."""
 
 
 class GroupWork:
@@ -43,6 +45,7 @@ class GroupWork:
         self.reduction: asyncio.Future[Reduction] = asyncio.get_running_loop().create_future()
         self._me, self._gid, self._ask = me, gid, ask
         self._digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._is_confirmed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def run(self, buffers: Buffers, patience: Patience, silence: Patience, pace: Pace) -> str:
         """Average into the buffers' result; return why that failed, or "" once all members have confirmed it."""
@@ -85,6 +88,18 @@ class GroupWork:
         # Two who cannot call each other both ask those whom everybody can.
         plan = self.plan
         others = [p for p in plan.peers if p != self._me and (p in plan.called or self._me in plan.called)]
+        try:
+            await self._confirm(mine, others, silence)
+        except AllreduceException:
+            self._is_confirmed.set_result(False)
+            if not await self._is_confirmed_by_any(mine, others, silence):
+                raise
+            self.lost = ""
+        else:
+            self._is_confirmed.set_result(True)
+
+    async def _confirm(self, mine: bytes, others: Sequence[str], silence: Patience) -> None:
+        """Hear of all others that they have this result."""
         theirs = await asyncio.gather(*(self._digest_of(peer, silence) for peer in others))
         different = [peer for peer, digest in zip(others, theirs, strict=True) if digest not in (b"", mine)]
         if different:
@@ -94,27 +109,48 @@ class GroupWork:
         if b"" in theirs:
             raise AllreduceException(f"{others[theirs.index(b'')]} gave up")
 
+    async def _is_confirmed_by_any(self, mine: bytes, others: Sequence[str], silence: Patience) -> bool:
+        """Tell whether somebody has heard of everybody that they have this result, and so has committed it.
+
+        Who then does not would make another of this round with those who have not heard it either.
+        """
+        answers = await asyncio.gather(
+            *(self._call(peer, silence, CONFIRMED) for peer in others if peer != self.lost), return_exceptions=True
+        )
+        return mine in answers
+
+    async def _call(self, peer: str, silence: Patience, question: bytes = b"") -> bytes:
+        request = runtime_pb2.ExpertRequest(uid=self._gid.hex(), metadata=question)
+        return (await self._ask(peer).rpc_confirm(request, timeout=2 * silence.seconds)).metadata
+
     async def _digest_of(self, peer: str, silence: Patience) -> bytes:
         """Return the digest of a member's result; empty if it failed, which need not be its own fault."""
         try:
-            request = runtime_pb2.ExpertRequest(uid=self._gid.hex())
-            return (await self._ask(peer).rpc_confirm(request, timeout=2 * silence.seconds)).metadata
+            return await self._call(peer, silence)
         except Exception as error:
             self.lost = self.lost or peer
             raise AllreduceException(f"lost {peer}: it did not confirm: {error!r}") from error
 
-    async def confirmed(self, timeout: float) -> bytes:
+    async def answer(self, question: bytes, timeout: float) -> bytes:
         """Return the digest of this member's result once there is one; empty if it failed.
 
+        Args:
+            question: If `CONFIRMED`, whether all others have told this member that they have it, too; empty if not.
+            timeout: Seconds to wait for it.
+
         Raises:
-            TimeoutError: neither within `timeout` seconds.
+            TimeoutError: neither within that time.
         """
+        if question == CONFIRMED and not await asyncio.wait_for(asyncio.shield(self._is_confirmed), timeout):
+            return b""
         return await asyncio.wait_for(asyncio.shield(self._digest), timeout)
 
     def close(self) -> None:
         """Tell whoever waits for this member's result that there will be none."""
         if not self._digest.done():
             self._digest.set_result(b"")
+        if not self._is_confirmed.done():
+            self._is_confirmed.set_result(False)
         self.reduction.cancel()
 
 
