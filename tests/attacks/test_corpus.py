@@ -130,9 +130,11 @@ def test_a_leader_that_invents_a_group_is_named_and_not_followed(people, case):
         info = GroupInfo(b"g", tuple(map(PeerID, message.ordered_peer_ids)), tuple(message.gathered))
         assert len(read_roster(info)[0]) == 2
         return
-    follower = SimpleNamespace(peer_id=bob, step_control=SimpleNamespace(data_for_gather=entries["bob"]))
+    step = SimpleNamespace(data_for_gather=entries["bob"])
+    follower = SimpleNamespace(peer_id=bob, step_control=step, _liars={})
     with pytest.raises(MatchmakingException, match=str(alice)):
         asyncio.run(Meeting.follower_assemble_group(follower, alice, message))
+    assert set(follower._liars) == {alice}
 
 
 # ---------------------------------------------------------------------- versions and the exchange
