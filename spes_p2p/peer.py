@@ -20,7 +20,7 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.gate import PROBE_SEED, PROBE_SEQUENCES, LossGate
+from spes_p2p.training.gate import LossGate, public_text
 from spes_p2p.training.output import check_output, fresh_output
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.recovery import checkpoint_of
@@ -87,7 +87,7 @@ def _train(
             sync = _synchroniser(config, swarm, admission, trainer)
             if SHARED not in swarm.versions() and saved is None:
                 initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, source(PROBE_SEED).next_batch(PROBE_SEQUENCES))
+        gate = LossGate(trainer, group, public_text(source))
         rounds = Rounds(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id)
         rounds.open(initial, saved)
         del initial, saved  # as large as the model, and not needed again

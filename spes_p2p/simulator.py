@@ -31,7 +31,7 @@ from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED, is_bundle
 from spes_p2p.swarm.virtual_clock import VirtualClock
 from spes_p2p.training.assembly import build_initial
-from spes_p2p.training.gate import PROBE_SEED, PROBE_SEQUENCES
+from spes_p2p.training.gate import public_text
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.virtual_peer import Leaves, VirtualPeer
 from spes_p2p.training.whole_model import WholeModel
@@ -128,7 +128,7 @@ class _Simulation:
         tokenizer = resolve_tokenizer(self._run.data, scenario.text, cache)
         self._vocab_size = len(tokenizer)
         self._source = train_sources(self._run.data, tokenizer, paths=scenario.text, cache=cache)
-        self._probe_BT1 = self._source(PROBE_SEED).next_batch(PROBE_SEQUENCES)
+        self._probe_BT1 = public_text(self._source)
         self._clock = VirtualClock()
         self._hub = MemoryHub(scenario.run_id, rounds.matchmaking_seconds, rounds.lease_seconds, self._clock)
         self._peers: dict[int, VirtualPeer] = {}

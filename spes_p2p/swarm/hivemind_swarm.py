@@ -145,8 +145,8 @@ class HivemindSwarm:
         entry = contribution.member.model_copy(update={"calls_only": self.node.client_mode, "invite": invite})
         contribution = self.trust.enter(replace(contribution, member=entry), self._bulletin.last_read(Claim))
         self._put_off_strangers()
-        member, encode, began = self._wire.entry(contribution), self._wire.encoder(contribution), expected
-        attempt, result = self._average_once(contribution, member, encode, expected, began, starts_at)
+        member, encode, at_first = self._wire.entry(contribution), self._wire.encoder(contribution), expected
+        attempt, result = self._average_once(contribution, member, encode, expected, at_first, starts_at)
         evidence = [attempt.evidence]
         for _ in range(ATTEMPTS - 1):
             if SHARED in result.committed or result.is_behind or not attempt.roster or not member.tokens:
@@ -155,10 +155,10 @@ class HivemindSwarm:
             expected = max(1, expected - len(attempt.lost - {self.peer_id}))
             if expected == 1 and self._bulletin.company and not self._trains_alone:
                 break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
-            began = 1 if expected == 1 else began  # told to go on alone
-            if expected < quorum(began):
+            at_first = 1 if expected == 1 else at_first  # told to go on alone
+            if expected < quorum(at_first):
                 break
-            attempt, result = self._average_once(contribution, member, encode, expected, began, self.now(), True)
+            attempt, result = self._average_once(contribution, member, encode, expected, at_first, self.now(), True)
             evidence.append(attempt.evidence)
         self.trust.note(member.round, evidence)
         self.trust.meet(result)
@@ -189,7 +189,7 @@ class HivemindSwarm:
         member: Member,
         encode: Callable[[], tuple[Member, Mapping[str, Tensor]]],
         expected: int,
-        began: int,
+        at_first: int,
         starts_at: float,
         is_redone: bool = False,
     ) -> tuple[Attempt, RoundResult]:
@@ -198,11 +198,11 @@ class HivemindSwarm:
         else:
             assert self._averager is not None
             attempt = self._averager.attempt(
-                member, encode, expected=expected, least=quorum(began), starts_at=starts_at, is_redone=is_redone
+                member, encode, expected=expected, least=quorum(at_first), starts_at=starts_at, is_redone=is_redone
             )
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", member.round + 1, peer[-6:], reason)
-        return attempt, judge(attempt, contribution, began, self._wire)
+        return attempt, judge(attempt, contribution, at_first, self._wire)
 
     def remainders(self) -> Mapping[str, Tensor]:
         return self._wire.remainders()

@@ -10,10 +10,11 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import LongTensor, Tensor
 
+from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.roster import is_bundle
 from spes_p2p.training.process_group import ProcessGroup
@@ -35,13 +36,22 @@ MEMORY_ROUNDS = 8
 """The model is held against the best of so many rounds."""
 
 
+def public_text(source: Callable[[int], TokenSource]) -> LongTensor:
+    """Return the sequences that all peers of a run measure, `[B, T + 1]`.
+
+    Args:
+        source: Returns the run's training sequences in the order of a seed, as `train_sources` makes it.
+    """
+    return source(PROBE_SEED).next_batch(PROBE_SEQUENCES)
+
+
 class LossGate:
     """Puts what a synchronisation has brought into the model, and takes back what does it harm; on all ranks.
 
     Args:
         trainer: This rank's share of the training.
         group: The peer's ranks.
-        probe_BT1: Public sequences to measure; the same on all ranks.
+        probe_BT1: What `public_text` returns; the same on all ranks.
     """
 
     def __init__(self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor) -> None:
