@@ -21,7 +21,7 @@ from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.bulletin import Bulletin
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.version_store import VersionStore
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.reachability import DialBack
@@ -31,8 +31,6 @@ from spes_p2p.swarm.trust import Trust
 from spes_p2p.swarm.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
-
-DOCUMENT_BYTES = 64 * 2**20
 
 
 class HivemindSwarm:
@@ -277,7 +275,7 @@ class HivemindSwarm:
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
     ) -> Mapping[str, str]:
-        limits = {name: DOCUMENT_BYTES if name in DOCUMENTS else self._vectors.num_bytes(name) for name in wanted}
+        limits = {name: self._vectors.num_bytes(name) for name in wanted}
         try:
             return self.exchange.pull(
                 wanted, min_round=min_round, timeout=timeout, max_bytes=limits, relays=relays, uplinks=uplinks

@@ -7,7 +7,7 @@ import logging
 import random
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 SEARCH_SECONDS = 20.0
 PULL_SECONDS = 60.0
 MANIFEST, TOKENIZER = "manifest", "tokenizer"
+DOCUMENT_BYTES = 64 * 2**20
 
 
 class Manifest(BaseModel):
@@ -70,33 +71,46 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
 
     Args:
         swarm: The peer's.
-        founder: Who must have signed it; None takes any founder, and says whom it took.
+        founder: Who must have signed it: what anybody else declares is passed over. None takes the only founder that
+            there is, and says whom it took.
 
     Raises:
         JoinError: no peer knows the run, peers disagree about it, or it cannot be fetched and verified.
     """
     run_id, records = swarm.node.run_id, _find(swarm)
     digests = Counter(record.digest for record in records.values())
-    if len(digests) > 1:
-        raise JoinError(f"peers disagree about run {run_id!r} ({len(digests)} manifests); use another --run-id")
+    if founder is None and len(digests) > 1:
+        raise JoinError(
+            f"peers declare {len(digests)} manifests of run {run_id!r}; name the founder: --run-id {run_id}@PEER_ID, "
+            f"as its peers' logs print it"
+        )
     peers = random.sample(sorted(records), len(records))  # those named first are asked first, and not by all newcomers
-    failures = swarm.pull({MANIFEST: peers, TOKENIZER: peers}, min_round=0, timeout=PULL_SECONDS)
-    if failures:
-        raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {'; '.join(failures.values())}; try again")
+    if failure := _pull(swarm, MANIFEST, peers, founder or ""):
+        remedy = "try again" if founder is None else "correct --run-id, or join through other --initial-peers"
+        raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {failure}; {remedy}")
     version = swarm.versions()[MANIFEST]
     manifest = read_manifest(swarm.load_document)
     if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:
         raise JoinError(f"manifest of run {run_id!r} is not what its peers declare; do not join through these peers")
-    check_founder(manifest, founder)
     if founder is None:
         pinned = f"{run_id}@{manifest.founder}"
         log.info("trusting %s to be the founder; --run-id %s takes no other", manifest.founder, pinned)
     if manifest.software != __version__:
         log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
+    if failure := _pull(swarm, TOKENIZER, peers, manifest.founder):
+        raise JoinError(f"cannot fetch the tokenizer of run {run_id!r}: {failure}; try again")
     tokenizer = swarm.load_document(TOKENIZER)
     if digest(tokenizer) != manifest.tokenizer_digest:
         raise JoinError(f"tokenizer of run {run_id!r} does not match its manifest; join through other peers")
     return manifest, tokenizer
+
+
+def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str) -> str:
+    """Fetch a document; return why it could not be had, or nothing."""
+    limits = {name: DOCUMENT_BYTES}
+    return swarm.exchange.pull({name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=limits, author=author).get(
+        name, ""
+    )
 
 
 def check_founder(manifest: Manifest, founder: str | None) -> None:

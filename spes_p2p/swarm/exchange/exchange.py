@@ -162,11 +162,13 @@ class Exchange:
         max_bytes: Mapping[str, int],
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        author: str = "",
     ) -> dict[str, str]:
         """Fetch versions into the store; see `Swarm.pull`.
 
         Args:
             max_bytes: By name, most bytes of a document, exact bytes of a vector.
+            author: Who must have signed them; nobody in particular if empty.
         """
 
         async def pull_one(name: str, deadline: float) -> str:
@@ -179,6 +181,7 @@ class Exchange:
                 relays=(relays or {}).get(name, ()),
                 uplinks=uplinks or {},
                 codec="coded" if kind_of(name) in self._formats else "fp32",
+                author=author,
             )
             have = self._store.find(name)
             return await Pull(item, wanted[name], have.digest if have else "", self).run(deadline)

@@ -74,6 +74,7 @@ class Wanted:
         relays: All who fetch it now, this peer included, and share it out among themselves; usually nobody.
         uplinks: What they may send.
         codec: What its bytes are.
+        author: Who must have signed it; nobody in particular if empty.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Wanted:
     relays: Sequence[str] = ()
     uplinks: Mapping[str, float] = field(default_factory=dict)
     codec: CodecKind = "fp32"
+    author: str = ""
 
     def check(self, version: Version) -> None:
         """Compare what is offered with what is wanted.
@@ -91,6 +93,8 @@ class Wanted:
         Raises:
             ExchangeError: it is something else.
         """
+        if self.author not in ("", version.author):
+            raise ExchangeError(f"offered {version.name} by {version.author}, not by {self.author}")
         is_document = self.name in DOCUMENTS
         fits = version.num_bytes <= self.num_bytes if is_document else version.num_bytes == self.num_bytes
         codec = "raw" if is_document else self.codec

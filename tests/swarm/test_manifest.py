@@ -1,0 +1,84 @@
+"""Whose run a newcomer takes part in, where strangers found others of the same name."""
+
+from types import SimpleNamespace
+
+import pytest
+from exchange_crew import open_swarm
+
+from spes_p2p.codecs import digest
+from spes_p2p.config import RunConfig
+from spes_p2p.errors import JoinError
+from spes_p2p.swarm import manifest as module
+from spes_p2p.swarm.identity import hashed_peer_id
+from spes_p2p.swarm.manifest import MANIFEST, TOKENIZER, Manifest, declare_manifest, fetch_manifest, publish_manifest
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture
+def open_peer(tmp_path):
+    """Return a function that starts a peer who knows the first one."""
+    swarms = []
+
+    def start():
+        addresses = swarms[0].node.addresses() if swarms else ()
+        swarms.append(open_swarm(tmp_path / str(len(swarms)), addresses))
+        return swarms[-1]
+
+    yield start
+    for swarm in swarms:
+        swarm.close()
+
+
+def ask_last(monkeypatch, founder):
+    """Have newcomers, who ask in random order, ask everybody else before the founder."""
+    draw = SimpleNamespace(sample=lambda peers, _: sorted(peers, key=founder.peer_id.__eq__))
+    monkeypatch.setattr(module, "random", draw)
+
+
+def found(swarm, tokenizer=b"the tokenizer", **settings):
+    """Found a run of the name that all peers here know."""
+    manifest = Manifest(
+        run_id="run",
+        founder=swarm.peer_id,
+        software="0",
+        config=RunConfig(**settings),
+        vocab_size=64,
+        tokenizer_digest=digest(tokenizer),
+    )
+    publish_manifest(swarm, manifest, tokenizer)
+    return manifest
+
+
+def test_who_knows_the_founder_passes_over_rivals_and_those_who_pass_the_run_off_as_theirs(open_peer, monkeypatch):
+    founder, rival, thief = open_peer(), open_peer(), open_peer()
+    manifest = found(founder)
+    found(rival, b"another tokenizer", seed=1)
+    publish_manifest(thief, manifest, b"a tokenizer that no founder has seen")
+    ask_last(monkeypatch, founder)
+    assert fetch_manifest(open_peer(), founder.peer_id) == (manifest, b"the tokenizer")
+
+
+def test_who_does_not_know_the_founder_is_told_to_name_one_where_there_are_two(open_peer):
+    found(open_peer())
+    found(open_peer(), seed=1)
+    with pytest.raises(JoinError, match="2 manifests of run 'run'; name the founder: --run-id run@PEER_ID"):
+        fetch_manifest(open_peer())
+
+
+def test_the_tokenizer_is_its_founders_whoever_else_offers_one(open_peer, monkeypatch):
+    founder, thief = open_peer(), open_peer()
+    manifest = found(founder)
+    failures = thief.exchange.pull({MANIFEST: [founder.peer_id]}, min_round=0, timeout=60, max_bytes={MANIFEST: 2**20})
+    assert failures == {}
+    thief.publish_document(TOKENIZER, b"a tokenizer that no founder has seen")
+    declare_manifest(thief, manifest)
+    ask_last(monkeypatch, founder)
+    assert fetch_manifest(open_peer()) == (manifest, b"the tokenizer")
+
+
+def test_a_run_of_nobody_that_is_named_is_not_joined(open_peer):
+    founder, named = open_peer(), hashed_peer_id(b"somebody else")
+    found(founder)
+    with pytest.raises(JoinError, match=rf"by {founder.peer_id}, not by {named}.*correct --run-id"):
+        fetch_manifest(open_peer(), named)
