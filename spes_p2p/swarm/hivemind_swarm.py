@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import Tensor
 from spes_p2p import __version__
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, judge, quorum
+from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, entering, judge
 from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.bulletin import Bulletin
@@ -26,7 +25,7 @@ from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.reachability import DialBack
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed
-from spes_p2p.swarm.roster import SHARED, Member
+from spes_p2p.swarm.roster import SHARED, Member, missing_votes, quorum
 from spes_p2p.swarm.trust import Trust
 from spes_p2p.swarm.watchdog import Watchdog
 
@@ -140,11 +139,11 @@ class HivemindSwarm:
             reason = "the swarm was out of reach"
             return RoundResult((contribution.member,), dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._bulletin.guests.shown if self._bulletin.guests is not None else ""
-        entry = contribution.member.model_copy(update={"calls_only": self.node.client_mode, "invite": invite})
-        contribution = self.trust.enter(replace(contribution, member=entry), self._bulletin.last_read(Claim))
+        contribution = entering(contribution, expected, calls_only=self.node.client_mode, invite=invite)
+        contribution = self.trust.enter(contribution, self._bulletin.last_read(Claim))
         self._put_off_strangers()
-        member, encode, at_first = self._wire.entry(contribution), self._wire.encoder(contribution), expected
-        attempt, result = self._average_once(contribution, member, encode, expected, at_first, starts_at)
+        member, encode = self._wire.entry(contribution), self._wire.encoder(contribution)
+        attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
         evidence = [attempt.evidence]
         for _ in range(ATTEMPTS - 1):
             if SHARED in result.committed or result.is_behind or not attempt.roster or not member.tokens:
@@ -153,10 +152,9 @@ class HivemindSwarm:
             expected = max(1, expected - len(attempt.lost - {self.peer_id}))
             if expected == 1 and self._bulletin.company and not self._trains_alone:
                 break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
-            at_first = 1 if expected == 1 else at_first  # told to go on alone
-            if expected < quorum(at_first):
+            if expected > 1 and missing_votes([m for m in attempt.roster if m.peer_id not in attempt.lost]):
                 break
-            attempt, result = self._average_once(contribution, member, encode, expected, at_first, self.now(), True)
+            attempt, result = self._average_once(contribution, member, encode, expected, self.now(), True)
             evidence.append(attempt.evidence)
         self.trust.note(member.round, evidence)
         self.trust.meet(result)
@@ -187,7 +185,6 @@ class HivemindSwarm:
         member: Member,
         encode: Callable[[], tuple[Member, Mapping[str, Tensor]]],
         expected: int,
-        at_first: int,
         starts_at: float,
         is_redone: bool = False,
     ) -> tuple[Attempt, RoundResult]:
@@ -195,12 +192,13 @@ class HivemindSwarm:
             attempt = alone(*encode())
         else:
             assert self._averager is not None
+            least = max(2, quorum(member.electorate))
             attempt = self._averager.attempt(
-                member, encode, expected=expected, least=quorum(at_first), starts_at=starts_at, is_redone=is_redone
+                member, encode, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
             )
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", member.round + 1, peer[-6:], reason)
-        return attempt, judge(attempt, contribution, at_first, self._wire)
+        return attempt, judge(attempt, contribution, self._wire)
 
     def remainders(self) -> Mapping[str, Tensor]:
         return self._wire.remainders()

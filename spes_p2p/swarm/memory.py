@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import digest
 from spes_p2p.errors import ExchangeError, SimulationError
-from spes_p2p.swarm.averaging.outcome import alone, averaged_bytes, judge
+from spes_p2p.swarm.averaging.outcome import alone, averaged_bytes, entering, judge
 from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
 from spes_p2p.swarm.exchange.versions import Version
@@ -81,7 +81,7 @@ class MemorySwarm:
         self._wire, self._vectors = Wire(vectors.segments), vectors
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        contribution = self.trust.enter(contribution, self.read(Claim))
+        contribution = self.trust.enter(entering(contribution, expected), self.read(Claim))
         member, encoded = self._encode(contribution)
         if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
@@ -94,7 +94,7 @@ class MemorySwarm:
             attempt = self._hub.meet(entry, expected, self.now() + patience)
             self.trust.note(member.round, [attempt.evidence])
             self.accused |= {(member.round, peer) for peer in attempt.evidence}
-        result = judge(attempt, contribution, expected, self._wire)
+        result = judge(attempt, contribution, self._wire)
         self.trust.meet(result)
         if result.is_behind:
             self._wire.forget()

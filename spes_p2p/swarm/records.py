@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 
-PROTOCOL = "v3"
+PROTOCOL = "v4"
 NUM_BUCKETS = 4
 """Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
 MAX_RECORD_BYTES = 1536
@@ -102,6 +102,8 @@ class Claim(Record):
     """Slots it could train."""
     since: Seconds
     """DHT time of joining."""
+    votes: bool = False
+    """It has committed a round since then: its part in the next decides whether that counts."""
     invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
     """What it shows of its invite, where the run is closed."""
 

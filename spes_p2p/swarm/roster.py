@@ -5,6 +5,7 @@ The leader of a matchmaking broadcasts what each member says of itself; from the
 
 from __future__ import annotations
 
+import statistics
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -85,6 +86,11 @@ class Member(BaseModel):
     """Whom it has banned, by what it has seen itself."""
     newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MOST_NEWCOMERS)
     """With whom it has committed few rounds yet, though it has been here for longer itself."""
+    votes: bool = True
+    """Its part in a round decides whether that counts, as far as it knows: it has committed one since it joined, or
+    nobody has."""
+    electorate: Annotated[int, Field(ge=0, le=2**16)] = 0
+    """Peers that have a vote, as far as it knows; 0 for as many as it expects to meet."""
 
     @model_validator(mode="after")
     def _check_rounds(self) -> Member:
@@ -150,6 +156,23 @@ def credits(roster: Sequence[Member]) -> dict[str, float]:
     return {member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0 for member in roster}
 
 
+def missing_votes(roster: Sequence[Member]) -> str:
+    """Return what keeps a roster's round from counting; nothing if more than half of those who have a vote are on it.
+
+    How many have one is what members know from records, by the median: peers that saw different records must not decide
+    differently, or some would commit what the others make again. And whoever has committed nothing yet has no vote: two
+    newcomers, with two who are left of five, would make a second version of what the other three have committed.
+    """
+    electorate = statistics.median_high(member.electorate for member in roster)
+    votes = sum(member.votes for member in roster)
+    return "" if votes >= quorum(electorate) else f"only {votes} of {electorate} peers with a vote met"
+
+
+def quorum(electorate: int) -> int:
+    """Return how many must meet for a round to count: more than half of the peers that have a vote."""
+    return electorate // 2 + 1
+
+
 def distrusted(roster: Sequence[Member]) -> frozenset[str]:
     """Return the members that more than half of the others want left out; nobody if that were half of the roster."""
     out = _named_by_most(roster, lambda member: member.distrusts)
@@ -173,15 +196,16 @@ def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[
 def derive_groups(roster: Sequence[Member]) -> Groups:
     """Return the groups of a roster.
 
-    `shared` is everyone whose shared anchor is the majority's; a tie goes to the later round, then to the smaller
-    digest. `slot-e` is every one of those that brings slot e with the `newest` anchor: whoever has adopted it without
-    reaching its newest version sits it out. Where all anchors are ahead of the model, there is no such group. Of
-    holders none of whom can be called, only the first counts, since they could not average. Whoever is
-    distrusted is in none.
+    `shared` is everyone whose shared anchor is the majority's, of those who have a vote if any has; a tie goes to the
+    later round, then to the smaller digest. `slot-e` is every one of those that brings slot e with the `newest` anchor:
+    whoever has adopted it without reaching its newest version sits it out. Where all anchors are ahead of the model,
+    there is no such group. Of holders none of whom can be called, only the first counts, since they could not average.
+    Whoever is distrusted is in none.
     """
     out = distrusted(roster)
     trusted = [member for member in roster if member.peer_id not in out]
-    majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in trusted])
+    voters = [member for member in trusted if member.votes] or trusted
+    majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in voters])
     current = sorted(
         (member for member in trusted if (member.round, member.anchors.get(SHARED, "")) == majority),
         key=lambda member: member.peer_id,

@@ -19,7 +19,7 @@ from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.custody import custodians
 from spes_p2p.training.refresh import choose
 from spes_p2p.training.routes import preferred, relays
-from spes_p2p.training.votes import latest, majoritys, returning_voters, state_of
+from spes_p2p.training.votes import heard, latest, majoritys, state_of
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ class Holdings:
         """Peers that the last roster left out: what they claim and offer does not count."""
         self.makers: Mapping[str, Sequence[str]] = {}
         """The other peers that have made the last round's version of each group."""
+        self.has_committed = False
+        """This peer has committed a round in this life, and so has a vote."""
         self.clock, self.refresh_slots, self.stale_rounds = clock, refresh_slots, 0
         self._swarm, self._run = swarm, run
         self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
@@ -76,6 +78,7 @@ class Holdings:
             slots=self.slots,
             max_slots=self._max_slots,
             since=self._since,
+            votes=self.has_committed,
         )
 
     def claims(self) -> dict[str, Claim]:
@@ -85,6 +88,11 @@ class Holdings:
     def active(self) -> list[str]:
         """Return the peers that take part in rounds, this one included once it does."""
         return [peer for peer, claim in self.claims().items() if claim.state == "active"]
+
+    def voters(self) -> list[str]:
+        """Return the active peers that have a vote: all, while none has committed a round."""
+        active = {peer: claim for peer, claim in self.claims().items() if claim.state == "active"}
+        return [peer for peer, claim in active.items() if claim.votes] or list(active)
 
     def others(self) -> list[str]:
         """Return all other peers with a claim that counts."""
@@ -161,8 +169,8 @@ class Holdings:
                 continue
             best = latest([*having.values(), *own], mine[SHARED].round)
             if best not in own:
-                peers = [peer for peer, state in having.items() if state == best]
-                self.pull({name: preferred(self._swarm.peer_id, name, peers)}, 0)
+                peers = preferred(self._swarm.peer_id, name, [peer for peer in having if having[peer] == best])
+                self.pull({name: peers}, 0)
 
     # ------------------------------------------------------------------ versions
 
@@ -261,20 +269,16 @@ class Holdings:
         asked = sorted({*peers, *seeds} - {self._swarm.peer_id})
         inventories = self._swarm.inventory(asked) if asked else {}
         mine = self._swarm.versions()
-        voters = {**inventories, self._swarm.peer_id: mine}
-        # Several who join or come back at once must not outvote those who have trained meanwhile.
-        active = {peer: voters[peer] for peer in self.active() if SHARED in voters.get(peer, {})}
-        newer = {peer: offers for peer, offers in active.items() if offers[SHARED].round >= min_round}
-        leading = newer or active or returning_voters(voters)
+        held = {**inventories, self._swarm.peer_id: mine}
+        leading = heard(held, self.voters(), min_round)
         shared = [state_of(offers[SHARED]) for offers in leading.values() if SHARED in offers]
         model_round = majoritys(shared)[0] if shared else 0
         wanted: dict[str, list[str]] = {}
         behind: dict[str, int] = {}
-        offered = {name for offers in inventories.values() for name in offers}
         averaged = self.held_moments() if self._averages_moments else set()
-        for name in sorted(name for name in offered if is_bundle(name) or name in averaged):
+        for name in sorted({n for have in inventories.values() for n in have if is_bundle(n) or n in averaged}):
             is_slot = kind_of(name).endswith("slot")
-            states = [state_of(offers[name]) for offers in (voters if is_slot else leading).values() if name in offers]
+            states = [state_of(have[name]) for have in (held if is_slot else leading).values() if name in have]
             if not states:
                 continue
             best = latest(states, model_round) if is_slot else majoritys(states)

@@ -179,7 +179,8 @@ class Synchroniser:
         return result
 
     def _others_are_ahead(self) -> bool:
-        others = self._others_progress()
+        voters = set(self.holdings.voters())
+        others = [record for record in self._others_progress() if record.peer_id in voters]
         return 2 * sum(record.round > self.round for record in others) > len(others)
 
     def rescue_orphans(self) -> Update | None:
@@ -193,6 +194,7 @@ class Synchroniser:
     def _contribution(self, trained: Trained, began: float) -> Contribution:
         versions = self.swarm.versions()
         local = trained.local or {name: self.anchors.weights(name) for name in self.anchors.names}
+        voters = self.holdings.voters()
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,
@@ -205,6 +207,8 @@ class Synchroniser:
             sync_seconds=self._sync_seconds,
             uplink_mbit=self._machine.uplink_mbit,
             refreshes=self._machine.refresh_slots is not None,
+            votes=self.swarm.peer_id in voters,
+            electorate=len(voters),
         )
         deltas = {
             name: self.anchors.contribution(name, flat, trained.moments.get(name), self.round + 1)
@@ -238,7 +242,7 @@ class Synchroniser:
             mean_moments = self.anchors.commit(name, mean, shifts.get(name))
             if mean_moments is not None:
                 moments[moments_name(name)] = mean_moments
-        self.round = groups.round + 1
+        self.round, self.holdings.has_committed = groups.round + 1, True
         me = self.swarm.peer_id
         astray = {n for n in self.anchors.names if n != SHARED and me not in groups.members.get(n, ())}
         whole = [name for name in self.anchors.names if name not in astray]

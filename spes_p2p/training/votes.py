@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.roster import SHARED, newest
 
 State = tuple[int, str]
 """Round and digest of a version."""
+Having = Mapping[str, Mapping[str, Version]]
+"""What peers have, by peer and name."""
 
 
 def majoritys(states: Sequence[State]) -> State:
@@ -41,13 +43,23 @@ def state_of(version: Version) -> State:
     return version.round, version.digest
 
 
-def returning_voters(voters: Mapping[str, Mapping[str, Version]]) -> Mapping[str, Mapping[str, Version]]:
-    """Return who has a vote where a whole swarm stopped at once: all, or who is one round ahead of most.
+def heard(having: Having, voters: Collection[str], min_round: int) -> Having:
+    """Return who is listened to: whoever has a vote, and of those whoever is at `min_round`, if anybody is.
+
+    Several who join or come back at once must not outvote those who have trained meanwhile.
+    """
+    present = {peer: having[peer] for peer in voters if SHARED in having.get(peer, {})}
+    newer = {peer: offers for peer, offers in present.items() if offers[SHARED].round >= min_round}
+    return newer or present or _returning(having)
+
+
+def _returning(having: Having) -> Having:
+    """Return who is listened to where a whole swarm stopped at once: all, or who is one round ahead of most.
 
     That round was committed, by a quorum, and the others have not lived to publish it. Who is further ahead has
     trained on without them, and counts like any other.
     """
-    shared = [state_of(offers[SHARED]) for offers in voters.values() if SHARED in offers]
+    shared = [state_of(offers[SHARED]) for offers in having.values() if SHARED in offers]
     most = majoritys(shared)[0] if shared else 0
-    ahead = {peer: offers for peer, offers in voters.items() if SHARED in offers and offers[SHARED].round == most + 1}
-    return ahead if most and ahead else voters
+    ahead = {peer: offers for peer, offers in having.items() if SHARED in offers and offers[SHARED].round == most + 1}
+    return ahead if most and ahead else having

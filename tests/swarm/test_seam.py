@@ -115,6 +115,24 @@ def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens
         assert all(wording in reason for reason in result.dropped.values())
 
 
+@pytest.mark.parametrize(
+    ("electorates", "votes", "is_committed"),
+    [((6, 5, 5), 3, True), ((5, 6, 6), 3, False), ((5, 5, 5), 2, False)],
+    ids=["most-know-of-five", "most-know-of-six", "one-is-a-newcomer"],
+)
+def test_all_who_met_commit_a_round_or_none_whatever_each_has_counted(four, seed, electorates, votes, is_committed):
+    generator = torch.Generator().manual_seed(seed)
+    items = [
+        contribution(peer.peer_id, generator, slots=(0,), electorate=electorate, votes=place < votes)
+        for place, (peer, electorate) in enumerate(zip(four, electorates, strict=False))
+    ]
+    real = average(four[:3], items, expected=3, meeting_seconds=5.0)
+    virtual = average_in_memory(four[:3], items, expected=3)
+    assert [seen(result) for result in real] == [seen(result) for result in virtual]
+    for result in real:
+        assert set(result.committed) == ({"shared", "slot-0"} if is_committed else set())
+
+
 def test_a_refused_version_gives_way_to_the_one_before_it(four):
     _, (virtual,) = memory_swarms(four[:1])
     bundles = [torch.full((NUMELS["slot"],), float(round)) for round in range(3)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
@@ -11,7 +11,7 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.wire import Wire
 from spes_p2p.swarm.averaging.witness import Evidence
 from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, missing_votes
 
 ATTEMPTS = 2
 
@@ -45,20 +45,20 @@ class Attempt:
     averaging_seconds: float = 0.0
 
 
-def quorum(expected: int) -> int:
-    """Return how many must meet for a round to count: more than half of the peers expected.
+def entering(contribution: Contribution, expected: int, **changes: object) -> Contribution:
+    """Return a contribution as it enters a round: its author counts on those it expects, if it knows nothing better."""
+    member = contribution.member
+    changes["electorate"] = member.electorate or expected
+    return replace(contribution, member=member.model_copy(update=changes))
 
-    Of those that the round began with: whoever is lost in it may be committing something else with others.
-    """
-    return expected // 2 + 1
 
-
-def judge(attempt: Attempt, contribution: Contribution, expected: int, wire: Wire) -> RoundResult:
+def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResult:
     """Return what may be committed of an attempt.
 
     No mean that is not finite: a part may have come from a liar, and finite deltas may overflow in their sum.
-    Nothing without a roster, with no more than half of the peers expected (the other half may be committing something
-    else), or without `shared`: a slot trained against a router that was rolled back would no longer fit it.
+    Nothing without a roster, with no more than half of the votes (the other half may be committing something else), or
+    without `shared`: a slot trained against a router that was rolled back would no longer fit it. Who averages `alone`
+    has been told that it may.
     """
     if not attempt.roster:
         dropped = dict.fromkeys(contribution.deltas, attempt.failure or "everybody who met was refused")
@@ -77,9 +77,8 @@ def judge(attempt: Attempt, contribution: Contribution, expected: int, wire: Wir
     for name in contribution.deltas:
         if name not in committed:
             dropped.setdefault(name, attempt.refused.get(me, "this peer's anchor is not the majority's"))
-    if len(attempt.roster) < quorum(expected):
-        committed = {}
-        dropped = dict.fromkeys(contribution.deltas, f"only {len(attempt.roster)} of {expected} peers met")
+    if len(attempt.roster) > 1 and (reason := missing_votes(attempt.roster)):
+        committed, dropped = {}, dict.fromkeys(contribution.deltas, reason)
     elif SHARED not in committed:
         dropped |= dict.fromkeys(committed, "shared was dropped")
         committed = {}

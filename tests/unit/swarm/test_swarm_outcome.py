@@ -32,6 +32,8 @@ def members(draw, peer):
         tokens_per_second=1.0,
         ready_at=1.0,
         sync_seconds=0.0,
+        votes=draw(st.booleans()),
+        electorate=draw(st.integers(1, 12)),
     )
 
 
@@ -52,32 +54,35 @@ def attempts(draw):
         averaged={name: means[outcome] for name, outcome in outcomes.items() if outcome != "lost"},
     )
     names = ["shared", *map(slot_name, me.slots)]
-    return attempt, Contribution(me, {name: torch.zeros(3) for name in names}), outcomes, draw(st.integers(1, 12))
+    return attempt, Contribution(me, {name: torch.zeros(3) for name in names}), outcomes
 
 
 @given(attempts())
 def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
-    attempt, contribution, _, expected = drawn
-    result = judge(attempt, contribution, expected, WIRE)
+    attempt, contribution, _ = drawn
+    result = judge(attempt, contribution, WIRE)
     assert set(result.committed) | set(result.dropped) == set(contribution.deltas)
     assert not set(result.committed) & set(result.dropped)
     assert all(result.dropped.values())
 
 
 @given(attempts())
-def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_than_half_of_the_peers(drawn):
-    attempt, contribution, outcomes, expected = drawn
-    result = judge(attempt, contribution, expected, WIRE)
+def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_than_half_of_the_votes(drawn):
+    attempt, contribution, outcomes = drawn
+    result = judge(attempt, contribution, WIRE)
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
-    may = "shared" in whole and 2 * len(attempt.roster) > expected
+    roster = attempt.roster
+    electorate = sorted(member.electorate for member in roster)[len(roster) // 2]
+    may = "shared" in whole and (len(roster) == 1 or 2 * sum(member.votes for member in roster) > electorate)
     assert set(result.committed) == (whole if may else set())
 
 
 @given(attempts())
 def test_who_differs_from_the_majority_is_behind_and_commits_nothing(drawn):
-    attempt, contribution, _, expected = drawn
-    result = judge(attempt, contribution, expected, WIRE)
-    states = [(member.round, member.anchors["shared"]) for member in attempt.roster]
+    attempt, contribution, _ = drawn
+    result = judge(attempt, contribution, WIRE)
+    heard = [member for member in attempt.roster if member.votes] or attempt.roster
+    states = [(member.round, member.anchors["shared"]) for member in heard]
     mine = (contribution.member.round, contribution.member.anchors["shared"])
     if 2 * states.count(mine) > len(states):
         assert not result.is_behind
@@ -112,7 +117,7 @@ def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
         sync_seconds=0.0,
     )
     contribution = Contribution(member, {"shared": torch.ones(2), "slot-2": torch.ones(2)})
-    result = judge(Attempt(failure="nobody came"), contribution, 3, WIRE)
+    result = judge(Attempt(failure="nobody came"), contribution, WIRE)
     assert result.roster == (member,) and not result.committed and not result.is_behind
     assert result.dropped == {"shared": "nobody came", "slot-2": "nobody came"}
 
@@ -130,7 +135,7 @@ def test_a_peer_alone_commits_its_own_deltas_if_it_trained_and_they_are_finite(t
         sync_seconds=0.0,
     )
     contribution = Contribution(member, {"shared": torch.tensor([1.0, 2.0, 3.0 if is_finite else float("nan")])})
-    result = judge(alone(*WIRE.encode(contribution)), contribution, 1, WIRE)
+    result = judge(alone(*WIRE.encode(contribution)), contribution, WIRE)
     if tokens and is_finite:
         assert torch.equal(result.committed["shared"], contribution.deltas["shared"])
     else:

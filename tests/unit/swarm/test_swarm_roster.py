@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import Member, derive_groups, newest, uplinks
+from spes_p2p.swarm.roster import Member, derive_groups, missing_votes, newest, uplinks
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 
@@ -25,6 +25,7 @@ def member(
     slot_digest="b" * 16,
     rate=10.0,
     ready_at=50.0,
+    **votes,
 ):
     anchors = {"shared": shared, **{f"slot-{slot}": slot_digest for slot in slots}}
     return Member(
@@ -37,6 +38,7 @@ def member(
         tokens_per_second=rate,
         ready_at=ready_at,
         sync_seconds=2.0,
+        **votes,
     )
 
 
@@ -66,6 +68,33 @@ def test_a_member_with_another_anchor_is_behind_and_its_slots_do_not_count():
 def test_a_tie_goes_to_the_later_round():
     groups = derive_groups([member(0, round=3), member(1, round=4, shared="c" * 16)])
     assert groups.round == 4 and groups.behind == (PEERS[0],)
+
+
+def test_newcomers_do_not_outvote_those_who_have_committed():
+    ahead = [member(i, round=4, shared="c" * 16) for i in range(2)]
+    left, newcomers = [member(2)], [member(i, votes=False) for i in (3, 4)]
+    assert derive_groups([*ahead, *left, *newcomers]).behind == tuple(PEERS[2:5])
+    assert derive_groups([*left, *newcomers]).behind == ()
+    assert derive_groups(newcomers).behind == ()
+
+
+@pytest.mark.parametrize(
+    ("electorates", "says"), [((6, 5, 5), ""), ((5, 6, 6), "only 3 of 6 peers with a vote met"), ((1, 5, 2**16), "")]
+)
+def test_peers_that_have_counted_differently_decide_alike_and_one_liar_decides_nothing(electorates, says):
+    assert missing_votes([member(i, electorate=count) for i, count in enumerate(electorates)]) == says
+
+
+def test_newcomers_do_not_make_up_for_missing_votes():
+    """Of five, three have committed a round and two are left: with two newcomers they are four, and still only two."""
+    left = [member(i, electorate=5) for i in range(2)]
+    newcomers = [member(i, electorate=5, votes=False) for i in (5, 6)]
+    assert missing_votes([*left, *newcomers]) == "only 2 of 5 peers with a vote met"
+    assert not missing_votes([*left, *newcomers, member(2, electorate=5)])
+
+
+def test_of_two_who_have_counted_differently_the_one_that_knows_of_more_is_believed():
+    assert missing_votes([member(0, electorate=4), member(1, electorate=3)]) == "only 2 of 4 peers with a vote met"
 
 
 def test_whoever_holds_the_newest_version_of_a_slot_is_not_outvoted_by_stale_adopters():

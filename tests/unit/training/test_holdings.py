@@ -10,10 +10,13 @@ from virtual import peer_id, tiny_run
 
 from spes_p2p.config import OuterConfig
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.swarm.roster import Member as Entry
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.passages import Trained
+from spes_p2p.training.synchroniser import Synchroniser
 
 NUMELS = {SHARED: 5, "slot": 3}
 
@@ -22,12 +25,20 @@ class Member:
     """A peer with a version of everything, but for training."""
 
     def __init__(
-        self, hub: MemoryHub, index: int, round: int, state: str, value: float | None = None, **changes: Any
+        self,
+        hub: MemoryHub,
+        index: int,
+        round: int,
+        state: str,
+        value: float | None = None,
+        *,
+        max_slots: int = 2,
+        **changes: Any,
     ) -> None:
         run = tiny_run(**changes)
         self.swarm = MemorySwarm(hub, peer_id(index))
         self.anchors = Anchors(run, NUMELS)
-        self.holdings = Holdings(self.swarm, run, run_id="run", anchors=self.anchors, max_slots=2)
+        self.holdings = Holdings(self.swarm, run, run_id="run", anchors=self.anchors, max_slots=max_slots)
         value = float(round) if value is None else value
         self.swarm.publish(round, {SHARED: torch.full((5,), value), "slot-0": torch.full((3,), value)})
         self.holdings.announce(state)
@@ -246,3 +257,36 @@ def test_slots_of_whoever_is_left_out_are_orphans_and_nobody_asks_it():
     assert mine.holdings.others() == [peers[1].swarm.peer_id]
     mine.holdings.rebalance(4)
     assert mine.holdings.slots == (1, 3)
+
+
+def test_whoever_has_committed_has_a_vote_and_newcomers_have_one_only_among_themselves():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    peers = [Member(hub, index, 3, "active") for index in range(4)]
+    assert set(peers[0].holdings.voters()) == {peer_id(index) for index in range(4)}
+    for peer in peers[:2]:
+        peer.holdings.has_committed = True
+        peer.holdings.announce("active")
+    for peer in peers:
+        assert set(peer.holdings.voters()) == {peer_id(0), peer_id(1)}
+    peers[0].holdings.leave()
+    assert peers[2].holdings.voters() == [peer_id(1)]
+
+
+def test_newcomers_do_not_keep_a_peer_from_seeing_that_the_others_have_gone_on():
+    """Three of five have committed round 14; one of the other two sees three newcomers as well."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    ahead = [Member(hub, index, 14, "active") for index in range(3)]
+    left = [Member(hub, index, 13, "active", max_slots=0) for index in (3, 4)]
+    newcomers = [Member(hub, index, 13, "active") for index in (5, 6, 7)]
+    for peer in (*ahead, *left):
+        peer.holdings.has_committed = True
+        peer.holdings.announce("active")
+    for peer in (*ahead, *left, *newcomers):
+        round = peer.swarm.versions()[SHARED].round
+        peer.swarm.announce(Progress(peer_id=peer.swarm.peer_id, round=round, ends_at=0.0))
+    one = left[0]
+    sync = Synchroniser(one.swarm, tiny_run(), holdings=one.holdings, anchors=one.anchors, layout=None)
+    sync.round = 13
+    one.anchors.set(SHARED, one.swarm.load(SHARED))
+    sync.finish(Trained({}, 0, 1.0, 0.0), starts_at=0.0)
+    assert sync.round == 14 and one.swarm.load(SHARED)[0].item() == 14.0
