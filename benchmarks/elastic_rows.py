@@ -85,6 +85,8 @@ def kills(bench: Bench) -> Iterator[Row]:
         not lost and count >= MIN_KILLS,
     )
     checked = f"{wrong} of {means:,} means and {versions:,} versions, {rounds} rounds"
+    refused = sum(len(verdict["refused"]) for verdict in verdicts)
+    yield Row("- honest versions that a peer refused for harm to its model", f"{refused}", "0", not refused)
     yield Row("- means and lineages that no replay confirms, versions that went back", checked, "0", not wrong)
     yield Row(
         "- until all others had committed two rounds more, p50 / max", f"{median(seconds):.1f} / {max(seconds):.1f} s"
@@ -118,7 +120,7 @@ def _report(seed: int, repeats: int) -> Any:
                         say(f"  {strike.kind} for a while; all others went on after {strike.committed_after:.1f} s")
             lab.recover()
         report = lab.judge()
-        if report.verdict.lost or report.verdict.wrong:
+        if report.verdict.lost or report.verdict.wrong or report.verdict.refused:
             kept = Path(tempfile.gettempdir()) / f"lab-{seed}"
             shutil.copytree(
                 lab.folder, kept, ignore=shutil.ignore_patterns("vectors", "cache", "peer-*[0-9]"), dirs_exist_ok=True

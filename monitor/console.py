@@ -142,7 +142,7 @@ def _cells(view: SwarmView, peer: PeerView) -> list[str]:
     report = peer.report
     numbers = ["-"] * 3
     if report is not None:
-        numbers = [f"{report.loss:.4f}", f"{report.tokens_per_second:,.0f}", f"{sync_share(report):.0%}"]
+        numbers = [number_or_dash(report.loss), f"{report.tokens_per_second:,.0f}", f"{sync_share(report):.0%}"]
     seen = f"{max(0.0, view.now - peer.last_seen):.0f} s"
     return [peer.short_id, peer.state, str(peer.round), *numbers, seen, slot_ranges(peer.slots)]
 

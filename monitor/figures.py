@@ -30,7 +30,8 @@ def training_loss(view: SwarmView) -> bytes | None:
     tokens = _tokens_by_round(view)
     peers = sorted({peer for number, peer in view.reports if number in tokens})
     for index, peer in enumerate(peers):
-        points = [(tokens[n], r.loss) for (n, p), r in sorted(view.reports.items()) if p == peer and n in tokens]
+        own = [(n, report.loss) for (n, p), report in sorted(view.reports.items()) if p == peer and n in tokens]
+        points = [(tokens[n], math.nan if loss is None else loss) for n, loss in own]  # a gap in the curve
         label = short_id(peer) if index < MAX_LEGEND else None
         colour = COLOURS[index % len(COLOURS)]
         axes.plot(*zip(*points, strict=True), color=colour, lw=1.1, marker="o", ms=2.5, alpha=0.85, label=label)

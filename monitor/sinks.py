@@ -143,7 +143,8 @@ class WandbSink:
         self._curves.add(peer_id)
         report, prefix = view.reports[key], f"peer/{short_id(peer_id)}"
         values = {"loss": report.loss, "tokens_per_second": report.tokens_per_second, "tokens": report.tokens}
-        self._run.log({"round": number, **{f"{prefix}/{name}": value for name, value in values.items()}})
+        known = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
+        self._run.log({"round": number, **known})
 
 
 def _swarm_values(view: SwarmView, number: int) -> dict[str, float]:

@@ -214,8 +214,8 @@ def is_plausible(report: Metrics, total_rounds: int) -> bool:
     seconds = wall_seconds(report)
     return (
         1 <= report.round <= total_rounds
-        and all(map(math.isfinite, (report.loss, report.tokens_per_second, seconds)))
-        and 0 <= report.loss <= MAX_LOSS
+        and all(map(math.isfinite, (report.loss or 0.0, report.tokens_per_second, seconds)))
+        and (0 <= report.loss <= MAX_LOSS if report.loss is not None else not report.tokens)
         and 0 <= report.tokens_per_second <= MAX_TOKENS_PER_SECOND
         and report.tokens <= MAX_TOKENS
         and seconds <= MAX_ROUND_SECONDS
@@ -228,7 +228,8 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
     cap = WEIGHT_CAP * median_low(filter(None, kept)) if any(kept) else 0
     weights = [min(tokens, cap) for tokens in kept]
     tokens, seconds = sum(weights), median(map(wall_seconds, reports))
-    loss = sum(w * r.loss for w, r in zip(weights, reports, strict=True)) / tokens if tokens else math.nan
+    losses = [weight * report.loss for weight, report in zip(weights, reports, strict=True) if report.loss is not None]
+    loss = sum(losses) / tokens if tokens else math.nan
     digests = Counter(report.shared_digest for report in reports)
     return RoundSummary(
         round=reports[0].round,

@@ -87,7 +87,7 @@ def _train(
             sync = _synchroniser(config, swarm, admission, trainer)
             if SHARED not in swarm.versions() and saved is None:
                 initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, public_text(source))
+        gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
         rounds = Rounds(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id)
         rounds.open(initial, saved)
         del initial, saved  # as large as the model, and not needed again

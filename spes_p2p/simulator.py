@@ -128,7 +128,7 @@ class _Simulation:
         tokenizer = resolve_tokenizer(self._run.data, scenario.text, cache)
         self._vocab_size = len(tokenizer)
         self._source = train_sources(self._run.data, tokenizer, paths=scenario.text, cache=cache)
-        self._probe_BT1 = public_text(self._source)
+        self._probe_BT1 = public_text(self._source, self._run.data.sequence_length)
         self._clock = VirtualClock()
         self._hub = MemoryHub(scenario.run_id, rounds.matchmaking_seconds, rounds.lease_seconds, self._clock)
         self._peers: dict[int, VirtualPeer] = {}

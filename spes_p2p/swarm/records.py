@@ -139,8 +139,8 @@ class Metrics(Record):
     """Tokens trained in this round."""
     total_tokens: Count
     """Tokens trained since the peer joined."""
-    loss: Number
-    """Mean cross entropy over the round, nats per token."""
+    loss: Number | None
+    """Mean cross entropy over the round, nats per token; None if no step of it changed the model."""
     tokens_per_second: Number
     slots: tuple[Slot, ...] = Field(max_length=128)
     num_members: Count

@@ -21,7 +21,7 @@ class Work:
 
     Attributes:
         trained: What is brought to the synchronisation.
-        loss: Mean over its tokens, nats per token.
+        loss: Mean over its tokens, nats per token; None where no step's gradient was finite.
         steps: Local steps so far.
         total_tokens: Trained so far.
         data: State of the token source.
@@ -30,7 +30,7 @@ class Work:
     """
 
     trained: Trained
-    loss: float
+    loss: float | None
     steps: int
     total_tokens: int
     data: Mapping[str, Any]
@@ -81,12 +81,13 @@ def report_of(
 
 def log_report(report: Metrics) -> None:
     """Say a round in one line."""
+    loss = "none" if report.loss is None else f"{report.loss:.3f}"
     waited = "" if report.waited_seconds is None else f"; waited {report.waited_seconds:.1f} s"
     stale = f"; slots up to {report.stale_rounds} rounds old" if report.stale_rounds else ""
     log.info(
-        "round %d: %d peers, loss %.3f, %.0f tokens/s, shared %s, slots %s; "
+        "round %d: %d peers, loss %s, %.0f tokens/s, shared %s, slots %s; "
         "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s%s",
-        *(report.round, report.num_members, report.loss, report.tokens_per_second, report.shared_digest),
+        *(report.round, report.num_members, loss, report.tokens_per_second, report.shared_digest),
         ",".join(map(str, report.slots)),
         *(report.train_seconds, report.matchmaking_seconds, report.averaging_seconds),
         *(report.exchange_seconds, report.other_seconds, waited, stale),

@@ -6,6 +6,7 @@ the result is there (`overlap`). The last round's is waited for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 
 from torch import Tensor
@@ -23,6 +24,8 @@ from spes_p2p.training.reports import Work, log_report, report_of
 from spes_p2p.training.saving import Saving
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
 
 CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
@@ -136,7 +139,9 @@ class Rounds:
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
             position = self._round + (self._flight is not None) + min(done, 1.0)
             step = self._trainer.step(*self._rates(position))
-            tokens, weighted_loss, steps = tokens + step.tokens, weighted_loss + step.loss * step.tokens, steps + 1
+            steps += 1
+            if step.tokens:  # the loss of a step that changed nothing may be NaN
+                tokens, weighted_loss = tokens + step.tokens, weighted_loss + step.loss * step.tokens
             if self._flight is None:
                 self._rescue_orphans()
             else:
@@ -147,6 +152,12 @@ class Rounds:
         seconds = self._trainer.clock() - began - self._halted_seconds
         self._speed = tokens / seconds
         self._total_tokens += tokens
+        if not tokens:
+            log.warning(
+                "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it comes "
+                "again, to others too, the run needs a lower train.lr; if to this alone, --resume with --device cpu",
+                *(self._round + 1, steps),
+            )
         return self._work(tokens, weighted_loss, seconds)
 
     def _work(self, tokens: int, weighted_loss: float, seconds: float) -> Work:
@@ -155,7 +166,7 @@ class Rounds:
         self.brought_steps = self._trainer.steps
         work = Work(
             trained=Trained(local, tokens, self._speed, seconds, moments, self._trainer.routed_tokens()),
-            loss=weighted_loss / max(tokens, 1),
+            loss=weighted_loss / tokens if tokens else None,
             steps=self._trainer.steps,
             total_tokens=self._total_tokens,
             data=self._trainer.data.state_dict(),

@@ -141,7 +141,7 @@ class Synchroniser:
             starts_at: DHT time from which the roster may stand without everybody.
         """
         began = self.swarm.now()
-        expected = self._wait_until_done(trained.tokens)
+        expected = self._wait_until_done(has_trained=bool(trained.local))
         contribution = self._contribution(trained, began)
         result = self._average(contribution, expected, starts_at)
         averaged = self.holdings.clock()
@@ -216,9 +216,9 @@ class Synchroniser:
         }
         return Contribution(member, deltas)
 
-    def _wait_until_done(self, tokens: int) -> int:
+    def _wait_until_done(self, *, has_trained: bool) -> int:
         """Return how many peers to expect; in mode `steps`, once all of them have made their steps."""
-        if self._run.round.mode == "steps" and tokens:
+        if self._run.round.mode == "steps" and has_trained:
             self.swarm.announce(self._progress(0.0, is_done=True))
             deadline = self.holdings.clock() + self._run.round.max_seconds
             while self.holdings.clock() < deadline and any(

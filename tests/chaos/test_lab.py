@@ -39,6 +39,7 @@ def test_nothing_is_lost_whatever_phase_a_peer_dies_in(lived: tuple[Lab, Report]
     assert report.rounds >= NUM_KILLS + 2 and report.verdict.means > 50 and report.verdict.versions > 50
     assert report.verdict.accepted > 50 and not report.verdict.lost
     assert not report.verdict.wrong
+    assert not report.verdict.refused, "everybody was honest: what is refused is training thrown away"
 
 
 def another_mean(event: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from spes_p2p.swarm.identity import hashed_peer_id
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.training import virtual_peer
 from spes_p2p.training.assembly import build_initial
+from spes_p2p.training.gate import public_text
 
 VOCAB = 64
 PROBE = 10**6
@@ -51,7 +52,7 @@ class VirtualPeer(virtual_peer.VirtualPeer):
     """The simulator's own peer, on random tokens; its index is its data's seed."""
 
     def __init__(self, run: RunConfig, swarm: MemorySwarm, *, index: int, max_slots: int) -> None:
-        self.probe_BT1 = RandomTokens(PROBE, 16).next_batch(16)
+        self.probe_BT1 = public_text(lambda seed: RandomTokens(PROBE + seed, 16), 16)
         super().__init__(run, swarm, RandomTokens(index, 16), self.probe_BT1, vocab_size=VOCAB, max_slots=max_slots)
         self.config, self.index, self.anchors = run, index, self.sync.anchors
 

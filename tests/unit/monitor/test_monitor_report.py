@@ -122,6 +122,18 @@ def test_many_peers_and_rounds_are_drawn(tmp_path: Path) -> None:
     assert len(pictures(write_report(tmp_path).read_text())) == 4
 
 
+def test_a_round_in_which_a_peer_has_no_loss_is_a_gap_in_its_curve(tmp_path: Path) -> None:
+    view = fold(empty_view(), snapshot(1.0, [claim(0), claim(1)]))
+    sink = JsonlSink(tmp_path / "metrics.jsonl", {"run_id": "run", "num_slots": 8, "total_rounds": 20}, view)
+    for number, loss in enumerate((5.0, None, 4.0), start=1):
+        reports = [report(0, number), report(1, number, loss=loss, tokens=0 if loss is None else 1000)]
+        view = fold(view, snapshot(1.0 + number, [claim(0), claim(1)], reports))
+        sink.update(view)
+    sink.close()
+    page = write_report(tmp_path).read_text()
+    assert len(pictures(page)) == 4 and "4.0000" in page
+
+
 def test_a_missing_file_or_library_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(DataError, match="cannot read"):
         write_report(tmp_path)

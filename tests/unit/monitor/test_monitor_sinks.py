@@ -178,6 +178,14 @@ def test_a_resumed_console_repeats_no_round() -> None:
     assert [line[:7] for line in stream.getvalue().splitlines()] == ["round 3"]
 
 
+def test_the_live_table_has_a_dash_for_a_loss_that_nobody_has() -> None:
+    taken = snapshot(1.0, [claim(0)], [report(0, 1, tokens=0, loss=None)])
+    stream = io.StringIO()
+    Console(file=stream, width=200).print(render("run", fold(empty_view(), taken)))
+    (line,) = [line for line in stream.getvalue().splitlines() if short_id(peer_id(0)) in line]
+    assert " - " in line
+
+
 def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
     hostile = "[bold red]\x1b]0;owned\x07[/]"
     view = small_history(1)[-1]

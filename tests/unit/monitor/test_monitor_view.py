@@ -70,6 +70,7 @@ def test_a_complete_round_stays_complete_when_everybody_leaves() -> None:
     [
         {"loss": -0.1},
         {"loss": 1e12},
+        {"loss": None},  # of a thousand tokens
         {"tokens_per_second": -1.0},
         {"tokens_per_second": 1e12},
         {"tokens": 2**53},
@@ -109,6 +110,13 @@ def test_tokens_of_a_peer_that_committed_nothing_are_lost() -> None:
     assert summarise([report(0, 1), lost]).tokens == 1000
     assert summarise([report(0, 1), lost]).loss == 4.0
     assert math.isnan(summarise([lost]).loss)
+
+
+def test_who_has_trained_nothing_has_no_loss_and_counts_for_none() -> None:
+    nothing = report(1, 1, tokens=0, loss=None)
+    assert (1, peer_id(1)) in fold(empty_view(), snapshot(1.0, [claim(0), claim(1)], [nothing])).reports
+    assert summarise([report(0, 1), nothing]).loss == 4.0
+    assert math.isnan(summarise([nothing]).loss)
 
 
 def test_agreement_is_the_share_of_the_commonest_digest() -> None:

@@ -1,5 +1,7 @@
 """Whole rounds of real trainers over the in-memory swarm."""
 
+import math
+
 import pytest
 import torch
 from virtual import VirtualPeer, run_virtual, tiny_run
@@ -111,3 +113,34 @@ def test_who_was_left_out_and_then_meets_nobody_knows_when_its_next_round_ends()
     peer.sync.holdings.distrusted = frozenset({entry.peer_id})
     seconds = peer.sync._next_end(RoundResult((entry,)), expected=2) - peer.swarm.now()
     assert rounds.min_seconds <= seconds <= rounds.max_seconds + rounds.exchange_seconds
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+@pytest.mark.parametrize("spoiled", [1, 3])
+def test_steps_that_are_not_finite_cost_their_own_tokens_alone(spoiled, overlap, monkeypatch, caplog):
+    """One of three peers computes NaN in its second round: in one of three steps, or in all."""
+    stock, victim = Trainer._backward, []
+
+    def backward(trainer: Trainer, *args) -> float:
+        loss = stock(trainer, *args)
+        victim[:] = victim or [trainer]
+        if trainer is not victim[0] or not 3 <= trainer.steps < 3 + spoiled:
+            return loss
+        next(iter(trainer.model.shared_parameters().values())).grad.fill_(math.nan)
+        return math.nan
+
+    monkeypatch.setattr(Trainer, "_backward", backward)
+    rounds = RoundConfig(mode="steps", steps=3, total=4, max_seconds=60, exchange_seconds=20, overlap=overlap)
+    peers = run_virtual(tiny_run(round=rounds), num_peers=3, max_slots=2)
+    for peer in peers:
+        is_victim = peer.trainer is victim[0]
+        lost = [spoiled if is_victim and report.round == 2 else 0 for report in peer.reports]
+        assert [report.tokens for report in peer.reports] == [(3 - number) * 64 for number in lost]
+        assert [report.loss is None for report in peer.reports] == [number == 3 for number in lost]
+        assert {report.num_members for report in peer.reports} == {3}
+        assert all(flat_N.isfinite().all() for flat_N in peer.trainer.all_moments(["exp_avg", "exp_avg_sq"]).values())
+    for reports in zip(*(peer.reports for peer in peers), strict=True):
+        assert len({report.shared_digest for report in reports}) == 1
+    assert ("none of 3 steps had a finite gradient" in caplog.text) == (spoiled == 3)
+    seconds = max(report.matchmaking_seconds + report.other_seconds for peer in peers for report in peer.reports)
+    assert seconds < rounds.max_seconds / 2, "others wait for it as if it were still training"
