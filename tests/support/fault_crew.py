@@ -114,6 +114,7 @@ class FaultCrew:
                 tokens=100 + 31 * place,
                 round=standing.round,
                 anchors=dict(standing.anchors),
+                electorate=len(SLOTS),
             )
             self.referee.enters(item)
             self._items[peer.peer_id] = item
