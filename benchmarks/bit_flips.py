@@ -148,7 +148,8 @@ def _pull_one(puller: Any, server: Any, name: str, true: Version, flips: Flips) 
     """Pull a version of which each try is spoiled, and note what came of each."""
     exchange, before = server.exchange, puller.versions().get(name)
     spoiled = exchange.num_flipped
-    failures = puller.pull({name: [server.peer_id]}, min_round=true.round, timeout=PULL_SECONDS)
+    wanted, sizes = {name: [server.peer_id]}, {name: true.num_bytes}
+    failures = puller.exchange.pull(wanted, min_round=true.round, timeout=PULL_SECONDS, max_bytes=sizes)
     spoiled = exchange.num_flipped - spoiled
     what = "descriptions" if exchange.flips_in == TEXT else {BYTES: "bytes", DELTA: "deltas"}.get(name, "documents")
     now = puller.versions().get(name)
