@@ -32,8 +32,8 @@ def members(draw, peer):
         tokens_per_second=1.0,
         ready_at=1.0,
         sync_seconds=0.0,
-        votes=draw(st.booleans()),
-        electorate=draw(st.integers(1, 12)),
+        votes=draw(st.sampled_from([True, True, True, False])),
+        electorate=draw(st.integers(1, 5)),
     )
 
 
