@@ -19,7 +19,7 @@ from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.custody import custodians
 from spes_p2p.training.refresh import choose
 from spes_p2p.training.routes import preferred, relays
-from spes_p2p.training.votes import heard, latest, majoritys, state_of
+from spes_p2p.training.votes import active_of, heard, latest, majoritys, state_of, voters_of
 
 log = logging.getLogger(__name__)
 
@@ -87,12 +87,11 @@ class Holdings:
 
     def active(self) -> list[str]:
         """Return the peers that take part in rounds, this one included once it does."""
-        return [peer for peer, claim in self.claims().items() if claim.state == "active"]
+        return active_of(self.claims())
 
     def voters(self) -> list[str]:
         """Return the active peers that have a vote: all, while none has committed a round."""
-        active = {peer: claim for peer, claim in self.claims().items() if claim.state == "active"}
-        return [peer for peer, claim in active.items() if claim.votes] or list(active)
+        return voters_of(self.claims())
 
     def others(self) -> list[str]:
         """Return all other peers with a claim that counts."""

@@ -21,6 +21,7 @@ from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings
 from spes_p2p.training.passages import Synchronised, Trained, Update
 from spes_p2p.training.recovery import go_back
+from spes_p2p.training.votes import active_of, voters_of
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +110,7 @@ class Synchroniser:
         flats: dict[str, Tensor] = {}
         deadline = self.holdings.clock() + OPENING_SECONDS
         while self.holdings.clock() < deadline:
-            others = self._others_progress()
+            others = self._others_progress(self.holdings.active())
             if len(self.holdings.active()) < self._run.round.min_peers:
                 self.swarm.wait(POLL_SECONDS)
             elif others and max(record.round for record in others) > self.round:
@@ -127,9 +128,9 @@ class Synchroniser:
         update = self.finish(Trained({}, 0, tokens_per_second, 0.0), starts_at=0.0)
         return Update(update.slots, flats | dict(update.flats), update.ends_at)
 
-    def _others_progress(self) -> list[Progress]:
-        active = set(self.holdings.active()) - {self.swarm.peer_id}
-        return [record for peer, record in self.swarm.read(Progress).items() if peer in active]  # type: ignore[misc]
+    def _others_progress(self, peers: Sequence[str]) -> list[Progress]:
+        others = set(peers) - {self.swarm.peer_id}
+        return [record for peer, record in self.swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
 
     # ------------------------------------------------------------------ a round
 
@@ -141,8 +142,10 @@ class Synchroniser:
             starts_at: DHT time from which the roster may stand without everybody.
         """
         began = self.swarm.now()
-        expected = self._wait_until_done(has_trained=bool(trained.local))
-        contribution = self._contribution(trained, began)
+        self._wait_until_done(has_trained=bool(trained.local))
+        claims = self.holdings.claims()
+        expected = len(active_of(claims))
+        contribution = self._contribution(trained, began, voters_of(claims))
         result = self._average(contribution, expected, starts_at)
         averaged = self.holdings.clock()
         if len(result.roster) > 1:
@@ -179,8 +182,7 @@ class Synchroniser:
         return result
 
     def _others_are_ahead(self) -> bool:
-        voters = set(self.holdings.voters())
-        others = [record for record in self._others_progress() if record.peer_id in voters]
+        others = self._others_progress(self.holdings.voters())
         return 2 * sum(record.round > self.round for record in others) > len(others)
 
     def rescue_orphans(self) -> Update | None:
@@ -191,10 +193,9 @@ class Synchroniser:
         self.holdings.announce("active")
         return Update(self.holdings.slots, masters)
 
-    def _contribution(self, trained: Trained, began: float) -> Contribution:
+    def _contribution(self, trained: Trained, began: float, voters: Sequence[str]) -> Contribution:
         versions = self.swarm.versions()
         local = trained.local or {name: self.anchors.weights(name) for name in self.anchors.names}
-        voters = self.holdings.voters()
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,
@@ -216,17 +217,16 @@ class Synchroniser:
         }
         return Contribution(member, deltas)
 
-    def _wait_until_done(self, *, has_trained: bool) -> int:
-        """Return how many peers to expect; in mode `steps`, once all of them have made their steps."""
+    def _wait_until_done(self, *, has_trained: bool) -> None:
+        """In mode `steps`, wait until all peers have made theirs."""
         if self._run.round.mode == "steps" and has_trained:
             self.swarm.announce(self._progress(0.0, is_done=True))
             deadline = self.holdings.clock() + self._run.round.max_seconds
             while self.holdings.clock() < deadline and any(
                 record.round < self.round or (record.round == self.round and not record.is_done)
-                for record in self._others_progress()
+                for record in self._others_progress(self.holdings.active())
             ):
                 self.swarm.wait(POLL_SECONDS)
-        return len(self.holdings.active())
 
     def _commit(self, result: RoundResult, trained: Trained) -> dict[str, Tensor]:
         """Step the anchors, publish them, and pull the slots of others; return what changed of the latter."""
@@ -276,7 +276,7 @@ class Synchroniser:
     def _next_end(self, result: RoundResult, expected: int) -> float:
         """Return when the next round ends; who met nobody goes by what the others have announced."""
         if len(result.roster) == 1 and expected > 1:
-            announced = max((record.ends_at for record in self._others_progress()), default=0.0)
+            announced = max((record.ends_at for record in self._others_progress(self.holdings.active())), default=0.0)
             if announced > self.swarm.now():
                 return self._bounded(announced)
         # A synchronisation that took much longer than the last ones must not eat the next round.

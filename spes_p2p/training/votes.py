@@ -1,4 +1,4 @@
-"""Which of several states a peer takes over that has none, or another than most."""
+"""Who has a vote, and which of several states a peer takes over that has none, or another than most."""
 
 from __future__ import annotations
 
@@ -6,12 +6,24 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import SHARED, newest
 
 State = tuple[int, str]
 """Round and digest of a version."""
 Having = Mapping[str, Mapping[str, Version]]
 """What peers have, by peer and name."""
+
+
+def active_of(claims: Mapping[str, Claim]) -> list[str]:
+    """Return the peers that take part in rounds."""
+    return [peer for peer, claim in claims.items() if claim.state == "active"]
+
+
+def voters_of(claims: Mapping[str, Claim]) -> list[str]:
+    """Return the active peers that have a vote: all, while none has committed a round."""
+    active = active_of(claims)
+    return [peer for peer in active if claims[peer].votes] or active
 
 
 def majoritys(states: Sequence[State]) -> State:

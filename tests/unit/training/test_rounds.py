@@ -109,7 +109,7 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
 def test_who_was_left_out_and_then_meets_nobody_knows_when_its_next_round_ends():
     rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
     peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
-    entry = peer.sync._contribution(Trained({}, 0, 100.0, 0.0), peer.swarm.now()).member
+    entry = peer.sync._contribution(Trained({}, 0, 100.0, 0.0), peer.swarm.now(), [peer.swarm.peer_id]).member
     peer.sync.holdings.distrusted = frozenset({entry.peer_id})
     seconds = peer.sync._next_end(RoundResult((entry,)), expected=2) - peer.swarm.now()
     assert rounds.min_seconds <= seconds <= rounds.max_seconds + rounds.exchange_seconds
