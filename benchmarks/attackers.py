@@ -26,6 +26,7 @@ from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs import Format, Segment
 from spes_p2p.config import CommandConfig
+from spes_p2p.errors import SimulationError
 from spes_p2p.presentation import say
 from spes_p2p.scenario import Scenario
 from spes_p2p.simulator import simulate
@@ -81,7 +82,8 @@ def main(config: AttackersBenchmarkConfig) -> int:
             if f"{kind} {seed}" not in document["runs"]:
                 document["runs"][f"{kind} {seed}"] = run = measure(kind, seed)
                 config.results.write_text(json.dumps(document, indent=1) + "\n")
-                say(f"{kind} {seed}: loss {run['loss']:.4f}, left out from round {run['left_out_from']}")
+                what = f"loss {run['loss']:.4f}" if "ended" not in run else run["ended"]
+                say(f"{kind} {seed}: {what}, left out from round {run['left_out_from']}")
     document.setdefault("guard_seconds", guard_seconds())
     config.results.write_text(json.dumps(document, indent=1) + "\n")
     rows = list(attacker_rows(document))
@@ -112,14 +114,20 @@ def scenario(kind: str, seed: int) -> Scenario:
 
 
 def measure(kind: str, seed: int) -> dict[str, Any]:
-    """Return what came of a run; the unguarded one is undisturbed, and takes plain means and whatever is published."""
+    """Return what came of a run, which has no loss if it did not live to its end.
+
+    The unguarded one is undisturbed, and takes plain means and whatever is published.
+    """
     with contextlib.ExitStack() as stack:
         if kind == UNGUARDED:
             stack.enter_context(mock.patch.object(Witness, "weigh", _plain_weights))
         if kind in (UNGUARDED, SOLE_UNGATED):
             stack.enter_context(mock.patch.object(LossGate, "load", _ungated))
         run = scenario(kind, seed)
-        result = simulate(run)
+        try:
+            result = simulate(run)
+        except SimulationError as error:
+            return {**{"loss": None, "left_out_from": None, "rejected": 0, "contributions": 0}, "ended": str(error)}
     honest = [peer for peer in range(PEERS) if not run.attacks or peer != ATTACKER]
     rejected = {(round, peer) for round, peers in result.accused.items() for peer in peers if peer in honest}
     rejected |= {(round, peer) for round, peers in result.left_out.items() for peer in peers if peer in honest}
@@ -220,11 +228,14 @@ def _rounds(run: Mapping[str, Any]) -> int | None:
 
 
 def _worse(kind: str, other: str, seeds: list[int], runs: Mapping[str, Any]) -> Spread:
-    ratios = {seed: runs[f"{kind} {seed}"]["loss"] / runs[f"{other} {seed}"]["loss"] for seed in seeds}
+    losses = {seed: [runs[f"{of} {seed}"]["loss"] for of in (kind, other)] for seed in seeds}
+    ratios = {seed: math.inf if None in pair else pair[0] / pair[1] for seed, pair in losses.items()}
     return Spread({seed: 100 * (ratio - 1) for seed, ratio in ratios.items()})
 
 
 def _figure(worse: Spread) -> str:
+    if ended := sum(map(math.isinf, worse.values.values())):
+        return f"{ended} of {len(worse.values)} runs did not live to their end"
     return f"{worse.mean:+.2f} %" + (f" ± {worse.deviation:.2f}" if worse.deviation is not None else "")
 
 

@@ -1,9 +1,10 @@
 """The rows about attackers say what the runs have shown, bad news too."""
 
-from typing import Any
+from typing import Any, Never
 
 import pytest
 
+from benchmarks import attackers
 from benchmarks.attackers import (
     ATTACKER,
     FIRST,
@@ -18,6 +19,8 @@ from benchmarks.attackers import (
     scenario,
     summary_rows,
 )
+from spes_p2p.errors import SimulationError
+from spes_p2p.scenario import Scenario
 
 
 def run(loss: float, left_out_from: int | None = None, rejected: int = 0) -> dict[str, Any]:
@@ -83,3 +86,21 @@ def test_the_only_holder_of_a_slot_is_held_against_runs_with_only_holders() -> N
 def test_only_holders_have_slots_of_their_own() -> None:
     assert scenario(SOLE, 0).max_slots == 1 and scenario(SOLE, 0).attacks[0].groups == "slots"
     assert not scenario(SOLE_UNDISTURBED, 0).attacks and scenario("scale", 0).max_slots == 2
+
+
+def test_a_run_that_did_not_live_is_said_to_have_ended() -> None:
+    ended = run(5.0) | {"loss": None, "ended": "nobody trained"}
+    worse, *_ = attacker_rows(document(scale_1=ended))
+    assert (worse.cells[1], worse.is_reached) == ("1 of 3 runs did not live to their end", False)
+    sole = {f"{kind}_{seed}": run(4.0, FIRST + 3) for kind in (SOLE_UNDISTURBED, SOLE) for seed in SEEDS}
+    sole |= {f"{SOLE_UNGATED}_{seed}": ended for seed in SEEDS}
+    *_, ungated = list(attacker_rows(document(**sole)))[2:5]
+    assert ungated.cells[1] == "3 of 3 runs did not live to their end" and ungated.is_reached is None
+
+
+def test_a_run_that_does_not_live_is_kept_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nobody_trains(_: Scenario) -> Never:
+        raise SimulationError("nobody trained")
+
+    monkeypatch.setattr(attackers, "simulate", nobody_trains)
+    assert attackers.measure(SOLE_UNGATED, 0).items() >= {"loss": None, "ended": "nobody trained"}.items()
