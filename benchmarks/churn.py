@@ -46,13 +46,13 @@ class ChurnBenchmarkConfig(CommandConfig):
 
 
 def main(config: ChurnBenchmarkConfig) -> int:
-    """Print the rows; return the exit code."""
+    """Print the rows; return 1 if a goal was missed."""
     rows = list(churn_rows(config.study, config.results))
     for row in rows:
         say("  ".join(cell for cell in row.cells if cell))
     if config.write:
         fill(PAGE, "CHURN", markdown_table(HEAD, [row.cells for row in rows]))
-    return 0
+    return 0 if all(row.is_reached is not False for row in rows) else 1
 
 
 def churn_rows(path: Path = STUDY, results: Path = RESULTS) -> Iterator[Row]:

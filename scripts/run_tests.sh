@@ -26,7 +26,7 @@ stage "mypy" "$python" -m mypy spes_p2p monitor benchmarks
 stage "unit tests" "$python" -m pytest tests/unit -n 2 --dist loadfile
 # Real peers on real clocks: two such tests at once would starve each other of their deadlines.
 if [ -n "$(find tests -name 'test_*.py' -not -path 'tests/unit/*' -print -quit)" ]; then
-    stage "swarm tests" "$python" -m pytest tests --ignore=tests/unit
+    stage "swarm tests" "$python" -m pytest tests --ignore=tests/unit --durations=25
 fi
 
 if [ ${#failed[@]} -gt 0 ]; then

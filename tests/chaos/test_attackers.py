@@ -6,14 +6,12 @@ The long form has every kind: `python -m pytest tests/chaos/test_attackers.py -m
 from __future__ import annotations
 
 import pytest
-from attacked_lab import ROUNDS_AFTER, AttackedLab, Outcome
+from attacked_lab import FOUND_OUT, ROUNDS_AFTER, AttackedLab, Outcome
 from lab_liar import KINDS
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 SHORT = ("scale", "lying_reducer")
-FOUND_OUT = ("sign_flip", "scale", "nan", "lying_reducer")
-"""Those that bring what no honest peer would; the others do no more harm than one that is absent (docs/trust.md)."""
 ROUNDS_TO_LIE = 2
 MOST_MOVED = 5.0
 """Lengths; seen is 1.7, and a plain mean is moved by seventeen by what is a hundred times too long."""

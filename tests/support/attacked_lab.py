@@ -24,6 +24,11 @@ NUM_PEERS = 6
 HONEST_ROUNDS, ROUNDS_AFTER = 2, 7
 """Rounds that everybody commits before the lies begin, and the honest ones afterwards: two with the liar, and some to
 see that it stays away."""
+ROUNDS_UNTIL_SEEN = 20
+"""In which one that is found out has come again and was not wanted: caught in the act it misses the round, comes late
+to some more where rounds are as short as here, and must be caught twice."""
+FOUND_OUT = ("sign_flip", "scale", "nan", "lying_reducer")
+"""Those that bring what no honest peer would; the others do no more harm than one that is absent (docs/trust.md)."""
 ROUND_SECONDS = 60.0
 """More than one takes on a machine that has much else to do."""
 MODEL = {"hidden_size": 64, "num_layers": 4, "num_experts": 8}
@@ -43,6 +48,7 @@ class DishonestPeer(LabPeer):
     def __init__(self, index: int, folder: Path, max_slots: int, kind: str) -> None:
         super().__init__(index, folder, max_slots)
         self.lies = multiprocessing.get_context("forkserver").Event()
+        self.kind = kind
         self._live = functools.partial(live_dishonestly, kind, self.lies)
 
 
@@ -65,6 +71,13 @@ class AttackedLab(Lab):
         self._go_on(self.peers, HONEST_ROUNDS)
         self.liar.lies.set()
         self._go_on(self.honest, ROUNDS_AFTER)
+        for _ in range(ROUNDS_UNTIL_SEEN if self.liar.kind in FOUND_OUT else 0):
+            if self._history().left_out():
+                return
+            self._go_on(self.honest, 1)
+
+    def _history(self) -> AttackedHistory:
+        return AttackedHistory(self.folder / "history", {p.index: p.output / "versions" for p in self.honest})
 
     def _go_on(self, peers: list[LabPeer], rounds: int) -> None:
         goals = {peer: peer.rounds + rounds for peer in peers}
@@ -73,8 +86,7 @@ class AttackedLab(Lab):
 
     def outcome(self) -> Outcome:
         """Return what the history says, and what the honest ones have left; once all peers have ended."""
-        history = AttackedHistory(self.folder / "history", {p.index: p.output / "versions" for p in self.honest})
-        outcome = history.outcome()
+        outcome = self._history().outcome()
         shutil.rmtree(self.folder / "history" / "vectors")  # hundreds of MiB
         return outcome
 
@@ -108,26 +120,33 @@ class AttackedHistory(History):
 
     def outcome(self) -> Outcome:
         """Check everything, and say what became of the liar."""
-        [lie] = [event for event in self._events if event["event"] == "lies"]
-        liar, began = lie["peer"], lie["round"]
-        took_part, left_out, accused = set(), set(), set()
+        liar, began = self._lie()
+        took_part, accused = set(), set()
         for event, roster in self._honest_commits(liar):
             accused |= {peer for member in roster if member.peer_id != liar for peer in member.distrusts} - {liar}
             is_in = any(liar in members for members in derive_groups(roster).members.values())
             if is_in and len(roster) >= LEAST_VOTERS and event["round"] >= began:
                 took_part.add(event["round"])
-            if liar in distrusted(roster):
-                left_out.add(event["round"])
         since = [(event, roster) for event, roster in self._honest_commits(liar) if event["round"] >= began]
         return Outcome(
             verdict=self.verdict(),
             began=began,
             rounds=tuple(sorted({event["round"] for event, _ in since})),
             took_part=tuple(sorted(took_part)),
-            left_out=tuple(sorted(left_out)),
+            left_out=tuple(self.left_out()),
             accused=tuple(sorted(accused)),
             moved=max(self._moved(event, roster, liar) for event, roster in since),
         )
+
+    def left_out(self) -> list[int]:
+        """Return the rounds in which the liar was on the roster, and a majority did not want it."""
+        liar, _ = self._lie()
+        return sorted({event["round"] for event, roster in self._honest_commits(liar) if liar in distrusted(roster)})
+
+    def _lie(self) -> tuple[str, int]:
+        """Return who lied, and the first round in which it did."""
+        [lie] = [event for event in self._events if event["event"] == "lies"]
+        return lie["peer"], lie["round"]
 
     def _honest_commits(self, liar: str) -> Iterator[tuple[dict[str, Any], list[Member]]]:
         for event in self._commits:
