@@ -25,6 +25,8 @@ MOST_NEWCOMERS = 64
 """Peers that a member may call new."""
 NEWCOMERS_CREDIT = 0.25
 """What a token of somebody counts whom most others call new: identities are free, and a liar's next one is new."""
+MOST_VOTERS = 1024
+"""Peers that a member may know to have a vote; an entry with so many is three quarters of the longest."""
 LEAST_VOTERS = 5
 """Members below which nobody is left out: of four, two could outvote one."""
 MOST_TOKENS = 2**34
@@ -86,9 +88,9 @@ class Member(BaseModel):
     """Whom it has banned, by what it has seen itself."""
     newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MOST_NEWCOMERS)
     """With whom it has committed few rounds yet, though it has been here for longer itself."""
-    votes: bool = True
-    """Its part in a round decides whether that counts, as far as it knows: it has committed one since it joined, or
-    nobody has."""
+    voters: tuple[PeerId, ...] = Field(default=(), max_length=MOST_VOTERS)
+    """Whose part in a round decides whether that counts, as far as it knows: who has committed one since joining, or
+    all if nobody has; empty where it says nothing of it."""
     electorate: Annotated[int, Field(ge=0, le=2**16)] = 0
     """Peers that have a vote, as far as it knows; 0 for as many as it expects to meet."""
 
@@ -162,10 +164,22 @@ def missing_votes(roster: Sequence[Member]) -> str:
     How many have one is what members know from records, by the median: peers that saw different records must not decide
     differently, or some would commit what the others make again. And whoever has committed nothing yet has no vote: two
     newcomers, with two who are left of five, would make a second version of what the other three have committed.
+    Only those count whose anchor is the majority's: they confirm each other's results over their own connections, and
+    whom a leader has invented cannot. Nor does anybody's own word for it that it has a vote.
     """
-    electorate = statistics.median_high(member.electorate for member in roster)
-    votes = sum(member.votes for member in roster)
+    if not roster:
+        return "nobody is left"
+    confirming = derive_groups(roster).members[SHARED]
+    present = [member for member in roster if member.peer_id in confirming]
+    electorate = statistics.median_high(member.electorate for member in present)
+    votes = len(_with_a_vote(present))
     return "" if votes >= quorum(electorate) else f"only {votes} of {electorate} peers with a vote met"
+
+
+def _with_a_vote(members: Sequence[Member]) -> list[Member]:
+    """Return those who have a vote by what more than half of them know; all, where nobody says anything of it."""
+    named = Counter(peer for member in members for peer in set(member.voters))
+    return [member for member in members if not named or 2 * named[member.peer_id] > len(members)]
 
 
 def quorum(electorate: int) -> int:
@@ -204,7 +218,7 @@ def derive_groups(roster: Sequence[Member]) -> Groups:
     """
     out = distrusted(roster)
     trusted = [member for member in roster if member.peer_id not in out]
-    voters = [member for member in trusted if member.votes] or trusted
+    voters = _with_a_vote(trusted) or trusted
     majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in voters])
     current = sorted(
         (member for member in trusted if (member.round, member.anchors.get(SHARED, "")) == majority),

@@ -91,15 +91,16 @@ class Holdings:
 
     def voters(self) -> list[str]:
         """Return the active peers that have a vote: all, while none has committed a round."""
-        return voters_of(self.claims())
+        return voters_of(self.trusted(self.claims()))
 
     def others(self) -> list[str]:
         """Return all other peers with a claim that counts."""
-        return [peer for peer in self._trusted_claims() if peer != self._swarm.peer_id]
+        return [peer for peer in self.trusted(self.claims()) if peer != self._swarm.peer_id]
 
-    def _trusted_claims(self) -> dict[str, Claim]:
+    def trusted(self, claims: Mapping[str, Claim]) -> dict[str, Claim]:
+        """Return those claims that are not of peers whom the last roster left out."""
         out = self.distrusted - {self._swarm.peer_id}
-        return {peer: claim for peer, claim in self.claims().items() if peer not in out}
+        return {peer: claim for peer, claim in claims.items() if peer not in out}
 
     def leave(self) -> None:
         """Give the slots back at once, rather than when the lease ends."""
@@ -130,14 +131,14 @@ class Holdings:
 
     def rebalance(self, round: int) -> dict[str, Tensor]:
         """Hold, from `round` on, what the claims allocate to this peer; return the weights of slots that are new."""
-        return self._hold(self._claimant.after_round(self.clock(), self._trusted_claims(), round))
+        return self._hold(self._claimant.after_round(self.clock(), self.trusted(self.claims()), round))
 
     def rescue_orphans(self) -> dict[str, Tensor]:
         """Once per heartbeat, adopt slots that have lost their last holder; return the weights of what is new."""
         if self.clock() - self._looked_at < self._run.round.heartbeat_seconds:
             return {}
         self._looked_at = self.clock()
-        target = self._claimant.at_heartbeat(self._looked_at, self._trusted_claims())
+        target = self._claimant.at_heartbeat(self._looked_at, self.trusted(self.claims()))
         return self._hold(target) if target != self.slots else {}
 
     def _hold(self, target: Sequence[int]) -> dict[str, Tensor]:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -19,17 +20,16 @@ from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, is_bundle, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.opening import POLL_SECONDS, wait_for_peers
+from spes_p2p.training.others import Others
 from spes_p2p.training.passages import Synchronised, Trained, Update
 from spes_p2p.training.recovery import go_back
 from spes_p2p.training.votes import active_of, voters_of
 
 log = logging.getLogger(__name__)
 
-SETTLE_SECONDS = 3.0
-"""Between announcing and acting where all start together: longer than a record needs to reach everybody."""
-POLL_SECONDS = 0.5
 OPENING_SECONDS = 120.0
-"""Longest a newcomer waits for the others to be between two rounds."""
+"""Longest that a newcomer, or one that has fallen behind, waits for the others to be between two rounds."""
 
 
 class Synchroniser:
@@ -57,7 +57,7 @@ class Synchroniser:
         self.swarm, self.anchors, self.holdings, self.round = swarm, anchors, holdings, 0
         self.last = Synchronised.of(RoundResult(roster=()), 0.0)
         self._run, self._layout, self._machine = run, layout, machine or MachineConfig()
-        self._sync_seconds = 0.0
+        self._sync_seconds, self._others = 0.0, Others(swarm, holdings)
 
     # ------------------------------------------------------------------ joining
 
@@ -73,7 +73,7 @@ class Synchroniser:
             JoinError: the swarm's state could not be fetched.
         """
         self.holdings.announce("joining")
-        self._wait_for_peers()
+        wait_for_peers(self.holdings, self.swarm, self._run.round.min_peers)
         if saved:
             go_back(self.swarm, self.holdings.others(), saved)
         if SHARED not in self.swarm.versions() and initial:
@@ -92,45 +92,47 @@ class Synchroniser:
         names = [name for name in self.swarm.versions() if is_bundle(name) or name in held_moments]
         return Update(self.holdings.slots, {name: self.holdings.load(name) for name in names})
 
-    def _wait_for_peers(self) -> None:
-        started, told = self.holdings.clock(), 0
-        while True:
-            self.swarm.wait(POLL_SECONDS)
-            claims, needed = self.holdings.claims(), self._run.round.min_peers
-            present = len(claims)
-            is_under_way = any(c.state == "active" for peer, c in claims.items() if peer != self.swarm.peer_id)
-            if present >= needed and (is_under_way or self.holdings.clock() - started >= SETTLE_SECONDS):
-                return
-            if present < needed and present != told:
-                log.info("waiting for peers: %d of %d are here", present, needed)
-                told = present
-
     def meet(self, tokens_per_second: float) -> Update:
         """Agree on when the first round ends: with those in the middle of one, or by a roster without deltas."""
-        flats: dict[str, Tensor] = {}
-        deadline = self.holdings.clock() + OPENING_SECONDS
-        while self.holdings.clock() < deadline:
-            others = self._others_progress(self.holdings.active())
-            if len(self.holdings.active()) < self._run.round.min_peers:
-                self.swarm.wait(POLL_SECONDS)
-            elif others and max(record.round for record in others) > self.round:
-                flats |= self.holdings.catch_up(self.holdings.others(), min_round=self.round + 1)
-                self.round = self.swarm.versions()[SHARED].round
-                self.swarm.wait(POLL_SECONDS)
-            elif self._run.round.mode == "steps" or any(record.ends_at > self.swarm.now() for record in others):
-                ends_at = self._bounded(max((record.ends_at for record in others), default=0.0))
-                self._announce(ends_at)
-                return Update(self.holdings.slots, flats, ends_at)
-            elif any(record.ends_at for record in others):
-                self.swarm.wait(POLL_SECONDS)  # they are synchronising: the next round's end is known soon
-            else:
-                break
+        flats, ends_at = self._find_place()
+        if ends_at is not None:
+            self._announce(ends_at)
+            return Update(self.holdings.slots, flats, ends_at)
         update = self.finish(Trained({}, 0, tokens_per_second, 0.0), starts_at=0.0)
         return Update(update.slots, flats | dict(update.flats), update.ends_at)
 
-    def _others_progress(self, peers: Sequence[str]) -> list[Progress]:
-        others = set(peers) - {self.swarm.peer_id}
-        return [record for peer, record in self.swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
+    def _find_place(self, routed: Mapping[int, int] | None = None) -> tuple[dict[str, Tensor], float | None]:
+        """Go on with the others to their next round; return what that has changed, and when it ends, if any is on.
+
+        Whoever would train on by itself while they synchronise would only be late for the next one, too.
+        """
+        flats: dict[str, Tensor] = {}
+        deadline = self.holdings.clock() + OPENING_SECONDS
+        while self.holdings.clock() < deadline:
+            claims, announced = self.holdings.claims(), self._others.round_end(self.round)
+            is_opening = not any(claim.votes for claim in claims.values())
+            if is_opening and len(active_of(claims)) < self._run.round.min_peers:
+                self.swarm.wait(POLL_SECONDS)
+            elif self._others.are_ahead(self.round):
+                flats |= self._catch_up(min_round=self.round + 1, routed=routed)
+                self.swarm.wait(POLL_SECONDS)
+            elif self._run.round.mode == "steps" or announced:
+                return flats, self._bounded(announced)
+            elif any(record.ends_at for record in self._others.active()):
+                self.swarm.wait(POLL_SECONDS)  # they are synchronising: the next round's end is known soon
+            else:
+                break
+        return flats, None
+
+    def _catch_up(self, **how: Any) -> dict[str, Tensor]:
+        """Take over the swarm's state; return what that has changed, which is nothing if `shared` does not come."""
+        try:
+            flats = self.holdings.catch_up(self.holdings.others(), **how)
+        except JoinError as error:
+            log.warning("round %d: %s", self.round + 1, error)
+            return {}
+        self.round = self.swarm.versions()[SHARED].round
+        return flats
 
     # ------------------------------------------------------------------ a round
 
@@ -145,15 +147,16 @@ class Synchroniser:
         self._wait_until_done(has_trained=bool(trained.local))
         claims = self.holdings.claims()
         expected = len(active_of(claims))
-        contribution = self._contribution(trained, began, voters_of(claims))
+        contribution = self._contribution(trained, began, voters_of(self.holdings.trusted(claims)))
         result = self._average(contribution, expected, starts_at)
         averaged = self.holdings.clock()
         if len(result.roster) > 1:
             self.holdings.distrusted = distrusted(result.roster)
         if result.is_behind:
             log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
-            flats = self.holdings.catch_up(self.holdings.others(), routed=trained.routed)
-            self.round = self.swarm.versions()[SHARED].round
+            flats = self._catch_up(routed=trained.routed)
+            if not self._run.round.overlap:  # else it trains meanwhile
+                flats |= self._find_place(trained.routed)[0]
         else:
             flats = self._commit(result, trained)
         self.last = Synchronised.of(result, self.holdings.clock() - averaged, self.holdings.stale_rounds)
@@ -174,16 +177,12 @@ class Synchroniser:
             dropped=dict.fromkeys(contribution.deltas, "the others have gone on"),
             is_behind=True,
         )
-        if self._others_are_ahead():
+        if self._others.are_ahead(self.round):
             return missed
         result = self.swarm.average(contribution, expected=expected, starts_at=starts_at)
-        if len(result.roster) == 1 and expected > 1 and self._others_are_ahead():
+        if len(result.roster) == 1 and expected > 1 and self._others.are_ahead(self.round):
             return replace(missed, matchmaking_seconds=result.matchmaking_seconds)
         return result
-
-    def _others_are_ahead(self) -> bool:
-        others = self._others_progress(self.holdings.voters())
-        return 2 * sum(record.round > self.round for record in others) > len(others)
 
     def rescue_orphans(self) -> Update | None:
         """Return what to load if slots that lost their last holder fall to this peer; looks once per heartbeat."""
@@ -208,7 +207,7 @@ class Synchroniser:
             sync_seconds=self._sync_seconds,
             uplink_mbit=self._machine.uplink_mbit,
             refreshes=self._machine.refresh_slots is not None,
-            votes=self.swarm.peer_id in voters,
+            voters=tuple(voters),
             electorate=len(voters),
         )
         deltas = {
@@ -224,7 +223,7 @@ class Synchroniser:
             deadline = self.holdings.clock() + self._run.round.max_seconds
             while self.holdings.clock() < deadline and any(
                 record.round < self.round or (record.round == self.round and not record.is_done)
-                for record in self._others_progress(self.holdings.active())
+                for record in self._others.active()
             ):
                 self.swarm.wait(POLL_SECONDS)
 
@@ -275,10 +274,8 @@ class Synchroniser:
 
     def _next_end(self, result: RoundResult, expected: int) -> float:
         """Return when the next round ends; who met nobody goes by what the others have announced."""
-        if len(result.roster) == 1 and expected > 1:
-            announced = max((record.ends_at for record in self._others_progress(self.holdings.active())), default=0.0)
-            if announced > self.swarm.now():
-                return self._bounded(announced)
+        if len(result.roster) == 1 and expected > 1 and (announced := self._others.round_end(self.round)):
+            return self._bounded(announced)
         # A synchronisation that took much longer than the last ones must not eat the next round.
         counted = [member for member in result.roster if member.peer_id not in self.holdings.distrusted]
         # Whoever is left out itself and has met nobody has only its own word.

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, newest
+from spes_p2p.swarm.roster import MOST_VOTERS, SHARED, newest
 
 State = tuple[int, str]
 """Round and digest of a version."""
@@ -21,9 +21,9 @@ def active_of(claims: Mapping[str, Claim]) -> list[str]:
 
 
 def voters_of(claims: Mapping[str, Claim]) -> list[str]:
-    """Return the active peers that have a vote: all, while none has committed a round."""
-    active = active_of(claims)
-    return [peer for peer in active if claims[peer].votes] or active
+    """Return the active peers that have a vote: all, while none has committed a round; no more than an entry names."""
+    active = sorted(active_of(claims))
+    return ([peer for peer in active if claims[peer].votes] or active)[:MOST_VOTERS]
 
 
 def majoritys(states: Sequence[State]) -> State:
@@ -58,11 +58,12 @@ def state_of(version: Version) -> State:
 def heard(having: Having, voters: Collection[str], min_round: int) -> Having:
     """Return who is listened to: whoever has a vote, and of those whoever is at `min_round`, if anybody is.
 
-    Several who join or come back at once must not outvote those who have trained meanwhile.
+    Several who join or come back at once must not outvote those who have trained meanwhile; nor may one that says to be
+    there outvote all others, so that most of those with a vote must be.
     """
     present = {peer: having[peer] for peer in voters if SHARED in having.get(peer, {})}
     newer = {peer: offers for peer, offers in present.items() if offers[SHARED].round >= min_round}
-    return newer or present or _returning(having)
+    return (newer if 2 * len(newer) > len(present) else present) or _returning(having)
 
 
 def _returning(having: Having) -> Having:

@@ -8,7 +8,8 @@ import random
 import pytest
 import torch
 from fault_crew import FaultCrew
-from real_peers import average, close_all, contribution, plain_mean, start_swarm
+from peer_server import ROUNDS
+from real_peers import PeerProcess, average, close_all, contribution, plain_mean, start_swarm
 
 from spes_p2p.codecs import digest
 from spes_p2p.swarm.averaging.reduce import weighted_mean
@@ -93,6 +94,23 @@ def test_what_one_has_committed_the_others_commit_too(crew):
     case = crew.lie("confirms to one alone")
     assert not case.wrong and case.committed == 3 and case.attempts == 1, case
     assert case.victim == "committed what the others did", case
+
+
+def test_they_do_where_an_attempt_has_less_time_than_a_confirmation(tmp_path, seed):
+    """As soon as quick rounds were seen, in every run with the usual deadlines: who was cut short did not ask."""
+    rounds = ROUNDS.model_copy(update={"averaging_seconds": 30.0})
+    peers = start_swarm(tmp_path, 2, rounds=rounds)
+    peers.append(PeerProcess(tmp_path / "rogue", peers[0].addresses, is_rogue=True, rounds=rounds).wait_until_ready())
+    try:
+        for _ in range(3):
+            items = contributions(peers, seed)
+            assert_mean_of(items, average(peers, items, expected=3))
+        peers[2].call("misbehave", "confirms to one alone")
+        items = contributions(peers, seed)
+        assert_mean_of(items, average(peers, items, expected=3))
+        assert [note.status["shared"] for peer in peers for note in peer.call("notes")[3:]] == ["", "", ""]
+    finally:
+        close_all(peers)
 
 
 def test_a_liar_that_nobody_can_tell_costs_all_of_them_the_round_and_no_more(crew):

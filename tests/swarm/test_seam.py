@@ -122,9 +122,10 @@ def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens
 )
 def test_all_who_met_commit_a_round_or_none_whatever_each_has_counted(four, seed, electorates, votes, is_committed):
     generator = torch.Generator().manual_seed(seed)
+    voters = tuple(peer.peer_id for peer in four[:votes])
     items = [
-        contribution(peer.peer_id, generator, slots=(0,), electorate=electorate, votes=place < votes)
-        for place, (peer, electorate) in enumerate(zip(four, electorates, strict=False))
+        contribution(peer.peer_id, generator, slots=(0,), electorate=electorate, voters=voters)
+        for peer, electorate in zip(four, electorates, strict=False)
     ]
     real = average(four[:3], items, expected=3, meeting_seconds=5.0)
     virtual = average_in_memory(four[:3], items, expected=3)

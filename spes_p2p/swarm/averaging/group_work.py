@@ -56,16 +56,14 @@ class GroupWork:
             if len(self.plan.peers) == 1:
                 buffers.result[:size] = buffers.source[:size]
                 return ""
-            await asyncio.wait_for(self._average(buffers, size, silence, pace), patience.seconds)
-        except TimeoutError:
-            return f"not done within {patience.seconds:.1f} s"
+            await self._average(buffers, size, patience, silence, pace)
         except (AllreduceException, OSError, ValueError) as error:
             return f"{error}"
         finally:
             self.close()
         return ""
 
-    async def _average(self, buffers: Buffers, size: int, silence: Patience, pace: Pace) -> None:
+    async def _average(self, buffers: Buffers, size: int, patience: Patience, silence: Patience, pace: Pace) -> None:
         reduction = Reduction(
             self.plan,
             self._me,
@@ -80,7 +78,11 @@ class GroupWork:
         )
         self.reduction.set_result(reduction)
         try:
-            await reduction.run()
+            # Not the confirmations, which end by themselves: whoever gave them up together with the rest of its time
+            # would not learn that somebody has committed.
+            await asyncio.wait_for(reduction.run(), patience.seconds)
+        except TimeoutError as error:
+            raise AllreduceException(f"not done within {patience.seconds:.1f} s") from error
         finally:
             self.lost, self.evidence = reduction.lost, reduction.witness.evidence()
         mine = (await asyncio.to_thread(digest, buffers.result[:size])).encode()

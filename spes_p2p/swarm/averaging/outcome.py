@@ -29,6 +29,7 @@ class Attempt:
         lost: Members that this peer knows to be lost.
         evidence: What this peer holds against members.
         failure: Why there is no roster.
+        is_alone: Nobody was there to meet, and what this peer has counts without anybody's vote.
         matchmaking_seconds: Until the roster stood.
         averaging_seconds: From there on.
     """
@@ -41,6 +42,7 @@ class Attempt:
     lost: frozenset[str] = frozenset()
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     failure: str = ""
+    is_alone: bool = False
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
 
@@ -58,7 +60,7 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
     No mean that is not finite: a part may have come from a liar, and finite deltas may overflow in their sum.
     Nothing without a roster, with no more than half of the votes (the other half may be committing something else), or
     without `shared`: a slot trained against a router that was rolled back would no longer fit it. Who averages `alone`
-    has been told that it may.
+    has been told that it may; whom a leader gathered alone, as all others' entries are refused, has not.
     """
     if not attempt.roster:
         dropped = dict.fromkeys(contribution.deltas, attempt.failure or "everybody who met was refused")
@@ -77,7 +79,7 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
     for name in contribution.deltas:
         if name not in committed:
             dropped.setdefault(name, attempt.refused.get(me, "this peer's anchor is not the majority's"))
-    if len(attempt.roster) > 1 and (reason := missing_votes(attempt.roster)):
+    if not attempt.is_alone and (reason := missing_votes(attempt.roster)):
         committed, dropped = {}, dict.fromkeys(contribution.deltas, reason)
     elif SHARED not in committed:
         dropped |= dict.fromkeys(committed, "shared was dropped")
@@ -96,8 +98,8 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
 def alone(member: Member, encoded: Mapping[str, Tensor]) -> Attempt:
     """Return the attempt of a peer that has nobody to meet: what it would send is the mean."""
     if not member.tokens:
-        return Attempt((member,), status=dict.fromkeys(encoded, "nobody trained"))
-    return Attempt((member,), status=dict.fromkeys(encoded, ""), averaged=dict(encoded))
+        return Attempt((member,), status=dict.fromkeys(encoded, "nobody trained"), is_alone=True)
+    return Attempt((member,), status=dict.fromkeys(encoded, ""), averaged=dict(encoded), is_alone=True)
 
 
 def averaged_bytes(result: RoundResult, wire: Wire) -> int:

@@ -32,7 +32,7 @@ def members(draw, peer):
         tokens_per_second=1.0,
         ready_at=1.0,
         sync_seconds=0.0,
-        votes=draw(st.sampled_from([True, True, True, False])),
+        voters=draw(st.sampled_from([(), tuple(PEERS[:5]), tuple(PEERS)])),
         electorate=draw(st.integers(1, 5)),
     )
 
@@ -57,6 +57,12 @@ def attempts(draw):
     return attempt, Contribution(me, {name: torch.zeros(3) for name in names}), outcomes
 
 
+def with_a_vote(roster):
+    """Who most say has a vote; all, if nobody says anything."""
+    named = [peer for member in roster for peer in member.voters]
+    return [member for member in roster if not named or 2 * named.count(member.peer_id) > len(roster)]
+
+
 @given(attempts())
 def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
     attempt, contribution, _ = drawn
@@ -71,9 +77,10 @@ def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_tha
     attempt, contribution, outcomes = drawn
     result = judge(attempt, contribution, WIRE)
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
-    roster = attempt.roster
-    electorate = sorted(member.electorate for member in roster)[len(roster) // 2]
-    may = "shared" in whole and (len(roster) == 1 or 2 * sum(member.votes for member in roster) > electorate)
+    confirming = derive_groups(attempt.roster).members["shared"]
+    present = [member for member in attempt.roster if member.peer_id in confirming]
+    electorate = sorted(member.electorate for member in present)[len(present) // 2]
+    may = "shared" in whole and 2 * len(with_a_vote(present)) > electorate
     assert set(result.committed) == (whole if may else set())
 
 
@@ -81,7 +88,7 @@ def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_tha
 def test_who_differs_from_the_majority_is_behind_and_commits_nothing(drawn):
     attempt, contribution, _ = drawn
     result = judge(attempt, contribution, WIRE)
-    heard = [member for member in attempt.roster if member.votes] or attempt.roster
+    heard = with_a_vote(attempt.roster) or attempt.roster
     states = [(member.round, member.anchors["shared"]) for member in heard]
     mine = (contribution.member.round, contribution.member.anchors["shared"])
     if 2 * states.count(mine) > len(states):

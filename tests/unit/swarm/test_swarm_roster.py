@@ -71,8 +71,9 @@ def test_a_tie_goes_to_the_later_round():
 
 
 def test_newcomers_do_not_outvote_those_who_have_committed():
-    ahead = [member(i, round=4, shared="c" * 16) for i in range(2)]
-    left, newcomers = [member(2)], [member(i, votes=False) for i in (3, 4)]
+    voters = tuple(PEERS[:3])
+    ahead = [member(i, round=4, shared="c" * 16, voters=voters) for i in range(2)]
+    left, newcomers = [member(2, voters=voters)], [member(i, voters=voters) for i in (3, 4)]
     assert derive_groups([*ahead, *left, *newcomers]).behind == tuple(PEERS[2:5])
     assert derive_groups([*left, *newcomers]).behind == ()
     assert derive_groups(newcomers).behind == ()
@@ -87,10 +88,26 @@ def test_peers_that_have_counted_differently_decide_alike_and_one_liar_decides_n
 
 def test_newcomers_do_not_make_up_for_missing_votes():
     """Of five, three have committed a round and two are left: with two newcomers they are four, and still only two."""
-    left = [member(i, electorate=5) for i in range(2)]
-    newcomers = [member(i, electorate=5, votes=False) for i in (5, 6)]
+    known = {"electorate": 5, "voters": tuple(PEERS[:5])}
+    left, newcomers = [member(i, **known) for i in range(2)], [member(i, **known) for i in (5, 6)]
     assert missing_votes([*left, *newcomers]) == "only 2 of 5 peers with a vote met"
-    assert not missing_votes([*left, *newcomers, member(2, electorate=5)])
+    assert not missing_votes([*left, *newcomers, member(2, **known)])
+
+
+def test_nobody_has_a_vote_by_its_own_word():
+    """Of five voters two are left out of the others' round: whoever claims to be a third makes no other of it."""
+    left = [member(i, electorate=5, voters=tuple(PEERS[:5])) for i in range(2)]
+    liar = member(6, electorate=5, voters=tuple(PEERS))
+    assert missing_votes([*left, liar]) == "only 2 of 5 peers with a vote met"
+    assert derive_groups([*left, liar]).behind == ()
+
+
+def test_whoever_cannot_confirm_does_not_make_up_for_missing_votes():
+    """A leader may have invented them: that their anchors are others' keeps them out of the group."""
+    present = [member(i, electorate=5) for i in range(2)]
+    invented = member(3, shared="c" * 16, electorate=0)
+    assert missing_votes([*present, invented]) == "only 2 of 5 peers with a vote met"
+    assert missing_votes([present[0]]) == "only 1 of 5 peers with a vote met"
 
 
 def test_of_two_who_have_counted_differently_the_one_that_knows_of_more_is_believed():

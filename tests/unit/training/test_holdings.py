@@ -62,7 +62,9 @@ def test_many_who_join_at_once_do_not_outvote_the_one_that_has_trained_on(stale)
 def test_newcomers_catch_up_with_a_round_that_ended_while_they_joined():
     """They are active by then, and more than those whose round it was."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)
-    Member(hub, 0, 14, "active")
+    steady = Member(hub, 0, 14, "active")
+    steady.holdings.has_committed = True
+    steady.holdings.announce("active")
     for newcomer in [Member(hub, 10 + i, 13, "active") for i in range(3)]:
         assert newcomer.catch_up(min_round=14) == (14, 14.0)
 

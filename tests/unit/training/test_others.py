@@ -1,0 +1,90 @@
+"""Where a newcomer, or one that has fallen behind, finds its place is not for one other peer to say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+from virtual import peer_id, tiny_run
+
+from spes_p2p.codecs import Layout
+from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.records import Progress
+from spes_p2p.swarm.roster import SHARED
+from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.synchroniser import Synchroniser
+
+FAR = 10**6
+
+
+class Peer:
+    """A peer without a model, in round 6 unless it says otherwise.
+
+    Args:
+        hub: Where it meets the others.
+        index: Its number.
+        round: Of its versions.
+        ends_at: What it says of its round's end; None says nothing.
+        swarm: How it deals with the others.
+    """
+
+    def __init__(
+        self,
+        hub: MemoryHub,
+        index: int,
+        round: int = 6,
+        ends_at: float | None = None,
+        swarm: type[MemorySwarm] = MemorySwarm,
+    ) -> None:
+        rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=1, max_seconds=20, total=2 * FAR, min_peers=2)
+        run = tiny_run(round=rounds)
+        numels = {SHARED: 5, "slot": 3}
+        self.swarm, anchors = swarm(hub, peer_id(index)), Anchors(run, numels)
+        self.holdings = Holdings(self.swarm, run, run_id="run", anchors=anchors, max_slots=2, clock=self.swarm.now)
+        self.sync = Synchroniser(
+            self.swarm, run, holdings=self.holdings, anchors=anchors, layout=Layout({"w": torch.Size([3])})
+        )
+        self.sync.round = round
+        self.swarm.publish(round, {SHARED: torch.full((5,), float(round))})
+        self.holdings.has_committed = ends_at is not None
+        self.holdings.announce("active")
+        if ends_at is not None:
+            self.swarm.announce(Progress(peer_id=self.swarm.peer_id, round=round, ends_at=ends_at))
+
+
+def newcomer_beside_a_liar(round: int = 6, swarm: type[MemorySwarm] = MemorySwarm) -> tuple[Peer, float]:
+    """Return a newcomer among three whose round ends in ten seconds, and one that says to be far ahead."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    ends_at = hub.clock.now() + 10.0
+    for index in range(3):
+        Peer(hub, index, ends_at=ends_at)
+    Peer(hub, 3, round=FAR, ends_at=1e10)
+    liar = Peer(hub, 4, ends_at=1e10)
+    assert liar.holdings.voters() == sorted(peer_id(index) for index in range(5))
+    return Peer(hub, 9, round=round, swarm=swarm), ends_at
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_one_that_says_to_be_far_ahead_leads_nobody_there(is_late):
+    """Nor does one that says of this round that it lasts for ever."""
+    newcomer, ends_at = newcomer_beside_a_liar(5 if is_late else 6)
+    flats, found = newcomer.sync._find_place()
+    assert (newcomer.sync.round, found) == (6, ends_at)
+    assert bool(flats) == is_late
+    assert newcomer.sync._others.are_ahead(5) and not newcomer.sync._others.are_ahead(6)
+
+
+class Unreachable(MemorySwarm):
+    """A swarm whose other peers have vanished after they have told what they have."""
+
+    def pull(self, wanted: Mapping[str, object], **_: object) -> dict[str, str]:  # type: ignore[override]
+        return dict.fromkeys(wanted, "nobody answers")
+
+
+def test_who_cannot_fetch_the_others_state_goes_on_with_its_own():
+    """They may be gone for good, and it may be the last that has the model."""
+    late, _ = newcomer_beside_a_liar(5, Unreachable)
+    assert late.sync._catch_up() == {} and late.sync.round == 5
