@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.roster import Member
@@ -17,13 +17,16 @@ SPREADS = 8.0
 LEAST_SPREAD = 1 / 4
 """Of the median: what has been steady need not stay so, as when newcomers begin to download."""
 
+MOST_TIMES_MEDIAN = 4.0
+"""Of the stated speeds: what one may count for, as for tokens in `averaging/robust.py`."""
+
 
 def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
     The swarm is expected to reach `config.tokens` then, if every member trains as fast as it last did, once most of
     them have synchronised; never sooner than `min_seconds` or later than `max_seconds` after that. The median, not
-    the last, says when that is: one member's clock, or word, must not hold up everybody.
+    the last, says when that is: one member's clock, or word, must not hold up everybody, nor may one's speed hurry it.
 
     Args:
         config: The run's round settings.
@@ -31,8 +34,25 @@ def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
     """
     members = list(members)
     start = statistics.median_high(member.ready_at + member.sync_seconds for member in members)
-    rate = sum(member.tokens_per_second for member in members) or FALLBACK_TOKENS_PER_SECOND
+    rate = sum(fair_speeds([member.tokens_per_second for member in members])) or FALLBACK_TOKENS_PER_SECOND
     return start + min(max(config.tokens / rate, config.min_seconds), config.max_seconds)
+
+
+def fair_speeds(speeds: Sequence[float]) -> list[float]:
+    """Return how fast members are taken to be: no more than so many times the median of those that state a speed.
+
+    Speeds are a member's own word, and one of 1e12 made every round the shortest. All that state one are counted, not
+    those that have trained alone: in a run's first roster nobody has, and one that said so would be the median itself.
+
+    From three members on one of them cannot move the median beyond the others'. Of two nobody can say which is false:
+    twice their sum is more than either, so neither is cut, nor is who is alone.
+
+    Args:
+        speeds: Tokens per second; 0 of those that have measured none.
+    """
+    stated = [speed for speed in speeds if speed > 0]
+    most = MOST_TIMES_MEDIAN * statistics.median(stated) if stated else 0.0
+    return [min(speed, most) for speed in speeds]
 
 
 def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) -> int:

@@ -158,6 +158,17 @@ def credits(roster: Sequence[Member]) -> dict[str, float]:
     return {member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0 for member in roster}
 
 
+def usual_tokens(roster: Sequence[Member]) -> float:
+    """Return what a roster's members usually have trained: the middle one of those with a vote, if any such has.
+
+    Of two in the middle the lower one, so that one of up to four cannot raise it above what an honest one has trained.
+    A newcomer's first round may be a step long, which is nothing to measure the others' by.
+    """
+    trained = [member for member in roster if member.tokens]
+    voters = [member for member in trained if member.votes] or trained
+    return float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0
+
+
 def missing_votes(roster: Sequence[Member]) -> str:
     """Return what keeps a roster's round from counting; nothing if more than half of those who have a vote are on it.
 

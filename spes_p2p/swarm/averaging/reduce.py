@@ -18,7 +18,7 @@ from spes_p2p.codecs import Format, Part, encode_with_error, joined
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.robust import fair_tokens
 from spes_p2p.swarm.averaging.witness import Witness
-from spes_p2p.swarm.roster import Member, credits, uplinks
+from spes_p2p.swarm.roster import Member, credits, uplinks, usual_tokens
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB (facts: wan 4)."""
@@ -179,6 +179,7 @@ class GroupPlan:
         slices: Messages that each member reduces.
         called: Members that everybody can call, and so ask for a digest.
         delta_numel: Elements of the vector's delta, whose rounding is fed back; 0 if the format is exact.
+        usual_tokens: That members of the roster usually have trained; 0 if that is not known.
     """
 
     peers: tuple[str, ...]
@@ -188,6 +189,7 @@ class GroupPlan:
     slices: list[list[Message]]
     called: frozenset[str]
     delta_numel: int
+    usual_tokens: float = 0.0
 
     @classmethod
     def of(
@@ -197,24 +199,37 @@ class GroupPlan:
         uplinks: Sequence[float],
         format: Format,
         credits: Sequence[float] | None = None,
+        usual: float = 0.0,
     ) -> GroupPlan:
         """Return the plan of a group whose members, ascending, have these tokens, uplinks and, if not 1, credits."""
         numel = 0 if format.is_exact else format.segments[0].numel
         called = frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink)
         fair = tuple(fair_tokens(tokens))
         weights = tuple(count * credit for count, credit in zip(fair, credits or [1.0] * len(fair), strict=True))
-        return cls(tuple(peers), fair, weights, format, slices(format, reduced_shares(uplinks)), called, numel)
+        return cls(tuple(peers), fair, weights, format, slices(format, reduced_shares(uplinks)), called, numel, usual)
 
     @classmethod
     def in_roster(cls, roster: Sequence[Member], peers: Sequence[str], format: Format) -> GroupPlan:
-        """Return the plan of the group of these members of a roster, ascending."""
-        of, credit, speeds = {member.peer_id: member for member in roster}, credits(roster), uplinks(roster)
-        tokens = [float(of[peer].tokens) for peer in peers]
-        return cls.of(peers, tokens, [speeds[peer] for peer in peers], format, [credit[peer] for peer in peers])
+        """Return the plan of the group of these members of a roster, ascending.
+
+        What their tokens are worth the whole roster says: most slots have too few holders to tell who claims too many.
+        """
+        credit, speeds = credits(roster), uplinks(roster)
+        fair = fair_tokens([float(member.tokens) for member in roster])
+        tokens = dict(zip([member.peer_id for member in roster], fair, strict=True))
+        return cls.of(
+            peers,
+            [tokens[peer] for peer in peers],
+            [speeds[peer] for peer in peers],
+            format,
+            [credit[peer] for peer in peers],
+            usual_tokens(roster),
+        )
 
     def witness(self, peer: str) -> Witness:
         """Return a member's eyes."""
-        return Witness(self.peers, self.tokens, self.weights, self.peers.index(peer), self.format)
+        place = self.peers.index(peer)
+        return Witness(self.peers, self.tokens, self.weights, place, self.format, self.usual_tokens)
 
     def span(self, peer: str) -> tuple[int, int]:
         """Return the elements of the delta that a member reduces and encodes anew; none where it is alone."""

@@ -24,7 +24,7 @@ STEPS = 3
 LEAST_SPREAD = 1e-3
 """Of the median length: below it, distances are rounding."""
 MOST_TIMES_MEDIAN = 4.0
-"""Of the members' tokens: what one may weigh at most where there are judges."""
+"""Of the members' tokens: what one may weigh at most where there are judges, and what makes room for longer vectors."""
 
 
 def fair_tokens(tokens: Sequence[float]) -> list[float]:
@@ -37,6 +37,21 @@ def fair_tokens(tokens: Sequence[float]) -> list[float]:
         return list(tokens)
     most = MOST_TIMES_MEDIAN * statistics.median(trained)
     return [min(count, most) for count in tokens]
+
+
+def times_ours(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[float]:
+    """Return how many times as long as ours each member's delta may be for the tokens that it says it has trained.
+
+    In a small group nobody can contradict them, so they make no more room than so many times our own tokens, which we
+    know, or those of the roster's usual member: who has just joined, and made a step or two, must let the others pass.
+
+    Args:
+        tokens: Of all; ours are positive.
+        own: Our place.
+        usual: What members of the roster usually have trained, by `usual_tokens`; 0 if that is not known.
+    """
+    most = MOST_TIMES_MEDIAN * max(tokens[own], usual)
+    return [max(min(count, most) / tokens[own], 1.0) for count in tokens]
 
 
 def gram(parts: Sequence[Tensor]) -> Tensor:
@@ -110,7 +125,12 @@ def room(gram_nn: Tensor, centre_n: Tensor, share_n: Tensor) -> Tensor:
 
 
 def own_weights(
-    gram_nn: Tensor, weights: Sequence[float], tokens: Sequence[float], own: int, clip: float = OWN_CLIP
+    gram_nn: Tensor,
+    weights: Sequence[float],
+    tokens: Sequence[float],
+    own: int,
+    clip: float = OWN_CLIP,
+    usual: float = 0.0,
 ) -> list[float]:
     """Return weights that make no vector longer than so many times one's own; `weights` if none is.
 
@@ -122,11 +142,12 @@ def own_weights(
         weights: Positive.
         tokens: Likewise.
         own: The reducer's own.
-        clip: Times its length that others may have, and more for as many times its tokens.
+        clip: Times its length that others may have, and more for as many times its tokens, within reason.
+        usual: What members of the roster usually have trained.
     """
     length_n = gram_nn.diagonal().sqrt()
-    times_n = torch.tensor(tokens, dtype=torch.float64) / tokens[own]
-    limit_n = clip * length_n[own] * times_n.clamp(min=1.0)
+    times_n = torch.tensor(times_ours(tokens, own, usual), dtype=torch.float64)
+    limit_n = clip * length_n[own] * times_n
     if not length_n[own] > 0 or bool((length_n <= limit_n).all()):
         return list(weights)
     pull_n = (limit_n / length_n).clamp(max=1.0)

@@ -21,6 +21,7 @@ from spes_p2p.swarm.averaging.robust import (
     per_token,
     robust_weights,
     room,
+    times_ours,
 )
 
 AGREEMENT = 0.2
@@ -55,12 +56,20 @@ class Witness:
         weights: Of each one's contribution.
         me: This member's place among them.
         format: How the group's vector travels; its first segment is the delta, and only that is evidence.
+        usual: Tokens that members of the roster usually have trained; 0 if that is not known.
     """
 
     def __init__(
-        self, peers: Sequence[str], tokens: Sequence[float], weights: Sequence[float], me: int, format: Format
+        self,
+        peers: Sequence[str],
+        tokens: Sequence[float],
+        weights: Sequence[float],
+        me: int,
+        format: Format,
+        usual: float = 0.0,
     ) -> None:
         self._peers, self._tokens, self._weights, self._me, self._format = peers, tokens, weights, me, format
+        self._usual = usual
         self._senders = [index for index, weight in enumerate(weights) if weight > 0]
         self._gram_snn = torch.zeros(len(format.segments), len(self._senders), len(self._senders), dtype=torch.float64)
         others = [index for index in range(len(peers)) if index != me]
@@ -101,7 +110,7 @@ class Witness:
             grown = tokens if part.segment == 0 else [1.0] * len(here)
             return robust_weights(gram_nn, weights, grown, CLIP**power)
         own = [number for number, place in enumerate(here) if self._senders[place] == self._me]
-        return own_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power) if own else weights
+        return own_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, self._usual) if own else weights
 
     # ------------------------------------------------------------------ as a receiver
 
@@ -144,7 +153,7 @@ class Witness:
     def _most_times(self, segment: Segment) -> float:
         """Return how many times as long as our part of a segment its mean may be."""
         if segment is self._format.segments[0]:
-            return MOST_TIMES_OWN * max(max(self._tokens) / self._tokens[self._me], 1.0)
+            return MOST_TIMES_OWN * max(times_ours(self._tokens, self._me, self._usual))
         return MOST_TIMES_OWN ** (2 if segment.non_negative else 1)
 
     # ------------------------------------------------------------------ what it comes to

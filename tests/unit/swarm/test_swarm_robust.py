@@ -15,6 +15,7 @@ from spes_p2p.swarm.averaging.robust import (
     gram,
     own_weights,
     robust_weights,
+    times_ours,
 )
 
 NUMEL = 2000
@@ -106,10 +107,19 @@ def test_in_a_small_group_nobody_is_much_longer_than_ourselves(count, seed, fact
 
 
 def test_who_has_trained_more_may_be_longer_than_ourselves_in_a_small_group(seed):
-    parts, weights = draw_honest(2, seed), [1.0, 10.0]
-    parts[1] = parts[1] * 20.0
+    parts, weights = draw_honest(2, seed), [1.0, 3.0]
+    parts[1] = parts[1] * 8.0
     assert own_weights(gram(parts), weights, weights, 0) == weights
     assert own_weights(gram(parts), weights[::-1], weights[::-1], 0) != weights[::-1]
+
+
+@given(st.lists(st.integers(1, 2**34), min_size=1, max_size=4), st.integers(0, 10**6))
+def test_tokens_make_room_for_a_few_times_ours_or_the_usual_ones_and_no_more(tokens, usual):
+    times = times_ours(tokens, 0, usual)
+    assert times[0] == 1 and all(1 <= ratio <= MOST_TIMES_MEDIAN * max(1, usual / tokens[0]) for ratio in times)
+    for ratio, count in zip(times, tokens, strict=True):
+        if tokens[0] <= count <= MOST_TIMES_MEDIAN * max(tokens[0], usual):
+            assert ratio == count / tokens[0]
 
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=12))

@@ -184,6 +184,26 @@ def test_the_round_is_never_shorter_or_longer_than_its_bounds():
     assert round_end(config, [member(0, rate=0.0)]) == 52.0 + 100
 
 
+@pytest.mark.parametrize("count", range(3, 9))
+def test_a_speed_that_nobody_has_makes_no_round_the_shortest(count):
+    config = RoundConfig(tokens=10_000, min_seconds=1, max_seconds=10_000)
+    honest = [member(i, rate=10.0) for i in range(1, count)]
+    seconds = round_end(config, [member(0, rate=1e12), *honest]) - 52.0
+    assert seconds == pytest.approx(10_000 / (10.0 * (count - 1) + 40.0)), "as with a machine of four times the speed"
+    first = [entry.model_copy(update={"tokens": 0}) for entry in honest]
+    assert round_end(config, [member(0, rate=1e12, tokens=1), *first]) - 52.0 == seconds, "nobody else has trained yet"
+
+
+@pytest.mark.parametrize(
+    "rates", [[10.0], [10.0, 1000.0], [40.0, 10.0], [10.0] * 3 + [2.5], [10.0] * 4 + [30.0, 2.5, 0.0]]
+)
+def test_unequal_machines_count_for_what_they_are_and_of_two_nobody_is_cut(rates):
+    config = RoundConfig(tokens=10_000, min_seconds=1, max_seconds=10_000)
+    members = [member(i, rate=rate) for i, rate in enumerate(rates)]
+    assert round_end(config, members) == 52.0 + 10_000 / sum(rates)
+    assert round_end(config, members[::-1]) == round_end(config, members)
+
+
 def test_claimed_tokens_are_bounded_by_speed_and_time():
     assert clamp_tokens(500, 100.0, 10.0) == 500
     assert clamp_tokens(10**12, 100.0, 10.0) == 1101

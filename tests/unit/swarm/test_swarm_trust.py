@@ -6,10 +6,19 @@ import pytest
 import torch
 
 from spes_p2p.codecs import Format, Segment
-from spes_p2p.swarm.averaging.reduce import GroupPlan, encode_message
+from spes_p2p.swarm.averaging.reduce import GroupPlan, encode_message, weighted_mean
+from spes_p2p.swarm.averaging.robust import MOST_TIMES_MEDIAN, OWN_CLIP
 from spes_p2p.swarm.averaging.witness import MOST_TIMES_OWN, Evidence
 from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.roster import NEWCOMERS_CREDIT, Member, credits, derive_groups, distrusted
+from spes_p2p.swarm.roster import (
+    MOST_TOKENS,
+    NEWCOMERS_CREDIT,
+    Member,
+    credits,
+    derive_groups,
+    distrusted,
+    usual_tokens,
+)
 from spes_p2p.swarm.trust import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Trust
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
@@ -252,3 +261,76 @@ def test_what_cannot_be_read_is_proof_and_weighs_nothing(seed):
     assert kept == [0.0 if index == 2 else 100.0 for index in range(8)]
     assert witness.evidence() == {ODD: PROOF}
     assert encode_message(plan.format, message, torch.zeros(message[-1].stop - message[0].start)).numel()
+
+
+# ---------------------------------------------------------------------- a member's own word for its tokens
+
+
+def of_two(roster):
+    """The plan of a slot that two of a roster hold."""
+    return GroupPlan.in_roster(roster, PEERS[:2], Format([Segment(NUMEL, "fp32")]))
+
+
+def met_in_a_slot(roster, mine, theirs):
+    """The mean of the first member's slice, and what it holds against the second when that tells its own delta."""
+    plan = of_two(roster)
+    witness, source, means = plan.witness(PEERS[0]), plan.format.encode(mine), []
+    for message in plan.slices[0]:
+        for part in message:
+            pieces = [delta[part.start : part.stop] for delta in (mine, theirs)]
+            means.append(weighted_mean(pieces, witness.weigh(part, pieces), sum(plan.weights)))
+    for message in plan.slices[1]:
+        witness.receive(1, message, theirs[message[0].start : message[-1].stop], source)
+    return torch.cat(means), witness.liars()
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count):
+    honest = deltas(seed)
+    roster = [member(peer, tokens=MOST_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
+    mean, liars = met_in_a_slot(roster, honest[PEERS[0]], 1e5 * honest[PEERS[1]])
+    most = OWN_CLIP * MOST_TIMES_MEDIAN * honest[PEERS[0]][: len(mean)].norm()
+    assert mean.norm() < 1.01 * most
+    assert set(liars) == {PEERS[1]} and not liars[PEERS[1]].is_proof
+
+
+def test_in_a_slot_of_two_nobody_weighs_more_than_a_few_times_the_rosters_median():
+    roster = [member(peer, tokens=MOST_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
+    assert of_two(roster).weights == (100.0, MOST_TIMES_MEDIAN * 104.5)
+    assert of_two(roster[::-1]).weights == of_two(roster).weights
+
+
+def test_among_five_slow_holders_of_a_slot_nobody_weighs_more_than_a_few_of_them():
+    tokens = [10, 10, 10, 10, MOST_TOKENS, 1000, 1000, 1000]
+    roster = [member(peer, tokens=count) for peer, count in zip(PEERS, tokens, strict=True)]
+    plan = GroupPlan.in_roster(roster, PEERS[:5], Format([Segment(NUMEL, "fp32")]))
+    assert plan.weights == (10.0, 10.0, 10.0, 10.0, 10.0 * MOST_TIMES_MEDIAN)
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+@pytest.mark.parametrize("times", [1 / 4, 1.0, 3.0])
+def test_a_slower_or_faster_machines_part_of_a_slot_is_the_plain_mean_to_the_bit(seed, times, count):
+    honest = deltas(seed)
+    mine, theirs, tokens = honest[PEERS[0]], times * honest[PEERS[1]], [100.0, 100.0 * times]
+    roster = [member(peer, tokens=int(tokens[1]) if peer == PEERS[1] else 100) for peer in PEERS[:count]]
+    mean, liars = met_in_a_slot(roster, mine, theirs)
+    assert torch.equal(mean, weighted_mean([mine[: len(mean)], theirs[: len(mean)]], tokens)) and not liars
+
+
+@pytest.mark.parametrize("count", [2, 8])
+def test_who_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, count):
+    honest = deltas(seed)
+    roster = [member(PEERS[0], tokens=1, votes=False), *(member(peer) for peer in PEERS[1:count])]
+    mine, theirs = 0.01 * honest[PEERS[0]], honest[PEERS[1]]
+    mean, liars = met_in_a_slot(roster, mine, theirs)
+    assert torch.equal(mean, weighted_mean([mine[: len(mean)], theirs[: len(mean)]], [1.0, 100.0])) and not liars
+
+
+def test_one_of_four_cannot_say_what_is_usual():
+    for count in (2, 3, 4):
+        for false in (1, MOST_TOKENS):
+            roster = [member(PEERS[0], tokens=false), *(member(peer) for peer in PEERS[1:count])]
+            assert usual_tokens(roster) <= 100
+    assert usual_tokens([member(PEERS[0], tokens=1, votes=False), member(PEERS[1]), member(ODD, tokens=0)]) == 100
+    assert usual_tokens([member(peer, votes=False) for peer in PEERS]) == 100
+    assert usual_tokens([member(PEERS[0], tokens=0)]) == 0
