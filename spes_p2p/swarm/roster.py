@@ -165,7 +165,7 @@ def usual_tokens(roster: Sequence[Member]) -> float:
     A newcomer's first round may be a step long, which is nothing to measure the others' by.
     """
     trained = [member for member in roster if member.tokens]
-    voters = [member for member in trained if member.votes] or trained
+    voters = [member for member in _with_a_vote(roster) if member.tokens] or trained
     return float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0
 
 

@@ -320,7 +320,8 @@ def test_a_slower_or_faster_machines_part_of_a_slot_is_the_plain_mean_to_the_bit
 @pytest.mark.parametrize("count", [2, 8])
 def test_who_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, count):
     honest = deltas(seed)
-    roster = [member(PEERS[0], tokens=1, votes=False), *(member(peer) for peer in PEERS[1:count])]
+    voters = tuple(PEERS[1:count])
+    roster = [member(peer, tokens=100 if peer in voters else 1, voters=voters) for peer in PEERS[:count]]
     mine, theirs = 0.01 * honest[PEERS[0]], honest[PEERS[1]]
     mean, liars = met_in_a_slot(roster, mine, theirs)
     assert torch.equal(mean, weighted_mean([mine[: len(mean)], theirs[: len(mean)]], [1.0, 100.0])) and not liars
@@ -331,6 +332,8 @@ def test_one_of_four_cannot_say_what_is_usual():
         for false in (1, MOST_TOKENS):
             roster = [member(PEERS[0], tokens=false), *(member(peer) for peer in PEERS[1:count])]
             assert usual_tokens(roster) <= 100
-    assert usual_tokens([member(PEERS[0], tokens=1, votes=False), member(PEERS[1]), member(ODD, tokens=0)]) == 100
-    assert usual_tokens([member(peer, votes=False) for peer in PEERS]) == 100
+    tokens = {PEERS[0]: 1, PEERS[1]: 100, ODD: 0}
+    known = [member(peer, tokens=count, voters=(PEERS[1], ODD)) for peer, count in tokens.items()]
+    assert usual_tokens(known) == 100, "who has just joined has trained next to nothing"
+    assert usual_tokens([member(peer, voters=("Qm" + "Z" * 44,)) for peer in PEERS]) == 100, "nobody here has a vote"
     assert usual_tokens([member(PEERS[0], tokens=0)]) == 0
