@@ -108,7 +108,7 @@ def test_they_do_where_an_attempt_has_less_time_than_a_confirmation(tmp_path, se
         peers[2].call("misbehave", "confirms to one alone")
         items = contributions(peers, seed)
         assert_mean_of(items, average(peers, items, expected=3))
-        assert [note.status["shared"] for peer in peers for note in peer.call("notes")[3:]] == ["", "", ""]
+        assert [len(peer.call("notes")) for peer in peers] == [1, 1, 1]
     finally:
         close_all(peers)
 
