@@ -185,8 +185,10 @@ class MemorySwarm:
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
     ) -> Mapping[str, str]:
-        deadline, failures = self.now() + timeout, {}
+        deadline, failures = self.now() + timeout, self._vectors.strange(wanted)
         for name, peers in wanted.items():
+            if name in failures:
+                continue
             peer = self._wait_for(name, peers, min_round, deadline)
             if peer is None:
                 failures[name] = "nobody has it"

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from exchange_crew import (
+    NUM_SLOTS,
     NUMELS,
     PULL_SECONDS,
     changed,
@@ -16,12 +17,14 @@ from exchange_crew import (
     make_rogue,
     offer,
     open_crew,
+    open_swarm,
     serving,
     signed,
 )
 
 from spes_p2p.swarm.exchange import exchange
 from spes_p2p.swarm.exchange.channel import BUSY, DATA, END, TEXT
+from spes_p2p.swarm.exchange.version_store import VersionStore
 from spes_p2p.swarm.identity import Identity
 
 pytestmark = pytest.mark.timeout(120)
@@ -177,6 +180,23 @@ def test_a_coded_version_says_the_same_to_everybody(trio, seed):
         failures = puller.pull({"moments-shared": [rogue.peer_id]}, min_round=4, timeout=PULL_SECONDS)
         assert rogue.peer_id[-6:] in failures["moments-shared"]
     assert puller.versions()["moments-shared"] == version
+
+
+def test_a_name_that_the_run_does_not_have_is_neither_pulled_nor_kept(trio, tmp_path):
+    puller, honest, _ = trio
+    strange = f"slot-{NUM_SLOTS}"
+    version = honest.publish(3, {strange: flat(0)})[strange]
+    failures = puller.pull({strange: [honest.peer_id]}, min_round=3, timeout=PULL_SECONDS)
+    assert failures == {strange: "this run has no such version"} and strange not in puller.versions()
+    (tmp_path / "saved").write_bytes(honest.exchange._store.read(strange))
+    honest.go_back({tmp_path / "saved": version})
+    assert strange not in honest.versions()
+    store = VersionStore(tmp_path / "versions", "run")
+    store.add({strange: (version, (tmp_path / "saved").read_bytes())})
+    assert strange in store.newest()
+    again = open_swarm(tmp_path)
+    again.close()
+    assert strange not in again.versions(), "nor over a restart"
 
 
 def test_a_peer_that_cannot_be_reached_is_named(trio, tmp_path):

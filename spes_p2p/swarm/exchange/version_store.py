@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.deltas import DeltaStore, draft_of
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
 
 log = logging.getLogger(__name__)
 
@@ -112,6 +112,13 @@ class VersionStore:
                 self._list(version)
             self._append_to_index(list(files.values()))
         self._tell()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget vectors of other names, once it is known which the run has: what nobody can load nobody shall have."""
+        for name in set(self.newest()) - {*names, *DOCUMENTS}:
+            while (version := self.find(name)) is not None:
+                log.warning("%s of %s is no part of this run; it is deleted", name, version.author)
+                self.discard(version)
 
     def mend(self) -> None:
         """Forget versions whose bytes are damaged, and delete what a peer that was killed had half written."""

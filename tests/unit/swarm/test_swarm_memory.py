@@ -196,3 +196,11 @@ def test_a_delta_costs_its_own_bytes_where_its_base_is_known(hub, swarms):
         assert swarm.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=1) == {}
     assert puller.traffic()[0] == 12 + 5
     assert newcomer.traffic()[0] == 12
+
+
+def test_a_name_that_the_run_does_not_have_is_not_pulled(swarms):
+    swarms[0].enter(Vectors(num_slots=4))
+    swarms[1].publish(3, {"slot-3": torch.ones(3), "slot-4": torch.ones(3)})
+    wanted = {name: [swarms[1].peer_id] for name in ("slot-3", "slot-4")}
+    assert swarms[0].pull(wanted, min_round=3, timeout=1.0) == {"slot-4": "this run has no such version"}
+    assert set(swarms[0].versions()) == {"slot-3"}

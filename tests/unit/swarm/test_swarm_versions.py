@@ -127,6 +127,18 @@ def test_the_store_of_another_run_is_refused(tmp_path, make):
         VersionStore(tmp_path, "elsewhere")
 
 
+def test_what_a_store_holds_that_the_run_does_not_have_is_deleted_loudly(tmp_path, make, caplog):
+    store = VersionStore(tmp_path, "run")
+    for round in (6, 7):
+        store.add({name: make(name, round) for name in ("manifest", "shared", "slot-1", "slot-4000")})
+    again = VersionStore(tmp_path, "run")
+    again.keep_only({"shared", "slot-1"})
+    assert set(again.newest()) == {"manifest", "shared", "slot-1"}
+    assert "slot-4000" in caplog.text and not list(tmp_path.glob("slot-4000.*"))
+    assert_whole(again)
+    assert VersionStore(tmp_path, "run").newest() == again.newest()
+
+
 def test_a_damaged_file_is_never_read_and_can_be_had_again(tmp_path, make):
     store = VersionStore(tmp_path, "run")
     version, data = make("slot-1", 7)
