@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -254,7 +254,7 @@ class HivemindSwarm:
 
     def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
         version = self._store.newest()[name]
-        self._store.discard(version)
+        self._store.refuse(version)
         self._declare()
         self.trust.suspect(version.round - 1, suspects)
 
@@ -270,14 +270,14 @@ class HivemindSwarm:
         timeout: float,
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
         strange = self._vectors.strange(wanted)
         wanted = {name: peers for name, peers in wanted.items() if name not in strange}
         limits = {name: self._vectors.num_bytes(name) for name in wanted}
+        pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)
         try:
-            return strange | self.exchange.pull(
-                wanted, min_round=min_round, timeout=timeout, max_bytes=limits, relays=relays, uplinks=uplinks
-            )
+            return strange | pull(wanted, relays=relays, uplinks=uplinks, authors=authors)
         finally:
             self.exchange.release()
             self._declare()

@@ -212,7 +212,9 @@ class Holdings:
             trained = {member.peer_id for member in roster if member.tokens}
             published_too = [name for name in sorted(kept) if trained & set(makers[name])]
             wanted |= {moments_name(name): preferred(me, name, makers[name], links) for name in published_too}
-        flats = self.pull(wanted, round, chains, links)
+        # Else a liar could have its version signed by another key of its own, and nobody would be struck for it.
+        authors = {name: makers[name.removeprefix("moments-")] for name in wanted}
+        flats = self.pull(wanted, round, chains, links, authors)
         self.stale_rounds = max((self._rounds_behind(name, round) for name in makers), default=0)
         return flats
 
@@ -232,10 +234,13 @@ class Holdings:
         min_round: int,
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Sequence[str]] | None = None,
     ) -> dict[str, Tensor]:
         """Fetch versions as `Swarm.pull` does; return the weights of those that came, and say which did not."""
         timeout = self._run.round.exchange_seconds
-        failures = self._swarm.pull(wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks)
+        failures = self._swarm.pull(
+            wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks, authors=authors
+        )
         for name, reason in failures.items():
             log.warning("keeping the old version of %s: %s", name, reason)
         of_use = [name for name in wanted if is_bundle(name) or name in self.held_moments()]

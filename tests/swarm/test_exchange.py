@@ -182,6 +182,32 @@ def test_a_coded_version_says_the_same_to_everybody(trio, seed):
     assert puller.versions()["moments-shared"] == version
 
 
+def test_a_version_that_was_refused_is_neither_seen_nor_pulled_again(trio, seed):
+    puller, honest, _ = trio
+    wanted = {"slot-50": [honest.peer_id]}
+    for round in (1, 2):
+        honest.publish(round, {"slot-50": flat(seed + round)})
+        assert puller.pull(wanted, min_round=round, timeout=PULL_SECONDS) == {}
+    puller.refuse("slot-50", {})
+    assert puller.versions()["slot-50"].round == 1
+    assert "slot-50" not in puller.inventory([honest.peer_id])[honest.peer_id]
+    assert "was refused here" in puller.pull(wanted, min_round=2, timeout=PULL_SECONDS)["slot-50"]
+    honest.publish(3, {"slot-50": flat(seed)})
+    assert puller.pull(wanted, min_round=3, timeout=PULL_SECONDS) == {}
+
+
+def test_a_version_comes_only_of_the_authors_asked_for(trio, seed):
+    """Whoever serves it may be another."""
+    puller, honest, rogue = trio
+    version = honest.publish(1, {"slot-51": flat(seed)})["slot-51"]
+    rogue.exchange.script = serving(version, data_of(flat(seed)))
+    wanted = {"slot-51": [rogue.peer_id]}
+    failures = puller.pull(wanted, min_round=1, timeout=PULL_SECONDS, authors={"slot-51": [rogue.peer_id]})
+    assert f"by {honest.peer_id}, not by {rogue.peer_id}" in failures["slot-51"]
+    authors = {"slot-51": [puller.peer_id, honest.peer_id]}
+    assert puller.pull(wanted, min_round=1, timeout=PULL_SECONDS, authors=authors) == {}
+
+
 def test_a_name_that_the_run_does_not_have_is_neither_pulled_nor_kept(trio, tmp_path):
     puller, honest, _ = trio
     strange = f"slot-{NUM_SLOTS}"

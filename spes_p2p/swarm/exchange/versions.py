@@ -14,6 +14,8 @@ from spes_p2p.swarm.records import Count, Digest, PeerId
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 
 MAX_MANIFEST_BYTES = 4096
+MOST_REFUSED = 1024
+"""Versions that a peer remembers to have refused."""
 DOCUMENTS = ("manifest", "tokenizer")
 """Names whose bytes are a document; all others are vectors."""
 CodecKind = Literal["fp32", "coded", "raw"]
@@ -100,3 +102,19 @@ class Version(BaseModel):
         if not is_signed_by(version.author, key, version.signed_part(), signature):
             raise RecordError(f"version {version.name} is not signed by its author {version.author}")
         return version
+
+
+class Refused:
+    """Digests of the versions that a peer has refused, the last of them: whoever offers their bytes is not heard."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, None] = {}
+
+    def add(self, digest: str) -> None:
+        """Remember one, in place of the oldest where there are too many."""
+        self._digests[digest] = None
+        for oldest in list(self._digests)[:-MOST_REFUSED]:
+            del self._digests[oldest]
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._digests
