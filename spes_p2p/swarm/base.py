@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -116,7 +116,9 @@ class Swarm(Protocol):
         """
 
     def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
-        """Have the version before the newest of `name` as this peer's newest again.
+        """Have the version before the newest of `name` as this peer's newest again, and the newest never more.
+
+        From then on, as long as this process lives, `inventory` leaves it out and `pull` does not take it.
 
         Args:
             name: Of a version that has one before it.
@@ -131,6 +133,7 @@ class Swarm(Protocol):
         timeout: float,
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
         """Fetch versions of at least `min_round` from peers that have them.
 
@@ -141,6 +144,7 @@ class Swarm(Protocol):
             relays: By name, all peers that fetch this version now, this one included, in an order that they share:
                 each takes a share of it from the holder and passes that on to the others.
             uplinks: What relays may send, in 10^6 bits per second; who sends more takes the larger share.
+            authors: By name, peers of whom one must have signed it; anybody may have what is not named.
 
         Returns:
             Reason by name, for versions that could not be had; their old ones stay.
@@ -150,7 +154,7 @@ class Swarm(Protocol):
         """Return the other peers that say they serve a version, by its name, those with the newest first."""
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
-        """Ask peers which versions they have; silent peers are left out."""
+        """Ask peers which versions they have; silent peers, and versions that were refused here, are left out."""
 
     def traffic(self) -> tuple[int, int]:
         """Return payload bytes received and sent since the start."""

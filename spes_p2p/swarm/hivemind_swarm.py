@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.reachability import DialBack
-from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed
+from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed, serving
 from spes_p2p.swarm.roster import SHARED, Member, missing_votes, quorum
 from spes_p2p.swarm.trust import Trust
 from spes_p2p.swarm.watchdog import Watchdog
@@ -85,6 +85,7 @@ class HivemindSwarm:
         """
         self._rounds, self._vectors, self._wire = rounds, vectors, Wire(vectors.segments)
         self._bulletin.guests = guests
+        self._store.keep_only(vectors.names)
         self.exchange.expect_coded(vectors.formats)
         if (step := vectors.advance) is not None:
             wire = self._wire
@@ -238,17 +239,14 @@ class HivemindSwarm:
             self._bulletin.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
-        found: dict[str, list[tuple[int, str]]] = {}
-        for peer, record in self.read(Seed).items():
-            for name, round in record.rounds().items() if peer != self.peer_id else ():  # type: ignore[attr-defined]
-                found.setdefault(name, []).append((-round, peer))
-        return {name: [peer for _, peer in sorted(peers)] for name, peers in found.items()}
+        return serving({peer: seed for peer, seed in self.read(Seed).items() if peer != self.peer_id})  # type: ignore[misc]
 
     def versions(self) -> Mapping[str, Version]:
         return self._store.newest()
 
     def go_back(self, files: Mapping[Path, Version]) -> None:
         self._store.take_back(files)
+        self._store.keep_only(self._vectors.names)
         self._declare()
 
     def load(self, name: str, *, before: bool = False) -> Tensor:
@@ -256,7 +254,7 @@ class HivemindSwarm:
 
     def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
         version = self._store.newest()[name]
-        self._store.discard(version)
+        self._store.refuse(version)
         self._declare()
         self.trust.suspect(version.round - 1, suspects)
 
@@ -272,12 +270,14 @@ class HivemindSwarm:
         timeout: float,
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
+        strange = self._vectors.strange(wanted)
+        wanted = {name: peers for name, peers in wanted.items() if name not in strange}
         limits = {name: self._vectors.num_bytes(name) for name in wanted}
+        pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)
         try:
-            return self.exchange.pull(
-                wanted, min_round=min_round, timeout=timeout, max_bytes=limits, relays=relays, uplinks=uplinks
-            )
+            return strange | pull(wanted, relays=relays, uplinks=uplinks, authors=authors)
         finally:
             self.exchange.release()
             self._declare()

@@ -107,8 +107,8 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
 
 def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str) -> str:
     """Fetch a document; return why it could not be had, or nothing."""
-    limits = {name: DOCUMENT_BYTES}
-    return swarm.exchange.pull({name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=limits, author=author).get(
+    limits, authors = {name: DOCUMENT_BYTES}, {name: [author]} if author else {}
+    return swarm.exchange.pull({name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=limits, authors=authors).get(
         name, ""
     )
 

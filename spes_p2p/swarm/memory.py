@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -13,7 +13,7 @@ from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.swarm.averaging.outcome import alone, averaged_bytes, entering, judge
 from spes_p2p.swarm.averaging.wire import Vectors, Wire
 from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import Refused, Version
 from spes_p2p.swarm.memory_hub import Entry, Lie, MemoryHub
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
 from spes_p2p.swarm.roster import SHARED, Member
@@ -42,7 +42,7 @@ class MemorySwarm:
         self._fruitless, self.trust = 0, Trust()
         self.accused: set[tuple[int, str]] = set()
         """Rounds, and peers of which this one held something against what they did in them."""
-        self._closed = False
+        self._closed, self._refused = False, Refused()
         hub.bytes_out[peer_id] = 0
 
     def now(self) -> float:
@@ -172,6 +172,7 @@ class MemorySwarm:
 
     def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
         round = self._mine[name][0].round - 1
+        self._refused.add(self._mine[name][0].digest)
         self._mine[name] = self._hub.bundles[self.peer_id][name] = self._before.pop(name)
         self.trust.suspect(round, suspects)
         self.accused |= {(round, peer) for peer in suspects}
@@ -184,10 +185,13 @@ class MemorySwarm:
         timeout: float,
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
-        deadline, failures = self.now() + timeout, {}
+        deadline, failures = self.now() + timeout, self._vectors.strange(wanted)
         for name, peers in wanted.items():
-            peer = self._wait_for(name, peers, min_round, deadline)
+            if name in failures:
+                continue
+            peer = self._wait_for(name, peers, min_round, deadline, (authors or {}).get(name, ()))
             if peer is None:
                 failures[name] = "nobody has it"
                 continue
@@ -199,16 +203,27 @@ class MemorySwarm:
             self._keep({name: found})
         return failures
 
-    def _wait_for(self, name: str, peers: Sequence[str], min_round: int, deadline: float) -> str | None:
+    def _wait_for(
+        self, name: str, peers: Sequence[str], min_round: int, deadline: float, authors: Collection[str]
+    ) -> str | None:
         """Return who has the newest version, and of several the one that has sent least; None if it never came."""
         while True:
-            rounds = {peer: self._hub.bundles[peer][name][0].round for peer in peers if self._has(peer, name)}
+            offers = {peer: self._hub.bundles[peer][name][0] for peer in peers if self._has(peer, name)}
+            # As in a real swarm, whoever offers something else than is wanted is asked no more.
+            peers = [p for p in peers if p not in offers or not self._is_bad(offers[p], min_round, authors)]
+            rounds = {peer: version.round for peer, version in offers.items() if peer in peers}
+            if offers and not peers:
+                return None
             if rounds and max(rounds.values()) >= min_round:
                 newest = [peer for peer, round in rounds.items() if round == max(rounds.values())]
                 return min(newest, key=lambda peer: (self._hub.bytes_out[peer], peer))
             if self.now() >= deadline:
                 return None
             self.clock.wait(deadline - self.now())
+
+    def _is_bad(self, version: Version, min_round: int, authors: Collection[str]) -> bool:
+        is_anothers = len(authors) > 0 and version.author not in authors
+        return version.round >= min_round and (version.digest in self._refused or is_anothers)
 
     def _has(self, peer: str, name: str) -> bool:
         return name in self._hub.bundles.get(peer, {})
@@ -226,8 +241,8 @@ class MemorySwarm:
         return {}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
-        bundles = self._hub.bundles
-        return {p: {name: version for name, (version, _) in bundles[p].items()} for p in peers if p in bundles}
+        found = {peer: self._hub.bundles[peer].items() for peer in peers if peer in self._hub.bundles}
+        return {p: {n: v for n, (v, _) in items if v.digest not in self._refused} for p, items in found.items()}
 
     # ------------------------------------------------------------------ the end
 

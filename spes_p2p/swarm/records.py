@@ -21,13 +21,14 @@ NUM_BUCKETS = 4
 """Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
 MAX_RECORD_BYTES = 1536
 MAX_LIFETIME_SECONDS = 600.0
+MAX_SLOTS = 4096
 
 PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 Count = Annotated[int, Field(ge=0, le=2**53)]
 Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
-Slot = Annotated[int, Field(ge=0, lt=4096)]
+Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
 """A multiaddr as far as its characters go; whether it is one, and of whom, is looked at by who uses it."""
 
@@ -222,6 +223,15 @@ class Seed(Record):
             if len(record.model_dump_json()) <= MAX_RECORD_BYTES:
                 return record
         return cls(peer_id=peer_id, spans=())
+
+
+def serving(records: Mapping[str, Seed]) -> dict[str, list[str]]:
+    """Return the peers that say they serve a version, by its name, those with the newest first."""
+    found: dict[str, list[tuple[int, str]]] = {}
+    for peer, record in records.items():
+        for name, round in record.rounds().items():
+            found.setdefault(name, []).append((-round, peer))
+    return {name: [peer for _, peer in sorted(peers)] for name, peers in found.items()}
 
 
 def _placed(name: str, round: int) -> tuple[Any, int, int] | None:

@@ -69,7 +69,9 @@ class Member(BaseModel):
     slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
     """Round of the version that each of them starts from, in their order; one that was an orphan may lag behind, and
     one of the losing side of a partition may be ahead of the member's model."""
-    anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-\d{1,4})$")], ShortDigest] = Field(max_length=129)
+    anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], ShortDigest] = Field(
+        max_length=129
+    )
     """Digest of each anchor, by group."""
     tokens_per_second: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
     ready_at: Seconds

@@ -29,7 +29,7 @@ class Anchors:
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
         self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
         self._moments, self._kept, self._codecs = run.averaged_moments, run.kept_moments, run.codecs
-        self._numels = dict(numels)
+        self._numels, self._num_slots = dict(numels), run.model.num_experts
         self._weights: dict[str, Tensor] = {}
         self._momenta: dict[str, Tensor] = {}
 
@@ -74,7 +74,9 @@ class Anchors:
     def vectors(self) -> Vectors:
         """Return what a swarm must know of the run's vectors."""
         keyframes = self._codecs.keyframe_rounds
-        return Vectors(self.bundle_numel(), self.segments(), self.advance, keyframes, self.coded())
+        return Vectors(
+            self.bundle_numel(), self.segments(), self.advance, keyframes, self.coded(), num_slots=self._num_slots
+        )
 
     def averages_moments(self, round: int) -> bool:
         """Tell whether moments travel in the averaging that commits `round`."""

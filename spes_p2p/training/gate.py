@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from torch import LongTensor, Tensor
 
@@ -67,7 +67,9 @@ class LossGate:
         self._harms: dict[str, float] = {}
         self._lengths: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY_ROUNDS))
 
-    def load(self, flats: Mapping[str, Tensor] | None, sync: Synchroniser | None) -> None:
+    def load(
+        self, flats: Mapping[str, Tensor] | None, sync: Synchroniser | None, adopted: Collection[str] = ()
+    ) -> None:
         """Put flat vectors into the model, as `Trainer.load` does; slots that do harm stay as they were.
 
         Versions that are taken back so are refused in the swarm as well: they are neither served nor adopted, and held
@@ -77,9 +79,10 @@ class LossGate:
         Args:
             flats: By name; only the leader passes them.
             sync: The leader's dealings with the swarm; None on other ranks.
+            adopted: Slots that this peer trains only from now on: what it begins with, others have made.
         """
         self._trainer.load(flats)
-        trained = set(self._trainer.names)
+        trained = set(self._trainer.names) - set(adopted)
         others = self._group.from_leader(lambda: [n for n in sorted(flats or ()) if is_bundle(n) and n not in trained])
         if not others:
             return
@@ -151,7 +154,7 @@ class LossGate:
 
 
 def _refuse(name: str, sync: Synchroniser, harm: str, *, is_clear: bool) -> None:
-    """Refuse a version; who alone has made one that does clear harm is suspect."""
+    """Refuse a version, also as an anchor; who alone has made one that does clear harm is suspect."""
     version, makers = sync.swarm.versions()[name], sync.holdings.makers.get(name, ())
     log.warning(
         "round %d: %s of %s makes this model worse: %s; keeping the version before",
@@ -159,3 +162,5 @@ def _refuse(name: str, sync: Synchroniser, harm: str, *, is_clear: bool) -> None
     )
     is_suspect = is_clear and list(makers) == [version.author]
     sync.swarm.refuse(name, {version.author: f"its {name} makes the model worse: {harm}"} if is_suspect else {})
+    if name in sync.anchors.names:
+        sync.anchors.set(name, sync.swarm.load(name))

@@ -13,13 +13,14 @@ from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.swarm.claimant import Claimant
+from spes_p2p.swarm.exchange.versions import vector_names
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, is_bundle, kind_of, moments_name, slot_name, uplinks
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.custody import custodians
-from spes_p2p.training.refresh import choose
+from spes_p2p.training.refresh import affordable
 from spes_p2p.training.routes import preferred, relays
-from spes_p2p.training.votes import active_of, heard, latest, majoritys, state_of, voters_of
+from spes_p2p.training.votes import Having, active_of, heard, latest, majoritys, state_of, voters_of
 
 log = logging.getLogger(__name__)
 
@@ -59,6 +60,7 @@ class Holdings:
         self._swarm, self._run = swarm, run
         self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
         self._averages_moments, self._keeps_moments = bool(run.averaged_moments), bool(run.kept_moments)
+        self._names = vector_names(self._num_slots)
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()
@@ -118,7 +120,7 @@ class Holdings:
         self.leave()
         began = self.clock()
         while True:
-            offers = self._swarm.inventory(self.others()).values()
+            offers = self._offers(self.others()).values()
             names = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
             if not names or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
                 return names
@@ -161,7 +163,7 @@ class Holdings:
         return {name: self._anchors.weights(name) for name in missing} | moments
 
     def _fetch_newest(self, names: Sequence[str]) -> None:
-        mine, inventories = self._swarm.versions(), self._swarm.inventory(self.others())
+        mine, inventories = self._swarm.versions(), self._offers(self.others())
         for name in names:
             having = {peer: state_of(offers[name]) for peer, offers in inventories.items() if name in offers}
             own = [state_of(mine[name])] if name in mine else []
@@ -194,10 +196,12 @@ class Holdings:
             routed: Tokens that this peer routed to each slot since the last round.
         """
         me, groups, links = self._swarm.peer_id, derive_groups(roster), uplinks(roster)
-        makers = {n: [p for p in peers if p != me] for n, peers in groups.members.items() if n not in published}
+        made = {n: peers for n, peers in groups.members.items() if n in self._names and n not in published}
+        makers = {name: [peer for peer in peers if peer != me] for name, peers in made.items()}
         self.makers = makers = {name: peers for name, peers in makers.items() if peers}
         kept = {n for n, peers in custodians(groups, self._run.round.copies).items() if me in peers and n in makers}
-        chosen = self._affordable({name: self._rounds_behind(name, round) for name in makers}, routed) | kept
+        behind = {name: self._rounds_behind(name, round) for name in makers}
+        chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
         chains = {name: peers for name, peers in relays(groups, roster, links).items() if name in chosen}
         wanted = {}
         for name in sorted(chosen):
@@ -209,7 +213,9 @@ class Holdings:
             trained = {member.peer_id for member in roster if member.tokens}
             published_too = [name for name in sorted(kept) if trained & set(makers[name])]
             wanted |= {moments_name(name): preferred(me, name, makers[name], links) for name in published_too}
-        flats = self.pull(wanted, round, chains, links)
+        # Else a liar could have its version signed by another key of its own, and nobody would be struck for it.
+        authors = {name: makers[name.removeprefix("moments-")] for name in wanted}
+        flats = self.pull(wanted, round, chains, links, authors)
         self.stale_rounds = max((self._rounds_behind(name, round) for name in makers), default=0)
         return flats
 
@@ -218,17 +224,10 @@ class Holdings:
         mine = self._swarm.versions()
         return abs(round - mine[name].round) if name in mine else round + 1
 
-    def _affordable(self, rounds_behind: Mapping[str, int], routed: Mapping[int, int]) -> set[str]:
-        """Return the names to fetch: of the others' slots as many as this peer takes, and everything else."""
-        if self.refresh_slots is None:
-            return set(rounds_behind)
-        others = {
-            int(name.removeprefix("slot-")): behind
-            for name, behind in rounds_behind.items()
-            if name.startswith("slot-") and name not in self._anchors.names
-        }
-        chosen = choose(others, routed, self.refresh_slots)
-        return set(rounds_behind) - {slot_name(slot) for slot in set(others) - set(chosen)}
+    def _offers(self, peers: Sequence[str]) -> Having:
+        """Ask peers what they have of this run; whatever else they name is left out."""
+        offers = self._swarm.inventory(peers) if peers else {}
+        return {peer: {n: of[n] for n in of if n in self._names} for peer, of in offers.items()}
 
     def pull(
         self,
@@ -236,16 +235,17 @@ class Holdings:
         min_round: int,
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Sequence[str]] | None = None,
     ) -> dict[str, Tensor]:
         """Fetch versions as `Swarm.pull` does; return the weights of those that came, and say which did not."""
         timeout = self._run.round.exchange_seconds
-        failures = self._swarm.pull(wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks)
+        failures = self._swarm.pull(
+            wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks, authors=authors
+        )
         for name, reason in failures.items():
             log.warning("keeping the old version of %s: %s", name, reason)
-        return {name: self.load(name) for name in wanted if name not in failures and self._has_use_for(name)}
-
-    def _has_use_for(self, name: str) -> bool:
-        return is_bundle(name) or name in self.held_moments()
+        of_use = [name for name in wanted if is_bundle(name) or name in self.held_moments()]
+        return {name: self.load(name) for name in of_use if name not in failures}
 
     def load(self, name: str, *, before: bool = False) -> Tensor:
         """Return the flat weights, or the moments, of the newest version that this peer has, or the one before it."""
@@ -265,9 +265,9 @@ class Holdings:
         Raises:
             JoinError: others have it, but `shared` could not be pulled.
         """
-        seeds = {peer for serving in self._swarm.seeds().values() for peer in serving}
+        seeds = {peer for name, serving in self._swarm.seeds().items() if name in self._names for peer in serving}
         asked = sorted({*peers, *seeds} - {self._swarm.peer_id})
-        inventories = self._swarm.inventory(asked) if asked else {}
+        inventories = self._offers(asked)
         mine = self._swarm.versions()
         held = {**inventories, self._swarm.peer_id: mine}
         leading = heard(held, self.voters(), min_round)
@@ -286,7 +286,8 @@ class Holdings:
                 having = [p for p, offers in inventories.items() if name in offers and state_of(offers[name]) == best]
                 wanted[name] = preferred(self._swarm.peer_id, name, having)
                 behind[name] = self._rounds_behind(name, best[0])
-        chosen = set(wanted) if routed is None else self._affordable(behind, routed)
+        budget = None if routed is None else self.refresh_slots
+        chosen = affordable(behind, routed or {}, budget, self._anchors.names)
         wanted = {name: asked for name, asked in wanted.items() if name in chosen}
         flats = self.pull(wanted, 0)
         if SHARED in wanted and SHARED not in flats:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from spes_p2p.swarm.roster import slot_name
 
 
 def staleness_bound(num_slots: int, budget: int) -> int:
@@ -37,3 +39,24 @@ def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: 
     chosen += busiest[: (budget - len(chosen)) // 2]
     rest = [slot for slot in oldest if slot not in chosen]
     return tuple(sorted(chosen + rest[: budget - len(chosen)]))
+
+
+def affordable(
+    rounds_behind: Mapping[str, int], routed: Mapping[int, int], budget: int | None, held: Collection[str]
+) -> set[str]:
+    """Return the names of the versions to fetch: of the others' slots as many as a peer takes, and everything else.
+
+    Args:
+        rounds_behind: Rounds by which this peer's version lies behind the newest, by name, for all there is to fetch.
+        routed: Tokens routed to each slot.
+        budget: Slots of others to fetch; None fetches all.
+        held: What this peer trains; it needs all of that.
+    """
+    if budget is None:
+        return set(rounds_behind)
+    others = {
+        int(name.removeprefix("slot-")): behind
+        for name, behind in rounds_behind.items()
+        if name.startswith("slot-") and name not in held
+    }
+    return set(rounds_behind) - {slot_name(slot) for slot in set(others) - set(choose(others, routed, budget))}

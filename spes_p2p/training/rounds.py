@@ -237,11 +237,10 @@ class Rounds:
         flats = update.flats if self._sync is not None else None
         masters = {name: flats[name] for name in sorted(new)} if flats is not None else None
         self._trainer.set_slots(update.slots, masters)
-        rest = {n: flat for n, flat in flats.items() if n not in new} if flats is not None else None
         if self._gate is not None:
-            self._gate.load(rest, self._sync)
+            self._gate.load(flats, self._sync, adopted=new)
         else:
-            self._trainer.load(rest)
+            self._trainer.load({n: flat for n, flat in flats.items() if n not in new} if flats is not None else None)
 
     # ------------------------------------------------------------------ synchronising while training
 

@@ -20,6 +20,7 @@ NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000, "moments-s
 """Slots come in several messages, `shared` in several ranges."""
 CODED = {"moments-shared": (Segment(1000, "int8"),)}
 ROUNDS = RoundConfig(heartbeat_seconds=1.0, lease_seconds=30.0)
+NUM_SLOTS = 512
 STEP = 2.0**-6
 PULL_SECONDS = 60.0
 
@@ -33,7 +34,7 @@ def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_r
     """Start a peer that follows deltas of slots."""
     node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
     swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
-    swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED), max_slots=0)
+    swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS), max_slots=0)
     swarm.exchange.follow_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
     return swarm
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 from exchange_crew import (
+    NUM_SLOTS,
     NUMELS,
     PULL_SECONDS,
     changed,
@@ -16,12 +17,14 @@ from exchange_crew import (
     make_rogue,
     offer,
     open_crew,
+    open_swarm,
     serving,
     signed,
 )
 
 from spes_p2p.swarm.exchange import exchange
 from spes_p2p.swarm.exchange.channel import BUSY, DATA, END, TEXT
+from spes_p2p.swarm.exchange.version_store import VersionStore
 from spes_p2p.swarm.identity import Identity
 
 pytestmark = pytest.mark.timeout(120)
@@ -177,6 +180,49 @@ def test_a_coded_version_says_the_same_to_everybody(trio, seed):
         failures = puller.pull({"moments-shared": [rogue.peer_id]}, min_round=4, timeout=PULL_SECONDS)
         assert rogue.peer_id[-6:] in failures["moments-shared"]
     assert puller.versions()["moments-shared"] == version
+
+
+def test_a_version_that_was_refused_is_neither_seen_nor_pulled_again(trio, seed):
+    puller, honest, _ = trio
+    wanted = {"slot-50": [honest.peer_id]}
+    for round in (1, 2):
+        honest.publish(round, {"slot-50": flat(seed + round)})
+        assert puller.pull(wanted, min_round=round, timeout=PULL_SECONDS) == {}
+    puller.refuse("slot-50", {})
+    assert puller.versions()["slot-50"].round == 1
+    assert "slot-50" not in puller.inventory([honest.peer_id])[honest.peer_id]
+    assert "was refused here" in puller.pull(wanted, min_round=2, timeout=PULL_SECONDS)["slot-50"]
+    honest.publish(3, {"slot-50": flat(seed)})
+    assert puller.pull(wanted, min_round=3, timeout=PULL_SECONDS) == {}
+
+
+def test_a_version_comes_only_of_the_authors_asked_for(trio, seed):
+    """Whoever serves it may be another."""
+    puller, honest, rogue = trio
+    version = honest.publish(1, {"slot-51": flat(seed)})["slot-51"]
+    rogue.exchange.script = serving(version, data_of(flat(seed)))
+    wanted = {"slot-51": [rogue.peer_id]}
+    failures = puller.pull(wanted, min_round=1, timeout=PULL_SECONDS, authors={"slot-51": [rogue.peer_id]})
+    assert f"by {honest.peer_id}, not by {rogue.peer_id}" in failures["slot-51"]
+    authors = {"slot-51": [puller.peer_id, honest.peer_id]}
+    assert puller.pull(wanted, min_round=1, timeout=PULL_SECONDS, authors=authors) == {}
+
+
+def test_a_name_that_the_run_does_not_have_is_neither_pulled_nor_kept(trio, tmp_path):
+    puller, honest, _ = trio
+    strange = f"slot-{NUM_SLOTS}"
+    version = honest.publish(3, {strange: flat(0)})[strange]
+    failures = puller.pull({strange: [honest.peer_id]}, min_round=3, timeout=PULL_SECONDS)
+    assert failures == {strange: "this run has no such version"} and strange not in puller.versions()
+    (tmp_path / "saved").write_bytes(honest.exchange._store.read(strange))
+    honest.go_back({tmp_path / "saved": version})
+    assert strange not in honest.versions()
+    store = VersionStore(tmp_path / "versions", "run")
+    store.add({strange: (version, (tmp_path / "saved").read_bytes())})
+    assert strange in store.newest()
+    again = open_swarm(tmp_path)
+    again.close()
+    assert strange not in again.versions(), "nor over a restart"
 
 
 def test_a_peer_that_cannot_be_reached_is_named(trio, tmp_path):

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from spes_p2p.codecs import Feedback, Format, Segment, format_of, from_bytes, to_bytes
 from spes_p2p.swarm.base import Contribution
-from spes_p2p.swarm.exchange.versions import CodecKind
+from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
+from spes_p2p.swarm.records import MAX_SLOTS
 from spes_p2p.swarm.roster import Member, kind_of
 
 log = logging.getLogger(__name__)
@@ -34,6 +35,7 @@ class Vectors:
             whole.
         keyframe_rounds: Most deltas that lead from one version to another.
         coded: Of published vectors that do not lie and travel in fp32, how they do, by kind.
+        num_slots: Experts per layer of the run's model; by default as many as there are names for.
     """
 
     bundle_numel: Mapping[str, int] = field(default_factory=dict)
@@ -41,6 +43,16 @@ class Vectors:
     advance: Callable[[str, Tensor, Tensor], Tensor] | None = None
     keyframe_rounds: int = 0
     coded: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
+    num_slots: int = MAX_SLOTS
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """The names of the run's vectors."""
+        return vector_names(self.num_slots)
+
+    def strange(self, names: Iterable[str]) -> dict[str, str]:
+        """Return why nobody may be asked for them, of those names that the run does not have."""
+        return {name: "this run has no such version" for name in names if name not in self.names}
 
     @cached_property
     def formats(self) -> Mapping[str, Format]:

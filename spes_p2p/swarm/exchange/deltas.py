@@ -9,7 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-_FILE = re.compile(r"^((?:shared|slot-\d{1,4}))\.([0-9a-f]{64})\.from\.([0-9a-f]{64})\.delta$")
+from spes_p2p.swarm.exchange.versions import SLOT
+
+_FILE = re.compile(rf"^((?:shared|{SLOT}))\.([0-9a-f]{{64}})\.from\.([0-9a-f]{{64}})\.delta$")
 
 
 @dataclass(frozen=True)

@@ -126,7 +126,7 @@ class Exchange:
     # ------------------------------------------------------------------ pulling
 
     def inventory(self, peers: Sequence[str]) -> dict[str, dict[str, Version]]:
-        """Return what each peer has, by name; peers that do not answer in time are left out."""
+        """Return what each peer has, by name, but for what was refused here; the silent are left out."""
 
         async def ask_all() -> list[tuple[str, dict[str, Version]]]:
             answers = await asyncio.gather(*(self._ask(peer) for peer in peers), return_exceptions=True)
@@ -151,7 +151,7 @@ class Exchange:
                     versions[version.name] = version
                     if len(versions) > MAX_NAMES:
                         raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
-        return versions
+        return {name: version for name, version in versions.items() if version.digest not in self._store.refused}
 
     def pull(
         self,
@@ -162,13 +162,12 @@ class Exchange:
         max_bytes: Mapping[str, int],
         relays: Mapping[str, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
-        author: str = "",
+        authors: Mapping[str, Collection[str]] | None = None,
     ) -> dict[str, str]:
         """Fetch versions into the store; see `Swarm.pull`.
 
         Args:
             max_bytes: By name, most bytes of a document, exact bytes of a vector.
-            author: Who must have signed them; nobody in particular if empty.
         """
 
         async def pull_one(name: str, deadline: float) -> str:
@@ -181,7 +180,8 @@ class Exchange:
                 relays=(relays or {}).get(name, ()),
                 uplinks=uplinks or {},
                 codec="coded" if kind_of(name) in self._formats else "fp32",
-                author=author,
+                authors=(authors or {}).get(name, ()),
+                refused=self._store.refused,
             )
             have = self._store.find(name)
             return await Pull(item, wanted[name], have.digest if have else "", self).run(deadline)

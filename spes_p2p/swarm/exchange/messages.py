@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -74,7 +74,8 @@ class Wanted:
         relays: All who fetch it now, this peer included, and share it out among themselves; usually nobody.
         uplinks: What they may send.
         codec: What its bytes are.
-        author: Who must have signed it; nobody in particular if empty.
+        authors: Of whom one must have signed it; anybody may if empty.
+        refused: Digests of versions that are not wanted, whoever has signed them.
     """
 
     name: str
@@ -85,7 +86,8 @@ class Wanted:
     relays: Sequence[str] = ()
     uplinks: Mapping[str, float] = field(default_factory=dict)
     codec: CodecKind = "fp32"
-    author: str = ""
+    authors: Collection[str] = ()
+    refused: Container[str] = ()
 
     def check(self, version: Version) -> None:
         """Compare what is offered with what is wanted.
@@ -93,8 +95,10 @@ class Wanted:
         Raises:
             ExchangeError: it is something else.
         """
-        if self.author not in ("", version.author):
-            raise ExchangeError(f"offered {version.name} by {version.author}, not by {self.author}")
+        if self.authors and version.author not in self.authors:
+            raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
+        if version.digest in self.refused:
+            raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
         is_document = self.name in DOCUMENTS
         fits = version.num_bytes <= self.num_bytes if is_document else version.num_bytes == self.num_bytes
         codec = "raw" if is_document else self.codec

@@ -11,7 +11,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from torch import Tensor
 from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.deltas import DeltaStore, draft_of
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, Refused, Version
 
 log = logging.getLogger(__name__)
 
@@ -47,12 +47,14 @@ class VersionStore:
 
     Attributes:
         deltas: What leads from older versions to these.
+        refused: Digests of versions that were bad, and shall not come back.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self._directory, self._run_id = directory, run_id
         self._lock = threading.RLock()
         self._versions: dict[str, list[Version]] = {}
+        self.refused = Refused()
         self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
         self._index, self._num_lines = directory / INDEX, 0
@@ -113,6 +115,13 @@ class VersionStore:
             self._append_to_index(list(files.values()))
         self._tell()
 
+    def keep_only(self, names: Collection[str]) -> None:
+        """Forget vectors of other names, once it is known which the run has: what nobody can load nobody shall have."""
+        for name in set(self.newest()) - {*names, *DOCUMENTS}:
+            while (version := self.find(name)) is not None:
+                log.warning("%s of %s is no part of this run; it is deleted", name, version.author)
+                self.discard(version)
+
     def mend(self) -> None:
         """Forget versions whose bytes are damaged, and delete what a peer that was killed had half written."""
         for name in list(self._versions):
@@ -141,8 +150,13 @@ class VersionStore:
         for listener in self._listeners:
             listener()
 
+    def refuse(self, version: Version) -> None:
+        """Forget a version that turned out bad, and remember that it did, until this process ends."""
+        self.refused.add(version.digest)
+        self.discard(version)
+
     def discard(self, version: Version) -> None:
-        """Forget a version that turned out damaged or bad; it can be pulled again."""
+        """Forget a version that turned out damaged, or is of no use; it can be pulled again."""
         with self._lock:
             others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
             self._versions[version.name] = others

@@ -11,12 +11,27 @@ from spes_p2p.codecs import digest
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import Count, Digest, PeerId
+from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 
 MAX_MANIFEST_BYTES = 4096
+MOST_REFUSED = 1024
+"""Versions that a peer remembers to have refused."""
 DOCUMENTS = ("manifest", "tokenizer")
 """Names whose bytes are a document; all others are vectors."""
 CodecKind = Literal["fp32", "coded", "raw"]
-Name = Annotated[str, Field(pattern=r"^(tokenizer|manifest|(moments-)?(shared|slot-\d{1,4}))$")]
+SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"
+"""A slot's name. None has two: `slot-01`, or 1 in another script's digits, would be read as slot 1, too."""
+Name = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]
+
+
+def vector_names(num_slots: int) -> frozenset[str]:
+    """Return the names of a run's vectors, and so of all versions but documents: bundles, and moments of each.
+
+    Args:
+        num_slots: Experts per layer of its model. What is named otherwise fits no part of that, whoever has signed it.
+    """
+    bundles = (SHARED, *map(slot_name, range(num_slots)))
+    return frozenset(bundles) | frozenset(map(moments_name, bundles))
 
 
 class Version(BaseModel):
@@ -87,3 +102,19 @@ class Version(BaseModel):
         if not is_signed_by(version.author, key, version.signed_part(), signature):
             raise RecordError(f"version {version.name} is not signed by its author {version.author}")
         return version
+
+
+class Refused:
+    """Digests of the versions that a peer has refused, the last of them: whoever offers their bytes is not heard."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, None] = {}
+
+    def add(self, digest: str) -> None:
+        """Remember one, in place of the oldest where there are too many."""
+        self._digests[digest] = None
+        for oldest in list(self._digests)[:-MOST_REFUSED]:
+            del self._digests[oldest]
+
+    def __contains__(self, digest: object) -> bool:
+        return digest in self._digests

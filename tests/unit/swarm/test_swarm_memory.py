@@ -196,3 +196,36 @@ def test_a_delta_costs_its_own_bytes_where_its_base_is_known(hub, swarms):
         assert swarm.pull({"slot-1": [holder.peer_id]}, min_round=2, timeout=1) == {}
     assert puller.traffic()[0] == 12 + 5
     assert newcomer.traffic()[0] == 12
+
+
+def test_a_name_that_the_run_does_not_have_is_not_pulled(swarms):
+    swarms[0].enter(Vectors(num_slots=4))
+    swarms[1].publish(3, {"slot-3": torch.ones(3), "slot-4": torch.ones(3)})
+    wanted = {name: [swarms[1].peer_id] for name in ("slot-3", "slot-4")}
+    assert swarms[0].pull(wanted, min_round=3, timeout=1.0) == {"slot-4": "this run has no such version"}
+    assert set(swarms[0].versions()) == {"slot-3"}
+
+
+def test_what_was_refused_is_neither_seen_nor_pulled_again(swarms):
+    me, other = swarms[:2]
+    for round in (1, 2):
+        other.publish(round, {"slot-1": torch.full((3,), float(round))})
+        assert me.pull({"slot-1": [other.peer_id]}, min_round=round, timeout=1.0) == {}
+    me.refuse("slot-1", {})
+    assert me.versions()["slot-1"].round == 1 and me.inventory([other.peer_id]) == {other.peer_id: {}}
+    assert set(me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0)) == {"slot-1"}
+    other.publish(3, {"slot-1": torch.full((3,), 2.0)})
+    assert set(me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0)) == {"slot-1"}, "it is the same again"
+    other.publish(4, {"slot-1": torch.full((3,), 4.0)})
+    assert me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0) == {}
+
+
+def test_a_version_is_pulled_only_of_the_authors_asked_for(swarms):
+    me, maker, other = swarms
+    maker.publish(1, {"slot-1": torch.ones(3)})
+    other.publish(1, {"slot-1": torch.zeros(3)})
+    wanted, by = {"slot-1": [other.peer_id]}, {"slot-1": [maker.peer_id]}
+    assert set(me.pull(wanted, min_round=1, timeout=1.0, authors=by)) == {"slot-1"}
+    wanted = {"slot-1": [other.peer_id, maker.peer_id]}
+    assert me.pull(wanted, min_round=1, timeout=1.0, authors=by) == {}
+    assert me.versions()["slot-1"].author == maker.peer_id

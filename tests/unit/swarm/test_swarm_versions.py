@@ -11,7 +11,7 @@ from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange import version_store
 from spes_p2p.swarm.exchange.deltas import DeltaStore
 from spes_p2p.swarm.exchange.version_store import KEEP_PER_NAME, VersionStore
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import MOST_REFUSED, Refused, Version
 from spes_p2p.swarm.identity import Identity
 
 
@@ -127,6 +127,18 @@ def test_the_store_of_another_run_is_refused(tmp_path, make):
         VersionStore(tmp_path, "elsewhere")
 
 
+def test_what_a_store_holds_that_the_run_does_not_have_is_deleted_loudly(tmp_path, make, caplog):
+    store = VersionStore(tmp_path, "run")
+    for round in (6, 7):
+        store.add({name: make(name, round) for name in ("manifest", "shared", "slot-1", "slot-4000")})
+    again = VersionStore(tmp_path, "run")
+    again.keep_only({"shared", "slot-1"})
+    assert set(again.newest()) == {"manifest", "shared", "slot-1"}
+    assert "slot-4000" in caplog.text and not list(tmp_path.glob("slot-4000.*"))
+    assert_whole(again)
+    assert VersionStore(tmp_path, "run").newest() == again.newest()
+
+
 def test_a_damaged_file_is_never_read_and_can_be_had_again(tmp_path, make):
     store = VersionStore(tmp_path, "run")
     version, data = make("slot-1", 7)
@@ -220,6 +232,25 @@ def test_a_version_is_loaded_as_a_vector_while_it_is_there(tmp_path, make):
     store.path(version).unlink()
     with pytest.raises(ExchangeError, match="cannot read"):
         store.load("slot-1", version.digest)
+
+
+def test_a_refused_version_is_forgotten_and_remembered_and_a_damaged_one_is_only_forgotten(tmp_path, make):
+    store, (old, bad, good) = VersionStore(tmp_path, "run"), [make("slot-1", round) for round in range(3)]
+    for version, data in (old, bad):
+        store.add({"slot-1": (version, data)})
+    store.refuse(bad[0])
+    assert store.newest() == {"slot-1": old[0]} == VersionStore(tmp_path, "run").newest()
+    assert bad[0].digest in store.refused
+    store.discard(old[0])
+    assert old[0].digest not in store.refused and good[0].digest not in store.refused
+
+
+def test_only_the_last_refusals_are_remembered():
+    refused = Refused()
+    for number in range(MOST_REFUSED + 3):
+        refused.add(name_of(number))
+        refused.add(name_of(number))
+    assert [name_of(number) in refused for number in (0, 2, 3, MOST_REFUSED + 2)] == [False, False, True, True]
 
 
 def name_of(number):

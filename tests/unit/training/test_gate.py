@@ -18,6 +18,7 @@ from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training import gate as gate_module
 from spes_p2p.training.gate import MOST_LONGER, MOST_WORSE, PROBE_TOKENS, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.virtual_peer import Leaves
 
 PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
 
@@ -74,6 +75,39 @@ def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
     assert len(held) == len(honest), "each had room for one slot"
 
 
+class Lingering(AttackingSwarm):
+    """Goes on serving what it has published when its peer has left."""
+
+    def _stand_still(self) -> None:
+        served = self._hub.bundles[self.peer_id]
+        super()._stand_still()
+        self._hub.bundles[self.peer_id] = served
+
+
+def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it():
+    """Whoever did would publish what follows from it, and be banned for what another has done."""
+    run, hub = run_of(), MemoryHub("run", matchmaking_seconds=10.0)
+    size = model_size(run.model, VOCAB)
+    attack = Attack(peer=ATTACKER, kind="scale", factor=3000.0, groups="slots", from_round=FROM_ROUND)
+    liar = Lingering(hub, peer_id(ATTACKER), [attack], {SHARED: size.shared_params, "slot": size.slot_params})
+    swarms = [*(MemorySwarm(hub, peer_id(index)) for index in range(ATTACKER)), liar]
+    peers = [VirtualPeer(run, swarm, index=index, max_slots=1) for index, swarm in enumerate(swarms)]
+
+    def leave(report) -> None:
+        if report.round == FROM_ROUND + 1:
+            for peer in peers[:ATTACKER]:
+                peer.sync.holdings._max_slots = 2  # from now on there is room for the orphan
+            raise Leaves
+
+    initial, on_round = peers[0].initial(), [lambda report: None] * ATTACKER + [leave]
+    hub.clock.run([lambda peer=peer, at=at: peer.live(initial, at) for peer, at in zip(peers, on_round, strict=True)])
+    spoilt = peers[ATTACKER].slots
+    assert len(spoilt) == 1 and any(set(spoilt) <= set(peer.slots) for peer in peers[:ATTACKER]), "it was adopted"
+    for peer in peers[:ATTACKER]:
+        assert peer.swarm.accused == {(FROM_ROUND, liar.peer_id)}, peer.swarm.accused
+        assert peer.swarm.versions()[slot_name(spoilt[0])].round == ROUNDS
+
+
 @pytest.fixture
 def by_loss_alone(monkeypatch):
     monkeypatch.setattr(gate_module, "MOST_LONGER", math.inf)
@@ -117,6 +151,18 @@ def test_a_slot_that_makes_the_model_worse_is_taken_back_and_refused(by_loss_alo
     assert peer.swarm.versions()["slot-1"].round == 0
     with pytest.raises(ExchangeError, match="before its newest"):
         peer.swarm.load("slot-1", before=True)
+
+
+def test_whoever_adopts_a_slot_that_makes_the_model_worse_trains_on_from_the_version_before():
+    gate, peer, newer = opened()
+    before, flats = peer.trainer.model.slot_weights(1), newer(1e3)
+    peer.sync.anchors.set("slot-1", peer.swarm.load("slot-1"))
+    peer.trainer.set_slots([0, 1], flats)
+    gate.load(flats, peer.sync, adopted={"slot-1"})
+    after = peer.trainer.model.slot_weights(1)
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    anchor, version = peer.sync.anchors.bundle("slot-1"), peer.swarm.versions()["slot-1"]
+    assert version.round == 0 and torch.equal(anchor, peer.swarm.load("slot-1")), "its delta is what it trains"
 
 
 def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_loss_alone):

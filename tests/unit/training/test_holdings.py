@@ -247,6 +247,49 @@ def test_whoever_takes_few_slots_takes_those_first_that_are_far_from_the_model_e
     assert set(loser.holdings.catch_up(loser.holdings.others(), routed={})) & {"slot-1", "slot-2"} == {"slot-2"}
 
 
+@pytest.fixture
+def refusing():
+    """A peer that has refused slot-0 of round 14, whose holder has given it up and goes on serving it."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    heir, liar = Member(hub, 1, 13, "active"), Member(hub, 0, 13, "active")
+    heir.holdings.has_committed = liar.holdings.has_committed = True
+    for swarm in (heir.swarm, liar.swarm):
+        swarm.publish(14, {SHARED: torch.full((5,), 14.0)})
+    liar.swarm.publish(14, {"slot-0": torch.full((3,), 666.0)})
+    assert heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0) == {}
+    heir.swarm.refuse("slot-0", {})
+    return heir
+
+
+def test_whoever_adopts_a_slot_does_not_take_the_version_that_it_has_refused(refusing):
+    refusing.holdings.slots = (1,)
+    refusing.anchors.set("slot-1", torch.zeros(3))
+    assert torch.equal(refusing.holdings._hold([0])["slot-0"], torch.full((3,), 13.0))
+    assert refusing.swarm.versions()["slot-0"].round == 13
+
+
+def test_whoever_catches_up_does_not_take_the_version_that_it_has_refused(refusing):
+    assert "slot-0" not in refusing.holdings.catch_up([peer_id(0)])
+    assert refusing.swarm.versions()["slot-0"].round == 13
+
+
+def test_a_slots_version_is_signed_by_who_made_it():
+    """A liar that had a second key sign what it has made would be held to account for none of it."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    mine, liar, second = (Member(hub, index, 12, "active") for index in range(3))
+    slots = {"slot-0": torch.full((3,), 666.0), "moments-slot-0": torch.full((6,), 666.0)}
+    second.swarm.publish(13, slots)
+    liar.swarm.pull({name: [peer_id(2)] for name in slots}, min_round=13, timeout=1.0)
+    anchors = {SHARED: "5" * 16, "slot-0": "5" * 16}
+    fields = {"round": 12, "tokens": 1, "anchors": anchors, "tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
+    roster = [Entry(peer_id=peer_id(1), slots=(0,), **fields), Entry(peer_id=peer_id(0), slots=(), **fields)]
+    assert mine.holdings.fetch(roster, 13, [SHARED], {}) == {}
+    assert mine.swarm.versions()["slot-0"].round == 12 and "moments-slot-0" not in mine.swarm.versions()
+    liar.swarm.publish(13, {name: flat - 1 for name, flat in slots.items()})
+    assert set(mine.holdings.fetch(roster, 13, [SHARED], {})) == {"slot-0"}
+    assert "moments-slot-0" in mine.swarm.versions(), "which it keeps for the only holder"
+
+
 def test_slots_of_whoever_is_left_out_are_orphans_and_nobody_asks_it():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     peers = [Member(hub, index, 3, "active") for index in range(3)]

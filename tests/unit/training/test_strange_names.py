@@ -1,0 +1,132 @@
+"""Whoever names versions that the run does not have costs nobody anything."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from virtual import VirtualPeer, peer_id, tiny_run
+
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.exchange.versions import Version, vector_names
+from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.roster import SHARED, Member, slot_name
+from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.holdings import Holdings
+
+STRANGE = 4000
+"""A slot that a roster entry may name, and no model of ours has."""
+
+
+class Holder:
+    """A peer with a version of everything, but for training.
+
+    Its swarm was never told the run's names, so that what it pulls is what its holdings ask for.
+    """
+
+    def __init__(self, hub: MemoryHub, index: int, round: int, swarm: type[MemorySwarm] = MemorySwarm) -> None:
+        self.run, self.swarm = tiny_run(), swarm(hub, peer_id(index))
+        anchors = Anchors(self.run, {SHARED: 5, "slot": 3})
+        self.holdings = Holdings(self.swarm, self.run, run_id="run", anchors=anchors, max_slots=2)
+        self.swarm.publish(round, {SHARED: torch.full((5,), float(round)), "slot-0": torch.full((3,), float(round))})
+        self.holdings.announce("active")
+
+
+@pytest.fixture
+def hub() -> MemoryHub:
+    return MemoryHub("run", matchmaking_seconds=1.0)
+
+
+def entry(peer: str, slots: tuple[int, ...], round: int) -> Member:
+    anchors = {name: "5" * 16 for name in (SHARED, *map(slot_name, slots))}
+    fields = {"tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
+    return Member(peer_id=peer, round=round, tokens=1, slots=slots, anchors=anchors, **fields)
+
+
+def publish_strange(swarm: MemorySwarm, round: int) -> set[str]:
+    names = {slot_name(STRANGE), f"moments-{slot_name(STRANGE)}", slot_name(4)}
+    swarm.publish(round, {name: torch.ones(3) for name in names})
+    return names
+
+
+def test_a_runs_names_are_those_of_its_slots():
+    assert vector_names(2) == {SHARED, "slot-0", "slot-1", "moments-shared", "moments-slot-0", "moments-slot-1"}
+    assert Anchors(tiny_run(), {SHARED: 5, "slot": 3}).vectors().names == vector_names(4)
+
+
+def test_a_slot_that_the_model_lacks_is_not_fetched_whoever_brings_it(hub):
+    mine, liar = Holder(hub, 0, 12), Holder(hub, 1, 13)
+    publish_strange(liar.swarm, 13)
+    flats = mine.holdings.fetch([entry(liar.swarm.peer_id, (0, 4, STRANGE), 12)], 13, [SHARED], {})
+    assert set(flats) == {"slot-0"} == set(mine.holdings.makers)
+    assert mine.swarm.versions().keys() == {SHARED, "slot-0"} and mine.holdings.stale_rounds == 0
+
+
+def test_whoever_catches_up_leaves_out_what_the_model_lacks(hub):
+    liar, mine = Holder(hub, 1, 13), Holder(hub, 0, 12)
+    publish_strange(liar.swarm, 13)
+    liar.holdings.has_committed = True
+    liar.holdings.announce("active")
+    assert set(mine.holdings.catch_up(mine.holdings.others())) == {SHARED, "slot-0"}
+    assert mine.swarm.versions().keys() == {SHARED, "slot-0"}
+
+
+class Seeded(MemorySwarm):
+    """Hears of seeds, as in a swarm over the network, and notes whom it asks what they have."""
+
+    def __init__(self, hub: MemoryHub, peer: str) -> None:
+        super().__init__(hub, peer)
+        self.asked: list[str] = []
+
+    def seeds(self) -> Mapping[str, list[str]]:
+        return {slot_name(STRANGE): [peer_id(8)], slot_name(1): [peer_id(9)]}
+
+    def inventory(self, peers):
+        self.asked += peers
+        return super().inventory(peers)
+
+
+def test_whoever_serves_nothing_of_the_run_is_not_asked(hub):
+    mine = Holder(hub, 0, 12, Seeded)
+    mine.holdings.catch_up([])
+    assert mine.swarm.asked == [peer_id(9)]
+
+
+class Liar(MemorySwarm):
+    """Brings a slot to every roster that the model does not have, and serves it."""
+
+    def average(self, contribution: Contribution, **when: Any) -> RoundResult:
+        member, name = contribution.member, slot_name(STRANGE)
+        told = {
+            "slots": (*member.slots, STRANGE),
+            "slot_rounds": (*member.slot_rounds, member.round),
+            "anchors": {**member.anchors, name: "5" * 16},
+        }
+        slot = contribution.deltas[slot_name(member.slots[0])]
+        lie = Contribution(member.model_copy(update=told), {**contribution.deltas, name: slot})
+        result = super().average(lie, **when)
+        return replace(result, committed={n: mean for n, mean in result.committed.items() if n != name})
+
+    def publish(self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None):
+        slot = next(flat for name, flat in bundles.items() if name.startswith("slot-"))
+        return super().publish(round, {**bundles, slot_name(STRANGE): slot}, deltas)
+
+    def versions(self) -> Mapping[str, Version]:
+        return {name: version for name, version in super().versions().items() if name != slot_name(STRANGE)}
+
+
+def test_a_swarm_with_a_slot_that_the_model_lacks_trains_on():
+    run, hub = tiny_run(), MemoryHub("run", matchmaking_seconds=10.0)
+    swarms = [Liar(hub, peer_id(0)), *(MemorySwarm(hub, peer_id(index)) for index in (1, 2))]
+    run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 3})})
+    peers = [VirtualPeer(run, swarm, index=index, max_slots=2) for index, swarm in enumerate(swarms)]
+    initial = peers[0].initial()
+    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    assert swarms[0].load(slot_name(STRANGE)).numel(), "it was served"
+    for peer in peers[1:]:
+        assert len(peer.reports) == run.round.total and all(report.num_members == 3 for report in peer.reports)
+        assert slot_name(STRANGE) not in peer.swarm.versions()
