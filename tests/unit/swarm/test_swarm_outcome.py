@@ -1,5 +1,6 @@
 """What may be committed of an attempt: all rules at once, over random rosters."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -127,6 +128,16 @@ def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
     result = judge(Attempt(failure="nobody came"), contribution, WIRE)
     assert result.roster == (member,) and not result.committed and not result.is_behind
     assert result.dropped == {"shared": "nobody came", "slot-2": "nobody came"}
+
+
+@pytest.mark.parametrize("electorate", [1, 2, 5])
+def test_whom_a_leader_has_gathered_alone_commits_only_if_nobody_else_has_a_vote(electorate):
+    """The leader's own entry cannot be read, so that there is nobody to average with."""
+    fields = {"round": 1, "tokens": 5, "slots": (), "anchors": {}, "ready_at": 1.0, "sync_seconds": 0.0}
+    member = Member(peer_id=PEERS[0], tokens_per_second=1.0, electorate=electorate, **fields)
+    attempt = Attempt((member,), {PEERS[1]: "malformed"}, {"shared": ""}, {"shared": encoded(1.0, 1.0, 1.0)})
+    result = judge(attempt, Contribution(member, {"shared": torch.zeros(3)}), WIRE)
+    assert bool(result.committed) == (electorate == 1)
 
 
 @given(st.integers(0, 3), st.booleans())

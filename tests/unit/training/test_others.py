@@ -77,6 +77,12 @@ def test_one_that_says_to_be_far_ahead_leads_nobody_there(is_late):
     assert newcomer.sync._others.are_ahead(5) and not newcomer.sync._others.are_ahead(6)
 
 
+def test_one_that_has_gone_further_than_all_others_is_not_followed_alone():
+    late, _ = newcomer_beside_a_liar(5)
+    late.holdings.catch_up(late.holdings.others(), min_round=7)
+    assert late.swarm.versions()[SHARED].round == 6
+
+
 class Unreachable(MemorySwarm):
     """A swarm whose other peers have vanished after they have told what they have."""
 
