@@ -58,7 +58,7 @@ class GroupWork:
                 return ""
             await self._average(buffers, size, patience, silence, pace)
         except (AllreduceException, OSError, ValueError) as error:
-            return f"{error}"
+            return str(error) or repr(error)  # an empty reason would be success
         finally:
             self.close()
         return ""
