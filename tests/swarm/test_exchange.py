@@ -156,6 +156,7 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_peer_asked(trio, monkeypat
     failures = puller.pull({"slot-1": [rogue.peer_id]}, min_round=3, timeout=seconds)
     assert rogue.peer_id[-6:] in failures["slot-1"]
     assert ("silent" in failures["slot-1"]) == case.startswith("silence")
+    assert ("nothing has changed" in failures["slot-1"]) == case.startswith("nothing new")
     assert puller.versions()["slot-1"].round == 1 and torch.equal(puller.load("slot-1"), old)
 
     honest.publish(3, {"slot-1": good})
