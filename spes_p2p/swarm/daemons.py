@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import socket
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from spes_p2p.swarm.guarded_dht import GuardedDHT
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.processes import BoundP2P
 from spes_p2p.swarm.validation import RecordValidator
+
+log = logging.getLogger(__name__)
 
 STARTUP_SECONDS = 20.0
 CLOCKS = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
@@ -118,6 +121,7 @@ def check_port(host: str, port: int) -> None:
 
 
 def _failure(initial_peers: Sequence[str], error: BaseException) -> JoinError:
+    log.info("could not start with %d initial peers: %r", len(initial_peers), error)
     if not initial_peers:
         return JoinError(f"cannot start the peer-to-peer daemon: {error}; see the log")
     if skew := re.search(CLOCKS, str(error)):

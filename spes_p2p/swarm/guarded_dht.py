@@ -6,9 +6,11 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
+from hivemind.dht import dht as stock_dht
 from hivemind.dht import node as stock_node
 from hivemind.dht import protocol as stock_protocol
-from hivemind.dht.protocol import DHTProtocol
+from hivemind.dht.node import DHTNode
+from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.p2p import P2P, P2PContext, PeerID
@@ -79,6 +81,22 @@ class GuardedProtocol(DHTProtocol):
 
     serializer = ShallowSerializer
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.answers: list[ValidationError | None] = []
+        """Of those whom this node has asked whether they take it: None, or why not."""
+
+    async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
+        """Ask a peer for its place in the DHT; whether it takes this node goes to `answers`, if that is asked."""
+        try:
+            place = await super().call_ping(peer, validate, strict)
+        except ValidationError as error:
+            self.answers.append(error)
+            return node_id_of(peer)
+        if validate and place is not None:
+            self.answers.append(None)
+        return place
+
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return DHTProtocol._get_handle_name(namespace, method_name)
@@ -121,6 +139,31 @@ class GuardedProtocol(DHTProtocol):
         return await super().rpc_store(request, context)
 
 
+class GuardedNode(DHTNode):
+    """hivemind's DHT node, which no single one of those it starts with can send away."""
+
+    protocol: GuardedProtocol
+
+    @classmethod
+    async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
+        """Join the others, unless more than half of those asked say that its clock, or its address, is wrong.
+
+        Stock believes each: one that is too busy to call back, or whose own clock is wrong, sent every newcomer away.
+
+        Raises:
+            ValidationError: what the first of them has said.
+            RuntimeError: nobody answers.
+        """
+        node = await super().create(*args, **kwargs)
+        answers = node.protocol.answers
+        objections = [answer for answer in answers if answer is not None]
+        if 2 * len(objections) > len(answers):
+            raise objections[0]
+        for objection in objections:
+            log.info("one of %d peers asked does not take this one: %s", len(answers), objection)
+        return node
+
+
 def _check_keys(keys: Collection[bytes], context: P2PContext) -> None:
     if len(keys) > MAX_KEYS:
         log.debug("refused a request of %s for %d keys", context.remote_id, len(keys))
@@ -149,8 +192,9 @@ class GuardedDHT(BoundDHT):
         super().__init__(start=False, p2p=p2p, record_validators=[validator], node_id=place, **settings)
 
     def run(self) -> None:
-        # Stock builds both by these names, in this process and nowhere else.
-        stock_node.DHTProtocol, stock_protocol.DHTLocalStorage = GuardedProtocol, BoundedStorage
+        # Stock builds them by these names, in this process and nowhere else.
+        stock_dht.DHTNode, stock_node.DHTProtocol = GuardedNode, GuardedProtocol
+        stock_protocol.DHTLocalStorage = BoundedStorage
         super().run()
 
     async def replicate_p2p(self) -> GuardedP2P:

@@ -105,6 +105,24 @@ def test_a_clock_that_is_not_the_swarms_is_refused_with_the_difference(four, tmp
         Node(Identity(tmp_path / "key"), "run", initial_peers=four[0].addresses)
 
 
+def test_one_whose_own_clock_is_wrong_sends_nobody_away_from_the_others(four, tmp_path, monkeypatch):
+    now = hivemind.dht.protocol.get_dht_time
+    with monkeypatch.context() as other_time:
+        other_time.setattr(hivemind.dht.protocol, "get_dht_time", lambda: now() + 60.0)
+        wrong = Node(Identity(tmp_path / "wrong"), "run")
+    try:
+        with pytest.raises(JoinError, match="behind the swarm's"):
+            Node(Identity(tmp_path / "alone"), "run", initial_peers=wrong.addresses())
+        addresses = [four[0].addresses[0], four[1].addresses[0], wrong.addresses()[0]]
+        node = Node(Identity(tmp_path / "key"), "run", initial_peers=addresses)
+        try:
+            assert node.met_somebody and node.store(progress(node), 60.0)
+        finally:
+            node.close()
+    finally:
+        wrong.close()
+
+
 # ---------------------------------------------------------------------- when all others have vanished
 
 
