@@ -14,6 +14,8 @@ from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, Settings
 from spes_p2p.config.run import Frozen, OptimizerName, PositiveInt, RunConfig, Storage
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
+LEAST_MBIT = 1e-3
+"""An uplink, in 10^6 bits per second, over which nobody trains; what a round shares out by far less is no number."""
 RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
@@ -62,7 +64,7 @@ class MachineConfig(Frozen):
     """Precision in which gradients are kept until the step; `bf16` halves them, for the 8-bit optimizers alone."""
     shard: Literal["ddp", "fsdp"] = "ddp"
     """How several ranks share the work: `ddp` copies what is trained to each, `fsdp` splits it among them."""
-    uplink_mbit: Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)] | None = None
+    uplink_mbit: Annotated[float, Field(ge=LEAST_MBIT, le=1e7, allow_inf_nan=False)] | None = None
     """What this peer's link carries upwards, in 10^6 bits per second. It sends at that pace, which leaves no queues in
     which TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. Where it is about half of the
     others' or less, they reduce in its place and pass its slots on. Who says nothing counts as the fastest who does."""

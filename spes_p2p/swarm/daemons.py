@@ -84,6 +84,7 @@ def start_dht(p2p: BoundP2P, validator: RecordValidator, initial_peers: Sequence
         cache_locally=False,
         cache_on_store=False,
         cache_nearest=0,
+        cache_refresh_before_expiry=0,  # nothing is cached, and a refresh would be
     )
     try:
         dht.run_in_background(timeout=STARTUP_SECONDS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import Any
+from typing import Any, TypeAlias
 
 from hivemind.dht import dht as stock_dht
 from hivemind.dht import node as stock_node
@@ -15,7 +15,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
-from hivemind.utils.timed_storage import TimedStorage
+from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.decoding import ShallowSerializer
@@ -25,6 +25,7 @@ from spes_p2p.swarm.validation import RecordValidator
 
 log = logging.getLogger(__name__)
 
+Found: TypeAlias = ValueWithExpiration[Any] | None
 MAX_OWNERS = 1024
 """Owners of records under one key: of the longest records, 2.5 KB with key and signature, they still stay below the
 4 MiB beyond which libp2p answers nobody."""
@@ -112,12 +113,15 @@ class GuardedProtocol(DHTProtocol):
         await super().update_routing_table(node_id, peer_id, responded)
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict]] | None:
-        """Ask a peer for values and neighbours; leave out those whom it puts where they do not belong."""
+        """Ask a peer for values and neighbours; leave out those whom it puts where they do not belong.
+
+        Of values only the records are kept: how long all live, and how many there may be, their sender has said.
+        """
         found = await super().call_find(peer, keys)
         if not found:
             return found
         return {
-            key: (value, {place: who for place, who in nearest.items() if place == node_id_of(who)})
+            key: (_records_of(value), {place: who for place, who in nearest.items() if place == node_id_of(who)})
             for key, (value, nearest) in found.items()
         }
 
@@ -136,7 +140,20 @@ class GuardedProtocol(DHTProtocol):
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         _check_keys(request.keys, context)
+        if any(request.in_cache):
+            raise RecordError("nobody's cache is filled by others")
         return await super().rpc_store(request, context)
+
+
+def _records_of(found: Found) -> Found:
+    """Return a dictionary of the same records, which lives for as long as they do; None where there are none."""
+    if found is None or not isinstance(found.value, DictionaryDHTValue):
+        return None
+    records = DictionaryDHTValue()
+    with found.value.freeze():
+        for subkey, item in found.value.items():
+            records.store(subkey, item.value, item.expiration_time)
+    return ValueWithExpiration(records, records.latest_expiration_time) if records.data else None
 
 
 class GuardedNode(DHTNode):

@@ -13,6 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from spes_p2p.config import LEAST_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 from spes_p2p.swarm.records import Count, PeerId, Seconds, Slot
@@ -78,7 +79,7 @@ class Member(BaseModel):
     """DHT time of entering."""
     sync_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
     """What synchronising took it last time, from entering to training again."""
-    uplink_mbit: Annotated[float, Field(gt=0, le=1e7, allow_inf_nan=False)] | None = None
+    uplink_mbit: Annotated[float, Field(ge=LEAST_MBIT, le=1e7, allow_inf_nan=False)] | None = None
     """What it may send, in 10^6 bits per second, if that is limited."""
     refreshes: bool = False
     """It fetches some of the others' slots in a round, not all, so that nobody counts on it to pass them on."""

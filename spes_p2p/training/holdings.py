@@ -116,7 +116,7 @@ class Holdings:
             seconds: For so long at most.
         """
         mine = self._swarm.versions()
-        names = [name for name in map(slot_name, self.slots) if name in mine]
+        names = [name for slot in map(slot_name, self.slots) for name in (slot, moments_name(slot)) if name in mine]
         self.leave()
         began = self.clock()
         while True:

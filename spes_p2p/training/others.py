@@ -35,6 +35,10 @@ class Others:
         voters = self.progress(self._holdings.voters())
         return 2 * sum(record.round > round for record in voters) > len(voters)
 
+    def are_synchronising(self, seconds: float) -> bool:
+        """Tell whether anybody has ended a round since, at most so long ago."""
+        return any(record.ends_at > self._swarm.now() - seconds for record in self.active())
+
     def round_end(self, round: int) -> float:
         """Return the DHT time at which most of those who have a vote say that this round's training ends.
 

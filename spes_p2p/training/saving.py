@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.errors import DataError
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.passages import Update
 from spes_p2p.training.peer_state import PeerState
@@ -92,11 +92,13 @@ class Saving:
             if there[SHARED].digest == here.get(SHARED):
                 self._sync.swarm.take_up(_under(REMAINDERS, saved.tensors))
             # What the swarm has averaged since is worth more than this peer's own; not what a round had made that is
-            # made again.
+            # made again. Of a slot that has fallen to this peer since, it had none.
+            own = {moments_name(name.split("/")[0]) for name in moments}
             newer = {
                 n: flat
                 for n, flat in update.flats.items()
-                if n.startswith("moments-") and there[n].digest != here.get(n) and there[n].round <= there[SHARED].round
+                if n.startswith("moments-")
+                and (n not in own or (there[n].digest != here.get(n) and there[n].round <= there[SHARED].round))
             }
         self._trainer.load(newer if self._sync is not None else None)
 

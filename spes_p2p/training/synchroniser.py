@@ -107,19 +107,19 @@ class Synchroniser:
         Whoever would train on by itself while they synchronise would only be late for the next one, too.
         """
         flats: dict[str, Tensor] = {}
-        deadline = self.holdings.clock() + OPENING_SECONDS
+        times, deadline = self._run.round, self.holdings.clock() + OPENING_SECONDS
         while self.holdings.clock() < deadline:
             claims, announced = self.holdings.claims(), self._others.round_end(self.round)
             is_opening = not any(claim.votes for claim in claims.values())
-            if is_opening and len(active_of(claims)) < self._run.round.min_peers:
+            if is_opening and len(active_of(claims)) < times.min_peers:
                 self.swarm.wait(POLL_SECONDS)
             elif self._others.are_ahead(self.round):
                 flats |= self._catch_up(min_round=self.round + 1, routed=routed)
                 self.swarm.wait(POLL_SECONDS)
-            elif self._run.round.mode == "steps" or announced:
+            elif times.mode == "steps" or announced:
                 return flats, self._bounded(announced)
-            elif any(record.ends_at for record in self._others.active()):
-                self.swarm.wait(POLL_SECONDS)  # they are synchronising: the next round's end is known soon
+            elif self._others.are_synchronising(2 * times.matchmaking_seconds + times.averaging_seconds):
+                self.swarm.wait(POLL_SECONDS)  # the next round's end is known soon
             else:
                 break
         return flats, None
@@ -154,17 +154,18 @@ class Synchroniser:
             self.holdings.distrusted = distrusted(result.roster)
         if result.is_behind:
             log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
-            flats = self._catch_up(routed=trained.routed)
+            flats, ends_at = self._catch_up(routed=trained.routed), None
             if not self._run.round.overlap:  # else it trains meanwhile
-                flats |= self._find_place(trained.routed)[0]
+                found, ends_at = self._find_place(trained.routed)
+                flats |= found
         else:
-            flats = self._commit(result, trained)
+            flats, ends_at = self._commit(result, trained), None
         self.last = Synchronised.of(result, self.holdings.clock() - averaged, self.holdings.stale_rounds)
         flats |= self.holdings.rebalance(self.round)
         held = self.holdings.held_moments()  # not those of slots given up just now
         flats = {name: flat for name, flat in flats.items() if is_bundle(name) or name in held}
         flats |= {name: self.anchors.weights(name) for name in self.anchors.names}
-        ends_at = self._next_end(result, expected)
+        ends_at = ends_at or self._next_end(result, expected)
         self._announce(ends_at)
         if not self._run.round.overlap:  # else training has not waited for it
             self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2

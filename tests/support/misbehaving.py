@@ -172,6 +172,9 @@ class SparseAverager(averager.SparseAverager):
         asked = bytes.fromhex(request.uid), context.remote_id
         if _is("confirms to one alone") and asked[1] != self._first_to_ask.setdefault(*asked):
             await asyncio.Event().wait()
+        if _is("has given up, and confirms to one"):
+            is_chosen = request.metadata == group_work.CONFIRMED and asked[1] == self._first_to_ask.setdefault(*asked)
+            return answer if is_chosen else runtime_pb2.ExpertResponse()
         if _is("never confirms"):
             await asyncio.Event().wait()
         if _is("confirms another digest"):
@@ -229,9 +232,11 @@ class RogueReduction(reduction.Reduction):
         async for message in super().rpc_aggregate_part(stream, context, lane):
             if _is(REDUCING) and self._is_shared:
                 await asyncio.wait_for(self._all_sent.wait(), GATE_SECONDS)
-            if _is("tells each another mean"):
+            place = self._plan.peers.index(context.remote_id.to_base58())
+            is_first = place == (0 if self._me else 1)
+            if _is("tells each another mean") or (_is("tells one another mean") and is_first):
                 mean = torch.frombuffer(bytearray(message.tensor_part.buffer), dtype=torch.float32)
-                mean += self._plan.peers.index(context.remote_id.to_base58())
+                mean += 1 + place
                 message.tensor_part.buffer = mean.numpy().tobytes()
             if _is("means too much"):
                 message.tensor_part.buffer += message.tensor_part.buffer

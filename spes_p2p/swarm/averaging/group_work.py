@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,8 +13,9 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import runtime_pb2
+from torch import Tensor
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs import to_bytes
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.averaging.buffers import Buffers
 from spes_p2p.swarm.averaging.reduce import GroupPlan
@@ -27,6 +29,9 @@ from spes_p2p.swarm.roster import SHARED, Member
 MAX_ENTRY_BYTES = 2**17
 CONFIRMED = b"confirmed"
 """Asks a member not for its result, but whether it knows that everybody has it."""
+DIGEST_BYTES = 32
+Answers = Mapping[str, bytes | BaseException]
+"""Of members: the digests of their results, nothing where they failed, or why they did not answer."""
 
 
 class GroupWork:
@@ -85,56 +90,69 @@ class GroupWork:
             raise AllreduceException(f"not done within {patience.seconds:.1f} s") from error
         finally:
             self.lost, self.evidence = reduction.lost, reduction.witness.evidence()
-        mine = (await asyncio.to_thread(digest, buffers.result[:size])).encode()
+        mine = await asyncio.to_thread(digests, self.plan, buffers.result[:size])
         self._digest.set_result(mine)
         # Two who cannot call each other both ask those whom everybody can.
         plan = self.plan
         others = [p for p in plan.peers if p != self._me and (p in plan.called or self._me in plan.called)]
+        theirs = await self._ask_all(others, silence)
         try:
-            await self._confirm(mine, others, silence)
+            self._confirm(mine, theirs)
         except AllreduceException:
             self._is_confirmed.set_result(False)
-            if not await self._is_confirmed_by_any(mine, others, silence):
+            if not await self._is_confirmed_by_any(mine, theirs, silence):
                 raise
             self.lost = ""
         else:
             self._is_confirmed.set_result(True)
 
-    async def _confirm(self, mine: bytes, others: Sequence[str], silence: Patience) -> None:
-        """Hear of all others that they have this result."""
-        theirs = await asyncio.gather(*(self._digest_of(peer, silence) for peer in others))
-        different = [peer for peer, digest in zip(others, theirs, strict=True) if digest not in (b"", mine)]
+    def _confirm(self, mine: bytes, theirs: Answers) -> None:
+        """Demand that all others have this result, and name who is to blame if they have not."""
+        for peer, answer in theirs.items():
+            if not isinstance(answer, bytes):
+                self.lost = peer
+                raise AllreduceException(f"lost {peer}: it did not confirm: {answer!r}") from answer
+        there = {peer: answer for peer, answer in theirs.items() if isinstance(answer, bytes) and answer}
+        different = {peer: answer for peer, answer in there.items() if answer != mine}
         if different:
             # One among many is to blame; if several differ, a reducer has told each something else.
-            self.lost = different[0] if len(different) == 1 else ""
+            self.lost = next(iter(different)) if len(different) == 1 else self._two_faced(mine, different)
             raise AllreduceException(f"{' and '.join(different)} did not confirm the same digest")
-        if b"" in theirs:
-            raise AllreduceException(f"{others[theirs.index(b'')]} gave up")
+        if gave_up := [peer for peer in theirs if peer not in there]:
+            # Among those who have the same result it is the one to do without, whatever stopped it.
+            self.lost = gave_up[0] if len(gave_up) == 1 < len(there) else ""
+            raise AllreduceException(f"{' and '.join(gave_up)} gave up")
 
-    async def _is_confirmed_by_any(self, mine: bytes, others: Sequence[str], silence: Patience) -> bool:
+    def _two_faced(self, mine: bytes, different: Mapping[str, bytes]) -> str:
+        """Return the reducer in whose slice alone the others' results differ from ours; whatever it says itself."""
+        for place, peer in enumerate(self.plan.peers):
+            rest = [theirs for other, theirs in different.items() if other != peer]
+            if peer != self._me and rest and all(differing(mine, theirs) == {place} for theirs in rest):
+                self.evidence = {**self.evidence, peer: Evidence("it has sent others different means", False)}
+                return peer
+        return ""
+
+    async def _is_confirmed_by_any(self, mine: bytes, theirs: Answers, silence: Patience) -> bool:
         """Tell whether somebody has heard of everybody that they have this result, and so has committed it.
 
-        Who then does not would make another of this round with those who have not heard it either.
+        Who then does not would make another of this round with those who have not heard it either. Nobody knows that
+        who has another result, or none.
         """
-        answers = await asyncio.gather(
-            *(self._call(peer, silence, CONFIRMED) for peer in others if peer != self.lost), return_exceptions=True
-        )
-        return mine in answers
+        able = [peer for peer, answer in theirs.items() if answer == mine or not isinstance(answer, bytes)]
+        answers = await self._ask_all([peer for peer in able if peer != self.lost], silence, CONFIRMED)
+        return mine in answers.values()
+
+    async def _ask_all(self, peers: Sequence[str], silence: Patience, question: bytes = b"") -> Answers:
+        """Return what each member answers: the digests of its result, or nothing; or why there is no answer."""
+        calls = (self._call(peer, silence, question) for peer in peers)
+        return dict(zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
     async def _call(self, peer: str, silence: Patience, question: bytes = b"") -> bytes:
         request = runtime_pb2.ExpertRequest(uid=self._gid.hex(), metadata=question)
         return (await self._ask(peer).rpc_confirm(request, timeout=2 * silence.seconds)).metadata
 
-    async def _digest_of(self, peer: str, silence: Patience) -> bytes:
-        """Return the digest of a member's result; empty if it failed, which need not be its own fault."""
-        try:
-            return await self._call(peer, silence)
-        except Exception as error:
-            self.lost = self.lost or peer
-            raise AllreduceException(f"lost {peer}: it did not confirm: {error!r}") from error
-
     async def answer(self, question: bytes, timeout: float) -> bytes:
-        """Return the digest of this member's result once there is one; empty if it failed.
+        """Return the digests of this member's result once there is one; empty if it failed.
 
         Args:
             question: If `CONFIRMED`, whether all others have told this member that they have it, too; empty if not.
@@ -154,6 +172,23 @@ class GroupWork:
         if not self._is_confirmed.done():
             self._is_confirmed.set_result(False)
         self.reduction.cancel()
+
+
+def digests(plan: GroupPlan, result: Tensor) -> bytes:
+    """Return the SHA-256 of what each reducer has made of a result (uint8), one after the other."""
+    hashes = [hashlib.sha256() for _ in plan.peers]
+    for place, messages in enumerate(plan.slices):
+        for message in messages:
+            hashes[place].update(to_bytes(result[message[0].byte_start : message[-1].byte_stop]))
+    return b"".join(each.digest() for each in hashes)
+
+
+def differing(mine: bytes, theirs: bytes) -> set[int]:
+    """Return the places of the reducers in whose slices two results differ, by their digests; -1 if one is none."""
+    if len(mine) != len(theirs):
+        return {-1}
+    starts = range(0, len(mine), DIGEST_BYTES)
+    return {at // DIGEST_BYTES for at in starts if mine[at : at + DIGEST_BYTES] != theirs[at : at + DIGEST_BYTES]}
 
 
 async def finish_all(running: Mapping[str, asyncio.Task[str]]) -> dict[str, str]:

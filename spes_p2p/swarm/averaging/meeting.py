@@ -41,6 +41,8 @@ class Declarations(GroupKeyManager):
     """
 
     dht: GuardedDHT
+    leaders: Leaders
+    """Of the search that this one reads for."""
     survivors: Sequence[PeerID] | None = None
     """Whom to meet where a round is redone: they know each other, and need no DHT."""
     _expires_at = 0.0
@@ -68,7 +70,9 @@ class Declarations(GroupKeyManager):
         if found is None or not isinstance(found.value, dict):
             return []
         waiting = {owner_of(subkey): item.value for subkey, item in found.value.items()}
-        return [(PeerID.from_base58(peer), until) for peer, until in waiting.items() if until > time.time()]
+        # Whoever waits for longer than this search lasts can be followed by nobody in it.
+        until_when = self.leaders.search_end_time
+        return [(PeerID.from_base58(peer), end) for peer, end in waiting.items() if time.time() < end <= until_when]
 
     async def _survivors_to_follow(self) -> list[tuple[PeerID, float]]:
         """Return the survivors with lesser ids, again and again: whoever has the least of all leads."""
@@ -90,11 +94,14 @@ class Leaders(PotentialLeaders):
     """Whom a peer may follow, until its own time is up.
 
     Stock takes any declaration for a time that is up, the first of a search too: whoever had a follower by then began
-    with that one alone, as soon as half of those expected were there, and the third of three was left behind.
+    with that one alone, as soon as half of those expected were there, and the third of three was left behind. It also
+    looks no further once somebody has said to wait for long: one who lies about that kept all others from each other.
     """
 
     heeded = math.inf
     """Until when this peer waits, as far as this search knows."""
+    max_assured_time = property(lambda self: -math.inf, lambda self, time: None)
+    """Until when nobody unseen can lead, by the declarations seen: they assure of nothing."""
 
     async def pop_next_leader(self) -> PeerID:
         while True:
@@ -115,8 +122,9 @@ class Meeting(Matchmaking):
 
     def __init__(self, p2p, schema_hash: bytes, dht, **kwargs) -> None:
         super().__init__(p2p, schema_hash, dht, **kwargs)
-        self.group_key_manager = Declarations(dht, self._prefix, "", self.target_group_size)
         self.potential_leaders = Leaders(self.peer_id, self.min_matchmaking_time, self.target_group_size)
+        self.group_key_manager = Declarations(dht, self._prefix, "", self.target_group_size)
+        self.group_key_manager.leaders = self.potential_leaders
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
         self._liars: dict[PeerID, float] = {}
 

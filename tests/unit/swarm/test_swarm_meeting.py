@@ -1,6 +1,7 @@
 """Until when a peer waits for others before it averages with those who are there."""
 
 import asyncio
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
         me = PeerID(b"me")
         leaders = Leaders(me, MEETING_SECONDS, 4)
         known = Declarations(SimpleNamespace(peer_id=me), "", "", 4)
-        known.survivors = []
+        known.survivors, known.leaders = [], leaders
         now = get_dht_time()
         step = SimpleNamespace(scheduled_time=now + MEETING_SECONDS, deadline=now + 60)
         async with leaders.begin_search(step, known):
@@ -29,3 +30,37 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
 
     began, ended = asyncio.run(search())
     assert ended - began >= MEETING_SECONDS, "the peer gave the others no time"
+
+
+@pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)
+def test_whoever_says_to_wait_for_long_keeps_nobody_from_looking_on(waits_for, monkeypatch):
+    """Until when in seconds from now; of the one who leads everybody hears a moment later."""
+    me, leader, now = PeerID(b"me"), PeerID(b"another who leads"), get_dht_time()
+    liars = [PeerID(b"one who lies, %d" % number) for number in range(len(waits_for))]
+    monkeypatch.setattr("spes_p2p.swarm.averaging.meeting.owner_of", lambda peer: peer.to_base58())
+
+    class Found(SimpleNamespace):
+        looks = 0
+
+        async def get(self, *_, **__):
+            self.looks += 1
+            await asyncio.sleep(0.01)
+            until = {liar: now + seconds for liar, seconds in zip(liars, waits_for, strict=True)}
+            until |= {leader: now + 2.5} if self.looks > 3 else {}
+            return SimpleNamespace(value={peer: SimpleNamespace(value=time) for peer, time in until.items()})
+
+        def store(self, **_): ...
+
+    async def search() -> PeerID:
+        leaders, dht = Leaders(me, 3.0, 4), Found(peer_id=me, subkey=b"")
+        known = Declarations(dht, "run", "", 4)
+        known.leaders = leaders
+        step = SimpleNamespace(scheduled_time=now + 3.0, deadline=now + 10.0)
+        async with leaders.begin_search(step, known):
+            while True:
+                try:
+                    return await asyncio.wait_for(leaders.pop_next_leader(), 2.0)
+                except TimeoutError:
+                    assert dht.looks > 3, "it does not look any further"
+
+    assert asyncio.run(search()) == leader
