@@ -20,4 +20,4 @@ VOLUME /data
 EXPOSE 4001
 HEALTHCHECK --interval=60s --timeout=30s --start-period=15m \
     CMD ["python", "scripts/health.py", "--output", "/data/peer"]
-ENTRYPOINT ["python", "peers/run_peer.py", "--output", "/data/peer", "--cache", "/data/cache"]
+ENTRYPOINT ["sh", "scripts/container.sh"]

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import LongTensor
@@ -28,16 +29,19 @@ from monitor.settings import (
     MonitorConfig,
     prepare_output,
 )
-from monitor.sinks import JsonlSink, Sink, WandbSink
+from monitor.sinks import JsonlSink, Sinks, WandbSink
 from monitor.view import SwarmView
 from monitor.watch import Ending, Watch
 from spes_p2p.cli import EXIT_INTERRUPTED
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
-from spes_p2p.errors import ConfigError, ExchangeError, SpesError
+from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
 from spes_p2p.presentation import check_plotting
+from spes_p2p.restarting import LEAST_SECONDS, start_again
+from spes_p2p.swarm import known_peers
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.known_peers import KnownPeers
 from spes_p2p.swarm.manifest import Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.node import Node
 
@@ -51,7 +55,8 @@ def main(settings: MonitorConfig) -> int:
     """Watch a run to its end.
 
     Returns:
-        0 after the last round, 1 if all peers went away before it, 130 if interrupted.
+        0 after the last round, 1 if all peers went away before it, 130 if interrupted. If its own p2pd or DHT process
+        dies, it does not return, but starts itself anew.
 
     Raises:
         ConfigError, DataError, JoinError: it cannot start, or its results cannot be written.
@@ -80,7 +85,11 @@ def _delete(names: Iterable[str], output: Path) -> None:
 
 def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
     node = Node(
-        Identity(output / IDENTITY_FILE), settings.run_name, initial_peers=settings.initial_peers, client_mode=True
+        Identity(output / IDENTITY_FILE),
+        settings.run_name,
+        initial_peers=settings.initial_peers,
+        known=KnownPeers(output / known_peers.FILE),
+        client_mode=True,
     )
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
     try:
@@ -89,16 +98,38 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
         guests = guest_list(swarm, manifest)
         swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0, guests=guests)
+        entered = time.monotonic()
 
         def save() -> None:
-            archive.save(output / MODEL_DIRECTORY, tokenizer)
+            _save(archive, output / MODEL_DIRECTORY, tokenizer)
 
         ending = _watch(settings, output, swarm, manifest, archive, save)
         _say_goodbye(ending, archive, save)
         write_report(output, facts={"run": ending.value})
     finally:
         swarm.close()
+    if ending is Ending.CUT_OFF:
+        _watch_again(output, swarm.watchdog.death, time.monotonic() - entered)
     return EXIT_CODES[ending]
+
+
+def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
+    """Start anew what has died; what the watch has seen and pulled is on the disk.
+
+    Raises:
+        JoinError: it died so soon after the start that it would do so for ever.
+    """
+    if seconds < LEAST_SECONDS:
+        raise JoinError(f"{death}; start this monitor again with --resume --output {output}")
+    log.warning("%s; starting again with what this monitor has in %s", death, output)
+    start_again()
+
+
+def _save(archive: Archive, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    try:
+        archive.save(directory, tokenizer)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error}; make room and start again with --resume") from error
 
 
 def _watch(
@@ -115,30 +146,30 @@ def _watch(
     path = output / METRICS_FILE
     if path.exists() and path.stat().st_size:
         view, _ = replay(path, view)
-    sinks: list[Sink] = []
+    sinks = Sinks()
     try:
-        sinks.append(JsonlSink(path, facts, view))
+        sinks.add(JsonlSink(path, facts, view))
         if settings.console != "none":
-            sinks.append(ConsoleSink(manifest.run_id, settings.console, after_round=view.published))
+            sinks.add(ConsoleSink(manifest.run_id, settings.console, after_round=view.published))
         if settings.wandb:
             config = facts["config"]
-            sinks.append(WandbSink(output, project=settings.wandb_project, name=manifest.run_id, config=config))
+            sinks.add(WandbSink(output, project=settings.wandb_project, name=manifest.run_id, config=config))
         return Watch(
             *(swarm, rounds, archive, sinks, view),
             save=save,
+            watchdog=swarm.watchdog,
             evaluate_every=settings.evaluate_every,
             poll_seconds=settings.poll_seconds,
         ).run()
     except KeyboardInterrupt:
         return Ending.STOPPED
     finally:
-        for sink in sinks:
-            sink.close()
+        sinks.close()
 
 
 def _say_goodbye(ending: Ending, archive: Archive, save: Callable[[], None]) -> None:
-    """Save what there is of a run that lost its peers, and say how it ended."""
-    if ending is not Ending.VANISHED:
+    """Save what there is of a run that was lost sight of, and say how it ended."""
+    if ending not in (Ending.VANISHED, Ending.CUT_OFF):
         log.info("%s", ending.value)
         return
     if archive.round == 0 and archive.has_versions:

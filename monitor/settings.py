@@ -11,6 +11,7 @@ from pydantic_settings import SettingsConfigDict
 
 from spes_p2p.config import CommandConfig, NamedRun, PositiveFloat, PositiveInt
 from spes_p2p.errors import ConfigError
+from spes_p2p.swarm import known_peers
 
 METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY = "metrics.jsonl", "report.html", "model"
 VERSIONS_DIRECTORY, IDENTITY_FILE = "versions", "identity.key"
@@ -73,7 +74,7 @@ def prepare_output(settings: MonitorConfig) -> Path:
         raise ConfigError(f"output {output} holds {', '.join(found)} already; pass --resume, --overwrite or another")
     try:
         output.mkdir(parents=True, exist_ok=True)
-        for path in results if settings.overwrite else []:
+        for path in [*results, output / known_peers.FILE] if settings.overwrite else []:
             if path.is_dir():
                 shutil.rmtree(path)
             else:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from monitor.journal import append_line, drop_unfinished_line, round_fields
 from monitor.view import SwarmView, short_id
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, SpesError
+
+log = logging.getLogger(__name__)
 
 MAX_WANDB_PEERS = 100
 """Peers with curves of their own in W&B; the others show in the swarm's."""
@@ -26,6 +29,41 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Write what is pending and let go. Idempotent."""
+
+
+class SinkError(SpesError):
+    """A sink takes no more."""
+
+
+class Sinks:
+    """A watch's sinks as one: who fails is dropped, loudly, and the others go on.
+
+    A full disk or another's service shall not cost the run its monitor, which takes the model home.
+    """
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def add(self, sink: Sink) -> None:
+        """Show it all that comes from now on."""
+        self._sinks.append(sink)
+
+    def update(self, view: SwarmView) -> None:
+        self._tell(lambda sink: sink.update(view))
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        self._tell(lambda sink: sink.evaluated(view, number, loss))
+
+    def close(self) -> None:
+        self._tell(lambda sink: sink.close())
+
+    def _tell(self, tell: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                tell(sink)
+            except (OSError, SinkError) as error:
+                self._sinks.remove(sink)
+                log.error("dropping %s: %s; mend that and start again with --resume", type(sink).__name__, error)
 
 
 class JsonlSink:
@@ -48,9 +86,9 @@ class JsonlSink:
             if path.exists():
                 drop_unfinished_line(path)
             self._file = path.open("a", encoding="utf-8")
+            append_line(self._file, "run", start.now, facts)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose a writable --output") from error
-        append_line(self._file, "run", start.now, facts)
 
     def update(self, view: SwarmView) -> None:
         for peer in view.peers.values():
@@ -126,15 +164,24 @@ class WandbSink:
         for number in sorted(view.rounds):
             if number > self._rounds:
                 self._rounds = number
-                self._run.log({"round": number, **_swarm_values(view, number)})
+                self._log({"round": number, **_swarm_values(view, number)})
 
     def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
-        self._run.log({"round": number, "swarm/held_out_loss": loss, "swarm/total_tokens": view.tokens_until(number)})
+        self._log({"round": number, "swarm/held_out_loss": loss, "swarm/total_tokens": view.tokens_until(number)})
 
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._run.finish()
+            self._ask(self._run.finish)
+
+    def _log(self, values: Mapping[str, float]) -> None:
+        self._ask(lambda: self._run.log(dict(values)))
+
+    def _ask(self, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:  # its own, its mailbox's, its process's: all mean that it is lost
+            raise SinkError(f"W&B: {error!r}") from error
 
     def _log_peer(self, view: SwarmView, key: tuple[int, str]) -> None:
         number, peer_id = key
@@ -144,7 +191,7 @@ class WandbSink:
         report, prefix = view.reports[key], f"peer/{short_id(peer_id)}"
         values = {"loss": report.loss, "tokens_per_second": report.tokens_per_second, "tokens": report.tokens}
         known = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
-        self._run.log({"round": number, **known})
+        self._log({"round": number, **known})
 
 
 def _swarm_values(view: SwarmView, number: int) -> dict[str, float]:

@@ -16,6 +16,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.base import Swarm
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ class Ending(Enum):
 
     FINISHED = "finished: the last round is archived"
     VANISHED = "ended early: all peers are gone"
+    CUT_OFF = "cut off: this monitor's own p2pd or DHT process has died"
     STOPPED = "stopped by its user before the last round"
 
 
@@ -42,9 +44,11 @@ class Watch:
         swarm: The monitor's; in client mode.
         rounds: The run's round settings.
         archive: The swarm's model; used by one thread at a time.
-        sinks: Where views go.
+        sink: Where views go.
         view: Where to start: empty, or replayed.
         save: Writes the archive's model as a checkpoint.
+        watchdog: Knows whether the records still come from the swarm: without its DHT process a monitor reads for ever
+            what it has read last, and without p2pd nothing, as if all peers had gone.
         evaluate_every: Rounds between evaluations.
         poll_seconds: Interval of reading the records.
     """
@@ -54,15 +58,17 @@ class Watch:
         swarm: Swarm,
         rounds: RoundConfig,
         archive: Archive,
-        sinks: Sequence[Sink],
+        sink: Sink,
         view: SwarmView,
         *,
         save: Callable[[], None],
+        watchdog: Watchdog,
         evaluate_every: int = 1,
         poll_seconds: float = 1.0,
     ) -> None:
-        self._swarm, self._rounds, self._archive, self._sinks = swarm, rounds, archive, sinks
-        self._save, self._every, self._poll_seconds = save, evaluate_every, poll_seconds
+        self._swarm, self._rounds, self._archive, self._sink = swarm, rounds, archive, sink
+        self._save, self._watchdog = save, watchdog
+        self._every, self._poll_seconds = evaluate_every, poll_seconds
         self.view = view
         self._archived = 0 if 0 in view.held_out else -1
         self._job: Future[tuple[int, float | None]] | None = None
@@ -70,7 +76,7 @@ class Watch:
         self._seen_at = time.monotonic()
 
     def run(self) -> Ending:
-        """Follow the run until its last round is archived, its peers are gone, or the user stops.
+        """Follow the run until its last round is archived, its peers or the way to them are gone, or the user stops.
 
         Raises:
             ConfigError, DataError: the held-out text cannot be read, or the checkpoint not be written.
@@ -80,11 +86,18 @@ class Watch:
             if self._collect() >= self._rounds.total:
                 self._swarm.report(Archived(peer_id=self._swarm.peer_id, round=self._archived))
                 return Ending.FINISHED
-            if self._job is None and time.monotonic() - self._seen_at > VANISHED_LEASES * self._rounds.lease_seconds:
-                return Ending.VANISHED
+            if self._job is None and (ending := self._lost()):
+                return ending
             self._start_job()
             if self._swarm.wait(self._poll_seconds):
                 return Ending.STOPPED
+
+    def _lost(self) -> Ending | None:
+        """Tell whether nothing more will come; a job is waited for, which ends by itself."""
+        is_silent = time.monotonic() - self._seen_at > VANISHED_LEASES * self._rounds.lease_seconds
+        if self._watchdog.check() if is_silent else self._watchdog.death:
+            return Ending.CUT_OFF
+        return Ending.VANISHED if is_silent else None
 
     def _poll(self) -> None:
         try:
@@ -96,8 +109,7 @@ class Watch:
             self._seen_at = time.monotonic()
         # Each record was validated as its kind when it was read.
         self.view = fold(self.view, Snapshot(self._swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
-        for sink in self._sinks:
-            sink.update(self.view)
+        self._sink.update(self.view)
 
     # ------------------------------------------------------------------ the model
 
@@ -138,16 +150,15 @@ class Watch:
         job, self._job = self._job, None
         try:
             number, loss = job.result()
-        except (ExchangeError, TimeoutError) as error:
+        except (ExchangeError, OSError) as error:  # a timeout, too, is an OSError
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            log.warning("%s; trying again in %.0f s", error or "peers took too long", RETRY_SECONDS)
+            log.warning("%s; trying again in %.0f s", str(error) or "peers took too long", RETRY_SECONDS)
             return self._archived
         self._archived = number
         if loss is not None and number not in self.view.held_out:
             self.view = self.view.evaluated(number, loss)
             log.info("round %d: held-out loss %.4f", number, loss)
-            for sink in self._sinks:
-                sink.evaluated(self.view, number, loss)
+            self._sink.evaluated(self.view, number, loss)
         return self._archived
 
 

@@ -20,7 +20,7 @@ from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.joining import ADDRESS_FILE
 from spes_p2p.presentation import say
-from spes_p2p.training.output import check_output
+from spes_p2p.training.output import can_resume, check_output
 
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
@@ -76,7 +76,9 @@ def main(config: ExperimentConfig) -> int:
 
 
 def _resumed(config: ExperimentConfig) -> ExperimentConfig:
-    """Take the run, its text, its number of peers and how they compute from the interrupted experiment.
+    """Take the run, its text, its peers, their slots and how they compute from the interrupted experiment.
+
+    Not from the folders of its peers: one that was interrupted at its start has none.
 
     Raises:
         ConfigError: `output` holds none.
@@ -85,9 +87,9 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
         kept = yaml.safe_load((config.output / RUN_FILE).read_text())
     except OSError as error:
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
-    peers = len(list(config.output.glob("peer-[0-9]*")))
     run, text = RunConfig.model_validate(kept.pop("run")), [Path(path) for path in kept.pop("text")]
-    return config.model_copy(update={**kept, **_chosen(config), "run": run, "text": text, "peers": peers})
+    chosen = _chosen(config) | ({"max_slots": config.max_slots} if config.max_slots else {})
+    return config.model_copy(update={**kept, **chosen, "run": run, "text": text, "peers": run.round.min_peers})
 
 
 def _with_data(config: ExperimentConfig) -> ExperimentConfig:
@@ -132,7 +134,8 @@ class Experiment:
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
         if not self._config.resume:
             text = [str(path.resolve()) for path in self._config.text]
-            settings = {"run": run.model_dump(mode="json"), "text": text} | _chosen(self._config)
+            settings = {"run": run.model_dump(mode="json"), "text": text, "run_id": self._config.run_id}
+            settings |= {"max_slots": self._max_slots} | _chosen(self._config)
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
         try:
             say(_opening(self._config, self._start(), self._max_slots))
@@ -146,28 +149,34 @@ class Experiment:
         return code
 
     def _start(self) -> str:
-        address_file = self._config.output / "peer-0" / ADDRESS_FILE
+        """Start one peer, which has something to resume if any has, then the others with its address; return that."""
+        first, *others = sorted(range(self._config.peers), key=lambda index: not can_resume(self._folder(index)))
+        address_file = self._folder(first) / ADDRESS_FILE
         address_file.unlink(missing_ok=True)
-        founder = self._start_peer(0, [] if self._config.resume else ["--config", str(self._config.output / RUN_FILE)])
+        founds = [] if can_resume(self._folder(first)) else ["--config", str(self._config.output / RUN_FILE)]
+        founder = self._start_peer(first, founds)
         deadline = time.monotonic() + START_SECONDS
         while not (address_file.exists() and address_file.read_text().endswith("\n")):
             if not founder.is_running() or time.monotonic() > deadline:
                 raise SpesError(f"the first peer did not start within {START_SECONDS:.0f} s; see {founder.log}")
             founder.wait(POLL_SECONDS)
         address = address_file.read_text().strip()
-        for index in range(1, self._config.peers):
+        for index in others:
             self._start_peer(index, ["--initial-peers", address])
         self._monitor = self._start_monitor(address)
         return address
 
+    def _folder(self, index: int) -> Path:
+        return self._config.output / f"peer-{index}"
+
     def _start_peer(self, index: int, extra: Sequence[str]) -> Child:
-        output = self._config.output / f"peer-{index}"
+        output = self._folder(index)
         arguments = [
             *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
             *("--threads", "1", "--device", "cpu", "--data-seed", str(index)),
             "--alone",  # on one machine nobody is cut off: who does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
-            *(["--resume"] if self._config.resume and output.exists() else []),
+            "--resume" if can_resume(output) else "--overwrite",  # of a start that was killed
             *_flags(_chosen(self._config)),
             *extra,
         ]

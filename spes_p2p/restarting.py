@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 from spes_p2p.config import PeerConfig
 from spes_p2p.errors import JoinError
@@ -74,19 +75,28 @@ def restart(config: PeerConfig, died: DaemonDied, *, num_ranks: int) -> None:
     if num_ranks > 1 or died.seconds < LEAST_SECONDS or not is_kept:
         raise JoinError(f"{died}; start this peer again with --resume --output {config.output}") from died
     log.warning("%s; starting again with what this peer has kept in %s", died, config.output)
-    words = resuming_words(sys.orig_argv[1:], died.port)
+    start_again(died.port)
+
+
+def start_again(port: int | None = None) -> NoReturn:
+    """Become a new process of the same command that resumes.
+
+    Args:
+        port: Where p2pd listened; None for a command that has no `--port`.
+    """
+    words = resuming_words(sys.orig_argv[1:], port)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     os.execv(sys.executable, [sys.executable, *words])
 
 
-def resuming_words(words: Sequence[str], port: int) -> list[str]:
+def resuming_words(words: Sequence[str], port: int | None) -> list[str]:
     """Return a command line that goes on with what this one has begun, at the port that others know.
 
     Args:
         words: The command line.
-        port: The port.
+        port: The port; None for a command that has none.
     """
     kept: list[str] = []
     drops_next = False
@@ -97,4 +107,4 @@ def resuming_words(words: Sequence[str], port: int) -> list[str]:
             drops_next = True
         elif word.split("=")[0] not in ("--port", "--resume", "--no-resume", "--overwrite", "--no-overwrite"):
             kept.append(word)
-    return [*kept, "--resume", "--no-overwrite", "--port", str(port)]
+    return [*kept, "--resume", "--no-overwrite", *([] if port is None else ["--port", str(port)])]

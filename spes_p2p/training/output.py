@@ -10,7 +10,9 @@ from pathlib import Path
 
 from spes_p2p.errors import ConfigError
 
-OURS = ("identity.key", "versions", "run.yaml")
+ASIDE = ".overwritten-"
+"""Begins the name of what holds, within an output, what was there before a start that is not yet kept."""
+OURS = ("identity.key", "versions", "run.yaml", f"{ASIDE}*")
 """What marks an output directory as one that --overwrite may delete."""
 
 
@@ -26,7 +28,7 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
     if directory.exists() and not directory.is_dir():
         raise ConfigError(f"--output {directory} is not a directory; choose another")
     is_empty = not directory.exists() or not any(directory.iterdir())
-    is_ours = any((directory / name).exists() for name in OURS)
+    is_ours = any(any(directory.glob(name)) for name in OURS)
     if resume and not is_ours:
         raise ConfigError(f"--output {directory} holds nothing to resume; drop --resume or name another")
     if not is_empty and not resume:
@@ -36,6 +38,14 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
             raise ConfigError(
                 f"--output {directory} holds nothing of spes_p2p's, so --overwrite spares it; name another"
             )
+
+
+def can_resume(directory: Path) -> bool:
+    """Tell whether a start in this directory was kept; one that was killed before has left nothing to go on with."""
+    if not directory.is_dir():
+        return False
+    names = [path.name for path in directory.iterdir()]
+    return "checkpoint" in names or (bool(names) and not any(name.startswith(ASIDE) for name in names))
 
 
 @contextlib.contextmanager
@@ -50,7 +60,7 @@ def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
     existed, kept = directory.exists(), False
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".overwritten-", dir=directory))
+        aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
         _move(directory, aside, spared=aside)
     except OSError as error:
         raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error

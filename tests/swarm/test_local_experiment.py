@@ -55,6 +55,15 @@ def wait_for_round(launcher: Command, peer: Path, number: int, seconds: float = 
         assert time.monotonic() < deadline, f"{peer} did not reach round {number}: {launcher.tail()}"
 
 
+def wait_for_file(launcher: Command, path: Path, seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not path.exists():
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            launcher.process.wait(0.1)
+            raise AssertionError(f"ended before it wrote {path}: {launcher.tail()}")
+        assert time.monotonic() < deadline, f"no {path}: {launcher.tail()}"
+
+
 def pid_of(commands: Commands, output: Path) -> int:
     """Return the process whose command line names an output and whose parent is the launcher."""
     found = [process for process in commands.alive() if str(output) in process.cmdline()]
@@ -68,7 +77,13 @@ def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promi
     commands: Commands, corpus: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
-    first = start(commands, tmp_path, corpus, total=TOTAL)
+    early = start(commands, tmp_path, corpus, total=TOTAL)
+    wait_for_file(early, out / "run.yaml")
+    early.signal(signal.SIGINT)
+    assert early.end() == 130 and early.matches("continue it")
+    assert not list(out.glob("peer-*")), "it was interrupted before a peer had anything to resume"
+
+    first = start(commands, tmp_path, corpus, "--resume", total=TOTAL)
     wait_for_round(first, out / "peer-1", 1)
     first.signal(signal.SIGINT)
     assert first.end() == 130

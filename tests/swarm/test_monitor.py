@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
+from peer_processes import commands_in
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from monitor.peer import main
@@ -21,6 +24,7 @@ from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.restarting import LEAST_SECONDS
 from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
@@ -182,6 +186,34 @@ def test_when_all_peers_vanish_the_last_pulled_round_is_saved(tmp_path: Path, te
     assert torch.equal(loaded.state_dict()["lm_head.weight"], trained.state_dict()["lm_head.weight"])
     assert "all peers are gone" in (config.output / "report.html").read_text()
     assert any(event["change"] == "left" for event in events(config.output, "membership"))
+
+
+@pytest.mark.slow
+def test_a_monitor_whose_p2pd_dies_starts_itself_anew_and_sees_the_run_to_its_end(tmp_path: Path, text: Path) -> None:
+    """Its peers are in good health all the while, and the round that it missed is one of theirs."""
+    output = tmp_path / "out"
+    with swarm_of(tmp_path, num_peers=1, total=2) as ((peer,), manifest, _), commands_in(tmp_path) as commands:
+        models = [stock_model(manifest.config.model, manifest.vocab_size, SEQUENCE, seed) for seed in (78, 79)]
+        peer.publish(1, models[0], [0, 1, 2])
+        peer.declare(1, [0, 1, 2])
+        words = ["--run-id", "watched", "--initial-peers", peer.node.addresses()[0], "--output", output, "--text", text]
+        words += ["--held-out-sequences", "8", "--console", "none", "--cache", tmp_path / "cache", "--threads", "1"]
+        monitor = commands.start("monitor/run_monitor.py", *words)
+        wait_until(lambda: monitor.process.poll() is not None or bool(events(output, "run")), 120.0)
+        threading.Event().wait(LEAST_SECONDS)
+        monitor.wait_for("round 1: held-out loss")
+        (p2pd,) = (p for p in psutil.Process(monitor.pid).children(recursive=True) if p.name() == "p2pd")
+        p2pd.kill()
+        monitor.wait_for("p2pd.* has died.*starting again")
+        peer.publish(2, models[1], [0, 1, 2])
+        peer.declare(2, [0, 1, 2])
+        assert monitor.end() == 0, monitor.tail()
+        commands.wait_until_gone()
+        assert any(record.round == 2 for record in peer.swarm.read(Archived).values())
+    loaded = AutoModelForCausalLM.from_pretrained(output / "model")
+    assert torch.equal(loaded.state_dict()["lm_head.weight"], models[1].state_dict()["lm_head.weight"])
+    assert {1, 2} <= {event["round"] for event in events(output, "evaluation")}
+    assert not [line for line in monitor.lines if "Traceback" in line or "all peers are gone" in line]
 
 
 def test_a_monitor_that_cannot_watch_says_why(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -15,10 +16,15 @@ import pytest
 import yaml
 from peer_processes import ROOT, write_corpus, write_settings
 
+from spes_p2p.config import RoundConfig
+from spes_p2p.training.output import can_resume, check_output
+from spes_p2p.training.saving import LAST_SECONDS
+
 pytestmark = pytest.mark.timeout(240)
 
 SECONDS = 150
 REACHED_BY_ALL = all(parent.stat().st_mode & 0o001 for parent in Path(sys.executable).resolve().parents)
+ENTRY = json.loads(re.search(r"^ENTRYPOINT (.*)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE)[1])
 UID = 10001 if REACHED_BY_ALL else 0
 """Where this Python lies in root's own home no other user can run it: then root, without capabilities."""
 CONFINED = """
@@ -41,18 +47,57 @@ def folder() -> Iterator[Path]:
 
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to give things up")
 def test_a_peer_without_privileges_on_a_read_only_tree_trains_to_the_end(folder: Path) -> None:
-    peer = ["peers/run_peer.py", "--run-id", "confined", "--config", folder / "settings.yaml", "--device", "cpu"]
-    peer += ["--text", folder / "corpus.jsonl", "--output", folder / "out", "--cache", folder / "cache"]
-    peer += ["--threads", "1", "--seed-seconds", "0"]
-    words = ["unshare", "-m", "sh", "-c", CONFINED, "sh", ROOT, UID, sys.executable, *peer]
-    environment = {"PATH": os.environ["PATH"], "HOME": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
-    ended = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, timeout=SECONDS)
-    assert ended.returncode == 0, ended.stderr[-3000:]
-    assert "the run is finished" in ended.stderr
-    assert {path.stat().st_uid for path in (folder / "out").rglob("*")} == {UID}
-    assert (folder / "out" / "identity.key").stat().st_mode & 0o777 in (0o400, 0o600)
-    health = [sys.executable, "scripts/health.py", "--output", folder / "out"]
+    """And again after that: a container's second start has the words of its first."""
+    peer = ["--run-id", "confined", "--config", folder / "settings.yaml", "--device", "cpu"]
+    peer += ["--text", folder / "corpus.jsonl", "--threads", "1", "--seed-seconds", "0"]
+    words = ["unshare", "-m", "sh", "-c", CONFINED, "sh", ROOT, UID, *ENTRY, *peer]
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    for start in ("first", "second"):
+        ended = subprocess.run(list(map(str, words)), env=environment, capture_output=True, text=True, timeout=SECONDS)
+        assert ended.returncode == 0, f"{start}: {ended.stderr[-3000:]}"
+        assert "the run is finished" in ended.stderr
+    assert {path.stat().st_uid for path in (folder / "peer").rglob("*")} == {UID}
+    assert (folder / "peer" / "identity.key").stat().st_mode & 0o777 in (0o400, 0o600)
+    health = [sys.executable, "scripts/health.py", "--output", folder / "peer"]
     assert subprocess.run(list(map(str, health)), cwd=ROOT, timeout=SECONDS).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("left", "word"),
+    [
+        ([], None),
+        (["peer"], None),
+        (["peer/identity.key", "peer/versions"], "--resume"),
+        (["peer/identity.key", "peer/.overwritten-killed"], "--overwrite"),
+        (["peer/checkpoint", "peer/.overwritten-killed"], "--resume"),
+    ],
+)
+def test_a_containers_start_goes_on_with_what_its_volume_holds(
+    left: list[str], word: str | None, tmp_path: Path
+) -> None:
+    """As `can_resume` tells it, and as the peer then takes it."""
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n')
+    python.chmod(0o755)
+    output = tmp_path / "data dir" / "peer"
+    for name in left:
+        (output.parent / name).mkdir(parents=True)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(output.parent)}
+    words = [*ENTRY, "--run-id", "a name"]
+    told = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=30)
+    first = ["peers/run_peer.py", "--output", str(output), "--cache", str(output.parent / "cache")]
+    assert told.stdout.splitlines() == [*first, *filter(None, [word]), "--run-id", "a name"]
+    assert can_resume(output) == (word == "--resume")
+    check_output(output, resume=word == "--resume", overwrite=word == "--overwrite")
+
+
+def test_a_container_has_the_time_to_leave_in_order_and_comes_back_unless_the_run_is_over() -> None:
+    service = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]["peer"]
+    minutes = int(service["stop_grace_period"].removesuffix("m"))
+    assert 60 * minutes > RoundConfig().exchange_seconds + LAST_SECONDS, "handing over, and the last save"
+    assert service["restart"] == "on-failure", "who has finished the run ends with 0"
 
 
 def test_the_container_takes_everything_away() -> None:

@@ -139,3 +139,5 @@ def test_a_restart_goes_on_with_the_same_words_and_the_port_that_others_know() -
     assert resuming_words(words, 4000) == [
         *("peers/run_peer.py", "--run-id", "r", "--resume", "--no-overwrite", "--port", "4000")
     ]
+    monitor = ["monitor/run_monitor.py", "--run-id", "r", "--overwrite"]
+    assert resuming_words(monitor, None) == [*monitor[:-1], "--resume", "--no-overwrite"]

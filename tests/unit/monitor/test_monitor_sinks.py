@@ -14,7 +14,7 @@ from rich.console import Console
 
 from monitor.console import ConsoleSink, printable, render, slot_ranges
 from monitor.journal import replay
-from monitor.sinks import JsonlSink, Sink, WandbSink
+from monitor.sinks import JsonlSink, Sink, Sinks, WandbSink
 from monitor.view import SwarmView, fold, short_id
 from spes_p2p.errors import ConfigError, DataError
 from tests.unit.monitor.swarms import (
@@ -239,6 +239,42 @@ def test_wandb_that_is_missing_is_a_line_with_the_remedy(tmp_path: Path, monkeyp
     monkeypatch.setitem(__import__("sys").modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         WandbSink(tmp_path, project="test", name="run", config={})
+
+
+class Lost:
+    """Stands for a W&B run whose process has died: its calls raise what no `except` of ours names."""
+
+    def __init__(self, seen: list[str]) -> None:
+        self._seen = seen
+
+    def log(self, values: dict) -> None:
+        self._seen.append("log")
+        raise RuntimeError("mailbox closed")
+
+    def finish(self) -> None:
+        self._seen.append("finish")
+        raise RuntimeError("mailbox closed")
+
+
+def test_a_sink_that_fails_is_dropped_loudly_and_the_others_see_everything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    wandb, full, seen = WandbSink(tmp_path, project="test", name="run", config={}), Path("/dev/full"), []
+    path, views = tmp_path / "metrics.jsonl", small_history(3)
+    monkeypatch.setattr(wandb, "_run", Lost(seen))
+    jsonl = JsonlSink(tmp_path / "full.jsonl", FACTS, empty_view())
+    jsonl.close()
+    jsonl._file = full.open("w")  # where every write says that there is no space left
+    sinks = Sinks()
+    for sink in (wandb, jsonl, JsonlSink(path, FACTS, empty_view())):
+        sinks.add(sink)
+    feed(sinks, views)
+    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "report": 6, "round": 3}
+    assert seen == ["log"]
+    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert len(told) == 2 and all("--resume" in line for line in told)
+    assert any("mailbox closed" in line for line in told) and any("No space left" in line for line in told)
 
 
 def test_reports_of_a_late_peer_are_written_when_they_come(tmp_path: Path) -> None:

@@ -71,6 +71,17 @@ class ScriptedArchive:
         return 6.0 - self.round
 
 
+class ScriptedWatchdog:
+    """Has `death` on record once it has noticed; `check` notices at once what has `died`."""
+
+    def __init__(self) -> None:
+        self.death = self.died = ""
+
+    def check(self) -> str:
+        self.death = self.death or self.died
+        return self.death
+
+
 class Recorder:
     def __init__(self) -> None:
         self.evaluations: list[tuple[int, float]] = []
@@ -90,10 +101,12 @@ class Scene:
 
     def __init__(self, view: SwarmView | None = None, lease_seconds: float = 30.0, every: int = 1) -> None:
         self.swarm, self.archive, self.recorder, self.saved = ScriptedSwarm(), ScriptedArchive(), Recorder(), []
+        self.watchdog = ScriptedWatchdog()
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
         self.watch = Watch(
-            *(self.swarm, rounds, self.archive, [self.recorder], view or empty_view()),  # type: ignore[arg-type]
+            *(self.swarm, rounds, self.archive, self.recorder, view or empty_view()),  # type: ignore[arg-type]
             save=lambda: self.saved.append(self.archive.round),
+            watchdog=self.watchdog,  # type: ignore[arg-type]
             evaluate_every=every,
             poll_seconds=0.0,
         )
@@ -136,9 +149,9 @@ def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch: pytest.Monk
     monkeypatch.setattr("monitor.watch.RETRY_SECONDS", 0.01)
     scene = Scene()
     scene.swarm.on_wait = scene.advance
-    scene.archive.failures = [ExchangeError("nobody has it"), TimeoutError()]
+    scene.archive.failures = [ExchangeError("nobody has it"), TimeoutError(), OSError(28, "No space left on device")]
     assert scene.watch.run() is Ending.FINISHED
-    assert scene.archive.pulls[:3] == [1, 1, 1] and scene.recorder.evaluations[-1] == (3, 3.0)
+    assert scene.archive.pulls[:4] == [1, 1, 1, 1] and scene.recorder.evaluations[-1] == (3, 3.0)
 
 
 def test_held_out_text_that_cannot_be_read_ends_the_watch() -> None:
@@ -172,6 +185,31 @@ def test_a_swarm_without_claims_for_two_leases_is_gone() -> None:
     assert scene.watch.run() is Ending.VANISHED
     assert time.monotonic() - began >= 0.2
     assert scene.recorder.evaluations[-1][0] == 1 and not scene.swarm.reported and not scene.saved
+
+
+def test_records_that_are_only_remembered_keep_no_watch_going() -> None:
+    """Without its DHT process a monitor reads what it has read last: claims of peers that may be gone."""
+    scene = Scene()
+
+    def die(polls: int) -> None:
+        scene.advance(polls)
+        if scene.archive.evaluated[-1:] == [1]:
+            scene.watchdog.death = "this peer's DHT process has died"
+        assert polls < 2000, "it would go on for ever"
+
+    scene.swarm.on_wait = die
+    assert scene.watch.run() is Ending.CUT_OFF
+    assert scene.recorder.evaluations[-1] == (1, 5.0) and not scene.swarm.reported
+
+
+def test_a_monitor_without_p2pd_does_not_take_the_swarm_for_gone() -> None:
+    scene = Scene(lease_seconds=0.1)
+
+    def die(polls: int) -> None:
+        scene.swarm.members, scene.watchdog.died = [], "p2pd has died"
+
+    scene.swarm.on_wait = die
+    assert scene.watch.run() is Ending.CUT_OFF
 
 
 def test_a_closed_swarm_stops_the_watch() -> None:

@@ -1,0 +1,134 @@
+"""What a resumed experiment starts, wherever it was interrupted: also before its peers had anything to go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from spes_p2p import experiment
+from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
+from spes_p2p.experiment import ExperimentConfig
+from spes_p2p.joining import ADDRESS_FILE
+from spes_p2p.training.output import can_resume, check_output
+
+Words = dict[str, list[str]]
+PEERS, SLOTS = 4, 3
+SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+
+
+class Running:
+    """A child that does nothing, and of which nothing is left when it is stopped."""
+
+    returncode = 0
+
+    def __init__(self, name: str) -> None:
+        self.name, self.process, self.log = name, self, Path(name)
+
+    def poll(self) -> int | None:
+        return 0 if self.name == "monitor" else None
+
+    def is_running(self) -> bool:
+        return True
+
+    def wait(self, seconds: float) -> bool:
+        return True
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Words:
+    """What was started last, in that order: each child's words by its name."""
+    started: Words = {}
+
+    def start(name: str, script: Path, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> Running:
+        started[name] = list(words)
+        output = Path(words[words.index("--output") + 1])
+        output.mkdir(parents=True, exist_ok=True)
+        (output / ADDRESS_FILE).write_text(f"address-of-{name}\n")
+        return Running(name)
+
+    monkeypatch.setattr(experiment, "start", start)
+    monkeypatch.setattr(experiment, "stop", lambda children: None)
+    monkeypatch.setattr(experiment, "_prepare_corpus", lambda config: None)
+    return started
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, started: Words) -> Callable[..., Words]:
+    """Starts an experiment, leaves of its peers' folders only what is named, and resumes it."""
+
+    def resume(**left: str) -> Words:
+        run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
+        common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
+        begun = ExperimentConfig(run=run, peers=PEERS, max_slots=SLOTS, run_id="mine", **common)
+        assert experiment.main(begun) == 0
+        assert [name for name, words in started.items() if "--config" in words] == ["peer-0"]
+        for index in range(PEERS):
+            folder = tmp_path / "out" / f"peer-{index}"
+            (folder / ADDRESS_FILE).unlink()
+            if name := left.get(f"peer_{index}"):
+                (folder / name).mkdir()
+            else:
+                folder.rmdir()
+        started.clear()
+        assert experiment.main(ExperimentConfig(resume=True, **common)) == 0
+        return started
+
+    return resume
+
+
+def flag(words: Sequence[str], name: str) -> str:
+    return words[words.index(name) + 1]
+
+
+def peers_of(started: Words) -> Words:
+    """Return the peers alone, once it is clear that they are those of the first start, and join whom they should."""
+    first, *others = peers = {name: words for name, words in started.items() if name != "monitor"}
+    assert sorted(peers) == [f"peer-{index}" for index in range(PEERS)]
+    assert {flag(words, "--max-slots") for words in peers.values()} == {str(SLOTS)}
+    assert {flag(words, "--run-id") for words in started.values()} == {"mine"}
+    assert "--initial-peers" not in peers[first]
+    assert {flag(started[name], "--initial-peers") for name in [*others, "monitor"]} == {f"address-of-{first}"}
+    return peers
+
+
+def test_an_experiment_interrupted_before_its_peers_kept_anything_starts_them_all_anew(
+    interrupted: Callable[..., Words], tmp_path: Path
+) -> None:
+    peers = peers_of(interrupted())
+    assert next(iter(peers)) == "peer-0" and flag(peers["peer-0"], "--config") == str(tmp_path / "out" / "run.yaml")
+    assert not any("--resume" in words for words in peers.values())
+
+
+def test_peers_with_nothing_to_resume_join_those_that_go_on(interrupted: Callable[..., Words]) -> None:
+    """Whichever those are: also where the founder's folder is gone, what the others have trained counts."""
+    peers = peers_of(interrupted(peer_2="versions"))
+    assert next(iter(peers)) == "peer-2"
+    assert [name for name, words in peers.items() if "--resume" in words] == ["peer-2"]
+    assert not any("--config" in words for words in peers.values())
+
+
+def test_a_peer_killed_before_its_start_was_kept_is_started_anew(interrupted: Callable[..., Words]) -> None:
+    peers = peers_of(interrupted(peer_0="versions", peer_1=".overwritten-killed"))
+    assert "--resume" in peers["peer-0"]
+    assert "--overwrite" in peers["peer-1"] and "--resume" not in peers["peer-1"]
+
+
+def test_what_the_founder_is_told_to_begin_with_is_a_peers_configuration(
+    interrupted: Callable[..., Words], tmp_path: Path
+) -> None:
+    interrupted()
+    kept = yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())
+    assert set(kept) <= set(PeerConfig.model_fields)
+    assert PeerConfig(**kept).run.round.min_peers == PEERS
+
+
+def test_a_start_that_was_killed_before_it_was_kept_may_be_overwritten_and_not_resumed(tmp_path: Path) -> None:
+    assert not can_resume(tmp_path) and not can_resume(tmp_path / "none")
+    (tmp_path / ".overwritten-killed").mkdir()
+    assert not can_resume(tmp_path)
+    check_output(tmp_path, resume=False, overwrite=True)
+    (tmp_path / "checkpoint").mkdir()
+    assert can_resume(tmp_path), "somebody has resumed it since"
