@@ -19,7 +19,7 @@ from spes_p2p.swarm.roster import SHARED, Member, derive_groups, is_bundle, kind
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.custody import custodians
 from spes_p2p.training.refresh import affordable
-from spes_p2p.training.routes import preferred, relays
+from spes_p2p.training.routes import having_moments, preferred, relays
 from spes_p2p.training.votes import Having, active_of, heard, latest, majoritys, state_of, voters_of
 
 log = logging.getLogger(__name__)
@@ -199,20 +199,19 @@ class Holdings:
         made = {n: peers for n, peers in groups.members.items() if n in self._names and n not in published}
         makers = {name: [peer for peer in peers if peer != me] for name, peers in made.items()}
         self.makers = makers = {name: peers for name, peers in makers.items() if peers}
-        kept = {n for n, peers in custodians(groups, self._run.round.copies).items() if me in peers and n in makers}
+        keepers = custodians(groups, self._run.round.copies, links)
+        kept = {name for name in makers if me in keepers.get(name, ())}
         behind = {name: self._rounds_behind(name, round) for name in makers}
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
-        chains = {name: peers for name, peers in relays(groups, roster, links).items() if name in chosen}
-        wanted = {}
-        for name in sorted(chosen):
-            wanted[name] = preferred(me, name, makers[name], links)
-            if name in chains and me not in chains[name]:
-                # Whoever cannot be counted on to pass a slot on still need not burden its holder.
-                wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
+        chains = {name: peers for name, peers in relays(groups, roster, links, keepers).items() if name in chosen}
+        wanted = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
+        for name in [name for name, peers in chains.items() if me not in peers]:
+            # Whoever cannot be counted on to pass a slot on still need not burden its holder.
+            wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
         if self._anchors.publishes_moments(round):
             trained = {member.peer_id for member in roster if member.tokens}
-            published_too = [name for name in sorted(kept) if trained & set(makers[name])]
-            wanted |= {moments_name(name): preferred(me, name, makers[name], links) for name in published_too}
+            asked = {n: having_moments(me, makers[n], keepers[n], links) for n in kept if trained & set(makers[n])}
+            wanted |= {moments_name(name): preferred(me, name, asked[name], links) for name in sorted(asked)}
         # Else a liar could have its version signed by another key of its own, and nobody would be struck for it.
         authors = {name: makers[name.removeprefix("moments-")] for name in wanted}
         flats = self.pull(wanted, round, chains, links, authors)
