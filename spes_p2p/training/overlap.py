@@ -18,14 +18,15 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from spes_p2p.errors import SpesError
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.passages import Trained, Update
-from spes_p2p.training.process_group import PATIENCE
 from spes_p2p.training.reports import Work
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+LOOK_SECONDS = 60.0
+"""How often who waits for a synchronisation looks whether it has ended."""
 
 
 class Task(Protocol[T_co]):
@@ -150,14 +151,14 @@ class Flight:
         return self._steps >= self._delay or (now is not None and update.ends_at <= now)
 
     def land(self) -> Correction:
-        """Wait for the result; on the leader.
+        """Wait for the result, as long as it takes: whoever has lost all others waits for them; on the leader.
 
         Raises:
-            SpesError: it never came; or what the synchronisation raised.
+            SpesError: what the synchronisation raised.
         """
         assert self._task is not None
-        if not self._task.wait(PATIENCE.total_seconds()):
-            raise SpesError(f"a synchronisation has not ended in {PATIENCE}; restart this peer with --resume")
+        while not self._task.wait(LOOK_SECONDS):
+            pass
         return self._task.result()
 
     def abandon(self, seconds: float) -> None:

@@ -185,13 +185,17 @@ class Rounds:
         """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
         if self._run.round.mode == "steps":
             return steps / self._run.round.steps
-        share = self._group.from_leader(lambda: self._share_elapsed(steps))
-        return share if self._flight is None else min(share, UNFINISHED)
+        return self._group.from_leader(lambda: self._share_elapsed(steps))
 
     def _share_elapsed(self, steps: int) -> float:
-        """Return the share of the round's time that is over; a slow machine's is, if it can end no other step in it."""
+        """Return the share of the round's time that is over; a slow machine's is, if it can end no other step in it.
+
+        Until a synchronisation that is under way has landed nobody knows that time, but no round outlasts the longest.
+        """
         now, began = self._now(), self._started_at
         share = (now - began) / max(self._ends_at - began, 1e-3)
+        if self._flight is not None:
+            return min(share, UNFINISHED) if now - began < self._run.round.max_seconds else 1.0
         step_seconds = (now - began - self._halted_seconds) / max(steps, 1)
         patience = PUNCTUAL * self._run.round.matchmaking_seconds
         return max(share, 1.0) if steps and now + step_seconds > self._ends_at + patience else share

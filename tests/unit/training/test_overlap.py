@@ -26,7 +26,7 @@ from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training import rounds as rounds_module
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import PeerCheckpoint
-from spes_p2p.training.overlap import Correction, ThreadTask
+from spes_p2p.training.overlap import Correction, Flight, ThreadTask
 from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
@@ -239,6 +239,42 @@ def test_in_rounds_by_the_clock_training_goes_on_until_the_next_rounds_end_is_kn
     assert reports[0].tokens == pytest.approx(1000, abs=2 * STEP_TOKENS)
     for report in reports[1:]:
         assert report.train_seconds == pytest.approx(late, abs=1.2) and report.tokens > 9 * reports[0].tokens
+
+
+def test_out_of_reach_a_peer_trains_no_longer_than_the_longest_round_and_then_waits():
+    """Else what it had trained in hours would come as one delta."""
+    run, late, longest = overlapping(1, mode="tokens", tokens=1000, max_seconds=5.0), 100.0, 5.0
+    hub, reports = MemoryHub("run"), []
+    peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
+    slow_down(peer, lambda: hub.clock.advance(late))
+    hub.clock.run([lambda: peer.live(peer.initial(), reports.append)])
+    for report in reports[1:]:
+        assert report.train_seconds == pytest.approx(longest, abs=2 * STEP_SECONDS)
+        assert report.tokens == pytest.approx(1000 * longest, abs=2 * STEP_TOKENS)
+    assert reports[1].waited_seconds == pytest.approx(late - longest, abs=1.2)
+
+
+class Outage:
+    """A task that ends when the swarm is back."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @property
+    def is_done(self) -> bool:
+        return self._seconds <= 0
+
+    def wait(self, seconds: float) -> bool:
+        self._seconds -= seconds
+        return self.is_done
+
+    def result(self) -> str:
+        return "back"
+
+
+def test_a_synchronisation_is_waited_for_as_long_as_the_swarm_is_out_of_reach():
+    day = 24 * 3600.0
+    assert Flight(None, 1, Outage(day)).land() == "back"
 
 
 def test_a_delay_longer_than_a_round_by_the_clock_does_not_prolong_it():
