@@ -63,15 +63,15 @@ class Holdings:
         self._names = vector_names(self._num_slots)
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
-        self._since = swarm.now()
-        self._looked_at = 0.0
+        self._since, self._looked_at, self._has_left = swarm.now(), 0.0, False
 
     # ------------------------------------------------------------------ claims
 
     def announce(self, state: Literal["joining", "active"]) -> None:
-        """Tell everybody what this peer holds, and keep renewing it."""
-        self._state = state
-        self._swarm.announce(self._claim())
+        """Tell everybody what this peer holds, and keep renewing it; nothing new any more once it has left."""
+        if not self._has_left:
+            self._state = state
+            self._swarm.announce(self._claim())
 
     def _claim(self) -> Claim:
         return Claim(
@@ -105,9 +105,10 @@ class Holdings:
         return {peer: claim for peer, claim in claims.items() if peer not in out}
 
     def leave(self) -> None:
-        """Give the slots back at once, rather than when the lease ends."""
+        """Give the slots back at once, rather than when the lease ends; for good."""
         self.slots, self._max_slots = (), 0
         self.announce("joining")
+        self._has_left = True
 
     def hand_over(self, seconds: float) -> list[str]:
         """Give the slots back, and serve them until others have the newest version of each; return those they lack.
@@ -120,10 +121,10 @@ class Holdings:
         self.leave()
         began = self.clock()
         while True:
-            offers = self._offers(self.others()).values()
-            names = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
-            if not names or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
-                return names
+            mine, offers = self._swarm.versions(), self._offers(self.others()).values()
+            lacking = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
+            if not lacking or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
+                return lacking
 
     # ------------------------------------------------------------------ slots
 

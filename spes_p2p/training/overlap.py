@@ -11,6 +11,7 @@ and global parameters; hivemind's `delta_rule_averaging` is the same.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from torch import Tensor
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.reports import Work
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -162,6 +165,7 @@ class Flight:
         return self._task.result()
 
     def abandon(self, seconds: float) -> None:
-        """Give a synchronisation whose result nobody will use so long to end."""
-        if self._task is not None:
+        """Give a synchronisation whose result nobody here will use so long to end."""
+        if self._task is not None and not self._task.is_done:
+            log.info("letting a synchronisation end first, at most %.0f s; Ctrl-C again ends at once", seconds)
             self._task.wait(seconds)

@@ -68,8 +68,7 @@ class Rounds:
         self._saving, self._start = Saving(checkpoint, run_id, trainer, group, sync), start
         self._on_round: Callable[[Metrics], None] | None = None
         self._flight: Flight | None = None
-        self._round = 0
-        self._total_tokens = 0
+        self._round = self._total_tokens = 0
         self._speed = 0.0
         self._started_at = self._ends_at = 0.0
         self._began = self._trainer.clock()
@@ -111,6 +110,11 @@ class Rounds:
                 self._flight.abandon(LEAVING_SECONDS)
             self._saving.close()
 
+    def settle(self, seconds: float) -> None:
+        """Before this peer leaves, let a synchronisation end that it was interrupted in; for so long at most."""
+        if self._flight is not None:
+            self._flight.abandon(seconds)
+
     @property
     def _is_over(self) -> bool:
         return self._round >= self._run.round.total
@@ -124,7 +128,7 @@ class Rounds:
             self._depart(work)
             return
         began = self._trainer.clock()
-        self._apply(self._finish(work.trained))
+        self._apply(self._lead(lambda sync: sync.finish(work.trained, starts_at=self._ends_at)))
         if self._round > before:
             waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
             self._conclude(work, waited)
@@ -217,9 +221,6 @@ class Rounds:
             self._ends_at = ends_at
 
     # ------------------------------------------------------------------ synchronising
-
-    def _finish(self, trained: Trained) -> tuple[Update, int, float]:
-        return self._lead(lambda sync: sync.finish(trained, starts_at=self._ends_at))
 
     def _lead(self, work: Callable[[Synchroniser], Update]) -> tuple[Update, int, float]:
         """Let the leader synchronise; return its update, round and round end on every rank."""

@@ -19,6 +19,7 @@ from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, run_virtual, tiny
 from monitor.view import sync_share, wall_seconds
 from spes_p2p.config import MachineConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ExchangeError
+from spes_p2p.peer import _hand_over
 from spes_p2p.swarm.averaging.reduce import weighted_mean
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Metrics
@@ -450,14 +451,7 @@ def test_who_is_interrupted_does_not_stay_for_a_synchronisation(monkeypatch):
     peer, released = alone(overlapping(1)), threading.Event()
     peer.rounds._start = ThreadTask
     slow_down(peer, lambda: released.wait(60.0))
-    step = peer.trainer.step
-
-    def interrupted(*rates: float) -> Any:
-        if peer.trainer.steps == STEPS + 2:
-            raise KeyboardInterrupt
-        return step(*rates)
-
-    peer.trainer.step = interrupted  # type: ignore[method-assign]
+    interrupt(peer, STEPS + 2)
     with pytest.raises(KeyboardInterrupt):
         peer.rounds.run()
     assert any(thread.name == "synchronisation" for thread in threading.enumerate())
@@ -465,6 +459,45 @@ def test_who_is_interrupted_does_not_stay_for_a_synchronisation(monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "synchronisation":
             thread.join(60.0)
+
+
+def interrupt(peer: VirtualPeer, steps: int) -> None:
+    """Have a Ctrl-C come before the step after so many."""
+    step = peer.trainer.step
+
+    def interrupted(*rates: float) -> Any:
+        if peer.trainer.steps == steps:
+            raise KeyboardInterrupt
+        return step(*rates)
+
+    peer.trainer.step = interrupted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("others", [["somebody"], []])
+def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monkeypatch):
+    """What it commits is the others' too; unless nobody is there."""
+    monkeypatch.setattr(rounds_module, "LEAVING_SECONDS", 0.0)
+    peer, released = alone(overlapping(1)), threading.Event()
+    peer.rounds._start, holdings = ThreadTask, peer.sync.holdings
+    slow_down(peer, lambda: released.wait(60.0))
+    interrupt(peer, STEPS + 2)
+    with pytest.raises(KeyboardInterrupt):
+        peer.rounds.run()
+    flight = peer.rounds._flight
+    assert flight is not None and not flight._task.is_done
+
+    def read() -> list[str]:
+        if others:
+            released.set()
+        return others
+
+    handed: list[tuple[float, int]] = []
+    holdings.others = read  # type: ignore[method-assign]
+    holdings.hand_over = lambda seconds: handed.append((seconds, peer.sync.round)) or []  # type: ignore
+    _hand_over(peer.sync, peer.rounds, 60.0)
+    assert handed == [(60.0, 1 if others else 0)]
+    released.set()
+    assert flight._task.wait(60.0)
 
 
 # ---------------------------------------------------------------------- ranks
