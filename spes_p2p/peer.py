@@ -72,6 +72,7 @@ def _train(
     group.connect()
     sync: Synchroniser | None = None
     trainer: Trainer | None = None
+    rounds: Rounds | None = None
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
@@ -97,7 +98,7 @@ def _train(
             log.info("the run is finished")
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
-            _hand_over(sync, joined[1].manifest.config.round.exchange_seconds)
+            _hand_over(sync, rounds, joined[1].manifest.config.round.exchange_seconds)
         raise
     finally:
         if sync is not None:
@@ -127,8 +128,14 @@ def _synchroniser(config: PeerConfig, swarm: HivemindSwarm, admission: Admission
     return sync
 
 
-def _hand_over(sync: Synchroniser, seconds: float) -> None:
-    """Give the slots back, and leave once others have what only this peer has, or time is up."""
+def _hand_over(sync: Synchroniser, rounds: Rounds | None, seconds: float) -> None:
+    """Give the slots back, and leave once others have what only this peer has, or time is up.
+
+    A round that is synchronised beside the training may be the others' already: who did not wait for it would take the
+    newest versions along.
+    """
+    if rounds is not None and sync.holdings.others():
+        rounds.settle(seconds)
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", seconds)
     if lacking := sync.holdings.hand_over(seconds):
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))

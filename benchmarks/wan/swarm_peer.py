@@ -149,7 +149,7 @@ class SwarmPeer:
     def _pull_slots(self, result: RoundResult, round: int) -> None:
         """Fetch the others' slots as `training.holdings` does."""
         groups, links = derive_groups(result.roster), uplinks(result.roster)
-        chains = relays(groups, result.roster, links)
+        chains = relays(groups, result.roster, links, {})
         wanted = {
             name: preferred(self._swarm.peer_id, name, makers, links)
             for name, makers in groups.members.items()

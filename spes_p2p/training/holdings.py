@@ -19,7 +19,7 @@ from spes_p2p.swarm.roster import SHARED, Member, derive_groups, is_bundle, kind
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.custody import custodians
 from spes_p2p.training.refresh import affordable
-from spes_p2p.training.routes import preferred, relays
+from spes_p2p.training.routes import having_moments, preferred, relays
 from spes_p2p.training.votes import Having, active_of, heard, latest, majoritys, state_of, voters_of
 
 log = logging.getLogger(__name__)
@@ -63,15 +63,15 @@ class Holdings:
         self._names = vector_names(self._num_slots)
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
-        self._since = swarm.now()
-        self._looked_at = 0.0
+        self._since, self._looked_at, self._has_left = swarm.now(), 0.0, False
 
     # ------------------------------------------------------------------ claims
 
     def announce(self, state: Literal["joining", "active"]) -> None:
-        """Tell everybody what this peer holds, and keep renewing it."""
-        self._state = state
-        self._swarm.announce(self._claim())
+        """Tell everybody what this peer holds, and keep renewing it; nothing new any more once it has left."""
+        if not self._has_left:
+            self._state = state
+            self._swarm.announce(self._claim())
 
     def _claim(self) -> Claim:
         return Claim(
@@ -105,9 +105,10 @@ class Holdings:
         return {peer: claim for peer, claim in claims.items() if peer not in out}
 
     def leave(self) -> None:
-        """Give the slots back at once, rather than when the lease ends."""
+        """Give the slots back at once, rather than when the lease ends; for good."""
         self.slots, self._max_slots = (), 0
         self.announce("joining")
+        self._has_left = True
 
     def hand_over(self, seconds: float) -> list[str]:
         """Give the slots back, and serve them until others have the newest version of each; return those they lack.
@@ -120,10 +121,10 @@ class Holdings:
         self.leave()
         began = self.clock()
         while True:
-            offers = self._offers(self.others()).values()
-            names = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
-            if not names or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
-                return names
+            mine, offers = self._swarm.versions(), self._offers(self.others()).values()
+            lacking = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
+            if not lacking or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
+                return lacking
 
     # ------------------------------------------------------------------ slots
 
@@ -199,20 +200,19 @@ class Holdings:
         made = {n: peers for n, peers in groups.members.items() if n in self._names and n not in published}
         makers = {name: [peer for peer in peers if peer != me] for name, peers in made.items()}
         self.makers = makers = {name: peers for name, peers in makers.items() if peers}
-        kept = {n for n, peers in custodians(groups, self._run.round.copies).items() if me in peers and n in makers}
+        keepers = custodians(groups, self._run.round.copies, links)
+        kept = {name for name in makers if me in keepers.get(name, ())}
         behind = {name: self._rounds_behind(name, round) for name in makers}
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
-        chains = {name: peers for name, peers in relays(groups, roster, links).items() if name in chosen}
-        wanted = {}
-        for name in sorted(chosen):
-            wanted[name] = preferred(me, name, makers[name], links)
-            if name in chains and me not in chains[name]:
-                # Whoever cannot be counted on to pass a slot on still need not burden its holder.
-                wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
+        chains = {name: peers for name, peers in relays(groups, roster, links, keepers).items() if name in chosen}
+        wanted = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
+        for name in [name for name, peers in chains.items() if me not in peers]:
+            # Whoever cannot be counted on to pass a slot on still need not burden its holder.
+            wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
         if self._anchors.publishes_moments(round):
             trained = {member.peer_id for member in roster if member.tokens}
-            published_too = [name for name in sorted(kept) if trained & set(makers[name])]
-            wanted |= {moments_name(name): preferred(me, name, makers[name], links) for name in published_too}
+            asked = {n: having_moments(me, makers[n], keepers[n], links) for n in kept if trained & set(makers[n])}
+            wanted |= {moments_name(name): preferred(me, name, asked[name], links) for name in sorted(asked)}
         # Else a liar could have its version signed by another key of its own, and nobody would be struck for it.
         authors = {name: makers[name.removeprefix("moments-")] for name in wanted}
         flats = self.pull(wanted, round, chains, links, authors)

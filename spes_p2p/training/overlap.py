@@ -11,6 +11,7 @@ and global parameters; hivemind's `delta_rule_averaging` is the same.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,14 +19,17 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from spes_p2p.errors import SpesError
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.passages import Trained, Update
-from spes_p2p.training.process_group import PATIENCE
 from spes_p2p.training.reports import Work
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+LOOK_SECONDS = 60.0
+"""How often who waits for a synchronisation looks whether it has ended."""
 
 
 class Task(Protocol[T_co]):
@@ -150,17 +154,18 @@ class Flight:
         return self._steps >= self._delay or (now is not None and update.ends_at <= now)
 
     def land(self) -> Correction:
-        """Wait for the result; on the leader.
+        """Wait for the result, as long as it takes: whoever has lost all others waits for them; on the leader.
 
         Raises:
-            SpesError: it never came; or what the synchronisation raised.
+            SpesError: what the synchronisation raised.
         """
         assert self._task is not None
-        if not self._task.wait(PATIENCE.total_seconds()):
-            raise SpesError(f"a synchronisation has not ended in {PATIENCE}; restart this peer with --resume")
+        while not self._task.wait(LOOK_SECONDS):
+            pass
         return self._task.result()
 
     def abandon(self, seconds: float) -> None:
-        """Give a synchronisation whose result nobody will use so long to end."""
-        if self._task is not None:
+        """Give a synchronisation whose result nobody here will use so long to end."""
+        if self._task is not None and not self._task.is_done:
+            log.info("letting a synchronisation end first, at most %.0f s; Ctrl-C again ends at once", seconds)
             self._task.wait(seconds)

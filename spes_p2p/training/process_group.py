@@ -16,7 +16,10 @@ from spes_p2p.errors import ConfigError, SpesError
 T = TypeVar("T")
 
 PATIENCE = datetime.timedelta(hours=2)
-"""Longest a rank waits for the leader: longer than any of a round's network phases."""
+"""Longest a rank waits for what all ranks do at once: one that stands still for so long is not coming back."""
+LEADERS_PATIENCE = datetime.timedelta(weeks=52)
+"""Longest a rank waits for the leader's word, which waits for the swarm as long as that is out of reach. A leader that
+has died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
 
 
 class ProcessGroup:
@@ -37,6 +40,7 @@ class ProcessGroup:
         use_cuda = device != "cpu" and torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
+        self._words: dist.ProcessGroup | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -48,9 +52,11 @@ class ProcessGroup:
         if self.world_size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, timeout=PATIENCE)
+            # On the CPU: a GPU that waited for a word would be busy all the time.
+            self._words = dist.new_group(backend="gloo", timeout=LEADERS_PATIENCE)
 
     def from_leader(self, compute: Callable[[], T]) -> T:
-        """Run `compute` on the leader and return its result on every rank.
+        """Run `compute` on the leader and return its result on every rank, however long that takes.
 
         Raises:
             SpesError: what `compute` raised, on every rank.
@@ -63,7 +69,7 @@ class ProcessGroup:
                 outcome[0] = compute()
             except SpesError as error:
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0)
+        dist.broadcast_object_list(outcome, src=0, group=self._words)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]

@@ -68,8 +68,7 @@ class Rounds:
         self._saving, self._start = Saving(checkpoint, run_id, trainer, group, sync), start
         self._on_round: Callable[[Metrics], None] | None = None
         self._flight: Flight | None = None
-        self._round = 0
-        self._total_tokens = 0
+        self._round = self._total_tokens = 0
         self._speed = 0.0
         self._started_at = self._ends_at = 0.0
         self._began = self._trainer.clock()
@@ -111,6 +110,11 @@ class Rounds:
                 self._flight.abandon(LEAVING_SECONDS)
             self._saving.close()
 
+    def settle(self, seconds: float) -> None:
+        """Before this peer leaves, let a synchronisation end that it was interrupted in; for so long at most."""
+        if self._flight is not None:
+            self._flight.abandon(seconds)
+
     @property
     def _is_over(self) -> bool:
         return self._round >= self._run.round.total
@@ -124,7 +128,7 @@ class Rounds:
             self._depart(work)
             return
         began = self._trainer.clock()
-        self._apply(self._finish(work.trained))
+        self._apply(self._lead(lambda sync: sync.finish(work.trained, starts_at=self._ends_at)))
         if self._round > before:
             waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
             self._conclude(work, waited)
@@ -185,13 +189,17 @@ class Rounds:
         """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
         if self._run.round.mode == "steps":
             return steps / self._run.round.steps
-        share = self._group.from_leader(lambda: self._share_elapsed(steps))
-        return share if self._flight is None else min(share, UNFINISHED)
+        return self._group.from_leader(lambda: self._share_elapsed(steps))
 
     def _share_elapsed(self, steps: int) -> float:
-        """Return the share of the round's time that is over; a slow machine's is, if it can end no other step in it."""
+        """Return the share of the round's time that is over; a slow machine's is, if it can end no other step in it.
+
+        Until a synchronisation that is under way has landed nobody knows that time, but no round outlasts the longest.
+        """
         now, began = self._now(), self._started_at
         share = (now - began) / max(self._ends_at - began, 1e-3)
+        if self._flight is not None:
+            return min(share, UNFINISHED) if now - began < self._run.round.max_seconds else 1.0
         step_seconds = (now - began - self._halted_seconds) / max(steps, 1)
         patience = PUNCTUAL * self._run.round.matchmaking_seconds
         return max(share, 1.0) if steps and now + step_seconds > self._ends_at + patience else share
@@ -213,9 +221,6 @@ class Rounds:
             self._ends_at = ends_at
 
     # ------------------------------------------------------------------ synchronising
-
-    def _finish(self, trained: Trained) -> tuple[Update, int, float]:
-        return self._lead(lambda sync: sync.finish(trained, starts_at=self._ends_at))
 
     def _lead(self, work: Callable[[Synchroniser], Update]) -> tuple[Update, int, float]:
         """Let the leader synchronise; return its update, round and round end on every rank."""

@@ -37,6 +37,8 @@ FORGERIES = {
 
 _behaviour = multiprocessing.get_context("fork").Array("c", 64)
 _gates: list[Connection] = []
+_framed: list[str] = []
+"""The one to whom a liar tells something else than to all others."""
 
 
 def open_gate(gate: Connection) -> None:
@@ -232,11 +234,12 @@ class RogueReduction(reduction.Reduction):
         async for message in super().rpc_aggregate_part(stream, context, lane):
             if _is(REDUCING) and self._is_shared:
                 await asyncio.wait_for(self._all_sent.wait(), GATE_SECONDS)
-            place = self._plan.peers.index(context.remote_id.to_base58())
-            is_first = place == (0 if self._me else 1)
-            if _is("tells each another mean") or (_is("tells one another mean") and is_first):
+            peer = context.remote_id.to_base58()
+            if _is("tells one another mean") and self._is_shared and not _framed:
+                _framed.append(peer)
+            if _is("tells each another mean") or (_is("tells one another mean") and peer in _framed):
                 mean = torch.frombuffer(bytearray(message.tensor_part.buffer), dtype=torch.float32)
-                mean += 1 + place
+                mean += 1 + self._plan.peers.index(peer)
                 message.tensor_part.buffer = mean.numpy().tobytes()
             if _is("means too much"):
                 message.tensor_part.buffer += message.tensor_part.buffer

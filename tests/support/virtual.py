@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+
 import torch
 
 from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, TrainConfig
+from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.identity import hashed_peer_id
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.training import virtual_peer
@@ -58,6 +63,30 @@ class VirtualPeer(virtual_peer.VirtualPeer):
 
     def initial(self) -> dict[str, torch.Tensor]:
         return build_initial(self.config, VOCAB, self.sync, self.trainer)
+
+
+class HiddenSwarm(MemorySwarm):
+    """The view of a peer that nobody can call: it reaches nobody else like it.
+
+    Args:
+        hub: Where the others are.
+        peer_id: This peer's.
+        hidden: All such peers' ids.
+    """
+
+    def __init__(self, hub: MemoryHub, peer_id: str, hidden: Collection[str]) -> None:
+        super().__init__(hub, peer_id)
+        self._hidden = frozenset(hidden) - {peer_id}
+
+    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        member = contribution.member.model_copy(update={"calls_only": True})
+        return super().average(replace(contribution, member=member), expected=expected, starts_at=starts_at)
+
+    def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
+        return super().inventory([peer for peer in peers if peer not in self._hidden])
+
+    def _has(self, peer: str, name: str) -> bool:
+        return peer not in self._hidden and super()._has(peer, name)
 
 
 def peer_id(index: int) -> str:

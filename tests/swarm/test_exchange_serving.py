@@ -3,6 +3,7 @@
 import json
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -36,6 +37,31 @@ BAD_REQUESTS = {
     "a digest that is none": {"have": "../x"},
     "more than there is to ask": {"offset": -1},
 }
+
+
+def test_who_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch):
+    """It has to fetch it first, which may take longer than a caller is kept waiting; who makes it has it or never."""
+    maker, relay, puller = trio
+    monkeypatch.setattr(serving, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("spes_p2p.swarm.exchange.pulling.PATIENCE_SECONDS", 0.2)
+    declined, decline = threading.Event(), serving.Server._decline
+
+    async def watched(server, channel, state):
+        declined.set()
+        await decline(server, channel, state)
+
+    monkeypatch.setattr(serving.Server, "_decline", watched)
+    wanted, authors = {"slot-77": [relay.peer_id]}, {"slot-77": [maker.peer_id]}
+    with ThreadPoolExecutor() as pool:
+        pull = pool.submit(puller.pull, wanted, min_round=5, timeout=PULL_SECONDS, authors=authors)
+        assert declined.wait(PULL_SECONDS)
+        maker.publish(5, {"slot-77": flat(77)})
+        assert relay.pull({"slot-77": [maker.peer_id]}, min_round=5, timeout=PULL_SECONDS) == {}
+        assert pull.result() == {}
+    assert torch.equal(puller.load("slot-77"), flat(77))
+    wanted = {"slot-77": [relay.peer_id]}
+    failed = puller.pull(wanted, min_round=6, timeout=PULL_SECONDS, authors={"slot-77": [relay.peer_id]})
+    assert "absent" in failed["slot-77"]
 
 
 def ask(puller, honest, request, *after):

@@ -30,6 +30,10 @@ class BusyError(ExchangeError):
     """The peer serves others; ask it again later."""
 
 
+class AbsentError(ExchangeError):
+    """The peer does not have it, or not yet."""
+
+
 @dataclass
 class Candidate:
     """A peer that may have it.
@@ -141,9 +145,10 @@ class Fetch:
 
         Raises:
             BusyError: it has no time.
+            AbsentError: it does not have what is wanted.
             CutShortError: it broke off, or must be asked anew.
             TimeoutError: it was silent for too long.
-            ExchangeError: it does not have what is wanted, or sends something else.
+            ExchangeError: it refuses to answer, or sends something else.
             RecordError: its version is not what its author signed.
         """
         loop = asyncio.get_running_loop()
@@ -177,7 +182,8 @@ class Fetch:
         if answer.state == "busy":
             raise BusyError("is busy")
         if answer.state in ("absent", "refused"):
-            raise ExchangeError(f"has no version of round {self.wanted.min_round} ({answer.state})")
+            kind = AbsentError if answer.state == "absent" else ExchangeError
+            raise kind(f"has no version of round {self.wanted.min_round} ({answer.state})")
         version = Version.verify(answer.version, self._station.run_id)
         self.wanted.check(version)
         if answer.state != "same":

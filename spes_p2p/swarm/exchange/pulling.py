@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.channel import CutShortError
 from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download
-from spes_p2p.swarm.exchange.fetching import AT_ONCE_BYTES, BusyError, Candidate, Fetch, Station
+from spes_p2p.swarm.exchange.fetching import AT_ONCE_BYTES, AbsentError, BusyError, Candidate, Fetch, Station
 from spes_p2p.swarm.exchange.messages import Wanted
 
 log = logging.getLogger(__name__)
@@ -141,8 +141,15 @@ class Pull:
                 self._station.rests.was_busy(candidate.peer, now)
             elif isinstance(error, CutShortError) and candidate.breaks < MAX_BREAKS:
                 candidate.not_before = now + BREAK_SECONDS
+            elif isinstance(error, AbsentError) and self._passes_on(candidate):
+                candidate.not_before = now + PATIENCE_SECONDS
             else:
                 self._exclude({candidate.peer})
+
+    def _passes_on(self, candidate: Candidate) -> bool:
+        """Tell whether a peer has to fetch first what it is asked for; whoever makes it has it by now or never."""
+        authors = self._wanted.authors
+        return bool(authors) and candidate.peer not in authors and not candidate.is_relay
 
     def _exclude(self, peers: set[str]) -> None:
         self._peers = [c for c in self._peers if c.peer not in peers]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
-from virtual import VirtualPeer, peer_id, tiny_run
+from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
@@ -19,9 +19,12 @@ def groups(holders: dict[int, tuple[str, ...]], current: tuple[str, ...] = PEERS
     return Groups(round=3, behind=(), members={SHARED: current, **{f"slot-{s}": p for s, p in holders.items()}})
 
 
+LINKS = dict.fromkeys(PEERS, 1.0)
+
+
 def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_even():
     sole = {slot: (PEERS[slot % 5],) for slot in range(20)}
-    kept = custodians(groups(sole), copies=3)
+    kept = custodians(groups(sole), 3, LINKS)
     assert set(kept) == {f"slot-{slot}" for slot in range(20)}
     for slot, holders in sole.items():
         assert len(set(kept[f"slot-{slot}"])) == 2 and not set(kept[f"slot-{slot}"]) & set(holders)
@@ -30,12 +33,39 @@ def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_eve
 
 
 def test_who_is_not_of_the_round_keeps_nothing_and_nobody_keeps_what_enough_hold():
-    kept = custodians(groups({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), copies=2)
+    kept = custodians(groups({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2, LINKS)
     assert set(kept) == {"slot-0"} and set(kept["slot-0"]) <= set(PEERS[1:3])
 
 
 def test_a_lone_peer_has_nobody_to_keep_anything():
-    assert custodians(groups({0: PEERS[:1]}, current=PEERS[:1]), copies=2) == {}
+    assert custodians(groups({0: PEERS[:1]}, current=PEERS[:1]), 2, LINKS) == {}
+
+
+def test_what_nobody_can_be_asked_for_is_kept_first_by_those_who_can():
+    links = LINKS | dict.fromkeys(PEERS[1:], 0.0)
+    sole = groups({slot: (PEERS[1 + slot % 4],) for slot in range(8)})
+    assert set(custodians(sole, 2, links).values()) == {PEERS[:1]}
+    assert {len(kept) for kept in custodians(sole, 3, links).values()} == {2}
+    assert {kept[0] for kept in custodians(sole, 3, links).values()} == {PEERS[0]}
+    mixed = groups({slot: (PEERS[0],) for slot in range(8)})
+    assert set(custodians(mixed, 2, links).values()) == {(peer,) for peer in PEERS[1:]}, "who trains them can be asked"
+
+
+def test_two_whom_nobody_can_call_have_each_others_slots_and_the_third_one_their_moments():
+    rounds = RoundConfig(mode="steps", steps=2, total=3, min_peers=3, max_seconds=60, exchange_seconds=20)
+    run, hub = tiny_run(round=rounds), MemoryHub("run", matchmaking_seconds=10.0)
+    hidden = [peer_id(1), peer_id(2)]
+    swarms = [MemorySwarm(hub, peer_id(0)), *(HiddenSwarm(hub, peer, hidden) for peer in hidden)]
+    slots = [2, 1, 1]
+    peers = [VirtualPeer(run, swarm, index=i, max_slots=slots[i]) for i, swarm in enumerate(swarms)]
+    initial = peers[0].initial()
+    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    assert [len(peer.slots) for peer in peers] == slots
+    for peer in peers:
+        assert {peer.swarm.versions()[f"slot-{slot}"].round for slot in range(4)} == {rounds.total}
+        assert not any(report.dropped for report in peer.reports)
+    kept = {peers[0].swarm.versions()[f"moments-slot-{slot}"].round for peer in peers[1:] for slot in peer.slots}
+    assert kept == {rounds.total}
 
 
 class Recording(MemorySwarm):

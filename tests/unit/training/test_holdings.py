@@ -152,6 +152,35 @@ def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking)
     assert leaver.holdings.slots == () and heir.holdings.claims()[peer_id(0)].max_slots == 0
 
 
+def test_a_leaver_stays_for_a_version_that_it_publishes_while_it_leaves():
+    """A round that it was in may be committed meanwhile."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
+    leaver.holdings.resume([0])
+    wait, held = leaver.swarm.wait, list[int]()
+
+    def wait_and_see(seconds: float) -> bool:
+        if not held:
+            heir.swarm.publish(13, {"slot-0": torch.full((3,), 13.0)})
+            leaver.swarm.publish(14, {"slot-0": torch.full((3,), 14.0)})
+        else:
+            heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0)
+        held.append(heir.swarm.versions()["slot-0"].round)
+        return wait(seconds)
+
+    leaver.swarm.wait = wait_and_see
+    assert leaver.holdings.hand_over(5.0) == [] and held == [13, 14]
+
+
+def test_whoever_has_left_is_not_active_again_by_what_it_was_still_doing():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    leaver, other = Member(hub, 0, 13, "active"), Member(hub, 1, 13, "active")
+    leaver.holdings.leave()
+    leaver.holdings.announce("active")
+    claim = other.holdings.claims()[peer_id(0)]
+    assert (claim.state, claim.max_slots) == ("joining", 0)
+
+
 def test_a_run_whose_moments_stay_at_home_asks_for_none():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     member = Member(hub, 0, 13, "active", outer=OuterConfig(moments="local"))

@@ -19,6 +19,7 @@ from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, run_virtual, tiny
 from monitor.view import sync_share, wall_seconds
 from spes_p2p.config import MachineConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ExchangeError
+from spes_p2p.peer import _hand_over
 from spes_p2p.swarm.averaging.reduce import weighted_mean
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Metrics
@@ -26,7 +27,7 @@ from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training import rounds as rounds_module
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import PeerCheckpoint
-from spes_p2p.training.overlap import Correction, ThreadTask
+from spes_p2p.training.overlap import Correction, Flight, ThreadTask
 from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
@@ -241,6 +242,42 @@ def test_in_rounds_by_the_clock_training_goes_on_until_the_next_rounds_end_is_kn
         assert report.train_seconds == pytest.approx(late, abs=1.2) and report.tokens > 9 * reports[0].tokens
 
 
+def test_out_of_reach_a_peer_trains_no_longer_than_the_longest_round_and_then_waits():
+    """Else what it had trained in hours would come as one delta."""
+    run, late, longest = overlapping(1, mode="tokens", tokens=1000, max_seconds=5.0), 100.0, 5.0
+    hub, reports = MemoryHub("run"), []
+    peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
+    slow_down(peer, lambda: hub.clock.advance(late))
+    hub.clock.run([lambda: peer.live(peer.initial(), reports.append)])
+    for report in reports[1:]:
+        assert report.train_seconds == pytest.approx(longest, abs=2 * STEP_SECONDS)
+        assert report.tokens == pytest.approx(1000 * longest, abs=2 * STEP_TOKENS)
+    assert reports[1].waited_seconds == pytest.approx(late - longest, abs=1.2)
+
+
+class Outage:
+    """A task that ends when the swarm is back."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    @property
+    def is_done(self) -> bool:
+        return self._seconds <= 0
+
+    def wait(self, seconds: float) -> bool:
+        self._seconds -= seconds
+        return self.is_done
+
+    def result(self) -> str:
+        return "back"
+
+
+def test_a_synchronisation_is_waited_for_as_long_as_the_swarm_is_out_of_reach():
+    day = 24 * 3600.0
+    assert Flight(None, 1, Outage(day)).land() == "back"
+
+
 def test_a_delay_longer_than_a_round_by_the_clock_does_not_prolong_it():
     settings = {"mode": "tokens", "tokens": 1000}
     long, short = (alone(overlapping(delay, **settings)) for delay in (1000, 1))
@@ -414,14 +451,7 @@ def test_who_is_interrupted_does_not_stay_for_a_synchronisation(monkeypatch):
     peer, released = alone(overlapping(1)), threading.Event()
     peer.rounds._start = ThreadTask
     slow_down(peer, lambda: released.wait(60.0))
-    step = peer.trainer.step
-
-    def interrupted(*rates: float) -> Any:
-        if peer.trainer.steps == STEPS + 2:
-            raise KeyboardInterrupt
-        return step(*rates)
-
-    peer.trainer.step = interrupted  # type: ignore[method-assign]
+    interrupt(peer, STEPS + 2)
     with pytest.raises(KeyboardInterrupt):
         peer.rounds.run()
     assert any(thread.name == "synchronisation" for thread in threading.enumerate())
@@ -429,6 +459,45 @@ def test_who_is_interrupted_does_not_stay_for_a_synchronisation(monkeypatch):
     for thread in threading.enumerate():
         if thread.name == "synchronisation":
             thread.join(60.0)
+
+
+def interrupt(peer: VirtualPeer, steps: int) -> None:
+    """Have a Ctrl-C come before the step after so many."""
+    step = peer.trainer.step
+
+    def interrupted(*rates: float) -> Any:
+        if peer.trainer.steps == steps:
+            raise KeyboardInterrupt
+        return step(*rates)
+
+    peer.trainer.step = interrupted  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("others", [["somebody"], []])
+def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monkeypatch):
+    """What it commits is the others' too; unless nobody is there."""
+    monkeypatch.setattr(rounds_module, "LEAVING_SECONDS", 0.0)
+    peer, released = alone(overlapping(1)), threading.Event()
+    peer.rounds._start, holdings = ThreadTask, peer.sync.holdings
+    slow_down(peer, lambda: released.wait(60.0))
+    interrupt(peer, STEPS + 2)
+    with pytest.raises(KeyboardInterrupt):
+        peer.rounds.run()
+    flight = peer.rounds._flight
+    assert flight is not None and not flight._task.is_done
+
+    def read() -> list[str]:
+        if others:
+            released.set()
+        return others
+
+    handed: list[tuple[float, int]] = []
+    holdings.others = read  # type: ignore[method-assign]
+    holdings.hand_over = lambda seconds: handed.append((seconds, peer.sync.round)) or []  # type: ignore
+    _hand_over(peer.sync, peer.rounds, 60.0)
+    assert handed == [(60.0, 1 if others else 0)]
+    released.set()
+    assert flight._task.wait(60.0)
 
 
 # ---------------------------------------------------------------------- ranks

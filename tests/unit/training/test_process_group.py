@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import socket
+import threading
 from pathlib import Path
 
 import pytest
@@ -67,12 +69,40 @@ def error_of(group: ProcessGroup) -> str:
     return "none"
 
 
-def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path, monkeypatch):
+WAIT_SECONDS = 1.0
+"""Longer than the ranks wait for each other here."""
+
+
+def waiting_main(rank: int, port: int, folder: str) -> None:
+    """Have the leader wait for long before its first word, and die before its second."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    group = ProcessGroup("cpu")
+    group.connect()
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=WAIT_SECONDS / 10), dist.group.WORLD)
+    heard = group.from_leader(lambda: threading.Event().wait(WAIT_SECONDS))
+    try:
+        group.from_leader(lambda: os._exit(0))
+    except RuntimeError as error:
+        Path(folder, f"{rank}.json").write_text(json.dumps([heard, str(error)]))
+
+
+def test_ranks_wait_for_the_leaders_word_without_a_limit_but_notice_its_death(tmp_path, monkeypatch):
+    """It may have lost all others for a night; who then started a peer anew would not have helped."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(waiting_main, args=(free_port(), str(tmp_path)), nprocs=RANKS)
+    heard, error = json.loads((tmp_path / "1.json").read_text())
+    assert heard is False and "connection" in error.lower()
+
+
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(rank_main, args=(port, str(tmp_path)), nprocs=RANKS)
+        return probe.getsockname()[1]
+
+
+def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=RANKS)
     for rank in range(RANKS):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
             "leader": rank == 0,

@@ -8,7 +8,8 @@ import pytest
 from virtual import peer_id
 
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, uplinks
-from spes_p2p.training.routes import preferred, relays
+from spes_p2p.training.custody import custodians
+from spes_p2p.training.routes import having_moments, preferred, relays
 
 PEERS = [peer_id(i) for i in range(5)]
 
@@ -21,7 +22,8 @@ def member(index: int, uplink: float | None, slots: tuple[int, ...], **changes) 
 
 
 def chains(*roster: Member) -> dict[str, tuple[str, ...]]:
-    return relays(derive_groups(roster), roster, uplinks(roster))
+    groups, links = derive_groups(roster), uplinks(roster)
+    return relays(groups, roster, links, custodians(groups, 2, links))
 
 
 def sorted_peers(*indices: int) -> tuple[str, ...]:
@@ -49,6 +51,25 @@ def test_only_those_who_fetch_a_slot_for_certain_are_counted_on() -> None:
     behind = member(4, 100.0, (), round=2, anchors={SHARED: "7" * 16})
     assert chains(slow, *others, behind) == {"slot-0": sorted_peers(1, 2)}
     assert chains(slow, others[0], others[2]) == {}, "one alone has nobody to pass it on to"
+
+
+@pytest.mark.parametrize("refreshes", [False, True], ids=["takes all", "takes some"])
+def test_one_alone_passes_on_the_slots_of_holders_whom_nobody_can_call(refreshes: bool) -> None:
+    """Else two of them would never have each other's; who takes few slots keeps these, and so has them."""
+    called = member(0, None, (0, 1), refreshes=refreshes)
+    hidden = [member(1, None, (2, 3), calls_only=True), member(2, None, (4, 5), calls_only=True)]
+    assert chains(called, *hidden) == dict.fromkeys(("slot-2", "slot-3", "slot-4", "slot-5"), (PEERS[0],))
+    assert chains(*hidden) == {}, "nobody is there who could"
+    assert "slot-2" not in chains(called, hidden[1], member(1, None, (2,), calls_only=True), member(3, None, (2,)))
+
+
+def test_moments_come_from_who_trains_them_unless_neither_side_can_be_called() -> None:
+    links = {"called": 1.0, "other": 1.0, "hidden": 0.0, "puller": 0.0}
+    keepers = ("puller", "called", "hidden")
+    assert having_moments("puller", ["hidden"], keepers, links) == ["called"]
+    assert having_moments("puller", ["hidden", "other"], keepers, links) == ["hidden", "other"]
+    assert having_moments("called", ["hidden"], keepers, links) == ["hidden"]
+    assert having_moments("puller", ["hidden"], ("puller",), links) == ["hidden"], "nobody else has them"
 
 
 def test_pullers_spread_over_holders_by_what_these_can_send() -> None:
