@@ -218,6 +218,8 @@ def entry_point(
         main: The command; returns its exit code.
         argv: The command line; by default `sys.argv` without the program's name.
     """
+    # A shell starts what runs in its background with Ctrl-C ignored; a peer whose p2pd has died interrupts itself so.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)
     try:
         config = load_settings(settings, sys.argv[1:] if argv is None else argv)

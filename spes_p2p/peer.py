@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.gate import LossGate, public_text
-from spes_p2p.training.output import check_output, fresh_output
+from spes_p2p.training.output import check_output, fresh_output, kept_output
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.recovery import checkpoint_of
 from spes_p2p.training.rounds import Rounds
@@ -40,9 +39,13 @@ def main(config: PeerConfig) -> int:
         _train(config, group, None)
         return 0
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
-    output = contextlib.nullcontext(_nothing) if config.resume else fresh_output(config.output)
+    output = kept_output if config.resume else fresh_output
     try:
-        with output as keep, joined(config) as (swarm, admission), restarting.when_daemons_die(config, swarm):
+        with (
+            output(config.output) as keep,
+            joined(config) as (swarm, admission),
+            restarting.when_daemons_die(config, swarm),
+        ):
             try:
                 _train(config, group, (swarm, admission), keep)
             except KeyboardInterrupt:

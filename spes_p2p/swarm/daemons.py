@@ -19,7 +19,7 @@ from spes_p2p.swarm.validation import RecordValidator
 
 log = logging.getLogger(__name__)
 
-STARTUP_SECONDS = 20.0
+STARTUP_SECONDS, DIAL_SECONDS = 20.0, 5.0
 CLOCKS = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
 """What hivemind says to a newcomer whose clock differs from an initial peer's."""
 
@@ -54,20 +54,44 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], door: Doo
     """
     reach = {"no_listen": True, "dht_mode": "client"} if door.client_mode else {}
     try:
-        return await BoundP2P.create(
-            initial_peers=initial_peers or None,
+        if initial_peers and not identity.is_new and await _is_taken(identity, initial_peers):
+            raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
+        p2p = await BoundP2P.create(
             identity_path=str(identity.path),
             host_maddrs=None if door.client_mode else [f"/ip4/{door.host}/tcp/{door.port}"],
             announce_maddrs=list(door.announce) or None,
             use_relay=False,
             startup_timeout=STARTUP_SECONDS,
-            check_if_identity_free=not identity.is_new,
             **reach,
         )
     except P2PDaemonError as error:
-        if "taken by another peer" in str(error):
-            raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own") from error
         raise _failure(initial_peers, error) from error
+    if initial_peers and not await _meets(p2p, initial_peers):
+        await p2p.shutdown()
+        raise unreachable(initial_peers)
+    return p2p
+
+
+async def _is_taken(identity: Identity, initial_peers: Sequence[str]) -> bool:
+    """Tell whether those who answer lead to another peer of this identity."""
+    stranger = await BoundP2P.create(dht_mode="client", use_relay=False, startup_timeout=STARTUP_SECONDS)
+    try:
+        return await _meets(stranger, initial_peers) and await stranger.finds(identity.peer_id, DIAL_SECONDS)
+    finally:
+        await stranger.shutdown()
+
+
+async def _meets(p2p: BoundP2P, addresses: Sequence[str]) -> bool:
+    """Dial peers; tell whether anybody is there.
+
+    Stock has p2pd do this before it starts, and p2pd waits for each: one who takes a call and says nothing kept
+    newcomers from all others.
+    """
+    at: dict[str, list[str]] = {}
+    for address in addresses:
+        at.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
+    await p2p.dial(at, DIAL_SECONDS)
+    return bool(await p2p.connected() & at.keys())
 
 
 def start_dht(p2p: BoundP2P, validator: RecordValidator, initial_peers: Sequence[str], door: Door) -> GuardedDHT:

@@ -88,6 +88,11 @@ def die_with_parent(parent_pid: int) -> None:
             os._exit(1)
 
 
+def outlast_signals_to_the_group() -> None:
+    """Leave the parent's process group, to which torchrun sends SIGTERM: the parent needs this process to say goodbye."""
+    os.setpgid(0, 0)
+
+
 class _UnansweredCalls(dict):
     """Calls by id, of which those given up count as gone."""
 
@@ -163,6 +168,14 @@ class BoundP2P(GuardedP2P):
 
         await asyncio.gather(*(dial_one(peer, at) for peer, at in addresses.items()))
 
+    async def finds(self, peer: str, seconds: float) -> bool:
+        """Tell whether a peer is there, by its id alone."""
+        try:
+            await asyncio.wait_for(self._client.connect(PeerID.from_base58(peer), []), seconds)
+        except (OSError, ControlFailure, P2PDaemonError, TimeoutError):
+            return False
+        return True
+
     @staticmethod
     def _make_process_args(*args, **kwargs) -> list[str]:
         command = P2P._make_process_args(*args, **kwargs)
@@ -174,6 +187,7 @@ class BoundDHT(DHT):
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
+        outlast_signals_to_the_group()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         super().run()
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +17,8 @@ ASIDE = ".overwritten-"
 """Begins the name of what holds, within an output, what was there before a start that is not yet kept."""
 OURS = ("identity.key", "versions", "run.yaml", f"{ASIDE}*")
 """What marks an output directory as one that --overwrite may delete."""
+LEAVING_SECONDS = 5.0
+"""Longest that the processes of a peer that was killed outlive it."""
 
 
 def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
@@ -49,36 +54,69 @@ def can_resume(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
+def kept_output(directory: Path) -> Iterator[Callable[[], None]]:
+    """Give the block a directory to go on with, for itself; what it is given to call does nothing.
+
+    Raises:
+        ConfigError: another process writes there.
+    """
+    with _alone_in(directory):
+        yield lambda: None
+
+
+@contextlib.contextmanager
+def _alone_in(directory: Path) -> Iterator[None]:
+    """Keep other processes of ours out of a directory; a peer that was killed leaves it within seconds."""
+    held, deadline = os.open(directory, os.O_RDONLY), time.monotonic() + LEAVING_SECONDS
+    try:
+        while True:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise ConfigError(f"--output {directory} is in use by another peer; name another") from error
+                time.sleep(0.1)
+            except OSError:  # a file system without locks
+                break
+        yield
+    finally:
+        os.close(held)
+
+
+@contextlib.contextmanager
 def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
     """Give the block an empty directory, and `directory` back as it was unless the block calls what it is given.
 
     What it holds is put aside within itself: it may be a mount point, which cannot be renamed.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or another process writes there.
     """
     existed, kept = directory.exists(), False
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
-        _move(directory, aside, spared=aside)
-    except OSError as error:
-        raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
+    with contextlib.ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(_alone_in(directory))
+            aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
+            _move(directory, aside, spared=aside)
+        except OSError as error:
+            raise ConfigError(f"cannot write --output {directory}: {error.strerror}; name a writable one") from error
 
-    def keep() -> None:
-        nonlocal kept
-        kept = True
-        shutil.rmtree(aside)
+        def keep() -> None:
+            nonlocal kept
+            kept = True
+            shutil.rmtree(aside)
 
-    try:
-        yield keep
-    finally:
-        if not kept:
-            _delete(directory, spared=aside)
-            _move(aside, directory)
-            aside.rmdir()
-            if not existed:
-                directory.rmdir()
+        try:
+            yield keep
+        finally:
+            if not kept:
+                _delete(directory, spared=aside)
+                _move(aside, directory)
+                aside.rmdir()
+                if not existed:
+                    directory.rmdir()
 
 
 def _move(source: Path, target: Path, spared: Path | None = None) -> None:

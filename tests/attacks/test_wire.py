@@ -81,6 +81,14 @@ def test_one_bad_record_of_a_dictionary_is_left_out_and_the_others_are_read(vict
     assert people.alice.peer_id not in {owner_of(subkey) for subkey, _ in kept.items()}
 
 
+def test_nobody_fills_anothers_cache(victim, attacker, people):
+    """What it holds a search takes first, and believes."""
+    record = mallorys_record({"kind": "claims"}, people)
+    item = record.key, record.subkey, record.value, record.expiration_time
+    assert attacker.store(item) == [True]
+    assert "cache" in str(attacker.store(item, in_cache=True))
+
+
 @pytest.mark.parametrize("count", [65, 10_000])
 def test_a_request_for_too_many_keys_is_refused(victim, attacker, count):
     """Each key is answered with all that lies there: 190,000 times the same one fit into a message."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import random
 import threading
 
@@ -14,7 +16,7 @@ from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
 
 from spes_p2p.codecs import Segment
 from spes_p2p.config import RoundConfig
-from spes_p2p.errors import JoinError
+from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.identity import Identity
@@ -88,6 +90,48 @@ def test_where_no_initial_peer_answers_a_known_one_is_enough(four, tmp_path):
     )
     assert node.met_somebody
     node.close()
+
+
+@contextlib.contextmanager
+def stalling(port, num_bytes):
+    """Lead calls to a port, of whose answers only so many bytes come through."""
+
+    async def lead(reader, writer):
+        answers, calls = await asyncio.open_connection("127.0.0.1", port)
+
+        async def pass_on():
+            while data := await reader.read(2**16):
+                calls.write(data)
+
+        passing, left = asyncio.create_task(pass_on()), num_bytes
+        while left > 0 and (data := await answers.read(left)):
+            left -= len(data)
+            writer.write(data)
+        await passing
+
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    server = asyncio.run_coroutine_threadsafe(asyncio.start_server(lead, "127.0.0.1", 0), loop).result(10)
+    yield server.sockets[0].getsockname()[1]
+    loop.call_soon_threadsafe(loop.stop)
+
+
+def test_whoever_takes_a_call_and_stalls_keeps_nobody_from_the_others(four, tmp_path):
+    """Once it has shown its key; one that says nothing at all is given up sooner by p2pd itself."""
+    port = int(four[0].addresses[0].split("/")[4])
+    with stalling(port, num_bytes=1000) as stalls:
+        initial = [f"/ip4/127.0.0.1/tcp/{stalls}/p2p/{four[0].peer_id}", four[1].addresses[0]]
+        for _ in range(2):  # who comes back asks first whether its identity is free
+            Node(Identity(tmp_path / "key"), "run", initial_peers=initial).close()
+
+
+def test_an_identity_is_one_peers(four, tmp_path):
+    node = Node(Identity(tmp_path / "key"), "run", initial_peers=four[0].addresses)
+    try:
+        with pytest.raises(ConfigError, match="in use by another peer"):
+            Node(Identity(tmp_path / "key"), "run", initial_peers=four[1].addresses)
+    finally:
+        node.close()
 
 
 def test_an_error_names_every_address_that_was_tried(tmp_path):

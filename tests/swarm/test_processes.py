@@ -51,6 +51,14 @@ def test_p2pd_is_told_no_secrets(tmp_path, monkeypatch):
         node.close()
 
 
+def test_a_signal_to_a_peers_group_leaves_it_what_it_needs_to_say_goodbye(tmp_path):
+    """torchrun ends its ranks so."""
+    peer = PeerProcess(tmp_path / "peer").wait_until_ready()
+    group = os.getpgid(peer.process.pid)
+    assert not [process for process in peer.descendants() if os.getpgid(process.pid) == group]
+    peer.close()
+
+
 def test_no_process_outlives_a_peer_that_leaves(tmp_path):
     peer = PeerProcess(tmp_path / "peer").wait_until_ready()
     descendants = peer.descendants()

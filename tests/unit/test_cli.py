@@ -158,9 +158,10 @@ def test_a_config_that_is_no_text_is_one_line(tmp_path):
 
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
-    handler = signal.getsignal(signal.SIGTERM)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for signum, handler in handlers.items():
+        signal.signal(signum, handler)
 
 
 def raiser(error: BaseException) -> Callable[[PeerConfig], int]:
@@ -187,6 +188,15 @@ def test_a_commands_end_is_its_exit_code(main, code, stderr, monkeypatch, capsys
         entry_point(PeerConfig, main)
     assert ended.value.code == code
     assert capsys.readouterr().err == stderr
+
+
+def test_an_interrupt_counts_even_where_a_shell_has_had_it_ignored(monkeypatch, restored_signals):
+    """As it does for all that it starts in its background."""
+    monkeypatch.setattr(sys, "argv", ["run_peer.py", "--run-id", "r"])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, lambda config: signal.raise_signal(signal.SIGINT))
+    assert ended.value.code == 130
 
 
 def test_help_exits_with_0_and_explains_the_flags(monkeypatch, capsys, restored_signals):

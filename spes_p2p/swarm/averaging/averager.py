@@ -34,7 +34,7 @@ from spes_p2p.swarm.clock import Patience
 from spes_p2p.swarm.guarded_dht import SPARE_STREAMS, GuardedDHT
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.pacing import Pace
-from spes_p2p.swarm.processes import WholeMessages, die_with_parent, hold_current_task
+from spes_p2p.swarm.processes import WholeMessages, die_with_parent, hold_current_task, outlast_signals_to_the_group
 from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
 from spes_p2p.swarm.validation import matchmaking_prefix
 
@@ -112,6 +112,7 @@ class SparseAverager(DecentralizedAverager):
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
+        outlast_signals_to_the_group()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._inner_pipe = WholeMessages(self._inner_pipe)

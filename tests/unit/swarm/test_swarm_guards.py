@@ -15,6 +15,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.proto.p2pd_pb2 import RPCError
 from hivemind.utils.serializer import MSGPackSerializer
+from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm import guarded_dht, guarded_streams
@@ -23,7 +24,7 @@ from spes_p2p.swarm.decoding import MAX_DEPTH, MAX_VALUES, ShallowSerializer, ch
 from spes_p2p.swarm.guarded_dht import BoundedStorage, GuardedProtocol, node_id_of
 from spes_p2p.swarm.guarded_streams import Allowance, Inbox, receive
 
-KEY = DHTID.generate(source="key")
+KEY, OTHER = DHTID.generate(source="key"), DHTID.generate(source="other")
 
 
 # ---------------------------------------------------------------------- decoding
@@ -128,6 +129,26 @@ def test_neighbours_that_others_name_are_taken_only_where_they_belong(monkeypatc
     monkeypatch.setattr(DHTProtocol, "call_find", call_find)
     asked = GuardedProtocol.call_find(object.__new__(GuardedProtocol), PEERS[2], [KEY])
     assert asyncio.run(asked) == {KEY: (None, {node_id_of(PEERS[0]): PEERS[0]})}
+
+
+@pytest.mark.parametrize("lives_until", [float("inf"), float("nan"), 0.0])
+@pytest.mark.parametrize("size", [float("inf"), "x", -1], ids=str)
+def test_of_what_somebody_has_under_a_key_only_the_records_are_taken_at_their_word(monkeypatch, size, lives_until):
+    """A size that is no number let each search hang; an end at infinity made it the last."""
+    said, now = DictionaryDHTValue(), time.time()
+    said.store(b"owner", b"value", now + 60)
+    said.maxsize, said.latest_expiration_time = size, lives_until
+    empty = DictionaryDHTValue(size)
+
+    async def call_find(self, peer, keys):
+        return {KEY: (ValueWithExpiration(said, lives_until), {}), OTHER: (ValueWithExpiration(empty, lives_until), {})}
+
+    monkeypatch.setattr(DHTProtocol, "call_find", call_find)
+    found = asyncio.run(GuardedProtocol.call_find(object.__new__(GuardedProtocol), PEERS[2], [KEY, OTHER]))
+    value, expires = found[KEY][0]
+    assert expires == value.latest_expiration_time == now + 60 and value.maxsize == float("inf")
+    assert value.get(b"owner").value == b"value"
+    assert found[OTHER] == (None, {})
 
 
 # ---------------------------------------------------------------------- meetings

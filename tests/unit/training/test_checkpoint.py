@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -26,11 +27,13 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.checkpoint import PeerCheckpoint
+from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
+from spes_p2p.training.passages import Update
 from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.recovery import go_back, recover
 from spes_p2p.training.rounds import Rounds
+from spes_p2p.training.saving import MOMENTS, Saving
 from spes_p2p.training.trainer import Trainer
 
 FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "moments-shared.*.bin")
@@ -380,10 +383,10 @@ def test_a_full_disk_leaves_the_one_before_says_so_once_and_is_tried_again(tmp_p
 # ---------------------------------------------------------------------- what is saved
 
 
-def make_trainer() -> Trainer:
+def make_trainer(claimed: tuple[int, ...] = ()) -> Trainer:
     run = tiny_run()
     model = build_slot_model(
-        run.model, vocab_size=VOCAB, sequence_length=16, seed=0, claimed=(), storage=run.frozen_storage
+        run.model, vocab_size=VOCAB, sequence_length=16, seed=0, claimed=claimed, storage=run.frozen_storage
     )
     return Trainer(model, run.train, RandomTokens(7, 16), ProcessGroup("cpu"))
 
@@ -431,3 +434,21 @@ def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
     rounds = Rounds(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
     with pytest.raises(DataError, match="--inner-optimizer"):
         rounds._saving.load_moments(moments)
+
+
+def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it_kept_for_another():
+    """It was the slot's custodian, has all its versions in its checkpoint, and adopts it as it comes back."""
+    before, after = make_trainer((0, 1)), make_trainer((0, 3))
+    before.step(1e-2)
+    names = (SHARED, *map(slot_name, range(4)), "moments-slot-3")
+    versions = {name: SimpleNamespace(name=name, digest=name, round=7) for name in names}
+    state = PeerState("run", 7, before.slots, 1, 999, before.data.state_dict(), tuple(versions.values()))
+    tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
+    update = Update((0, 3), {"moments-slot-3": torch.full((2 * after.layouts["slot"].numel,), 0.5)})
+    after.load(update.flats)
+    kept = after.moments("slot-3", ("exp_avg", "exp_avg_sq"))
+    assert kept.abs().sum() > 0
+    sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, take_up=lambda remainders: None))
+    Saving(None, "run", after, ProcessGroup("cpu"), sync).take_up(Saved(state, tensors, {}), update)
+    assert torch.equal(after.moments("slot-3", ("exp_avg", "exp_avg_sq")), kept)
+    assert torch.equal(after.moments("slot-0", ("exp_avg",)), before.moments("slot-0", ("exp_avg",)))

@@ -152,6 +152,15 @@ def test_a_leaver_stays_until_others_have_its_newest_versions(is_taken, lacking)
     assert leaver.holdings.slots == () and heir.holdings.claims()[peer_id(0)].max_slots == 0
 
 
+def test_a_leaver_stays_until_others_have_its_moments_too():
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
+    leaver.swarm.publish(13, {"moments-slot-0": torch.arange(6.0)})
+    leaver.holdings.resume([0])
+    heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=13, timeout=1.0)
+    assert leaver.holdings.hand_over(5.0) == ["moments-slot-0"]
+
+
 def test_a_leaver_stays_for_a_version_that_it_publishes_while_it_leaves():
     """A round that it was in may be committed meanwhile."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)

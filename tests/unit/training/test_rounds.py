@@ -115,6 +115,17 @@ def test_who_was_left_out_and_then_meets_nobody_knows_when_its_next_round_ends()
     assert rounds.min_seconds <= seconds <= rounds.max_seconds + rounds.exchange_seconds
 
 
+def test_who_has_caught_up_trains_until_the_round_of_the_others_ends(monkeypatch):
+    """The roster that it missed knows of a round that is over by then."""
+    rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
+    peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
+    ends_at = peer.swarm.now() + 1.5
+    missed = RoundResult((peer.sync._contribution(Trained({}, 0, 100.0, 0.0), 0.0, []).member,), is_behind=True)
+    monkeypatch.setattr(peer.sync, "_average", lambda *_: missed)
+    monkeypatch.setattr(peer.sync, "_find_place", lambda routed: ({}, ends_at))
+    assert peer.sync.finish(Trained({}, 0, 100.0, 0.0), starts_at=0.0).ends_at == ends_at
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 @pytest.mark.parametrize("spoiled", [1, 3])
 def test_steps_that_are_not_finite_cost_their_own_tokens_alone(spoiled, overlap, monkeypatch, caplog):
