@@ -89,7 +89,7 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def outlast_signals_to_the_group() -> None:
-    """Leave the parent's process group, to which torchrun sends SIGTERM: the parent needs this process to say goodbye."""
+    """Leave the parent's process group, to which torchrun sends SIGTERM: without this process nobody says goodbye."""
     os.setpgid(0, 0)
 
 
