@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,8 +17,8 @@ ASIDE = ".overwritten-"
 """Begins the name of what holds, within an output, what was there before a start that is not yet kept."""
 OURS = ("identity.key", "versions", "run.yaml", f"{ASIDE}*")
 """What marks an output directory as one that --overwrite may delete."""
-LEAVING_SECONDS = 5.0
-"""Longest that the processes of a peer that was killed outlive it."""
+_held: set[int] = set()
+"""File descriptors of directories that are this process's own."""
 
 
 def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
@@ -66,22 +66,36 @@ def kept_output(directory: Path) -> Iterator[Callable[[], None]]:
 
 @contextlib.contextmanager
 def _alone_in(directory: Path) -> Iterator[None]:
-    """Keep other processes of ours out of a directory; a peer that was killed leaves it within seconds."""
-    held, deadline = os.open(directory, os.O_RDONLY), time.monotonic() + LEAVING_SECONDS
+    """Keep other processes of ours out of a directory, for as long as this one lives."""
+    _forks_let_go()
+    held = os.open(directory, os.O_RDONLY)
+    _held.add(held)
     try:
-        while True:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise ConfigError(f"--output {directory} is in use by another peer; name another") from error
-                time.sleep(0.1)
-            except OSError:  # a file system without locks
-                break
+        with contextlib.suppress(OSError):  # a file system without locks
+            _lock(held, directory)
         yield
     finally:
+        _held.discard(held)
         os.close(held)
+
+
+def _lock(held: int, directory: Path) -> None:
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ConfigError(f"--output {directory} is in use by another peer; name another") from error
+
+
+@functools.cache
+def _forks_let_go() -> None:
+    """Have forks leave a peer's directories to it: whoever is killed has no say in how long its forks live."""
+
+    def let_go() -> None:
+        for held in _held:
+            os.close(held)
+        _held.clear()
+
+    os.register_at_fork(after_in_child=let_go)
 
 
 @contextlib.contextmanager

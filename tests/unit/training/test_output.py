@@ -1,19 +1,19 @@
 """Of the processes that are started with one output directory, one writes there."""
 
+import multiprocessing
+import threading
 from pathlib import Path
 
 import pytest
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.training import output
 from spes_p2p.training.output import fresh_output, kept_output
 
 
 @pytest.mark.parametrize("second", [fresh_output, kept_output])
 @pytest.mark.parametrize("first", [fresh_output, kept_output])
-def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: Path, monkeypatch, first, second):
+def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: Path, first, second):
     """Whoever resumes looks its versions over, and deletes what it does not know of."""
-    monkeypatch.setattr(output, "LEAVING_SECONDS", 0.0)
     with first(tmp_path) as keep:
         keep()
         (tmp_path / "identity.key").touch()
@@ -22,3 +22,18 @@ def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: 
         assert [path.name for path in tmp_path.iterdir()] == ["identity.key"]
     with second(tmp_path):
         pass
+
+
+def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
+    """They may live on for a moment when it is killed, and it is started again at once."""
+    with kept_output(tmp_path):
+        lives = multiprocessing.get_context("fork").Event()
+        fork = multiprocessing.get_context("fork").Process(target=lambda: [lives.set(), threading.Event().wait()])
+        fork.start()
+        assert lives.wait(60)
+    try:
+        with kept_output(tmp_path):
+            assert fork.is_alive()
+    finally:
+        fork.kill()
+        fork.join()
