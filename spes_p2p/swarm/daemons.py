@@ -73,10 +73,16 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], door: Doo
 
 
 async def _is_taken(identity: Identity, initial_peers: Sequence[str]) -> bool:
-    """Tell whether those who answer lead to another peer of this identity."""
+    """Tell whether those who answer lead to another peer of this identity.
+
+    Raises:
+        UnreachableError: nobody answers.
+    """
     stranger = await BoundP2P.create(dht_mode="client", use_relay=False, startup_timeout=STARTUP_SECONDS)
     try:
-        return await _meets(stranger, initial_peers) and await stranger.finds(identity.peer_id, DIAL_SECONDS)
+        if not await _meets(stranger, initial_peers):
+            raise unreachable(initial_peers)
+        return await stranger.finds(identity.peer_id, DIAL_SECONDS)
     finally:
         await stranger.shutdown()
 

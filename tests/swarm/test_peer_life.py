@@ -174,6 +174,10 @@ class Teller:
         first, second = story.survivors
         story.peers[f"{first}2"] = one = self.start(first, "--resume", "--alone")
         one.wait_for("others join with")
+        # It was the first to stop, and trains alone: the other one finds it where it has come to, or ahead of itself.
+        newest = max(before["round"] for [before] in story.saved.values())
+        while not any(report.round > newest for report in reports(one)):
+            one.wait_for(REPORT, after=len(one.lines))
         story.peers[f"{second}2"] = two = self.start(second, "--resume", "--initial-peers", self.address(first))
         for peer in (one, two):
             peer.wait_for(r"round \d+: 2 peers")
