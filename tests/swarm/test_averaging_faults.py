@@ -115,6 +115,18 @@ def test_they_do_where_an_attempt_has_less_time_than_a_confirmation(tmp_path, se
         close_all(peers)
 
 
+def test_who_says_that_it_has_given_up_has_nobody_commit_alone(tmp_path, seed):
+    """The others make the round without it: whoever had committed with it would be the only one that did."""
+    peers = start_swarm(tmp_path, 2)
+    peers.append(PeerProcess(tmp_path / "rogue", peers[0].addresses, is_rogue=True).wait_until_ready())
+    try:
+        peers[2].call("misbehave", "has given up, and confirms to one")
+        items = contributions(peers, seed)
+        assert_mean_of(items[:2], average(peers, items, expected=3)[:2])
+    finally:
+        close_all(peers)
+
+
 def test_whom_a_reducer_alone_tells_another_mean_loses_the_round_and_nobody_else_does(crew):
     """The others cannot know which of the two lies."""
     case = crew.lie("tells one another mean")
