@@ -12,7 +12,7 @@ import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from statistics import median
 from typing import Any, get_args
@@ -244,7 +244,7 @@ def _plain_weights(witness: Witness, part: object, values: list[Tensor | None]) 
     return [0.0 if value is None else weight for value, weight in zip(values, senders, strict=True)]
 
 
-def _ungated(gate: LossGate, flats: Mapping[str, Tensor] | None, sync: object) -> None:
+def _ungated(gate: LossGate, flats: Mapping[str, Tensor] | None, sync: object, adopted: Collection[str] = ()) -> None:
     gate._trainer.load(flats)
 
 

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, get_origin
@@ -27,6 +28,8 @@ OTHER_PREFIXES = (
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+AGAIN_SECONDS = 0.1
+"""After which an interrupt that Python has ignored is repeated; by then it is elsewhere, or ignores it once more."""
 KIND = re.compile(r"constrained-\w+|int|float|str|bool|bytes|none|path|\w[\w-]*\[.*\]|\[key\]")
 """Pydantic's names of kinds of values, in the location of an error of a setting that takes several kinds."""
 SHOULD_BE = "Input should be "
@@ -221,6 +224,7 @@ def entry_point(
     # A shell starts what runs in its background with Ctrl-C ignored; a peer whose p2pd has died interrupts itself so.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)
+    sys.unraisablehook = _interrupt_again
     try:
         config = load_settings(settings, sys.argv[1:] if argv is None else argv)
         set_up_logging(getattr(config, "log_level", "info"))
@@ -234,3 +238,12 @@ def entry_point(
 
 def _interrupt(signum: int, frame: object) -> None:
     raise KeyboardInterrupt
+
+
+def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:
+    """Repeat an interrupt that came where Python ignores what is raised: during a fork, or in a finalizer."""
+    main = threading.main_thread().ident
+    if issubclass(ignored.exc_type, KeyboardInterrupt) and main is not None and not sys.is_finalizing():
+        threading.Timer(AGAIN_SECONDS, signal.pthread_kill, (main, signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(ignored)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from spes_p2p.swarm.claimant import Claimant
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, Member, slot_name
+from spes_p2p.swarm.roster import SHARED, Member, lag_of, slot_name
 from spes_p2p.training.votes import State, latest, majoritys
 
 
@@ -82,6 +82,7 @@ class VirtualPeer:
             tokens=1,
             slots=self.slots,
             slot_rounds=tuple(self.versions[slot][0] for slot in self.slots),
+            lags=tuple(lag_of(self.versions[slot][0], self.shared[0]) for slot in sorted(self.versions)),
             anchors={SHARED: self.shared[1]} | {slot_name(slot): name for slot, name in self.anchors.items()},
         )
 

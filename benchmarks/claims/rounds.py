@@ -127,6 +127,9 @@ class Rounds:
                     peer.versions[slot] = (result.new[0], name)
                     if slot in peer.anchors:
                         peer.anchors[slot] = name
+            for slot in [slot for slot in peer.slots if slot_name(slot) not in members]:
+                peer.adopt(slot, [other.versions[slot] for other in self._simulation.reachable(peer)])
+                peer.anchors[slot] = peer.versions[slot][1]
         self._simulation.rebalance(peer)
 
     def _return(self, peer: VirtualPeer) -> None:

@@ -116,7 +116,8 @@ class TrainConfig(Frozen):
     decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.2
     """Share of the run, at its end, over which `wsd` decays."""
     warmup_rounds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """Rounds (may be a fraction) of linear warm-up."""
+    """Rounds (may be a fraction) of linear warm-up; in mode `tokens` no step has less than a quarter of the rate at
+    its round's end."""
     final_lr_ratio: Fraction = 0.1
     """Learning rate at the end of `cosine` and `wsd`, as a share of the peak."""
     precision: Literal["fp32", "bf16"] = "fp32"

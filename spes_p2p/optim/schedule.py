@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import math
 
-from spes_p2p.config import TrainConfig
+from spes_p2p.config import RunConfig, TrainConfig
+
+LEAST_SHARE = 0.25
+"""Of the rate at its round's end: with how much of it a step is made at least, in rounds that end by the clock."""
 
 
 def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) -> float:
@@ -36,3 +39,23 @@ def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) 
     progress = (elapsed - train.warmup_rounds) / (total_rounds - train.warmup_rounds)
     ratio = train.final_lr_ratio + (1 - train.final_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
     return train.lr * ratio
+
+
+def rate_of_step(run: RunConfig, rounds_elapsed: float) -> float:
+    """Learning rate of a local step, where one may be a peer's only one in its round.
+
+    In a warm-up's first round such a step, at the round's beginning, would be for nothing, and so short that what the
+    others have made of the same round looks beyond all measure to who made it (docs/trust.md).
+
+    Args:
+        run: The run's settings.
+        rounds_elapsed: Rounds since the run began, a fraction within a round.
+
+    Returns:
+        That of `learning_rate`; in rounds that end by the clock a quarter of that at the round's end at least.
+    """
+    train, total = run.train, run.round.total
+    rate = learning_rate(train, rounds_elapsed, total)
+    if run.round.mode == "steps":  # all make as many
+        return rate
+    return max(rate, LEAST_SHARE * learning_rate(train, math.floor(rounds_elapsed) + 1, total))

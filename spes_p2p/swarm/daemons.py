@@ -90,12 +90,10 @@ async def _is_taken(identity: Identity, initial_peers: Sequence[str]) -> bool:
 async def _meets(p2p: BoundP2P, addresses: Sequence[str]) -> bool:
     """Dial peers; tell whether anybody is there.
 
-    Stock has p2pd do this before it starts, and p2pd waits for each: one who takes a call and says nothing kept
+    Stock has p2pd do this before it starts, and p2pd waits for each: one that stalled once it had shaken hands kept
     newcomers from all others.
     """
-    at: dict[str, list[str]] = {}
-    for address in addresses:
-        at.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
+    at = by_peer(addresses)
     await p2p.dial(at, DIAL_SECONDS)
     return bool(await p2p.connected() & at.keys())
 
@@ -139,6 +137,14 @@ def check_addresses(addresses: Sequence[str]) -> None:
             ) from error
         if not valid:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
+
+
+def by_peer(addresses: Sequence[str]) -> dict[str, list[str]]:
+    """Return multiaddrs of peers by the id of each."""
+    at: dict[str, list[str]] = {}
+    for address in addresses:
+        at.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
+    return at
 
 
 def check_port(host: str, port: int) -> None:

@@ -22,6 +22,7 @@ from spes_p2p.swarm.daemons import (
     STARTUP_SECONDS,
     Door,
     UnreachableError,
+    by_peer,
     check_addresses,
     check_port,
     start_dht,
@@ -82,9 +83,7 @@ class Node:
         interruptible_locks()
         self._validator = RecordValidator(run_id, identity)
         self._redial = Redial()
-        self._initial_peers: dict[str, list[str]] = {}
-        for address in initial_peers:
-            self._initial_peers.setdefault(address.rsplit("/p2p/", 1)[-1], []).append(address)
+        self._initial_peers = by_peer(initial_peers)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
         self._thread.start()

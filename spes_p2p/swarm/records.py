@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 
-PROTOCOL = "v4"
+PROTOCOL = "v5"
 NUM_BUCKETS = 4
 """Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
 MAX_RECORD_BYTES = 1536

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p.config import LEAST_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
-from spes_p2p.swarm.records import Count, PeerId, Seconds, Slot
+from spes_p2p.swarm.records import MAX_SLOTS, Count, PeerId, Seconds, Slot
 
 SHARED = "shared"
 MAX_MEMBER_BYTES = 64 * 1024
@@ -28,6 +28,8 @@ NEWCOMERS_CREDIT = 0.25
 """What a token of somebody counts whom most others call new: identities are free, and a liar's next one is new."""
 MOST_VOTERS = 1024
 """Peers that a member may know to have a vote; an entry with so many is three quarters of the longest."""
+MOST_LAG = 99
+"""Rounds that a version lies behind its member's model, or more; said of none, too, and nothing to go on from."""
 LEAST_VOTERS = 5
 """Members below which nobody is left out: of four, two could outvote one."""
 MOST_TOKENS = 2**34
@@ -70,6 +72,9 @@ class Member(BaseModel):
     slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
     """Round of the version that each of them starts from, in their order; one that was an orphan may lag behind, and
     one of the losing side of a partition may be ahead of the member's model."""
+    lags: tuple[Annotated[int, Field(ge=0, le=MOST_LAG)], ...] = Field(default=(), max_length=MAX_SLOTS)
+    """Rounds by which the newest version that it has of each of the model's slots lies behind its model, by slot; empty
+    where it says nothing of them."""
     anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], ShortDigest] = Field(
         max_length=129
     )
@@ -226,9 +231,9 @@ def derive_groups(roster: Sequence[Member]) -> Groups:
 
     `shared` is everyone whose shared anchor is the majority's, of those who have a vote if any has; a tie goes to the
     later round, then to the smaller digest. `slot-e` is every one of those that brings slot e with the `newest` anchor:
-    whoever has adopted it without reaching its newest version sits it out. Where all anchors are ahead of the model,
-    there is no such group. Of holders none of whom can be called, only the first counts, since they could not average.
-    Whoever is distrusted is in none.
+    whoever has adopted it without reaching its newest version sits it out. Where all anchors are ahead of the model, or
+    most others have a newer version, there is no such group. Of holders none of whom can be called, only the first
+    counts, since they could not average. Whoever is distrusted is in none.
     """
     out = distrusted(roster)
     trusted = [member for member in roster if member.peer_id not in out]
@@ -246,11 +251,28 @@ def derive_groups(roster: Sequence[Member]) -> Groups:
     callable_ids = {member.peer_id for member in current if not member.calls_only}
     for slot, starts in sorted(holders.items()):
         chosen = newest(list(starts.values()), majority[0])
-        if chosen is not None:
+        if chosen is None:
+            continue
+        lag = majority[0] - chosen[0]
+        if not lag or not _is_outdated(slot, lag, [member for member in current if member.peer_id not in starts]):
             agreed = tuple(peer for peer, (_, digest) in starts.items() if digest == chosen[1])
             groups[slot_name(slot)] = agreed if callable_ids & set(agreed) else agreed[:1]
     behind = tuple(sorted({member.peer_id for member in roster} - set(groups[SHARED])))
     return Groups(round=majority[0], behind=behind, members=groups)
+
+
+def lag_of(round: int | None, model_round: int) -> int:
+    """Return what a roster entry says of a slot's newest version there, of some round or none."""
+    return MOST_LAG if round is None or round > model_round else min(model_round - round, MOST_LAG)
+
+
+def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
+    """Tell whether most who do not hold a slot have a version of it that lies less far behind the model than `lag`.
+
+    Else what all have taken would be lost with its holder, where the next one begins without having reached anybody.
+    """
+    newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MOST_LAG) for member in others)
+    return 2 * newer > len(others)
 
 
 def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:

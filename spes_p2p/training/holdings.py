@@ -151,10 +151,10 @@ class Holdings:
         moments: dict[str, Tensor] = {}
         if (new or old) and self.slots:
             log.info("adopting slots %s, releasing slots %s", sorted(new), sorted(old))
-            self._fetch_newest([slot_name(slot) for slot in sorted(new)])
+            self.fetch_newest([slot_name(slot) for slot in new])
         if self._keeps_moments and new:
             wanted = [moments_name(slot_name(slot)) for slot in sorted(new)]
-            self._fetch_newest(wanted)
+            self.fetch_newest(wanted)
             moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
         for slot in old:
             self._anchors.forget(slot_name(slot))
@@ -163,17 +163,16 @@ class Holdings:
         self.slots = tuple(sorted(target))
         return {name: self._anchors.weights(name) for name in missing} | moments
 
-    def _fetch_newest(self, names: Sequence[str]) -> None:
-        mine, inventories = self._swarm.versions(), self._offers(self.others())
-        for name in names:
+    def fetch_newest(self, names: Collection[str]) -> dict[str, Tensor]:
+        """Pull what others have newer, as far as it goes with this peer's model; return the weights that came."""
+        mine, inventories = self._swarm.versions(), self._offers(self.others() if names else ())
+        wanted: dict[str, Sequence[str]] = {}
+        for name in sorted(names):
             having = {peer: state_of(offers[name]) for peer, offers in inventories.items() if name in offers}
             own = [state_of(mine[name])] if name in mine else []
-            if not having:
-                continue
-            best = latest([*having.values(), *own], mine[SHARED].round)
-            if best not in own:
-                peers = preferred(self._swarm.peer_id, name, [peer for peer in having if having[peer] == best])
-                self.pull({name: peers}, 0)
+            if having and (best := latest([*having.values(), *own], mine[SHARED].round)) not in own:
+                wanted[name] = preferred(self._swarm.peer_id, name, [p for p in having if having[p] == best])
+        return self.pull(wanted, 0) if wanted else {}
 
     # ------------------------------------------------------------------ versions
 
@@ -266,7 +265,7 @@ class Holdings:
             JoinError: others have it, but `shared` could not be pulled.
         """
         seeds = {peer for name, serving in self._swarm.seeds().items() if name in self._names for peer in serving}
-        asked = sorted({*peers, *seeds} - {self._swarm.peer_id})
+        asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})
         inventories = self._offers(asked)
         mine = self._swarm.versions()
         held = {**inventories, self._swarm.peer_id: mine}

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
-from spes_p2p.optim.schedule import learning_rate
+from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
@@ -208,7 +208,7 @@ class Rounds:
         return self._sync.swarm.now() if self._sync is not None else 0.0
 
     def _rates(self, rounds_elapsed: float) -> tuple[float, float]:
-        lr = learning_rate(self._run.train, rounds_elapsed, self._run.round.total)
+        lr = rate_of_step(self._run, rounds_elapsed)
         start = self._run.train.claimed_balance_factor
         risen = min(1.0, rounds_elapsed / (CLAIMED_FACTOR_SHARE * self._run.round.total))
         return lr, start + (1.0 - start) * risen

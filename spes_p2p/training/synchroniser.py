@@ -17,7 +17,7 @@ from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Progress
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, is_bundle, moments_name, slot_name
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, is_bundle, lag_of, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings
 from spes_p2p.training.opening import POLL_SECONDS, wait_for_peers
@@ -194,14 +194,15 @@ class Synchroniser:
         return Update(self.holdings.slots, masters)
 
     def _contribution(self, trained: Trained, began: float, voters: Sequence[str]) -> Contribution:
-        versions = self.swarm.versions()
+        rounds = {name: version.round for name, version in self.swarm.versions().items()}
         local = trained.local or {name: self.anchors.weights(name) for name in self.anchors.names}
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,
             tokens=clamp_tokens(trained.tokens, trained.tokens_per_second, trained.seconds),
             slots=self.holdings.slots,
-            slot_rounds=tuple(versions[slot_name(slot)].round for slot in self.holdings.slots),
+            slot_rounds=tuple(rounds[slot_name(slot)] for slot in self.holdings.slots),
+            lags=tuple(lag_of(rounds.get(slot_name(slot)), self.round) for slot in range(self._run.model.num_experts)),
             anchors={name: self.anchors.digest(name) for name in self.anchors.names},
             tokens_per_second=trained.tokens_per_second,
             ready_at=began,
@@ -255,6 +256,7 @@ class Synchroniser:
         deltas = {name: result.encoded[name] for name in followed}
         self.swarm.publish(self.round, bundles, deltas)
         flats = self.holdings.fetch(result.roster, self.round, whole, trained.routed)
+        flats |= self.holdings.fetch_newest(astray - groups.members.keys())
         for name in astray & set(flats):
             self.anchors.set(name, self.swarm.load(name))
         return flats | moments

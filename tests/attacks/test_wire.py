@@ -37,7 +37,7 @@ def test_a_nested_store_leaves_the_peer_alive(victim, attacker, depth, field):
     """700 of them, 3 KB, ended the DHT's process by a segmentation fault."""
     item = {"subkey": b"", "value": msgpack.packb(msgpack.ExtType(0x50, nested_tuples(depth)))}
     item |= {"subkey": nested_tuples(depth)} if field == "subkey" else {}
-    answer = attacker.store((key_of("run.v4.claims.0"), item["subkey"], item["value"], time.time() + LIVES))
+    answer = attacker.store((key_of("run.v5.claims.0"), item["subkey"], item["value"], time.time() + LIVES))
     assert isinstance(answer, Exception) or answer == [False]
     assert attacker.is_served()
 
@@ -92,7 +92,7 @@ def test_nobody_fills_anothers_cache(victim, attacker, people):
 @pytest.mark.parametrize("count", [65, 10_000])
 def test_a_request_for_too_many_keys_is_refused(victim, attacker, count):
     """Each key is answered with all that lies there: 190,000 times the same one fit into a message."""
-    keys = [key_of("run.v4.claims.0")] * count
+    keys = [key_of("run.v5.claims.0")] * count
     assert isinstance(attacker.find(*keys), Exception)
     item = keys[0], msgpack.packb(None), b"\x01", time.time() + LIVES
     assert isinstance(attacker.store(*[item] * count), Exception)
@@ -167,7 +167,7 @@ def test_a_crowd_of_streams_is_kept_outside(victim, attacker):
 
 def test_who_claims_another_place_in_the_dht_is_no_neighbour(victim, attacker):
     """Three nodes next to a key would be all of its replicas."""
-    key = DHTID.generate(source="run.v4.claims.0")
+    key = DHTID.generate(source="run.v5.claims.0")
     me = attacker.p2p.peer_id
     attacker.ping(node_id=DHTID(int(key) ^ 1).to_bytes())
     assert neighbours(attacker) == []
@@ -178,7 +178,7 @@ def test_who_claims_another_place_in_the_dht_is_no_neighbour(victim, attacker):
 def neighbours(attacker):
     """Return whom the victim names to whoever asks for a key."""
     time.sleep(0.5)
-    [result] = attacker.find(key_of("run.v4.claims.0")).results
+    [result] = attacker.find(key_of("run.v5.claims.0")).results
     return [PeerID(peer) for peer in result.nearest_peer_ids]
 
 

@@ -9,7 +9,7 @@ import pytest
 from attacked_lab import FOUND_OUT, ROUNDS_AFTER, AttackedLab, Outcome
 from lab_liar import KINDS
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
 
 SHORT = ("scale", "lying_reducer")
 ROUNDS_TO_LIE = 2
@@ -32,7 +32,8 @@ def test_honest_peers_go_on_and_lose_nothing(attacked: tuple[str, Outcome]) -> N
     _, seen = attacked
     assert len(seen.rounds) >= ROUNDS_AFTER
     assert seen.verdict.means > 50 and seen.verdict.versions > 50 and seen.verdict.accepted > 20
-    assert not seen.verdict.wrong and not seen.verdict.lost
+    assert not seen.verdict.wrong
+    assert not seen.verdict.lost, seen.verdict.story
     assert seen.moved < MOST_MOVED
     assert not seen.accused
 

@@ -37,7 +37,8 @@ def test_nothing_is_lost_whatever_phase_a_peer_dies_in(lived: tuple[Lab, Report]
     report = lived[1]
     assert len(report.strikes) == NUM_KILLS + 2
     assert report.rounds >= NUM_KILLS + 2 and report.verdict.means > 50 and report.verdict.versions > 50
-    assert report.verdict.accepted > 50 and not report.verdict.lost
+    assert report.verdict.accepted > 50
+    assert not report.verdict.lost, report.verdict.story
     assert not report.verdict.wrong
     assert not report.verdict.refused, "everybody was honest: what is refused is training thrown away"
 
@@ -78,8 +79,9 @@ def test_a_version_that_is_gone_is_missed(lived: tuple[Lab, Report], tmp_path: P
         for path in kept.glob("slot-0.*"):
             path.unlink()
     left = {peer.index: tmp_path / "left" / str(peer.index) for peer in lab.peers}
-    lost = History(tmp_path / "history", left).verdict().lost
-    assert lost and all(version.startswith("slot-0 ") for version in lost)
+    verdict = History(tmp_path / "history", left).verdict()
+    assert verdict.lost and all(version.startswith("slot-0 ") for version in verdict.lost)
+    assert all(f"has {version} of round" in verdict.story for version in verdict.lost)
 
 
 def last_commit(history: Path) -> tuple[Path, int, dict[str, Any]]:

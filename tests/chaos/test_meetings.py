@@ -4,7 +4,7 @@ import pytest
 from meetings import meet, start_meeting
 from real_peers import close_all
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 
 NUM_PEERS, NUM_ROUNDS = 8, 15
 

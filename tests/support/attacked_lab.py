@@ -29,8 +29,10 @@ ROUNDS_UNTIL_SEEN = 20
 to some more where rounds are as short as here, and must be caught twice."""
 FOUND_OUT = ("sign_flip", "scale", "nan", "lying_reducer")
 """Those that bring what no honest peer would; the others do no more harm than one that is absent (docs/trust.md)."""
-ROUND_SECONDS = 60.0
+ROUND_SECONDS = 120.0
 """More than one takes on a machine that has much else to do."""
+LONGER = {"min_seconds": 4.0, "max_seconds": 4.0}
+"""Rounds that who has missed one can catch up with, while all others train on and never wait."""
 MODEL = {"hidden_size": 64, "num_layers": 4, "num_experts": 8}
 """Its `shared` is cut into as many pieces as there are peers: all of them see what the others bring."""
 
@@ -62,7 +64,9 @@ class AttackedLab(Lab):
 
     def __init__(self, folder: Path, kind: str) -> None:
         super().__init__(folder, seed=1, num_peers=NUM_PEERS)
-        write_settings(folder / "run.yaml", model={**TINY["model"], **MODEL}, round={**ROUND, "min_peers": NUM_PEERS})
+        write_settings(
+            folder / "run.yaml", model={**TINY["model"], **MODEL}, round={**ROUND, **LONGER, "min_peers": NUM_PEERS}
+        )
         *self.honest, last = self.peers
         self.liar = self.peers[-1] = DishonestPeer(last.index, folder, last.max_slots, kind)
 

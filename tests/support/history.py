@@ -35,6 +35,7 @@ class Verdict:
         versions: Versions whose parent and mean were followed.
         accepted: Versions that two peers had at least.
         lost: Those of them that neither are there in the end, nor anything that came of them.
+        story: What befell the slots that have lost any.
         refused: Versions that a peer did not take because they made its model worse.
         wrong: Everything else that must not be.
     """
@@ -43,6 +44,7 @@ class Verdict:
     versions: int = 0
     accepted: int = 0
     lost: list[str] = field(default_factory=list)
+    story: str = ""
     refused: list[str] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
@@ -80,7 +82,24 @@ class History:
         holders = self._holders()
         self._check_order(verdict, holders)
         self._check_lost(verdict, parents, holders)
+        verdict.story = self.story({version.split()[0] for version in verdict.lost})
         return verdict
+
+    def story(self, names: set[str]) -> str:
+        """Return what befell these groups, a line for each commit and each version taken, for whoever asks why."""
+        lines, last = [], dict[tuple[str, str], str]()
+        for event in self._events:
+            when = f"{event['at'] - self._events[0]['at']:6.1f} s {_who(event)}"
+            if event["event"] == "commits":
+                for name in sorted(names & event["means"].keys()):
+                    lines.append(f"{when} commits round {event['round']} of {name} from {event['before'][name][:8]}")
+            elif event["event"] == "has":
+                for name in sorted(names & event["versions"].keys()):
+                    round, version, _ = event["versions"][name]
+                    if last.get((event["peer"], name)) != version:
+                        lines.append(f"{when} has {name} {version[:8]} of round {round}")
+                    last[event["peer"], name] = version
+        return "\n".join(lines)
 
     # ------------------------------------------------------------------ means
 

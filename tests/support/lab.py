@@ -103,7 +103,7 @@ class LabPeer:
 
     def last_words(self) -> str:
         """Return the end of its log."""
-        return "\n".join((self._folder / f"peer-{self.index}.log").read_text().splitlines()[-20:])
+        return "\n".join((self._folder / f"peer-{self.index}.log").read_text().splitlines()[-40:])
 
     def everything(self) -> list[psutil.Process]:
         """Return its processes."""
@@ -258,8 +258,7 @@ class Lab:
         """Wait for something that peers' events bring about."""
         deadline = time.monotonic() + seconds
         while not is_so():
-            words = self._victim.last_words() if self._victim is not None else ""
-            assert time.monotonic() < deadline, f"{what} did not come in {seconds:.0f} s:\n{words}"
+            assert time.monotonic() < deadline, f"{what} did not come in {seconds:.0f} s:\n{self._where_all_are()}"
             for peer in self.peers:
                 ended = peer.process is not None and not peer.is_alive and peer is not self._victim
                 assert not ended, f"peer {peer.index} ended by itself:\n{peer.last_words()}"
@@ -269,6 +268,13 @@ class Lab:
             for peer in self.peers:
                 if peer.pipe is not None:
                     peer.hear()
+
+    def _where_all_are(self) -> str:
+        """Return how many rounds each peer has committed, and the last words of the one that all wait for."""
+        begun = [peer for peer in self.peers if peer.process is not None]
+        last = self._victim or min(begun, key=lambda peer: peer.rounds)
+        rounds = ", ".join(f"{peer.index}: {peer.rounds}" for peer in begun)
+        return f"rounds committed by peer {rounds}; last words of peer {last.index}:\n{last.last_words()}"
 
     # ------------------------------------------------------------------ the end
 

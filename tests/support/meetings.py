@@ -12,7 +12,8 @@ import torch
 from real_peers import PeerProcess, begin_average, contribution, start_swarm
 
 JITTER_SECONDS = 1.0
-MEETING_SECONDS = 5.0
+MEETING_SECONDS = 20.0
+"""Who is complete does not wait for it."""
 SHARED_NUMEL = 4096
 
 

@@ -26,6 +26,7 @@ FIRST_BYTE, SENDING = "is about to send", "has sent half"
 REDUCING = "has sent all, and none of its means"
 CONFIRMING, COMMITTED = "is asked to confirm", "is asked to confirm what it has committed"
 FORGES, HEAD_START_SECONDS = "leads, and takes its followers' weight", 1.0
+SLOW, SLOW_SECONDS = "leads, and is slow to answer whoever asks first", 2.0
 FORGERIES = {
     "claims a weight of 1e12": {"tokens": 10**12},
     "claims a weight that is no number": {"tokens": "many"},
@@ -144,7 +145,7 @@ class SparseAverager(averager.SparseAverager):
     async def _step(self, *, step, future_for_init) -> None:
         bandwidth, mode, user = msgpack.unpackb(step.data_for_gather)
         step._data_for_gather = msgpack.packb([bandwidth, mode, _forged(user)])
-        if _is(FORGES):
+        if _is(FORGES) or _is(SLOW):
             step.scheduled_time -= HEAD_START_SECONDS  # whose time is up first leads
             self._matchmaking.potential_leaders.min_matchmaking_time = 0.0
         await super()._step(step=step, future_for_init=future_for_init)
@@ -152,6 +153,9 @@ class SparseAverager(averager.SparseAverager):
     async def rpc_join_group(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> AsyncIterator[averaging_pb2.MessageFromLeader]:
+        if _is(SLOW):
+            _behaviour.value = b""
+            await asyncio.sleep(SLOW_SECONDS)
         async for message in super().rpc_join_group(request, context):
             if _is(FORGES) and message.code == averaging_pb2.BEGIN_ALLREDUCE:
                 _forge(message, context.remote_id.to_bytes())

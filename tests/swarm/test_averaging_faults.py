@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from fault_crew import FaultCrew
+from misbehaving import SLOW
 from peer_server import ROUNDS
 from real_peers import PeerProcess, average, close_all, contribution, plain_mean, start_swarm
 
@@ -16,6 +17,7 @@ from spes_p2p.swarm.averaging.reduce import weighted_mean
 
 pytestmark = pytest.mark.timeout(240)
 
+LONG_SECONDS = 40.0
 SLOTS = [(0, 1), (1,), (2,), (0, 1, 2)]  # the last is the rogue's: it shares every slot with somebody
 
 # What a rogue does, whether the others name it, and in which attempt they commit the mean of the honest.
@@ -123,6 +125,20 @@ def test_who_says_that_it_has_given_up_has_nobody_commit_alone(tmp_path, seed):
         peers[2].call("misbehave", "has given up, and confirms to one")
         items = contributions(peers, seed)
         assert_mean_of(items[:2], average(peers, items, expected=3)[:2])
+    finally:
+        close_all(peers)
+
+
+def test_whom_a_busy_leader_did_not_answer_in_time_asks_again(tmp_path, seed):
+    """hivemind asks once: all who had come waited until the time was up, and met without who had asked too early."""
+    peers = start_swarm(tmp_path, 2)
+    peers.append(PeerProcess(tmp_path / "rogue", peers[0].addresses, is_rogue=True).wait_until_ready())
+    try:
+        peers[2].call("misbehave", SLOW)
+        items = contributions(peers, seed)
+        assert_mean_of(items, average(peers, items, expected=3, meeting_seconds=LONG_SECONDS))
+        [note] = peers[0].call("notes")
+        assert note.matchmaking_seconds < LONG_SECONDS / 2, "all were there, and waited for nobody"
     finally:
         close_all(peers)
 

@@ -1,5 +1,7 @@
 """The rows about attackers say what the runs have shown, bad news too."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any, Never
 
 import pytest
@@ -21,6 +23,8 @@ from benchmarks.attackers import (
 )
 from spes_p2p.errors import SimulationError
 from spes_p2p.scenario import Scenario
+from spes_p2p.swarm.averaging.witness import Witness
+from spes_p2p.training.gate import LossGate
 
 
 def run(loss: float, left_out_from: int | None = None, rejected: int = 0) -> dict[str, Any]:
@@ -104,3 +108,13 @@ def test_a_run_that_does_not_live_is_kept_as_such(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(attackers, "simulate", nobody_trains)
     assert attackers.measure(SOLE_UNGATED, 0).items() >= {"loss": None, "ended": "nobody trained"}.items()
+
+
+@pytest.mark.parametrize(
+    ("guarded", "unguarded"), [(LossGate.load, attackers._ungated), (Witness.weigh, attackers._plain_weights)]
+)
+def test_what_stands_for_a_guard_can_be_called_as_the_guard_is(
+    guarded: Callable[..., object], unguarded: Callable[..., object]
+) -> None:
+    theirs, ours = (list(inspect.signature(function).parameters.values())[1:] for function in (guarded, unguarded))
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in theirs]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,22 @@ from spes_p2p.cli import entry_point, load_settings
 from spes_p2p.config import PeerConfig
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.experiment import ExperimentConfig
+
+INTERRUPTED_WHILE_FORKING = """
+import os, signal, subprocess, sys, threading
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+
+def main(config):
+    os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+    subprocess.run([sys.executable, "-c", ""], preexec_fn=lambda: None)
+    print("forked", flush=True)
+    return 0 if threading.Event().wait(60) else 1
+
+sys.argv[1:] = []
+entry_point(CommandConfig, main)
+"""
+"""Ends by itself after a minute if the interrupt is lost."""
 
 
 @pytest.fixture(autouse=True)
@@ -159,7 +176,9 @@ def test_a_config_that_is_no_text_is_one_line(tmp_path):
 @pytest.fixture
 def restored_signals() -> Iterator[None]:
     handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    hook = sys.unraisablehook
     yield
+    sys.unraisablehook = hook
     for signum, handler in handlers.items():
         signal.signal(signum, handler)
 
@@ -197,6 +216,13 @@ def test_an_interrupt_counts_even_where_a_shell_has_had_it_ignored(monkeypatch, 
     with pytest.raises(SystemExit) as ended:
         entry_point(PeerConfig, lambda config: signal.raise_signal(signal.SIGINT))
     assert ended.value.code == 130
+
+
+def test_an_interrupt_during_a_fork_counts(tmp_path):
+    script = tmp_path / "command.py"
+    script.write_text(INTERRUPTED_WHILE_FORKING)
+    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout) == (130, "forked\n"), ended.stderr
 
 
 def test_help_exits_with_0_and_explains_the_flags(monkeypatch, capsys, restored_signals):

@@ -85,6 +85,23 @@ def test_a_slow_peer_weighs_what_it_trained(folder: Path, meetings: list[tuple[C
             torch.testing.assert_close(mean, replayed / sum(tokens.values()), rtol=1e-5, atol=1e-7)
 
 
+def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(
+    folder: Path, meetings: list[tuple[Contribution, RoundResult]]
+) -> None:
+    """For its tokens it moves a peer as far as theirs move the others: whoever moved less took their mean for a lie."""
+    result = run(folder, speeds=[FAST] * 4 + [SLOW / 2], peers=5, round={"total": 2, "tokens": 34 * 264})
+    first = [(own, got) for own, got in meetings if own.member.round == 0 and own.member.tokens]
+    steps = {own.member.peer_id: own.member.tokens / STEP_TOKENS for own, _ in first}
+    slow = result.reports[4][0].peer_id
+    assert steps.pop(slow) == 1 < min(steps.values())
+    moved = dict[str, float]()
+    for own, got in first:
+        delta_N = own.deltas["shared"].chunk(3)[0]  # two moments follow
+        moved[own.member.peer_id] = float(delta_N.norm()) / own.member.tokens
+        assert not got.dropped
+    assert moved[slow] > max(moved.values()) / 4
+
+
 @pytest.mark.parametrize("tokens", [TOKENS, pytest.param(TOKENS - 3 * 208, marks=pytest.mark.long)])
 def test_nobody_waits_for_a_slow_peer_and_its_work_always_counts(folder: Path, tokens: int) -> None:
     """Its steps, longer than the others wait, end with the round or some time before it, and never too late for it."""

@@ -16,6 +16,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
+from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.swarm.guarded_dht import GuardedDHT
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS
@@ -103,6 +104,17 @@ class Leaders(PotentialLeaders):
     max_assured_time = property(lambda self: -math.inf, lambda self, time: None)
     """Until when nobody unseen can lead, by the declarations seen: they assure of nothing."""
 
+    def ask_again(self, leader: PeerID, answer_seconds: float) -> None:
+        """Ask a leader once more that has not taken us, after half of the time in which it would have answered.
+
+        Stock asks each of them once: a leader busy for that second met the others without whoever had asked in it. Who
+        asks too late for an answer in time would keep its own followers waiting.
+        """
+        if get_dht_time() + 1.5 * answer_seconds < self.declared_expiration_time:
+            asked = {attempt for attempt in self.past_attempts if attempt[0] == leader}
+            loop = asyncio.get_running_loop()
+            loop.call_later(answer_seconds / 2, self.past_attempts.difference_update, asked)
+
     async def pop_next_leader(self) -> PeerID:
         while True:
             try:
@@ -149,10 +161,13 @@ class Meeting(Matchmaking):
         if self._liars.get(leader, 0.0) > time.monotonic():
             return None
         try:
-            return await super()._request_join_group(leader)
+            group = await super()._request_join_group(leader)
         except MatchmakingException as error:
             log.warning("looking for another group: %s", error)
             return None
+        if group is None:
+            self.potential_leaders.ask_again(leader, self.request_timeout)
+        return group
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
         try:

@@ -32,7 +32,7 @@ it at least. As a negative share: below which a mean is turned round."""
 FAR = 6.0
 """Usual distances from the centre at which a delta is no accident."""
 MOST_TIMES_OWN = 10.0
-"""How many times as long as one's own delta, for as many tokens, a mean of it may be; second moments, its square."""
+"""How many times as long as one's own vector, for as many tokens, its mean may be; second moments, the square of it."""
 
 
 class Evidence(NamedTuple):
@@ -103,8 +103,7 @@ class Witness:
         return kept
 
     def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:
-        # Second moments are squares: what is three times as long in a gradient is nine times as long in them.
-        power = 2 if self._format.segments[part.segment].non_negative else 1
+        power = _power(self._format.segments[part.segment])
         tokens = [self._tokens[self._senders[place]] for place in here]
         if len(here) >= LEAST_JUDGES:
             grown = tokens if part.segment == 0 else [1.0] * len(here)
@@ -137,7 +136,7 @@ class Witness:
         cosines: dict[int, float] = {}
         for index, seen in self._means.items():
             for segment, (_, mean, own) in zip(self._format.segments, seen.tolist(), strict=True):
-                if own > 0 and math.sqrt(mean / own) > self._most_times(segment):
+                if own > 0 and math.sqrt(mean / own) > self._longest_mean(segment):
                     times = math.sqrt(mean / own)
                     found[self._peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
             inner, mean, own = seen[0].tolist()
@@ -150,11 +149,9 @@ class Witness:
                 found.setdefault(peer, Evidence("its mean points away from our delta", False))
         return found
 
-    def _most_times(self, segment: Segment) -> float:
-        """Return how many times as long as our part of a segment its mean may be."""
-        if segment is self._format.segments[0]:
-            return MOST_TIMES_OWN * max(times_ours(self._tokens, self._me, self._usual))
-        return MOST_TIMES_OWN ** (2 if segment.non_negative else 1)
+    def _longest_mean(self, segment: Segment) -> float:
+        """Return how many times as long as our part of a segment its mean may be; few tokens make noise of moments."""
+        return MOST_TIMES_OWN ** _power(segment) * max(times_ours(self._tokens, self._me, self._usual))
 
     # ------------------------------------------------------------------ what it comes to
 
@@ -171,7 +168,8 @@ class Witness:
         found: dict[str, Evidence] = {}
         for segment, gram_nn in list(zip(self._format.segments, self._gram_snn, strict=True))[1:]:
             length_n = gram_nn.diagonal().sqrt()
-            for place in (length_n > self._most_times(segment) * length_n.median()).nonzero().flatten().tolist():
+            most = MOST_TIMES_OWN ** _power(segment) * length_n.median()
+            for place in (length_n > most).nonzero().flatten().tolist():
                 found[self._peers[self._senders[place]]] = Evidence("its moments are beyond all measure", False)
         gram_nn = self._gram_snn[0]
         if not bool((gram_nn.diagonal() > 0).any()):
@@ -187,6 +185,11 @@ class Witness:
                 found[self._peers[index]] = Evidence("its delta has nothing to do with the others'", False)
         found.pop(self._peers[self._me], None)
         return found
+
+
+def _power(segment: Segment) -> int:
+    """Return 2 for second moments: what is three times as long in a gradient is nine times as long in its square."""
+    return 2 if segment.non_negative else 1
 
 
 def _cosines(gram_nn: Tensor) -> list[float]:

@@ -69,9 +69,10 @@ def test_no_held_out_text_is_ever_trained_on(source_of, tokenizer, corpus, files
     assert all(f"{title}." in tokens for title in everything - held_out)
 
 
-def test_settings_are_tuned_on_held_out_documents_that_are_not_reported_on(files_data, tokenizer, corpus, tmp_path):
+def test_settings_are_tuned_on_held_out_documents_that_are_not_reported_on(files_data, tokenizer, tmp_path, seed):
     """Compared by whole documents: every held-out one is in exactly one half, and none is trained on."""
     end = tokenizer.eos_token_id
+    corpus = write_rows(tmp_path / "corpus.jsonl", sentences(random.Random(seed), 600))
 
     def documents_of(part):
         tokens = token_file(files_data, tokenizer, paths=[corpus], cache=tmp_path, part=part).tokens_N.tolist()

@@ -120,7 +120,7 @@ def test_unless_other_anchors_sit_out_a_slot_gets_two_masters():
 
 def without_rounds(members: list[Member]) -> Groups:
     """Groups of members that do not say how old their slots are."""
-    return derive_groups([member.model_copy(update={"slot_rounds": ()}) for member in members])
+    return derive_groups([member.model_copy(update={"slot_rounds": (), "lags": ()}) for member in members])
 
 
 def test_unless_members_say_how_old_their_slots_are_an_old_version_may_win():

@@ -114,7 +114,7 @@ def test_a_record_that_breaks_the_validator_is_refused_like_any_other(identities
 @pytest.mark.parametrize("key", [Claim, Progress, Metrics, Seed])
 def test_keys_spread_over_buckets_and_carry_their_version(identities, key):
     assert len(set(key.keys("run"))) == len(key.keys("run")) > 1
-    assert all(".v4." in name for name in key.keys("run"))
+    assert all(".v5." in name for name in key.keys("run"))
 
 
 def declared(identity, until, lifetime=30.0):

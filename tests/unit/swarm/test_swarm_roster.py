@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import Member, derive_groups, missing_votes, newest, uplinks
+from spes_p2p.swarm.roster import MOST_LAG, Member, derive_groups, lag_of, missing_votes, newest, uplinks
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 
@@ -129,6 +129,31 @@ def test_a_slot_that_is_ahead_of_its_members_model_does_not_count():
     alone = derive_groups([ahead])
     assert "slot-0" not in alone.members, "its successor of round 4 would lose to other copies of it"
     assert alone.members["shared"] == (PEERS[0],)
+
+
+@pytest.mark.parametrize(
+    ("lags", "goes_on"),
+    [
+        ([(0,), (0,)], False),
+        ([(0,)], False),
+        ([(2,), (2,)], True),  # an orphan that nobody has newer
+        ([(0,), (2,)], True),  # one's word is not enough
+        ([(0,), (0,), (2,)], False),
+        ([(), ()], True),
+        ([(MOST_LAG,), (MOST_LAG,)], True),
+        ([], True),
+    ],
+)
+def test_a_slot_goes_on_from_no_older_version_than_most_others_have(lags, goes_on):
+    """Its holder has died, and whoever took its place has not reached those who have what it made last."""
+    heir = member(0, slots=(0,), slot_rounds=(1,), lags=(2,))
+    others = [member(1 + index, slots=(), lags=known) for index, known in enumerate(lags)]
+    assert ("slot-0" in derive_groups([heir, *others]).members) == goes_on
+
+
+def test_a_version_ahead_of_the_model_or_none_at_all_is_nothing_to_go_on_from():
+    assert lag_of(None, 3) == lag_of(4, 3) == lag_of(0, 500) == MOST_LAG
+    assert lag_of(1, 3) == 2
 
 
 @given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab")), max_size=6), st.integers(0, 6))

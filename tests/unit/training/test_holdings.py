@@ -311,6 +311,18 @@ def test_whoever_catches_up_does_not_take_the_version_that_it_has_refused(refusi
     assert refusing.swarm.versions()["slot-0"].round == 13
 
 
+def test_whoever_catches_up_asks_nobody_whom_the_last_roster_left_out(monkeypatch):
+    """It goes on serving, and says so: what it has made of its slots since is newer than what anybody else has."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    behind, honest, liar = (Member(hub, index, 13, "active") for index in range(3))
+    honest.swarm.publish(14, {SHARED: torch.full((5,), 14.0)})
+    liar.swarm.publish(14, {SHARED: torch.full((5,), 14.0), "slot-0": torch.full((3,), 666.0)})
+    monkeypatch.setattr(behind.swarm, "seeds", lambda: {"slot-0": [peer_id(2)]})
+    behind.holdings.distrusted = frozenset({peer_id(2)})
+    assert behind.catch_up(min_round=14) == (14, 14.0)
+    assert behind.swarm.versions()["slot-0"].round == 13
+
+
 def test_a_slots_version_is_signed_by_who_made_it():
     """A liar that had a second key sign what it has made would be held to account for none of it."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)
@@ -373,3 +385,29 @@ def test_newcomers_do_not_keep_a_peer_from_seeing_that_the_others_have_gone_on()
     one.anchors.set(SHARED, one.swarm.load(SHARED))
     sync.finish(Trained({}, 0, 1.0, 0.0), starts_at=0.0)
     assert sync.round == 14 and one.swarm.load(SHARED)[0].item() == 14.0
+
+
+def test_nobody_goes_on_from_an_older_version_of_a_slot_than_the_others_have():
+    """Its holder has died; the one that took its place had not reached those who have what it made last."""
+    hub = MemoryHub("run", matchmaking_seconds=10.0)
+    members = [Member(hub, index, 13, "active", max_slots=int(index == 0)) for index in range(3)]
+    heir = members[0]
+    heir.swarm.publish(9, {"slot-0": torch.full((3,), 9.0)})
+    heir.holdings.resume([0])
+    heir.anchors.set("slot-0", heir.swarm.load("slot-0"))
+    syncs = [Synchroniser(m.swarm, tiny_run(), holdings=m.holdings, anchors=m.anchors, layout=None) for m in members]
+    for member, sync in zip(members, syncs, strict=True):
+        sync.round = 13
+        member.anchors.set(SHARED, member.swarm.load(SHARED))
+        member.swarm.enter(member.anchors.vectors())
+
+    for round, version in ((14, (13, 13.0)), (15, (15, 14.0))):
+        hub.clock.run([lambda sync=sync: sync.finish(trained_by(sync), starts_at=0.0) for sync in syncs])
+        assert {sync.round for sync in syncs} == {round}
+        assert {(m.swarm.versions()["slot-0"].round, m.swarm.load("slot-0")[0].item()) for m in members} == {version}
+
+
+def trained_by(sync: Synchroniser) -> Trained:
+    """Return work that adds one to each weight."""
+    local = {name: sync.anchors.weights(name) + 1 for name in sync.anchors.names}
+    return Trained(local, tokens=100, tokens_per_second=100.0, seconds=1.0)
