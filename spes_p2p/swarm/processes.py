@@ -26,6 +26,9 @@ from spes_p2p.swarm.guarded_streams import MAX_CALL_BYTES_PER_PEER, MAX_CALLS_PE
 
 _PR_SET_PDEATHSIG = 1
 _ANSWER_SECONDS = 5.0
+_ASK_SECONDS = 0.05
+_NOBODY_TO_ASK = "failed to find any peer in table"
+"""What p2pd says to a search until those whom it has met have told it that they take part in its own DHT."""
 # Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
 # Its process group is its own: a terminal's Ctrl-C reaches a whole group, and a peer says goodbye through p2pd.
 # p2pd is told to dial from other ports than it listens on: two peers that dial each other within one round trip
@@ -169,9 +172,19 @@ class BoundP2P(GuardedP2P):
         await asyncio.gather(*(dial_one(peer, at) for peer, at in addresses.items()))
 
     async def finds(self, peer: str, seconds: float) -> bool:
-        """Tell whether a peer is there, by its id alone."""
+        """Tell whether a peer is there, by its id alone, as soon as p2pd has somebody to ask."""
+
+        async def search() -> None:
+            while True:
+                try:
+                    return await self._client.connect(PeerID.from_base58(peer), [])
+                except ControlFailure as error:
+                    if _NOBODY_TO_ASK not in str(error):
+                        raise
+                await asyncio.sleep(_ASK_SECONDS)
+
         try:
-            await asyncio.wait_for(self._client.connect(PeerID.from_base58(peer), []), seconds)
+            await asyncio.wait_for(search(), seconds)
         except (OSError, ControlFailure, P2PDaemonError, TimeoutError):
             return False
         return True

@@ -84,6 +84,7 @@ def waiting_main(rank: int, port: int, folder: str) -> None:
         group.from_leader(lambda: os._exit(0))
     except RuntimeError as error:
         Path(folder, f"{rank}.json").write_text(json.dumps([heard, str(error)]))
+    group.close()  # as peers do; else Gloo's threads may abort a process that ends beside them
 
 
 def test_ranks_wait_for_the_leaders_word_without_a_limit_but_notice_its_death(tmp_path, monkeypatch):
