@@ -37,7 +37,7 @@ from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.peer_state import PeerState, decode_state, encode_state
 
-pytestmark = pytest.mark.timeout(20)
+pytestmark = pytest.mark.timeout(60)
 
 
 @pytest.fixture(scope="module")

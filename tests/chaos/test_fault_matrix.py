@@ -11,7 +11,7 @@ from fault_crew import FaultCrew
 
 from benchmarks.testbed import TestBed, available
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(480), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from real_peers import PeerProcess, average, close_all, contribution, plain_mean
 from spes_p2p.codecs import digest
 from spes_p2p.swarm.averaging.reduce import weighted_mean
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 LONG_SECONDS = 40.0
 SLOTS = [(0, 1), (1,), (2,), (0, 1, 2)]  # the last is the rogue's: it shares every slot with somebody

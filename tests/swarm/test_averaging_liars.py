@@ -13,7 +13,7 @@ from spes_p2p.swarm.averaging.reduce import weighted_mean
 from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 FACTOR = -100.0
 MEETING_SECONDS, LIED_SECONDS = 30.0, 10.0

@@ -27,7 +27,7 @@ from spes_p2p.swarm.roster import SHARED
 
 VECTORS = Vectors(NUMELS, {kind: (Segment(numel, "fp32"),) for kind, numel in NUMELS.items()})
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from spes_p2p.swarm.node import Node
 from spes_p2p.swarm.roster import SHARED
 
 pytestmark = [
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(480),
     pytest.mark.skipif(available() is not None, reason=f"no test bed: {available()}"),
 ]
 NUM_CALLED = 2

@@ -20,7 +20,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.training.output import can_resume, check_output
 from spes_p2p.training.saving import LAST_SECONDS
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 SECONDS = 150
 REACHED_BY_ALL = all(parent.stat().st_mode & 0o001 for parent in Path(sys.executable).resolve().parents)

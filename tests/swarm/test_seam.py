@@ -10,7 +10,7 @@ from spes_p2p.codecs import Segment, digest
 from spes_p2p.swarm.averaging.wire import Vectors
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(480)
 
 
 @pytest.fixture
