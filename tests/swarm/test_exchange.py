@@ -165,6 +165,16 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_peer_asked(trio, monkeypat
     assert puller.versions()["slot-1"].round == 3 and torch.equal(puller.load("slot-1"), good)
 
 
+def test_whoever_was_busy_is_named_though_its_rest_ended_with_the_time(trio):
+    puller, _, rogue = trio
+    puller.exchange.rests.was_busy(rogue.peer_id, now=0.0)
+    try:
+        failures = puller.pull({"slot-1": [rogue.peer_id]}, min_round=99, timeout=0.0)
+    finally:
+        puller.exchange.rests.was_free(rogue.peer_id)
+    assert f"out of time, waiting for {rogue.peer_id[-6:]}" in failures["slot-1"]
+
+
 def test_a_coded_version_says_the_same_to_everybody(trio, seed):
     puller, honest, rogue = trio
     flat_N = torch.randn(1000, generator=torch.Generator().manual_seed(seed))

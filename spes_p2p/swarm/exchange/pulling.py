@@ -68,7 +68,7 @@ class Pull:
                 self._collect(loop.time())
                 now = loop.time()
                 if now >= deadline:
-                    late = [c.peer[-6:] for c in self._everybody() if c.task or self._rests_until(c) > now]
+                    late = [c.peer[-6:] for c in self._everybody() if c.task or self._rests_until(c)]
                     self._reasons.append(f"out of time, waiting for {', '.join(late) or 'nobody'}")
                     return
                 if not self._everybody():
