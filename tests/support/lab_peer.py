@@ -157,8 +157,9 @@ def record(scribe: Scribe) -> None:
 
     def publish(stock: Callable, swarm: HivemindSwarm, round: int, bundles, deltas=None):
         digests = scribe.keep({name: bundle for name, bundle in bundles.items() if not name.startswith("moments-")})
-        versions = stock(swarm, round, bundles, deltas)
+        # Before any of it is there: it may die with a part of it, and others go on from that.
         scribe.note("publishes", peer=swarm.peer_id, round=round, versions=digests)
+        versions = stock(swarm, round, bundles, deltas)
         has(swarm)
         return versions
 
