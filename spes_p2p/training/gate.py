@@ -24,16 +24,20 @@ from spes_p2p.training.trainer import Trainer
 log = logging.getLogger(__name__)
 
 PROBE_SEQUENCES = 2
-"""Of the run's training text, at least: one forward pass of them in a round."""
+"""Of the run's training text, at least: two forward passes of them in a round."""
 PROBE_TOKENS = 1024
-"""They hold so many at least. On 32 of them honest rounds were up to 0.24 nats worse than the best before; on 1024 up
-to 0.05, at ten times the usual learning rate."""
+"""They hold so many at least. On 32 of them honest rounds of eight were up to 0.24 nats worse than the best before; on
+1024 up to 0.05, at ten times the usual learning rate."""
 PROBE_SEED = 0
 """Of the order whose first sequences they are."""
 MOST_WORSE = 0.1
 """Nats per token by which the model may be worse than it was: twice what honest rounds were on so many tokens."""
+MOST_CHANCE = 0.2
+"""Nats that are put down to chance at most, and added to that: by so much the model has become worse in one round with
+others' slots as they were. Of three honest peers at ten times the usual learning rate it did, and was better in the
+next."""
 SHARE_OF_IT = 0.5
-"""Of that, what one slot may do to a model that is so much worse, in all rounds together in which it is. Of 560 honest
+"""Of both, what one slot may do to a model that is so much worse, in all rounds together in which it is. Of 560 honest
 ones tried so, at three times the usual learning rate, one did more; and no model of theirs was so much worse."""
 MEMORY_ROUNDS = 8
 """The model is held against the best of so many rounds, and a slot's length against the least."""
@@ -64,6 +68,7 @@ class LossGate:
     def __init__(self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor) -> None:
         self._trainer, self._group, self._probe_BT1 = trainer, group, probe_BT1
         self._losses: deque[float] = deque(maxlen=MEMORY_ROUNDS)
+        self._rises: deque[float] = deque(maxlen=MEMORY_ROUNDS)
         self._harms: dict[str, float] = {}
         self._lengths: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY_ROUNDS))
 
@@ -81,18 +86,24 @@ class LossGate:
             sync: The leader's dealings with the swarm; None on other ranks.
             adopted: Slots that this peer trains only from now on: what it begins with, others have made.
         """
-        self._trainer.load(flats)
         trained = set(self._trainer.names) - set(adopted)
         others = self._group.from_leader(lambda: [n for n in sorted(flats or ()) if is_bundle(n) and n not in trained])
+        self._trainer.load({n: flat for n, flat in flats.items() if n not in others} if flats is not None else None)
         if not others:
             return
         if self._group.from_leader(lambda: sync is not None and not sync.last.num_committed):
             self._losses.clear()
+            self._rises.clear()
             self._lengths.clear()
+        if self._losses and not adopted:  # whose new versions are in the model already
+            rise = self._measure() - self._losses[-1]
+            self._rises.append(rise if rise > 0 else 0.0)
+        self._trainer.load({n: flats[n] for n in others} if flats is not None else None)
         others = self._without_longer(others, flats, sync)
+        most_worse = MOST_WORSE + min(max(self._rises, default=0.0), MOST_CHANCE)
         loss = self._measure()
-        if self._losses and not loss <= min(self._losses) + MOST_WORSE:
-            loss = self._try_one_by_one(others, sync)
+        if self._losses and not loss <= min(self._losses) + most_worse:
+            loss = self._try_one_by_one(others, sync, most_worse)
         else:
             self._harms.clear()
         if math.isfinite(loss):
@@ -121,7 +132,7 @@ class LossGate:
         loss = self._trainer.loss_on(self._probe_BT1)
         return self._group.from_leader(lambda: loss)
 
-    def _try_one_by_one(self, names: Sequence[str], sync: Synchroniser | None) -> float:
+    def _try_one_by_one(self, names: Sequence[str], sync: Synchroniser | None, most_worse: float) -> float:
         """Go back to the slots as they were, and take those that do no harm; return the loss with them."""
         names = [name for name in names if self._put(name, sync, before=True)]
         loss = self._measure()
@@ -130,13 +141,13 @@ class LossGate:
             self._put(name, sync)
             found = self._measure()
             harm = self._harms.get(name, 0.0) + found - loss
-            if is_broken or harm <= SHARE_OF_IT * MOST_WORSE:
+            if is_broken or harm <= SHARE_OF_IT * most_worse:
                 loss, self._harms[name] = found, 0.0 if is_broken else harm
             else:
                 self._put(name, sync, before=True)
                 if sync is not None:
                     said = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
-                    _refuse(name, sync, said, is_clear=not found <= loss + MOST_WORSE)
+                    _refuse(name, sync, said, is_clear=not found <= loss + most_worse)
         return loss
 
     def _put(self, name: str, sync: Synchroniser | None, *, before: bool = False) -> bool:

@@ -16,7 +16,7 @@ from spes_p2p.swarm.attacks import Attack, AttackingSwarm
 from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training import gate as gate_module
-from spes_p2p.training.gate import MOST_LONGER, MOST_WORSE, PROBE_TOKENS, LossGate, public_text
+from spes_p2p.training.gate import MOST_CHANCE, MOST_LONGER, MOST_WORSE, PROBE_TOKENS, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.virtual_peer import Leaves
 
@@ -175,9 +175,59 @@ def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_
             peer.trainer.load({"slot-1": newer(scale, round=len(losses))["slot-1"]})
             if loss_of(peer) > losses[-1] + MOST_WORSE / 4:
                 break
+        peer.trainer.load({"slot-1": peer.sync.holdings.load("slot-1", before=True)})
         gate.load({"slot-1": peer.sync.holdings.load("slot-1")}, peer.sync)
         losses.append(loss_of(peer))
     assert losses[-1] <= losses[0] + 1.5 * MOST_WORSE and not peer.swarm.accused
+
+
+def shared_that_is_worse(peer, by: float) -> dict[str, torch.Tensor]:
+    """Return a `shared` with which a peer's model is worse by so many nats, or a little more."""
+    own, loss, scale = peer.trainer.all_flats()[SHARED], loss_of(peer), 1e-3
+    noise = torch.randn(len(own), generator=torch.Generator().manual_seed(0))
+    while loss_of(peer) <= loss + by:
+        scale *= 1.02
+        peer.trainer.load({SHARED: own + scale * noise})
+    peer.trainer.load({SHARED: own})
+    return {SHARED: own + scale * noise}
+
+
+def slot_that_does_harm(peer, newer, by: float, beside: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return the first slot-1 found that makes a peer's model worse by so many nats, with this `shared` beside it."""
+    own, before, scale = peer.trainer.all_flats()[SHARED], peer.sync.holdings.load("slot-1"), 1.0
+    peer.trainer.load(beside)
+    loss = loss_of(peer)
+    while loss_of(peer) <= loss + by:
+        scale *= 1.02
+        peer.trainer.load({"slot-1": before * scale})
+    assert loss_of(peer) < loss + 1.2 * by, "the search is too coarse"
+    peer.trainer.load({SHARED: own, "slot-1": before})
+    return newer(scale)
+
+
+def test_chance_that_moves_all_of_the_model_is_not_held_against_a_slot():
+    """What training by itself has just done to the loss, a slot's holder may do as well."""
+    gate, peer, newer = opened()
+    worse = shared_that_is_worse(peer, 1.1 * MOST_WORSE)
+    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * MOST_WORSE, worse), peer.sync)
+    assert peer.swarm.versions()["slot-1"].round == 1
+
+
+def test_no_more_is_put_down_to_chance_than_chance_has_done():
+    gate, peer, newer = opened()
+    worse = shared_that_is_worse(peer, 10 * MOST_CHANCE)
+    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * (MOST_WORSE + MOST_CHANCE), worse), peer.sync)
+    assert peer.swarm.versions()["slot-1"].round == 0
+
+
+@pytest.mark.parametrize("adopted", [set(), {"slot-1"}], ids=["held elsewhere", "adopted"])
+def test_what_a_slot_does_is_not_put_down_to_chance(adopted):
+    gate, peer, newer = opened()
+    flats = slot_that_does_harm(peer, newer, 1.2 * MOST_WORSE, {})
+    if adopted:
+        peer.trainer.set_slots([0, 1], flats)
+    gate.load(flats, peer.sync, adopted)
+    assert peer.swarm.versions()["slot-1"].round == 0
 
 
 def test_who_catches_up_takes_what_the_others_have_taken():
