@@ -70,6 +70,18 @@ def test_a_history_that_was_meddled_with_is_found_out(
     assert judged(lab, tmp_path).wrong
 
 
+def test_a_version_that_nobody_published_is_found_out(lived: tuple[Lab, Report], tmp_path: Path) -> None:
+    lab, _ = lived
+    shutil.copytree(lab.folder / "history", tmp_path / "history")
+    path, _, event = last_commit(tmp_path / "history")
+    lines = path.read_text().splitlines(keepends=True)
+    notes = ('"event": "publishes"', f'"round": {event["round"]},')
+    kept = [line for line in lines if not all(note in line for note in notes)]
+    assert len(kept) == len(lines) - 1
+    path.write_text("".join(kept))
+    assert any("which nobody published" in wrong for wrong in judged(lab, tmp_path).wrong)
+
+
 def test_a_version_that_is_gone_is_missed(lived: tuple[Lab, Report], tmp_path: Path) -> None:
     lab, _ = lived
     shutil.copytree(lab.folder / "history", tmp_path / "history")

@@ -78,8 +78,8 @@ class History:
         """Check everything."""
         verdict = Verdict(refused=sorted(f"{name} {version[:8]}" for name, version in self._refused))
         self._check_means(verdict)
-        parents = self._follow(verdict)
         holders = self._holders()
+        parents = self._follow(verdict, holders)
         self._check_order(verdict, holders)
         self._check_lost(verdict, parents, holders)
         verdict.story = self.story({version.split()[0] for version in verdict.lost})
@@ -138,7 +138,7 @@ class History:
 
     # ------------------------------------------------------------------ lineage
 
-    def _follow(self, verdict: Verdict) -> dict[tuple[str, str], set[str]]:
+    def _follow(self, verdict: Verdict, holders: Mapping[tuple[str, str], set[str]]) -> dict[tuple[str, str], set[str]]:
         """Return each version's parents, by name and digest, after following every commit from parent to child."""
         parents: dict[tuple[str, str], set[str]] = defaultdict(set)
         known: dict[str, set[str]] = defaultdict(set)
@@ -154,6 +154,10 @@ class History:
                     elif event["round"] and child not in known[name]:
                         verdict.wrong.append(f"{_who(event)} round {event['round']} {name}: {child[:8]} from nowhere")
                     known[name].add(child)
+        for (name, version), peers in holders.items():
+            if not name.startswith("moments-") and version not in known[name]:
+                who = ", ".join(sorted(peer[-6:] for peer in peers))
+                verdict.wrong.append(f"{who} {name}: has {version[:8]}, which nobody published")
         return parents
 
     def _check_child(
