@@ -33,9 +33,9 @@ PROBE_SEED = 0
 MOST_WORSE = 0.1
 """Nats per token by which the model may be worse than it was: twice what honest rounds were on so many tokens."""
 MOST_CHANCE = 0.2
-"""Nats that are put down to chance at most, and added to that: by so much the model has become worse in one round with
-others' slots as they were. Of three honest peers at ten times the usual learning rate it did, and was better in the
-next."""
+"""Nats that are added to that at most, for what chance does: by how much the model has become worse in a round while
+others' slots stayed as they were. At ten times the usual learning rate three honest peers' did by so much, and was
+better a round later."""
 SHARE_OF_IT = 0.5
 """Of both, what one slot may do to a model that is so much worse, in all rounds together in which it is. Of 560 honest
 ones tried so, at three times the usual learning rate, one did more; and no model of theirs was so much worse."""
@@ -95,7 +95,7 @@ class LossGate:
             self._losses.clear()
             self._rises.clear()
             self._lengths.clear()
-        if self._losses and not adopted:  # whose new versions are in the model already
+        if self._losses and not adopted:  # what is adopted is in the model already
             rise = self._measure() - self._losses[-1]
             self._rises.append(rise if rise > 0 else 0.0)
         self._trainer.load({n: flats[n] for n in others} if flats is not None else None)
@@ -134,8 +134,8 @@ class LossGate:
 
     def _try_one_by_one(self, names: Sequence[str], sync: Synchroniser | None, most_worse: float) -> float:
         """Go back to the slots as they were, and take those that do no harm; return the loss with them."""
-        names = [name for name in names if self._put(name, sync, before=True)]
-        loss = self._measure()
+        names, kept = [name for name in names if self._put(name, sync, before=True)], list[str]()
+        loss = before = self._measure()
         is_broken = not math.isfinite(loss)  # by this peer's own part, for which nobody else can be blamed
         for name in names:
             self._put(name, sync)
@@ -143,11 +143,23 @@ class LossGate:
             harm = self._harms.get(name, 0.0) + found - loss
             if is_broken or harm <= SHARE_OF_IT * most_worse:
                 loss, self._harms[name] = found, 0.0 if is_broken else harm
+                kept.append(name)
             else:
+                is_clear = not found <= loss + most_worse
+                is_clear = is_clear and not self._measure_without(kept, sync) <= before + most_worse
                 self._put(name, sync, before=True)
                 if sync is not None:
                     said = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
-                    _refuse(name, sync, said, is_clear=not found <= loss + most_worse)
+                    _refuse(name, sync, said, is_clear=is_clear)
+        return loss
+
+    def _measure_without(self, names: Sequence[str], sync: Synchroniser | None) -> float:
+        """Return the loss with these slots as they were: two may do harm together that neither does alone."""
+        for name in names:
+            self._put(name, sync, before=True)
+        loss = self._measure()
+        for name in names:
+            self._put(name, sync)
         return loss
 
     def _put(self, name: str, sync: Synchroniser | None, *, before: bool = False) -> bool:

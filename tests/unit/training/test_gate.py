@@ -122,9 +122,9 @@ def test_a_broken_model_blames_nobody(by_loss_alone):
     assert peer.swarm.versions()["slot-1"].round == 1
 
 
-def opened():
+def opened(slots: int = 2):
     """Return a gate that has measured a peer's model, the peer, and how to publish a newer slot-1 for it to load."""
-    run, hub = run_of(slots=2), MemoryHub("run", matchmaking_seconds=10.0)
+    run, hub = run_of(slots), MemoryHub("run", matchmaking_seconds=10.0)
     peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=1)
     initial = peer.initial()
     peer.swarm.publish(0, initial)
@@ -228,6 +228,34 @@ def test_what_a_slot_does_is_not_put_down_to_chance(adopted):
         peer.trainer.set_slots([0, 1], flats)
     gate.load(flats, peer.sync, adopted)
     assert peer.swarm.versions()["slot-1"].round == 0
+
+
+@pytest.mark.parametrize(
+    "alone", [0.9, 1.2], ids=["nor is the second held to account", "but one that does it alone is"]
+)
+def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
+    """Each holder trains against the others' slots as they were: what two have mended, both may overdo."""
+    gate, peer, _ = opened(slots=3)
+    before = {name: peer.sync.holdings.load(name) for name in ("slot-1", "slot-2")}
+    noise = torch.randn(len(before["slot-1"]), generator=torch.Generator().manual_seed(0))
+    newer, harms, loss = {}, {}, loss_of(peer)
+    for name, harm in (("slot-1", 0.4 * MOST_WORSE), ("slot-2", alone * MOST_WORSE)):
+        scale = 0.0
+        while (found := loss_of(peer) - loss) <= harm:
+            scale += 1e-3
+            newer[name] = before[name] + scale * noise
+            peer.trainer.load({name: newer[name]})
+        harms[name] = found
+        peer.trainer.load({name: before[name]})
+    peer.trainer.load(newer)
+    assert harms["slot-1"] < 0.5 * MOST_WORSE and (harms["slot-2"] > MOST_WORSE) == (alone > 1)
+    assert loss_of(peer) > loss + harms["slot-1"] + MOST_WORSE, "together they do what neither does alone"
+    peer.trainer.load(before)
+    peer.swarm.publish(1, newer)
+    peer.sync.holdings.makers = dict.fromkeys(newer, (peer.swarm.peer_id,))
+    gate.load(newer, peer.sync)
+    assert {name: peer.swarm.versions()[name].round for name in newer} == {"slot-1": 1, "slot-2": 0}
+    assert bool(peer.swarm.accused) == (alone > 1)
 
 
 def test_who_catches_up_takes_what_the_others_have_taken():
