@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
@@ -165,8 +166,13 @@ def _topics_path() -> Path:
 def _embedded_files() -> list[tuple[Path, str]]:
     found = []
     root = _stdlib()
-    for path in root.rglob("*.py"):
-        parts = path.relative_to(root).parts
-        if (_SKIPPED_FOLDERS | _FOREIGN_FOLDERS).isdisjoint(parts[:-1]) and not parts[0].startswith(_BUILD_PREFIXES):
-            found.append((path, "/".join(parts)))
+    for folder, folders, files in os.walk(root):
+        # Not gone into, rather than left out afterwards: what is installed there is a hundred times as much.
+        folders[:] = {name for name in folders if _is_of_python(name)} - _SKIPPED_FOLDERS - _FOREIGN_FOLDERS
+        paths = (Path(folder, name) for name in files if name.endswith(".py") and _is_of_python(name))
+        found += [(path, path.relative_to(root).as_posix()) for path in paths]
     return sorted(found, key=lambda item: item[1])
+
+
+def _is_of_python(name: str) -> bool:
+    return not name.startswith(_BUILD_PREFIXES)
