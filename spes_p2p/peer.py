@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -90,11 +91,11 @@ def _train(
         if swarm is not None:
             sync = _synchroniser(config, swarm, admission, trainer)
             if SHARED not in swarm.versions() and saved is None:
-                initial = build_initial(run, admission.manifest.vocab_size, sync, trainer)
+                initial = partial(build_initial, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
         rounds = Rounds(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id)
         rounds.open(initial, saved)
-        del initial, saved  # as large as the model, and not needed again
+        del saved  # as large as the model, and not needed again
         rounds.run()
         if swarm is not None:
             _serve_for_a_while(swarm, run.round.total, config.seed_seconds)

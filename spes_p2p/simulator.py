@@ -217,9 +217,13 @@ class _Simulation:
         )
         if scenario.slots:
             peer.sync.holdings.resume(scenario.slots[index])
+        peer.live(functools.partial(self._start, peer), functools.partial(self._on_round, index))
+
+    def _start(self, peer: VirtualPeer) -> Mapping[str, Tensor]:
+        """Return the bundles of the run's start, the same for all peers."""
         if not self._initial:
             self._initial = build_initial(self._run, self._vocab_size, peer.sync, peer.trainer)
-        peer.live(self._initial, functools.partial(self._on_round, index))
+        return self._initial
 
     def _on_round(self, index: int, report: Metrics) -> None:
         """Take note of a round that a peer has finished, and let the peer go if its time has come."""

@@ -39,11 +39,15 @@ class Others:
         """Tell whether anybody has ended a round since, at most so long ago."""
         return any(record.ends_at > self._swarm.now() - seconds for record in self.active())
 
-    def round_end(self, round: int) -> float:
+    def round_end(self, round: int, since: float | None = None) -> float:
         """Return the DHT time at which most of those who have a vote say that this round's training ends.
 
         It is 0 if none of them trains that round now.
+
+        Args:
+            round: The round.
+            since: A round that has ended after this DHT time counts, too; by default only one that has not ended.
         """
-        now, voters = self._swarm.now(), self.progress(self._holdings.voters())
-        ends = [record.ends_at for record in voters if record.round == round and record.ends_at > now]
+        voters, since = self.progress(self._holdings.voters()), self._swarm.now() if since is None else since
+        ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
         return statistics.median_low(ends) if ends else 0.0

@@ -22,8 +22,9 @@ from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.reports import Work, log_report, report_of
 from spes_p2p.training.saving import Saving
-from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
+from spes_p2p.training.votes import has_begun
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +32,6 @@ CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
 UNFINISHED = 0.999
 """Share of a round that is over at most while nobody knows when it ends."""
-PUNCTUAL = 0.5
-"""Share of the matchmaking's patience by which a step may outlast its round: who comes later has trained in vain."""
 LEAVING_SECONDS = 5.0
 """For so long a peer that is interrupted lets a synchronisation end that is under way."""
 
@@ -78,19 +77,20 @@ class Rounds:
         self.begun_rounds = 0
         """Times that this peer began to train a round; what came of them is in its reports."""
 
-    def open(self, initial: Mapping[str, Tensor] | None, saved: Saved | None = None) -> None:
+    def open(self, initial: Callable[[], Mapping[str, Tensor]] | None, saved: Saved | None = None) -> None:
         """Enter the swarm and load its state; on all ranks.
 
         Args:
-            initial: Bundles of the run's start; the leader's only.
+            initial: Makes the bundles of the run's start; the leader's only.
             saved: This peer's checkpoint, after a restart.
         """
-        outcome = self._lead(lambda sync: sync.open(initial or {}, saved.files if saved is not None else None))
+        outcome = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
         self._apply(outcome)
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
             self._saving.take_up(saved, outcome[0])
-        self._speed = self._trainer.calibrate()
+        is_late = self._group.from_leader(lambda: self._sync is not None and has_begun(self._sync.holdings.claims()))
+        self._speed = self._trainer.calibrate(measures=not is_late)  # a round that is on ends when it ends
         if saved is None:
             self._saving.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
         self._apply(self._lead(lambda sync: sync.meet(self._speed)))
@@ -154,8 +154,7 @@ class Rounds:
         if self._flight is not None:
             self._land(self._flight)
         seconds = self._trainer.clock() - began - self._halted_seconds
-        self._speed = tokens / seconds
-        self._total_tokens += tokens
+        self._speed, self._total_tokens = tokens / seconds, self._total_tokens + tokens
         if not tokens:
             log.warning(
                 "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it comes "
@@ -208,8 +207,7 @@ class Rounds:
         return self._sync.swarm.now() if self._sync is not None else 0.0
 
     def _rates(self, rounds_elapsed: float) -> tuple[float, float]:
-        lr = rate_of_step(self._run, rounds_elapsed)
-        start = self._run.train.claimed_balance_factor
+        lr, start = rate_of_step(self._run, rounds_elapsed), self._run.train.claimed_balance_factor
         risen = min(1.0, rounds_elapsed / (CLAIMED_FACTOR_SHARE * self._run.round.total))
         return lr, start + (1.0 - start) * risen
 

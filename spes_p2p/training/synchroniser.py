@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +20,16 @@ from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, is_bundle, lag_of, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.holdings import Holdings
-from spes_p2p.training.opening import POLL_SECONDS, wait_for_peers
+from spes_p2p.training.opening import OPENING_SECONDS, POLL_SECONDS, begin, wait_for_peers
 from spes_p2p.training.others import Others
 from spes_p2p.training.passages import Synchronised, Trained, Update
 from spes_p2p.training.recovery import go_back
-from spes_p2p.training.votes import active_of, voters_of
+from spes_p2p.training.votes import active_of, has_begun, voters_of
 
 log = logging.getLogger(__name__)
 
-OPENING_SECONDS = 120.0
-"""Longest that a newcomer, or one that has fallen behind, waits for the others to be between two rounds."""
+PUNCTUAL = 0.5
+"""Share of the matchmaking's patience by which a step may outlast its round: who comes later has trained in vain."""
 
 
 class Synchroniser:
@@ -57,16 +57,18 @@ class Synchroniser:
         self.swarm, self.anchors, self.holdings, self.round = swarm, anchors, holdings, 0
         self.last = Synchronised.of(RoundResult(roster=()), 0.0)
         self._run, self._layout, self._machine = run, layout, machine or MachineConfig()
-        self._sync_seconds, self._others = 0.0, Others(swarm, holdings)
+        self._sync_seconds, self._expected_since, self._others = 0.0, 0.0, Others(swarm, holdings)
 
     # ------------------------------------------------------------------ joining
 
-    def open(self, initial: Mapping[str, Tensor], saved: Mapping[Path, Version] | None = None) -> Update:
+    def open(
+        self, initial: Callable[[], Mapping[str, Tensor]] | None, saved: Mapping[Path, Version] | None = None
+    ) -> Update:
         """Announce, meet the others' records, take over the swarm's state, and claim slots.
 
         Args:
-            initial: Bundles of `shared` and every slot at the run's start, used where no version exists yet; empty if
-                this peer has been in the run before.
+            initial: Makes the bundles of `shared` and every slot at the run's start, for what nobody has a version of;
+                None if this peer has been in the run before.
             saved: Versions of this peer's checkpoint by file, after a restart.
 
         Raises:
@@ -76,18 +78,16 @@ class Synchroniser:
         wait_for_peers(self.holdings, self.swarm, self._run.round.min_peers)
         if saved:
             go_back(self.swarm, self.holdings.others(), saved)
-        if SHARED not in self.swarm.versions() and initial:
-            self.swarm.publish(0, initial)
+        model = (SHARED, *map(slot_name, range(self._run.model.num_experts)))
+        if initial and not has_begun(self.holdings.claims()):
+            begin(self.swarm, model, initial)
         self.holdings.catch_up(self.holdings.others())
-        slots = map(slot_name, range(self._run.model.num_experts))
-        if lacking := [name for name in (SHARED, *slots) if name not in self.swarm.versions()]:
-            raise JoinError(
-                f"{', '.join(lacking)}: not whole here, nor with any peer reached; give more --initial-peers"
-            )
+        begin(self.swarm, model, initial)
         self.round = self.swarm.versions()[SHARED].round
         self.anchors.set(SHARED, self.swarm.load(SHARED))
         self.holdings.rebalance(self.round)
         self._announce(0.0)
+        self._expected_since = self.swarm.now()
         held_moments = self.holdings.held_moments()
         names = [name for name in self.swarm.versions() if is_bundle(name) or name in held_moments]
         return Update(self.holdings.slots, {name: self.holdings.load(name) for name in names})
@@ -109,9 +109,10 @@ class Synchroniser:
         flats: dict[str, Tensor] = {}
         times, deadline = self._run.round, self.holdings.clock() + OPENING_SECONDS
         while self.holdings.clock() < deadline:
-            claims, announced = self.holdings.claims(), self._others.round_end(self.round)
-            is_opening = not any(claim.votes for claim in claims.values())
-            if is_opening and len(active_of(claims)) < times.min_peers:
+            # Where this peer is expected, the others wait for it after the round's end, and a step is better than none.
+            since = max(self._expected_since, self.swarm.now() - PUNCTUAL * times.matchmaking_seconds)
+            claims, announced = self.holdings.claims(), self._others.round_end(self.round, since)
+            if not has_begun(claims) and len(active_of(claims)) < times.min_peers:
                 self.swarm.wait(POLL_SECONDS)
             elif self._others.are_ahead(self.round):
                 flats |= self._catch_up(min_round=self.round + 1, routed=routed)

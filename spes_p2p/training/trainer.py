@@ -127,18 +127,22 @@ class Trainer:
             loss += parts.cross_entropy.item() * share
         return loss
 
-    def calibrate(self) -> float:
-        """Return the tokens per second of forward and backward, leaving model and data order as they were."""
+    def calibrate(self, *, measures: bool = True) -> float:
+        """Return the tokens per second of forward and backward, leaving model and data order as they were.
+
+        Args:
+            measures: If not, it is only made ready, and the speed is 0.
+        """
         state = self.data.state_dict()
         self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
         started, tokens = self.clock(), 0
-        for _ in range(CALIBRATION_STEPS):
+        for _ in range(CALIBRATION_STEPS * measures):
             tokens_BT1 = self.data.next_batch(self._train.batch_size)
             self._backward(tokens_BT1, 1.0)
             tokens += tokens_BT1[:, 1:].numel()
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
-        return tokens / (self.clock() - started)
+        return tokens / (self.clock() - started) if measures else 0.0
 
     def loss_on(self, tokens_BT1: LongTensor) -> float:
         """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, and train on none; on all ranks."""

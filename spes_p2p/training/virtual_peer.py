@@ -96,11 +96,11 @@ class VirtualPeer:
         """Slots it trains, or trained until it ended."""
         return self.trainer.slots
 
-    def live(self, initial: Mapping[str, Tensor], on_round: Callable[[Metrics], None]) -> None:
+    def live(self, initial: Callable[[], Mapping[str, Tensor]], on_round: Callable[[Metrics], None]) -> None:
         """Join, train to the run's end, leave.
 
         Args:
-            initial: Bundles of the run's start.
+            initial: Makes the bundles of the run's start.
             on_round: Called with the report of each round; it may raise `Leaves`, or strike the peer.
         """
 

@@ -20,6 +20,11 @@ def active_of(claims: Mapping[str, Claim]) -> list[str]:
     return [peer for peer, claim in claims.items() if claim.state == "active"]
 
 
+def has_begun(claims: Mapping[str, Claim]) -> bool:
+    """Tell whether anybody has committed a round of this run, and is still here."""
+    return any(claim.votes for claim in claims.values())
+
+
 def voters_of(claims: Mapping[str, Claim]) -> list[str]:
     """Return the active peers that have a vote: all, while none has committed a round; no more than an entry names."""
     active = sorted(active_of(claims))

@@ -98,7 +98,7 @@ def run_virtual(run: RunConfig, *, num_peers: int, max_slots: int) -> list[Virtu
     run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": num_peers})})
     hub = MemoryHub("run", matchmaking_seconds=10.0)
     peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=max_slots) for i in range(num_peers)]
-    initial = peers[0].initial()
+    initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     for peer in peers:
         assert len(peer.reports) == run.round.total, "a peer did not finish"

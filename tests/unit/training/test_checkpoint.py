@@ -210,7 +210,7 @@ def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew(
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
     peer.swarm.publish(7, {name: bundle for name, bundle in peer.initial().items() if name != "slot-3"})
     with pytest.raises(JoinError, match=r"slot-3: not whole here.* --initial-peers"):
-        peer.sync.open({})
+        peer.sync.open(None)
 
 
 def test_the_checkpoint_of_another_run_is_refused(disk):

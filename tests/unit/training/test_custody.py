@@ -58,7 +58,7 @@ def test_two_whom_nobody_can_call_have_each_others_slots_and_the_third_one_their
     swarms = [MemorySwarm(hub, peer_id(0)), *(HiddenSwarm(hub, peer, hidden) for peer in hidden)]
     slots = [2, 1, 1]
     peers = [VirtualPeer(run, swarm, index=i, max_slots=slots[i]) for i, swarm in enumerate(swarms)]
-    initial = peers[0].initial()
+    initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     assert [len(peer.slots) for peer in peers] == slots
     for peer in peers:
@@ -104,7 +104,7 @@ def test_who_adopts_the_slot_of_a_dead_sole_holder_goes_on_with_its_moments(copi
             published.update({slot: peer.swarm.load(f"moments-slot-{slot}") for slot in sole if copies > 1})
             peer.strike(after_seconds=0.0)
 
-    initial = peers[0].initial()
+    initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: doom(peer, report)) for peer in peers])
 
     assert sole, "the dead peer was to be the only holder of a slot"

@@ -42,7 +42,7 @@ def live(attacks: list[Attack]) -> list[VirtualPeer]:
     for attack in attacks:
         swarms[attack.peer] = AttackingSwarm(hub, peer_id(attack.peer), [attack], numels)
     peers = [VirtualPeer(run, swarm, index=index, max_slots=1) for index, swarm in enumerate(swarms)]
-    initial = peers[0].initial()
+    initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     return peers
 
@@ -99,7 +99,7 @@ def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it
                 peer.sync.holdings._max_slots = 2  # from now on there is room for the orphan
             raise Leaves
 
-    initial, on_round = peers[0].initial(), [lambda report: None] * ATTACKER + [leave]
+    initial, on_round = peers[0].initial, [lambda report: None] * ATTACKER + [leave]
     hub.clock.run([lambda peer=peer, at=at: peer.live(initial, at) for peer, at in zip(peers, on_round, strict=True)])
     spoilt = peers[ATTACKER].slots
     assert len(spoilt) == 1 and any(set(spoilt) <= set(peer.slots) for peer in peers[:ATTACKER]), "it was adopted"

@@ -77,6 +77,24 @@ def test_one_that_says_to_be_far_ahead_leads_nobody_there(is_late):
     assert newcomer.sync._others.are_ahead(5) and not newcomer.sync._others.are_ahead(6)
 
 
+@pytest.mark.parametrize("is_expected", [True, False])
+def test_who_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expected):
+    """The others wait for it and for its slots; for who has come too late for that they do not."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0)
+    ends_at = hub.clock.now() + 10.0
+    for index in range(3):
+        Peer(hub, index, ends_at=ends_at)
+    newcomer = Peer(hub, 9)
+    newcomer.sync._expected_since = ends_at + (-1.0 if is_expected else 0.05)
+    patience = newcomer.sync._run.round.matchmaking_seconds
+    hub.clock.advance(10.0 + 0.1 * patience)
+    flats, found = newcomer.sync._find_place()
+    assert not flats and found == (ends_at if is_expected else None)
+    if is_expected:
+        hub.clock.advance(0.5 * patience)
+        assert newcomer.sync._find_place()[1] is None, "they have gone on without it by now"
+
+
 def test_one_that_has_gone_further_than_all_others_is_not_followed_alone():
     late, _ = newcomer_beside_a_liar(5)
     late.holdings.catch_up(late.holdings.others(), min_round=7)

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def digests(peers: list[VirtualPeer]) -> list[tuple[str, ...]]:
 def alone(run: RunConfig, max_slots: int = 3, index: int = 0) -> VirtualPeer:
     """A peer that has opened its run and may do as it likes with time."""
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(index)), index=index, max_slots=max_slots)
-    peer.rounds.open(peer.initial())
+    peer.rounds.open(peer.initial)
     return peer
 
 
@@ -217,7 +218,7 @@ def test_a_result_that_comes_later_is_waited_for_at_the_rounds_end_and_the_wait_
     slow_down(peer, lambda: hub.clock.advance(late))
     began = hub.clock.now()
     landings = watch_landings(peer.trainer)
-    hub.clock.run([lambda: peer.live(peer.initial(), reports.append)])
+    hub.clock.run([lambda: peer.live(peer.initial, reports.append)])
     assert [steps for steps, _ in landings] == [6, 9, 12]
     training = STEPS * STEP_SECONDS
     waits = [0.0, late - training, late - training, 2 * late - training]
@@ -235,7 +236,7 @@ def test_in_rounds_by_the_clock_training_goes_on_until_the_next_rounds_end_is_kn
     hub, reports = MemoryHub("run"), []
     peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
     slow_down(peer, lambda: hub.clock.advance(late))
-    hub.clock.run([lambda: peer.live(peer.initial(), reports.append)])
+    hub.clock.run([lambda: peer.live(peer.initial, reports.append)])
     assert [report.waited_seconds for report in reports[:3]] == [0.0, 0.0, 0.0]
     assert reports[0].tokens == pytest.approx(1000, abs=2 * STEP_TOKENS)
     for report in reports[1:]:
@@ -248,7 +249,7 @@ def test_out_of_reach_a_peer_trains_no_longer_than_the_longest_round_and_then_wa
     hub, reports = MemoryHub("run"), []
     peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
     slow_down(peer, lambda: hub.clock.advance(late))
-    hub.clock.run([lambda: peer.live(peer.initial(), reports.append)])
+    hub.clock.run([lambda: peer.live(peer.initial, reports.append)])
     for report in reports[1:]:
         assert report.train_seconds == pytest.approx(longest, abs=2 * STEP_SECONDS)
         assert report.tokens == pytest.approx(1000 * longest, abs=2 * STEP_TOKENS)
@@ -526,7 +527,7 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
         swarm = MemorySwarm(MemoryHub("run"), peer_id(0))
         sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3)
         swarm.enter(sync.anchors.vectors())
-        initial = build_initial(run, VOCAB, sync, trainer)
+        initial = partial(build_initial, run, VOCAB, sync, trainer)
     rounds = Rounds(run, trainer, group, sync)
     rounds.open(initial)
     rounds.run()

@@ -66,7 +66,7 @@ def run_followed(run: RunConfig, num_peers: int, max_slots: int, machines: Mappi
         sync = peers[index].sync
         sync._machine = sync._machine.model_copy(update=choices)
         sync.holdings.refresh_slots = sync._machine.refresh_slots
-    initial = peers[0].initial()
+    initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     return peers, swarms
 

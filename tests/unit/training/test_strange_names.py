@@ -124,7 +124,7 @@ def test_a_swarm_with_a_slot_that_the_model_lacks_trains_on():
     swarms = [Liar(hub, peer_id(0)), *(MemorySwarm(hub, peer_id(index)) for index in (1, 2))]
     run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 3})})
     peers = [VirtualPeer(run, swarm, index=index, max_slots=2) for index, swarm in enumerate(swarms)]
-    initial = peers[0].initial()
+    initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     assert swarms[0].load(slot_name(STRANGE)).numel(), "it was served"
     for peer in peers[1:]:
