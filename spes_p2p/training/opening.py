@@ -9,6 +9,7 @@ from torch import Tensor
 
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm.base import Swarm
+from spes_p2p.swarm.records import Claim
 from spes_p2p.training.holdings import Holdings
 
 log = logging.getLogger(__name__)
@@ -20,15 +21,15 @@ SETTLE_SECONDS = 3.0
 POLL_SECONDS = 0.5
 
 
-def wait_for_peers(holdings: Holdings, swarm: Swarm, needed: int) -> None:
-    """Return once so many peers have announced themselves, and a moment later if all of them are new."""
+def wait_for_peers(holdings: Holdings, swarm: Swarm, needed: int) -> dict[str, Claim]:
+    """Return the claims once so many peers have announced themselves, and a moment later if all of them are new."""
     started, told = holdings.clock(), 0
     while True:
         claims = holdings.claims()
         present = len(claims)
         is_under_way = any(c.state == "active" for peer, c in claims.items() if peer != swarm.peer_id)
         if present >= needed and (is_under_way or holdings.clock() - started >= SETTLE_SECONDS):
-            return
+            return claims
         if present < needed and present != told:
             log.info("waiting for peers: %d of %d are here", present, needed)
             told = present
@@ -47,8 +48,9 @@ def begin(swarm: Swarm, names: Sequence[str], initial: Callable[[], Mapping[str,
         JoinError: something is lacking that only others have.
     """
     lacking = [name for name in names if name not in swarm.versions()]
-    if lacking and initial is None:
+    if not lacking:
+        return
+    if initial is None:
         raise JoinError(f"{', '.join(lacking)}: not whole here, nor with any peer reached; give more --initial-peers")
-    if lacking and initial is not None:
-        bundles = initial()
-        swarm.publish(0, {name: bundles[name] for name in lacking})
+    bundles = initial()
+    swarm.publish(0, {name: bundles[name] for name in lacking})

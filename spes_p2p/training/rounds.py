@@ -24,7 +24,6 @@ from spes_p2p.training.reports import Work, log_report, report_of
 from spes_p2p.training.saving import Saving
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
-from spes_p2p.training.votes import has_begun
 
 log = logging.getLogger(__name__)
 
@@ -89,8 +88,8 @@ class Rounds:
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
             self._saving.take_up(saved, outcome[0])
-        is_late = self._group.from_leader(lambda: self._sync is not None and has_begun(self._sync.holdings.claims()))
-        self._speed = self._trainer.calibrate(measures=not is_late)  # a round that is on ends when it ends
+        is_late = self._group.from_leader(lambda: self._sync is not None and self._sync.is_late)
+        self._speed = self._trainer.calibrate(measures=not is_late)  # the others have announced when their round ends
         if saved is None:
             self._saving.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
         self._apply(self._lead(lambda sync: sync.meet(self._speed)))
@@ -154,7 +153,8 @@ class Rounds:
         if self._flight is not None:
             self._land(self._flight)
         seconds = self._trainer.clock() - began - self._halted_seconds
-        self._speed, self._total_tokens = tokens / seconds, self._total_tokens + tokens
+        self._speed = tokens / seconds
+        self._total_tokens += tokens
         if not tokens:
             log.warning(
                 "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it comes "
@@ -207,7 +207,8 @@ class Rounds:
         return self._sync.swarm.now() if self._sync is not None else 0.0
 
     def _rates(self, rounds_elapsed: float) -> tuple[float, float]:
-        lr, start = rate_of_step(self._run, rounds_elapsed), self._run.train.claimed_balance_factor
+        lr = rate_of_step(self._run, rounds_elapsed)
+        start = self._run.train.claimed_balance_factor
         risen = min(1.0, rounds_elapsed / (CLAIMED_FACTOR_SHARE * self._run.round.total))
         return lr, start + (1.0 - start) * risen
 

@@ -29,7 +29,7 @@ from spes_p2p.training.votes import active_of, has_begun, voters_of
 log = logging.getLogger(__name__)
 
 PUNCTUAL = 0.5
-"""Share of the matchmaking's patience by which a step may outlast its round: who comes later has trained in vain."""
+"""Share of the matchmaking's patience by which a step may end, or begin, after its round: later would be in vain."""
 
 
 class Synchroniser:
@@ -54,7 +54,8 @@ class Synchroniser:
         layout: Layout,
         machine: MachineConfig | None = None,
     ) -> None:
-        self.swarm, self.anchors, self.holdings, self.round = swarm, anchors, holdings, 0
+        self.swarm, self.anchors, self.holdings = swarm, anchors, holdings
+        self.round, self.is_late = 0, False  # late: others had committed rounds when it came
         self.last = Synchronised.of(RoundResult(roster=()), 0.0)
         self._run, self._layout, self._machine = run, layout, machine or MachineConfig()
         self._sync_seconds, self._expected_since, self._others = 0.0, 0.0, Others(swarm, holdings)
@@ -67,19 +68,18 @@ class Synchroniser:
         """Announce, meet the others' records, take over the swarm's state, and claim slots.
 
         Args:
-            initial: Makes the bundles of `shared` and every slot at the run's start, for what nobody has a version of;
-                None if this peer has been in the run before.
+            initial: Makes the bundles of the run's start, of all names; None if this peer has been in the run before.
             saved: Versions of this peer's checkpoint by file, after a restart.
 
         Raises:
             JoinError: the swarm's state could not be fetched.
         """
         self.holdings.announce("joining")
-        wait_for_peers(self.holdings, self.swarm, self._run.round.min_peers)
+        self.is_late = has_begun(wait_for_peers(self.holdings, self.swarm, self._run.round.min_peers))
         if saved:
             go_back(self.swarm, self.holdings.others(), saved)
         model = (SHARED, *map(slot_name, range(self._run.model.num_experts)))
-        if initial and not has_begun(self.holdings.claims()):
+        if initial and not self.is_late:
             begin(self.swarm, model, initial)
         self.holdings.catch_up(self.holdings.others())
         begin(self.swarm, model, initial)

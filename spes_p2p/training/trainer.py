@@ -131,12 +131,12 @@ class Trainer:
         """Return the tokens per second of forward and backward, leaving model and data order as they were.
 
         Args:
-            measures: If not, it is only made ready, and the speed is 0.
+            measures: If not, only the first use is made, and 0 returned.
         """
         state = self.data.state_dict()
         self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
         started, tokens = self.clock(), 0
-        for _ in range(CALIBRATION_STEPS * measures):
+        for _ in range(CALIBRATION_STEPS if measures else 0):
             tokens_BT1 = self.data.next_batch(self._train.batch_size)
             self._backward(tokens_BT1, 1.0)
             tokens += tokens_BT1[:, 1:].numel()

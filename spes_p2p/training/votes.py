@@ -34,8 +34,8 @@ def voters_of(claims: Mapping[str, Claim]) -> list[str]:
 def majoritys(states: Sequence[State]) -> State:
     """Return the state of `shared`, or of its moments, to take over: as most have it.
 
-    The run's start, which every newcomer brings, has no vote where anybody has trained. Ties go as in a roster, so that
-    two halves of a swarm with different anchors agree whose are kept.
+    The run's start, which all bring who begin together, has no vote where anybody has trained. Ties go as in a roster,
+    so that two halves of a swarm with different anchors agree whose are kept.
     """
     votes = Counter(states)
     return min(votes, key=lambda state: (state[0] == 0, -votes[state], -state[0], state[1]))

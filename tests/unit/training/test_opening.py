@@ -47,4 +47,4 @@ def test_a_newcomer_makes_the_start_of_a_run_only_for_what_nobody_has(swarm, tim
     """Of a large model it takes minutes, and as much disk as the model."""
     late, made = join_late(tiny_run(round=ALONE), swarm)
     assert made == times
-    assert {version.round for name, version in late.swarm.versions().items() if name == "shared"} == {ALONE.total}
+    assert late.swarm.versions()["shared"].round == ALONE.total

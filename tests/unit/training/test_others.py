@@ -79,7 +79,7 @@ def test_one_that_says_to_be_far_ahead_leads_nobody_there(is_late):
 
 @pytest.mark.parametrize("is_expected", [True, False])
 def test_who_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expected):
-    """The others wait for it and for its slots; for who has come too late for that they do not."""
+    """The others wait for it; they do not for one whose claim came after the end."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     ends_at = hub.clock.now() + 10.0
     for index in range(3):
