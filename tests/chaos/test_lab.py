@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from history import History
+from history import History, events_of
 from lab import Lab, Report, schedule
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
@@ -73,13 +73,15 @@ def test_a_history_that_was_meddled_with_is_found_out(
 def test_a_version_that_nobody_published_is_found_out(lived: tuple[Lab, Report], tmp_path: Path) -> None:
     lab, _ = lived
     shutil.copytree(lab.folder / "history", tmp_path / "history")
-    path, _, event = last_commit(tmp_path / "history")
-    lines = path.read_text().splitlines(keepends=True)
-    notes = ('"event": "publishes"', f'"round": {event["round"]},')
-    kept = [line for line in lines if not all(note in line for note in notes)]
-    assert len(kept) == len(lines) - 1
-    path.write_text("".join(kept))
-    assert any("which nobody published" in wrong for wrong in judged(lab, tmp_path).wrong)
+    lives = {path: events_of(path) for path in (tmp_path / "history").glob("*.jsonl")}
+    had = [event["versions"]["shared"] for life in lives.values() for event in life if event["event"] == "has"]
+    _, version, _ = max(had)
+    for path, life in lives.items():  # whoever was in its group published it too
+        for event in life:
+            if event["event"] == "publishes" and event["versions"].get("shared") == version:
+                del event["versions"]["shared"]
+        path.write_text("".join(f"{json.dumps(event)}\n" for event in life))
+    assert any(f"has {version[:8]}, which nobody published" in wrong for wrong in judged(lab, tmp_path).wrong)
 
 
 def test_a_version_that_is_gone_is_missed(lived: tuple[Lab, Report], tmp_path: Path) -> None:
@@ -88,23 +90,22 @@ def test_a_version_that_is_gone_is_missed(lived: tuple[Lab, Report], tmp_path: P
     for peer in lab.peers:
         kept = tmp_path / "left" / str(peer.index)
         shutil.copytree(peer.output / "versions", kept)
-        for path in kept.glob("slot-0.*"):
+        for path in kept.glob("shared.*"):
             path.unlink()
     left = {peer.index: tmp_path / "left" / str(peer.index) for peer in lab.peers}
     verdict = History(tmp_path / "history", left).verdict()
-    assert verdict.lost and all(version.startswith("slot-0 ") for version in verdict.lost)
+    assert verdict.lost and all(version.startswith("shared ") for version in verdict.lost)
     assert all(f"has {version} of round" in verdict.story for version in verdict.lost)
 
 
 def last_commit(history: Path) -> tuple[Path, int, dict[str, Any]]:
-    """Return the file, line number and event of a commit with several members, whose versions were published."""
+    """Return file, line number and event of a published commit of `shared` and of slots, with several members."""
     for path in sorted(history.glob("*.jsonl"), reverse=True):
-        lines = path.read_text().splitlines(keepends=True)
-        events = [json.loads(line) for line in lines if line.endswith("\n")]  # a death may cut the last one short
+        events = events_of(path)
         published = {event["round"] for event in events if event["event"] == "publishes"}
         for number, event in reversed(list(enumerate(events))):
             is_commit = event["event"] == "commits" and event["round"] in published
-            if is_commit and len(event["roster"]) > 2 and len(event["means"]) > 1:
+            if is_commit and len(event["roster"]) > 2 and {"shared"} < event["means"].keys():
                 return path, number, event
     raise AssertionError("nobody committed anything with others")
 

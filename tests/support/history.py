@@ -60,7 +60,7 @@ class History:
     def __init__(self, folder: Path, left: Mapping[int, Path]) -> None:
         self._folder = folder
         self._left = left
-        lives = [_read(path) for path in sorted(folder.glob("*.jsonl"))]
+        lives = [events_of(path) for path in sorted(folder.glob("*.jsonl"))]
         self._lives = lives
         self._events = sorted((event for life in lives for event in life), key=lambda event: event["at"])
         self._brought = {
@@ -226,9 +226,9 @@ class History:
             verdict.lost += [f"{name} {version[:8]}" for version in sorted(accepted - reached)]
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def events_of(life: Path) -> list[dict[str, Any]]:
     """Return a life's events; its last line may have been cut short by its end."""
-    lines = path.read_text().splitlines(keepends=True)
+    lines = life.read_text().splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
