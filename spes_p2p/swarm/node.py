@@ -31,7 +31,7 @@ from spes_p2p.swarm.daemons import (
 )
 from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.known_peers import KnownPeers, Redial
-from spes_p2p.swarm.processes import interruptible_locks
+from spes_p2p.swarm.processes import interruptible_locks, patient_sharing
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator, owner_of
 
@@ -81,6 +81,7 @@ class Node:
         check_port(host, port)
         increase_file_limit()
         interruptible_locks()
+        patient_sharing()
         self._validator = RecordValidator(run_id, identity)
         self._redial = Redial()
         self._initial_peers = by_peer(initial_peers)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from multiprocessing import synchronize
 from multiprocessing.connection import Connection
+from typing import Any
 
+import torch
 from hivemind import DHT
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
@@ -27,6 +30,8 @@ from spes_p2p.swarm.guarded_streams import MAX_CALL_BYTES_PER_PEER, MAX_CALLS_PE
 _PR_SET_PDEATHSIG = 1
 _ANSWER_SECONDS = 5.0
 _ASK_SECONDS = 0.05
+_SHARE_TRIES = 60
+"""Seconds for which torch's manager of shared memory may say nothing; it is given one at a time."""
 _NOBODY_TO_ASK = "failed to find any peer in table"
 """What p2pd says to a search until those whom it has met have told it that they take part in its own DHT."""
 # Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
@@ -62,6 +67,34 @@ def forget_inherited_futures() -> None:
     """
     MPFuture.reset_backend()
     interruptible_locks()
+
+
+@functools.cache
+def patient_sharing() -> None:
+    """Have torch ask its manager of shared memory again where that is silent for a second. Idempotent.
+
+    hivemind shares some bytes for every 16 futures, for each averaging, and wherever one of them goes to another
+    process. The manager is a process too: where a machine stood still, or has too much to do, whoever shares may be
+    back before it, and died of the second in which nothing came. An answer that comes late is the next question's.
+    """
+    storage = torch.UntypedStorage
+    storage._share_filename_cpu_ = _asking_again(storage._share_filename_cpu_)  # type: ignore[method-assign]
+    opening = _asking_again(storage._new_shared_filename_cpu)
+    storage._new_shared_filename_cpu = staticmethod(opening)  # type: ignore[method-assign,assignment]
+
+
+def _asking_again(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def asking_again(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(_SHARE_TRIES - 1):
+            try:
+                return stock(*args, **kwargs)
+            except RuntimeError as error:
+                if "timed out" not in str(error):
+                    raise
+        return stock(*args, **kwargs)
+
+    return asking_again
 
 
 _held: set[asyncio.Task] = set()

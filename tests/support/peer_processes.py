@@ -128,6 +128,12 @@ class Command:
         with self._arrived:
             return [found for line in self.lines if (found := re.search(pattern, line))]
 
+    def faults(self, pattern: str = "Traceback") -> list[str]:
+        """Return what it has said around each line in which `pattern` is found; nothing if it is in none."""
+        lines = list(self.lines)
+        found = (index for index, line in enumerate(lines) if re.search(pattern, line))
+        return ["\n".join(lines[max(0, index - 3) : index + 40]) for index in found]
+
     def tail(self, num_lines: int = 40) -> str:
         return "\n".join(self.lines[-num_lines:])
 

@@ -131,7 +131,7 @@ def test_who_is_left_by_a_goodbye_trains_on_alone(story: Story) -> None:
 
 
 def test_nothing_of_the_daemons_is_left_on_the_screen(story: Story) -> None:
-    assert not [line for peer in story.peers.values() for line in peer.lines if "Traceback" in line]
+    assert not [fault for peer in story.peers.values() for fault in peer.faults()]
 
 
 def test_a_restart_goes_on_with_the_same_words_and_the_port_that_others_know() -> None:

@@ -9,6 +9,7 @@ import time
 
 import psutil
 import pytest
+import torch
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from real_peers import PeerProcess
 
@@ -220,3 +221,25 @@ def test_an_interrupt_while_a_future_is_made_leaves_others_able_to_make_one(node
         assert SharedBytes._lock.acquire(timeout=10), "the lock was left behind"
         SharedBytes._lock.release()
     assert num_heard > 100
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["shared", "opened"])
+def test_memory_is_shared_although_its_manager_stands_still_for_longer_than_torch_waits(node, is_new):
+    """As where a machine that stood still goes on, and the manager is the last of a peer's processes."""
+    storage = torch.zeros(16, dtype=torch.uint8).share_memory_().untyped_storage()
+    managers = [child for child in psutil.Process().children() if child.name() == "torch_shm_manager"]
+    assert managers
+    for manager in managers:
+        manager.suspend()
+    resumed = [threading.Timer(2.5, manager.resume) for manager in managers]
+    for timer in resumed:
+        timer.start()
+    try:
+        for _ in range(20):  # answers that came too late for others are taken first
+            if is_new:
+                assert torch.ones(16, dtype=torch.uint8).share_memory_().sum() == 16
+            else:
+                assert torch.UntypedStorage._new_shared_filename_cpu(*storage._share_filename_cpu_()).nbytes() == 16
+    finally:
+        for timer in resumed:
+            timer.join()
