@@ -1,1 +1,1 @@
-"""What the README's numbers come from."""
+"""What the numbers in docs/benchmarks.md come from."""

@@ -33,7 +33,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "connection": elastic_rows.connection,
     "saving": elastic_rows.saving,
 }
-BOARD = Scoreboard(elastic_rows.RESULTS, Path("README.md"), "ELASTIC", PARTS)
+BOARD = Scoreboard(elastic_rows.RESULTS, Path("docs/benchmarks.md"), "ELASTIC", PARTS)
 
 
 class ElasticConfig(CommandConfig):
@@ -48,7 +48,7 @@ class ElasticConfig(CommandConfig):
     seed: int | None = None
     """Of all that is drawn; drawn itself by default."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/elastic.json and, between its markers, in README.md."""
+    """Leave what was measured in benchmarks/results/elastic.json and, between its markers, in docs/benchmarks.md."""
     log_level: Literal["debug", "info", "warning"] = "warning"
     """Least severe event to log."""
 

@@ -1,4 +1,4 @@
-"""What joining is worth: the study's results as the tables of README.md and docs/convergence.md.
+"""What joining is worth: the study's results as the tables of docs/benchmarks.md and docs/convergence.md.
 
     .venv/bin/python benchmarks/joining.py [--write]
 
@@ -27,7 +27,7 @@ from spes_p2p.study.summary import Results, Spread, gap_spread, summarise
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""
 PICTURE, PICTURED = Path("docs/convergence/joining.png"), ("solo", "solo_in_memory", "ours", "centralised")
-README, PAGE = Path("README.md"), Path("docs/convergence.md")
+BENCHMARKS, PAGE = Path("docs/benchmarks.md"), Path("docs/convergence.md")
 
 
 class JoiningConfig(CommandConfig):
@@ -40,7 +40,7 @@ class JoiningConfig(CommandConfig):
     results: Path = Path("benchmarks/results/convergence")
     """Its output."""
     write: bool = False
-    """Put the tables into README.md and docs/convergence.md, between their markers."""
+    """Put the tables into docs/benchmarks.md and docs/convergence.md, between their markers."""
 
 
 def figures(results: Results) -> Iterator[Row]:
@@ -120,7 +120,7 @@ def main(config: JoiningConfig) -> int:
     schemes = losses(study, results)
     say(f"{schemes}\n{goals}")
     if config.write:
-        fill(README, "JOINING", goals)
+        fill(BENCHMARKS, "JOINING", goals)
         fill(PAGE, "TABLE", f"{schemes}\n{goals}")
         pictured = [row for row in summarise(study, results) if row.name in PICTURED]
         PICTURE.write_bytes(loss_by_steps(pictured))

@@ -40,7 +40,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "overlapped": network_rows.overlapped,
     "planned": planned_rows.planned,
 }
-BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("README.md"), "NETWORK", PARTS)
+BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("docs/benchmarks.md"), "NETWORK", PARTS)
 
 
 class NetworkConfig(CommandConfig):
@@ -55,7 +55,7 @@ class NetworkConfig(CommandConfig):
     congestion: str = "cubic"
     """TCP's congestion control: `cubic`, which most machines have, or `bbr`."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/network.json and, between its markers, in README.md."""
+    """Leave what was measured in benchmarks/results/network.json and, between its markers, in docs/benchmarks.md."""
     log_level: Literal["debug", "info", "warning"] = "warning"
     """Least severe event to log."""
 

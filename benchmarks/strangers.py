@@ -33,7 +33,7 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "downloads": strangers_rows.downloads,
     "guards": strangers_rows.guards,
 }
-BOARD = Scoreboard(Path("benchmarks/results/strangers.json"), Path("README.md"), "STRANGERS", PARTS)
+BOARD = Scoreboard(Path("benchmarks/results/strangers.json"), Path("docs/benchmarks.md"), "STRANGERS", PARTS)
 
 
 class StrangersConfig(CommandConfig):
@@ -54,7 +54,7 @@ class StrangersConfig(CommandConfig):
     seed: Annotated[int, Field(ge=0)] | None = None
     """Of all that is drawn; drawn itself by default."""
     write: bool = False
-    """Leave what was measured in benchmarks/results/strangers.json and, between its markers, in README.md."""
+    """Leave what was measured in benchmarks/results/strangers.json and, between its markers, in docs/benchmarks.md."""
     log_level: Literal["debug", "info", "warning", "error"] = "error"
     """Least severe event to log; peers that are attacked have much to warn of."""
 
