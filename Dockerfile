@@ -2,7 +2,7 @@
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 COPY requirements.lock /
-RUN python -m venv /venv && /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r /requirements.lock
+RUN python -m venv /venv && /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r /requirements.lock  # guard: package-hashes
 
 FROM ${BASE}
 RUN groupadd --gid 10001 spes && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home spes \

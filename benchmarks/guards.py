@@ -1,24 +1,28 @@
-"""Takes each guard of the library away, in a copy, and demands that a test turns red: what nobody misses is no guard.
+"""Remove each guard of the library in a copy of the repository and check that a test then fails.
 
-    .venv/bin/python benchmarks/guards.py [--only H1 invites ...]
+    .venv/bin/python benchmarks/guards.py [--only H1 invites decode-depth ...]
 
-The guards are data, `tests/attacks/guards.yaml`: which text, in which file, is the guard, what stands there without it,
-and the tests of which at least one must fail then. They must pass before.
+A guard is a check whose absence would let a peer do harm. A trailing comment `# guard: <id>` marks its line, and
+`tests/attacks/guards.yaml` says how to remove it and which tests must notice. These tests must pass before the removal.
+A guard whose removal no test notices is untested.
 """
 
 from __future__ import annotations
 
 import ast
+import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 from xml.etree import ElementTree
 
 import yaml
@@ -33,51 +37,60 @@ from spes_p2p.presentation import say
 
 GUARDS = ROOT / "tests" / "attacks" / "guards.yaml"
 SECONDS, ALL_SECONDS = 300.0, 1200.0
-"""For the tests of one guard, and for those of all while nothing is missing."""
+"""Time limits: for the tests of one guard, and for the tests of all guards before any removal."""
 PASSED, FAILED = 0, 1
-"""pytest's exit codes; any other says that it could not run the tests, which proves nothing."""
+"""pytest's exit codes; any other code means that the tests could not run."""
+
+
+MARKED_FOLDERS, MARKED_FILES = ("spes_p2p", "monitor", "peers"), ("compose.yaml", "Dockerfile")
+"""Where markers are searched for: the Python files of the folders, and two files more."""
+MARKER = re.compile(r"[ \t]*# *guard: *(.*?)[ \t]*$", re.MULTILINE)
+GUARD_ID = re.compile(r"[a-z0-9]+(-[a-z0-9]+){1,4}")
+KINDS = ("never", "always", "skip", "operand", "first")
+"""Removals other than a replacement of text; `removed_from` defines them."""
+_Statement = ast.stmt | ast.ExceptHandler
+NO_CONTEXT = '__import__("contextlib").nullcontext()'
 
 
 @dataclass(frozen=True)
 class Guard:
-    """One guard.
+    """An entry of the list.
 
     Attributes:
-        name: What it sees to.
-        closes: The weakness, by its number in the threat model or by a word.
-        file: Where it is, from the root of the repository.
-        text: It; found there exactly once.
-        without: What stands there when it is removed.
-        tests: Those of which one must fail then, as pytest calls them.
+        id: The marker's id: two to five lower-case words with hyphens.
+        name: The property that the guard ensures.
+        closes: The weakness, by its number in the threat model or in words.
+        remove: One of `KINDS`, or the text to replace in the marked statement and its replacement.
+        tests: pytest ids; at least one of these tests must fail without the guard.
     """
 
+    id: str
     name: str
     closes: str
-    file: str
-    text: str
-    without: str
+    remove: str | tuple[str, str]
     tests: tuple[str, ...]
 
-    def removed_from(self, content: str) -> str:
-        """Return the file's content without the guard.
 
-        Raises:
-            DataError: it is not there, or not the only one.
-        """
-        if content.count(self.text) != 1:
-            raise DataError(f"{self.file} holds {content.count(self.text)} times {self.text!r}; mend {GUARDS.name}")
-        return content.replace(self.text, self.without)
+class Marker(NamedTuple):
+    """A `# guard: <id>` comment: its file, relative to the root, and its line, counted from 1."""
+
+    file: str
+    line: int
+
+
+Markers = Mapping[str, Sequence[Marker]]
+"""Markers by id; an id that occurs several times is an error."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of some tests.
+    """Result of a pytest run.
 
     Attributes:
-        code: pytest's exit code; None if it was not done in time.
-        failures: Tests that failed; errors of fixtures are none.
-        tests: Tests that ran.
-        output: The end of what pytest has said.
+        code: pytest's exit code; None after a timeout.
+        failures: Number of failed tests, without errors in fixtures.
+        tests: Number of tests that ran.
+        output: The end of pytest's output.
     """
 
     code: int | None
@@ -87,26 +100,29 @@ class Outcome:
 
 
 class GuardsConfig(CommandConfig):
-    """Which guards would be missed."""
+    """Select guards to remove."""
 
     model_config = SettingsConfigDict(cli_prog_name="guards.py")
 
     only: list[str] = []
-    """Words of the names, weaknesses or files of the guards to remove; by default all are."""
+    """Ids, weaknesses, words of names, or parts of file names of the guards to remove; all guards by default."""
     log_level: Literal["debug", "info", "warning"] = "warning"
     """Least severe event to log."""
 
 
 def main(config: GuardsConfig) -> int:
-    """Remove guards and print what the tests say; return 1 if one is not missed."""
-    guards = [guard for guard in load_guards() if _is_meant(guard, config.only)]
+    """Remove the selected guards one by one and print the results; return 1 if a removal goes unnoticed."""
+    markers = find_markers()
+    guards = [guard for guard in load_guards() if _is_selected(guard, markers, config.only)]
     row = guard_row(guards, not_missed(guards))
     say("  ".join(row.cells))
     return 0 if row.is_reached else 1
 
 
-def _is_meant(guard: Guard, words: Sequence[str]) -> bool:
-    return not words or any(word in (guard.closes, *guard.name.split()) or word in guard.file for word in words)
+def _is_selected(guard: Guard, markers: Markers, words: Sequence[str]) -> bool:
+    names = (guard.id, guard.closes, *guard.name.split())
+    files = [marker.file for marker in markers.get(guard.id, ())]
+    return not words or any(word in names or any(word in file for file in files) for word in words)
 
 
 def guard_row(guards: Sequence[Guard], missing: Sequence[Guard]) -> Row:
@@ -117,29 +133,217 @@ def guard_row(guards: Sequence[Guard], missing: Sequence[Guard]) -> Row:
 
 
 def load_guards(path: Path = GUARDS) -> list[Guard]:
-    """Return all guards, in the file's order."""
-    groups: dict[str, list[dict[str, Any]]] = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return [
-        Guard(file=file, **{**entry, "tests": tuple(entry["tests"])})
-        for file, entries in groups.items()
-        for entry in entries
-    ]
+    """Read the list of guards, in the file's order."""
+    entries: list[dict[str, Any]] = yaml.safe_load(path.read_text(encoding="utf-8"))
+    return [Guard(**{**entry, "remove": _removal(entry), "tests": tuple(entry["tests"])}) for entry in entries]
 
 
-def faults_of(guard: Guard, root: Path = ROOT) -> Iterator[str]:
-    """Yield what is wrong with an entry: a text that has moved, a removal that is no program, a test that is gone."""
+def _removal(entry: Mapping[str, Any]) -> str | tuple[str, str]:
+    remove = entry["remove"]
+    if isinstance(remove, str):
+        return remove
+    old, new = remove["replace"]
+    return old, new
+
+
+def find_markers(root: Path = ROOT) -> dict[str, list[Marker]]:
+    """Find all `# guard: <id>` comments of a repository."""
+    found: dict[str, list[Marker]] = defaultdict(list)
+    files = [file for folder in MARKED_FOLDERS for file in sorted((root / folder).rglob("*.py"))]
+    for file in [*files, *(root / name for name in MARKED_FILES if (root / name).exists())]:
+        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+            if match := MARKER.search(line):
+                found[match[1]].append(Marker(str(file.relative_to(root)), number))
+    return dict(found)
+
+
+def without(guard: Guard, markers: Markers, root: Path = ROOT) -> tuple[Path, str]:
+    """Return the guard's file, and its content without the guard.
+
+    Raises:
+        DataError: the marker is missing or occurs twice, or the removal does not fit the marked line.
+    """
+    places = markers.get(guard.id, ())
+    if len(places) != 1:
+        raise DataError(f"the comment `# guard: {guard.id}` occurs {len(places)} times; it must occur once")
+    file = root / places[0].file
+    edit = removed_from if file.suffix == ".py" else _replaced_on_line
     try:
-        without = guard.removed_from((root / guard.file).read_text(encoding="utf-8"))
-        if guard.file.endswith(".py"):
-            ast.parse(without)
-    except (OSError, DataError, SyntaxError) as error:
-        yield f"{guard.name}: {error}"
-    if guard.text == guard.without or not guard.tests:
-        yield f"{guard.name}: takes nothing away, or names no test"
+        return file, edit(file.read_text(encoding="utf-8"), places[0].line, guard.remove)
+    except DataError as error:
+        raise DataError(f"{places[0].file}:{places[0].line}: {error}") from error
+
+
+def removed_from(source: str, line: int, remove: str | tuple[str, str]) -> str:
+    """Remove the guard on a line of Python.
+
+    - `never`, `always`: a condition becomes False or True: the test of an `if`, `elif`, `while` or conditional
+      expression, or a comprehension's filter. The outermost condition that begins on the line counts, otherwise that of
+      the statement whose header the line belongs to. `never` also makes a `for` run over nothing, and an `except` catch
+      nothing.
+    - `skip`: the statement becomes `pass`; the body of a `with` runs without the context.
+    - `operand`: the last operand of `and` or `or` that ends on the line is dropped, in the outermost such operation.
+    - `first`: the outermost call that begins on the line becomes its first argument, `Annotated[int, ...]` `int`.
+    - a pair: the first text, found once in the statement (of a compound statement: its header), becomes the second.
+
+    Raises:
+        DataError: the line holds nothing to remove, or several candidates.
+    """
+    statement = _statement_at(ast.parse(source), line)
+    if isinstance(remove, tuple):
+        start, end = _span(statement, source)
+        if body := getattr(statement, "body", None):
+            end = _span(body[0], source)[0]
+        return _splice(source, start, end, _replaced_once(_cut(source, start, end), *remove))
+    if remove == "skip":
+        node, text = _skipped(statement, line)
+    elif remove == "operand":
+        node, text = _without_operand(statement, line)
+    elif remove == "first":
+        node, text = _first_argument(statement, line)
+    elif remove in ("never", "always"):
+        node, text = _decided(statement, line, remove == "always")
+    else:
+        raise DataError(f"unknown removal {remove!r}; use one of {', '.join(KINDS)}, or replace: [old, new]")
+    return _splice(source, *_span(node, source), text)
+
+
+def _replaced_on_line(content: str, line: int, remove: str | tuple[str, str]) -> str:
+    if not isinstance(remove, tuple):
+        raise DataError(f"{remove!r} is for Python; use replace: [old, new]")
+    lines = content.split("\n")
+    lines[line - 1] = _replaced_once(lines[line - 1], *remove)
+    return "\n".join(lines)
+
+
+def _replaced_once(text: str, old: str, new: str) -> str:
+    text = MARKER.sub("", text)  # an id may hold the text to replace
+    if text.count(old) != 1:
+        raise DataError(f"the marked code holds {old!r} {text.count(old)} times; it must occur once")
+    return text.replace(old, new)
+
+
+def _statement_at(tree: ast.Module, line: int) -> _Statement:
+    """Return the innermost statement, or `except` clause, with code on a line; of a compound one only the header."""
+    found = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt | ast.ExceptHandler) and _first_line(node) <= line <= (node.end_lineno or 0)
+    ]
+    if not found or (getattr(found[-1], "body", None) and _first_line(found[-1].body[0]) <= line):  # type: ignore[union-attr]
+        raise DataError("the marker is not on a statement's line")
+    return found[-1]
+
+
+def _first_line(node: ast.AST) -> int:
+    return min(part.lineno for part in (node, *getattr(node, "decorator_list", ())))  # type: ignore[attr-defined]
+
+
+def _expressions(statement: _Statement) -> list[ast.AST]:
+    children = ast.iter_child_nodes(statement)
+    return [node for node in children if not isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case)]
+
+
+def _outermost(nodes: Iterable[ast.AST], found_in: Callable[[ast.AST], list[ast.AST]]) -> list[ast.AST]:
+    """Return what `found_in` finds in nodes; the children of a node in which it finds something are not searched."""
+    return [part for node in nodes for part in found_in(node) or _outermost(ast.iter_child_nodes(node), found_in)]
+
+
+def _only(nodes: Sequence[ast.AST], what: str) -> ast.AST:
+    if len(nodes) != 1:
+        raise DataError(f"{len(nodes)} {what} on the marked line; there must be one")
+    return nodes[0]
+
+
+def _decided(statement: _Statement, line: int, value: bool) -> tuple[ast.AST, str]:
+    def conditions(node: ast.AST) -> list[ast.AST]:
+        tests = [node.test] if isinstance(node, ast.IfExp) else node.ifs if isinstance(node, ast.comprehension) else []
+        return [test for test in tests if test.lineno == line]
+
+    own = next((getattr(statement, name) for name in ("test", "iter", "type") if hasattr(statement, name)), None)
+    found = [] if own is None or own.lineno != line else [own]
+    found = found or _outermost(_expressions(statement), conditions) or ([] if own is None else [own])
+    node = _only(found, "conditions")
+    if node is own and not isinstance(statement, ast.If | ast.While):
+        if value:
+            raise DataError("`always` needs a condition")
+        return node, "()"
+    return node, str(value)
+
+
+def _skipped(statement: _Statement, line: int) -> tuple[ast.AST, str]:
+    if isinstance(statement, ast.With | ast.AsyncWith):
+        contexts = [item.context_expr for item in statement.items]
+        return _only([node for node in contexts if node.lineno == line], "contexts"), NO_CONTEXT
+    return statement, "pass"
+
+
+def _without_operand(statement: _Statement, line: int) -> tuple[ast.AST, str]:
+    def operations(node: ast.AST) -> list[ast.AST]:
+        return [node] if isinstance(node, ast.BoolOp) and any(value.end_lineno == line for value in node.values) else []
+
+    node = _only(_outermost(_expressions(statement), operations), "operations with `and` or `or`")
+    assert isinstance(node, ast.BoolOp)
+    dropped = [value for value in node.values if value.end_lineno == line][-1]
+    others = [value for value in node.values if value is not dropped]
+    return node, f"({ast.unparse(others[0] if len(others) == 1 else ast.BoolOp(node.op, others))})"
+
+
+def _first_argument(statement: _Statement, line: int) -> tuple[ast.AST, str]:
+    def calls(node: ast.AST) -> list[ast.AST]:
+        return [node] if getattr(node, "lineno", None) == line and _arguments(node) else []
+
+    node = _only(_outermost(_expressions(statement), calls), "calls")
+    return node, f"({ast.unparse(_arguments(node)[0])})"
+
+
+def _arguments(node: ast.AST) -> list[ast.expr]:
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+        return node.slice.elts
+    return node.args if isinstance(node, ast.Call) else []
+
+
+def _span(node: ast.AST, source: str) -> tuple[int, int]:
+    """Return the byte offsets of a node's start, decorators included, and end."""
+    starts = [0, *itertools.accumulate(map(len, source.encode().splitlines(keepends=True)))]
+    position: Any = node
+    return starts[_first_line(node) - 1] + position.col_offset, starts[
+        position.end_lineno - 1
+    ] + position.end_col_offset
+
+
+def _cut(source: str, start: int, end: int) -> str:
+    return source.encode()[start:end].decode()
+
+
+def _splice(source: str, start: int, end: int, text: str) -> str:
+    data = source.encode()
+    return (data[:start] + text.encode() + data[end:]).decode()
+
+
+def unlisted(guards: Sequence[Guard], markers: Markers) -> list[str]:
+    """Return the ids that mark code and have no entry."""
+    return sorted(set(markers) - {guard.id for guard in guards})
+
+
+def faults_of(guard: Guard, markers: Markers, root: Path = ROOT) -> Iterator[str]:
+    """Yield the errors of an entry: a bad id, a missing marker, a removal that does not parse, a missing test."""
+    if not GUARD_ID.fullmatch(guard.id):
+        yield f"{guard.id}: an id is two to five lower-case words with hyphens"
+    try:
+        file, content = without(guard, markers, root)
+        if file.suffix == ".py":
+            ast.parse(content)
+        if MARKER.sub("", content) == MARKER.sub("", file.read_text(encoding="utf-8")):
+            yield f"{guard.id}: the removal changes nothing"
+    except (DataError, SyntaxError) as error:
+        yield f"{guard.id}: {error}"
+    if not guard.tests:
+        yield f"{guard.id}: names no test"
     for test in guard.tests:
-        file, _, name = test.partition("::")
-        if name.partition("[")[0] not in _functions(root / file):
-            yield f"{guard.name}: there is no test {test}"
+        name, _, function = test.partition("::")
+        if function.partition("[")[0] not in _functions(root / name):
+            yield f"{guard.id}: there is no test {test}"
 
 
 def _functions(file: Path) -> set[str]:
@@ -148,12 +352,13 @@ def _functions(file: Path) -> set[str]:
 
 
 def not_missed(guards: Sequence[Guard]) -> list[Guard]:
-    """Return the guards without which all tests still pass, and say of each what became of it.
+    """Remove guards one by one, print the results, and return the guards whose removal no test notices.
 
     Raises:
-        DataError: an entry is out of date, or a test fails while nothing is missing.
+        DataError: an entry is out of date, or a test fails before any removal.
     """
-    if faults := [fault for guard in guards for fault in faults_of(guard)]:
+    markers = find_markers()
+    if faults := [fault for guard in guards for fault in faults_of(guard, markers)]:
         raise DataError("; ".join(faults))
     found: list[Guard] = []
     with tempfile.TemporaryDirectory(prefix="guards-") as folder:
@@ -161,13 +366,13 @@ def not_missed(guards: Sequence[Guard]) -> list[Guard]:
         tests = list(dict.fromkeys(test for guard in guards for test in guard.tests))
         whole = run_tests(root, tests, ALL_SECONDS, Path(folder))
         if whole.code != PASSED:
-            raise DataError(f"the tests fail while nothing is missing, so they prove nothing: {whole.output}")
-        say(f"{whole.tests} tests pass while nothing is missing")
+            raise DataError(f"the tests fail before any removal, so they prove nothing: {whole.output}")
+        say(f"{whole.tests} tests pass before any removal")
         for guard in guards:
             began = time.monotonic()
-            outcome = _without(root, guard)
+            outcome = _run_without(root, guard, markers)
             is_red = outcome.code == FAILED and outcome.failures > 0
-            say(f"{'red' if is_red else 'NOT MISSED'}  {guard.closes}: {guard.name} ({time.monotonic() - began:.0f} s)")
+            say(f"{'red' if is_red else 'NOT MISSED'}  {guard.id}: {guard.name} ({time.monotonic() - began:.0f} s)")
             if not is_red:
                 say(f"  exit code {outcome.code}: {outcome.output}")
                 found.append(guard)
@@ -175,7 +380,7 @@ def not_missed(guards: Sequence[Guard]) -> list[Guard]:
 
 
 def copy_tree(target: Path) -> Path:
-    """Copy what git knows of the repository, or would if it were told; return where to."""
+    """Copy the repository's files, without those that git ignores; return the copy's root."""
     words = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, check=True, text=True).stdout
     for name in filter(None, listed.split("\0")):
@@ -185,36 +390,36 @@ def copy_tree(target: Path) -> Path:
     return target
 
 
-def _without(root: Path, guard: Guard) -> Outcome:
-    file = root / guard.file
-    content = file.read_text(encoding="utf-8")
-    file.write_text(guard.removed_from(content), encoding="utf-8")
+def _run_without(root: Path, guard: Guard, markers: Markers) -> Outcome:
+    file, content = without(guard, markers, root)
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(content, encoding="utf-8")
     try:
         return run_tests(root, guard.tests, SECONDS, root.parent, "--exitfirst")
     finally:
-        file.write_text(content, encoding="utf-8")
+        file.write_text(whole, encoding="utf-8")
 
 
 def run_tests(root: Path, tests: Sequence[str], seconds: float, folder: Path, *flags: str) -> Outcome:
-    """Return what came of some tests, run by themselves.
+    """Run tests in a process of their own.
 
     Args:
         root: The repository, or a copy of it.
-        tests: As pytest calls them.
-        seconds: When they are given up.
-        folder: Takes what they leave.
-        flags: For pytest.
+        tests: pytest ids.
+        seconds: Time limit.
+        folder: Where the report and the temporary files go.
+        flags: Further arguments of pytest.
     """
     report, scratch = folder / "report.xml", folder / "scratch"
     report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
     words += [f"--basetemp={scratch}", f"--junitxml={report}", *flags, *tests]
-    # No compiled files: the next guard's text may be as long as this one's, and come within the same second.
+    # No compiled files: two edits of equal length within one second would share one.
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
         ended = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
-        return Outcome(None, 0, 0, f"not done within {seconds:.0f} s")
+        return Outcome(None, 0, 0, f"timeout after {seconds:.0f} s")
     counts = {"failures": 0, "tests": 0}
     if report.exists():
         for suite in ElementTree.parse(report).iter("testsuite"):

@@ -184,7 +184,10 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
         if known is None or known.round < number:
             newest[peer] = report
     peers: dict[str, PeerView] = {}
-    for peer in [*view.peers, *(peer for peer in sorted(snapshot.claims) if peer not in view.peers)][:MAX_PEERS]:
+    for peer in [  # guard: monitor-peers
+        *view.peers,
+        *(peer for peer in sorted(snapshot.claims) if peer not in view.peers),
+    ][:MAX_PEERS]:
         peers[peer] = _fold_peer(view, snapshot, peer, newest.get(peer))
     finished = [p.report.round if p.report else 0 for p in peers.values() if p.state == "active"]
     published = max(view.published, _majority_reached(finished))
@@ -215,7 +218,11 @@ def is_plausible(report: Metrics, total_rounds: int) -> bool:
     return (
         1 <= report.round <= total_rounds
         and all(map(math.isfinite, (report.loss or 0.0, report.tokens_per_second, seconds)))
-        and (0 <= report.loss <= MAX_LOSS if report.loss is not None else not report.tokens)
+        and (
+            0 <= report.loss <= MAX_LOSS  # guard: loss-bound
+            if report.loss is not None
+            else not report.tokens  # guard: loss-of-tokens
+        )
         and 0 <= report.tokens_per_second <= MAX_TOKENS_PER_SECOND
         and report.tokens <= MAX_TOKENS
         and seconds <= MAX_ROUND_SECONDS
@@ -226,7 +233,7 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
     """Return the summary of one round's reports, at least one."""
     kept = [report.tokens if report.committed else 0 for report in reports]
     cap = WEIGHT_CAP * median_low(filter(None, kept)) if any(kept) else 0
-    weights = [min(tokens, cap) for tokens in kept]
+    weights = [min(tokens, cap) for tokens in kept]  # guard: report-weight
     tokens, seconds = sum(weights), median(map(wall_seconds, reports))
     losses = [weight * report.loss for weight, report in zip(weights, reports, strict=True) if report.loss is not None]
     loss = sum(losses) / tokens if tokens else math.nan

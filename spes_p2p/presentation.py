@@ -170,4 +170,4 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def escape(value: object) -> str:
     """Return a value as text that no browser takes for markup."""
-    return html.escape(str(value), quote=True)
+    return html.escape(str(value), quote=True)  # guard: escaped-markup

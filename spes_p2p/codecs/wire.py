@@ -130,4 +130,4 @@ def _are_good(values_N: Tensor, non_negative: bool) -> bool:
         return True
     # one pass; NaN comes out as both, and compares as false with everything
     least, most = (float(extreme) for extreme in torch.aminmax(values_N))
-    return most < torch.inf and (least >= 0 if non_negative else least > -torch.inf)
+    return most < torch.inf and (least >= 0 if non_negative else least > -torch.inf)  # guard: finite-values

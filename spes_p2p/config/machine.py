@@ -25,7 +25,7 @@ class CommandConfig(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="SPES_",
         env_nested_delimiter="__",
-        extra="forbid",
+        extra="forbid",  # guard: command-settings
         frozen=True,
         cli_kebab_case=True,
         cli_implicit_flags=True,

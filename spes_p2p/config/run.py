@@ -18,7 +18,7 @@ CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
 class Frozen(BaseModel):
     """Base of config sections: immutable, no unknown keys."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)  # guard: run-settings
 
 
 class ModelConfig(Frozen):

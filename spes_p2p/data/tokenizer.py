@@ -149,10 +149,13 @@ def tokenizer_from_bytes(data: bytes, directory: Path) -> PreTrainedTokenizerBas
 
 
 def _decode(payload: bytes, where: str) -> PreTrainedTokenizerFast:
-    if len(payload) > MAX_PAYLOAD_BYTES:
+    if len(payload) > MAX_PAYLOAD_BYTES:  # guard: tokenizer-size
         raise DataError(f"{where} has {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}; join through other peers")
     files = _parse(payload, where)
-    if sorted(files) != list(_FILES) or not all(isinstance(text, str) for text in files.values()):
+    if (
+        sorted(files) != list(_FILES)  # guard: tokenizer-files
+        or not all(isinstance(text, str) for text in files.values())
+    ):
         raise DataError(f"{where} holds {str(sorted(files))[:200]}, not {', '.join(_FILES)}; join through other peers")
     special = _parse(files["special_tokens.json"], where)
     if not set(special) <= set(_SPECIAL_TOKENS) or not all(isinstance(token, str) for token in special.values()):
@@ -186,7 +189,7 @@ def _check_ids(backend: dict[str, Any], where: str) -> None:
     ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
     ids += [token.get("id") if isinstance(token, dict) else None for token in added]
     num_entries = len(vocabulary) + len(added)
-    if not all(isinstance(token_id, int) and 0 <= token_id < num_entries for token_id in ids):
+    if not all(isinstance(token_id, int) and 0 <= token_id < num_entries for token_id in ids):  # guard: tokenizer-ids
         raise DataError(f"{where} has ids outside its {num_entries} entries; join through other peers")
 
 

@@ -52,12 +52,15 @@ def fair_speeds(speeds: Sequence[float]) -> list[float]:
     """
     stated = [speed for speed in speeds if speed > 0]
     most = MOST_TIMES_MEDIAN * statistics.median(stated) if stated else 0.0
-    return [min(speed, most) for speed in speeds]
+    return [min(speed, most) for speed in speeds]  # guard: speed-median
 
 
 def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) -> int:
     """Return the tokens a peer may claim for a round of `train_seconds` at its stated speed, with a tenth to spare."""
-    return max(0, min(tokens, int(1.1 * tokens_per_second * train_seconds) + 1))
+    return max(
+        0,
+        min(tokens, int(1.1 * tokens_per_second * train_seconds) + 1),  # guard: tokens-by-speed
+    )
 
 
 class Patience:

@@ -54,7 +54,7 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], door: Doo
     """
     reach = {"no_listen": True, "dht_mode": "client"} if door.client_mode else {}
     try:
-        if initial_peers and not identity.is_new and await _is_taken(identity, initial_peers):
+        if initial_peers and not identity.is_new and await _is_taken(identity, initial_peers):  # guard: own-identity
             raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
         p2p = await BoundP2P.create(
             identity_path=str(identity.path),
@@ -94,7 +94,7 @@ async def _meets(p2p: BoundP2P, addresses: Sequence[str]) -> bool:
     newcomers from all others.
     """
     at = by_peer(addresses)
-    await p2p.dial(at, DIAL_SECONDS)
+    await p2p.dial(at, DIAL_SECONDS)  # guard: dial-time
     return bool(await p2p.connected() & at.keys())
 
 

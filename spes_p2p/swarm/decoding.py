@@ -31,7 +31,7 @@ class ShallowSerializer(MSGPackSerializer):
         check_message(buf)
         try:
             return MSGPackSerializer.loads(buf)
-        except (ValueError, TypeError, AttributeError, OverflowError) as error:
+        except (ValueError, TypeError, AttributeError, OverflowError) as error:  # guard: decoder-errors
             raise RecordError(f"a message is malformed: {error}") from error
 
 
@@ -50,11 +50,11 @@ def check_message(data: bytes) -> None:
             continue
         still[-1] -= 1
         values += 1
-        if place >= len(data) or values > MAX_VALUES:
+        if place >= len(data) or values > MAX_VALUES:  # guard: decode-values
             raise RecordError(f"a message of {len(data)} bytes is cut short, or has more than {MAX_VALUES} values")
         place, inside = _after(data, place)
         if inside:
-            if len(still) >= MAX_DEPTH:
+            if len(still) >= MAX_DEPTH:  # guard: decode-depth
                 raise RecordError(f"a message is deeper than {MAX_DEPTH}")
             still.append(inside)
     if place != len(data):
@@ -78,9 +78,9 @@ def _after(data: bytes, place: int) -> tuple[int, int]:
     if lead in _CONTAINERS:
         width, each = _CONTAINERS[lead]
         return place + width, each * _length(data, place, width)
-    if lead in _EXTENSIONS and place == 1:
+    if lead in _EXTENSIONS and place == 1:  # guard: extension-alone
         content = place + _EXTENSIONS[lead] + 1
-        if data[content - 1 : content] == bytes([_EXT_CODE]):
+        if data[content - 1 : content] == bytes([_EXT_CODE]):  # guard: extension-known
             return content, 1
     raise RecordError(f"a message holds a value of unknown type, {lead:#x}")
 

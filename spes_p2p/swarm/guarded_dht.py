@@ -60,7 +60,7 @@ class BoundedStorage(DHTLocalStorage):
         records = known.value if known is not None else None
         if isinstance(records, DictionaryDHTValue):
             before = records.get(subkey)
-            if before is None and len(records) >= MAX_OWNERS:
+            if before is None and len(records) >= MAX_OWNERS:  # guard: record-owners
                 return False
             if before is not None and before.expiration_time >= expiration_time:
                 return False
@@ -73,14 +73,14 @@ class BoundedStorage(DHTLocalStorage):
 
 def _forget_replaced(storage: TimedStorage) -> None:
     """Drop what a storage remembers of values that newer ones have replaced, once it is more than the rest."""
-    if len(storage.expiration_heap) > 2 * len(storage.data) + 64:
+    if len(storage.expiration_heap) > 2 * len(storage.data) + 64:  # guard: store-traces
         storage.expiration_heap = sorted(storage.key_to_heap.values())
 
 
 class GuardedProtocol(DHTProtocol):
     """hivemind's DHT protocol, which decodes no bombs, and takes peers for neighbours only where they belong."""
 
-    serializer = ShallowSerializer
+    serializer = ShallowSerializer  # guard: dht-serializer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -107,7 +107,7 @@ class GuardedProtocol(DHTProtocol):
 
         Whoever could choose its place would choose those next to a key, hold all its copies, and show them to nobody.
         """
-        if node_id is not None and node_id != node_id_of(peer_id):
+        if node_id is not None and node_id != node_id_of(peer_id):  # guard: own-dht-place
             log.debug("%s claims a place in the DHT that is not its own", peer_id)
             return
         await super().update_routing_table(node_id, peer_id, responded)
@@ -121,11 +121,14 @@ class GuardedProtocol(DHTProtocol):
         if not found:
             return found
         return {
-            key: (_records_of(value), {place: who for place, who in nearest.items() if place == node_id_of(who)})
+            key: (
+                _records_of(value),  # guard: records-only
+                {place: who for place, who in nearest.items() if place == node_id_of(who)},  # guard: others-dht-place
+            )
             for key, (value, nearest) in found.items()
         }
 
-    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:
+    def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:  # guard: one-bad-record
         """Leave out the records that are not valid; stock throws the others away with them."""
         with dictionary.freeze():
             for subkey, item in list(dictionary.items()):
@@ -140,7 +143,7 @@ class GuardedProtocol(DHTProtocol):
 
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         _check_keys(request.keys, context)
-        if any(request.in_cache):
+        if any(request.in_cache):  # guard: cache-filled
             raise RecordError("nobody's cache is filled by others")
         return await super().rpc_store(request, context)
 
@@ -174,7 +177,7 @@ class GuardedNode(DHTNode):
         node = await super().create(*args, **kwargs)
         answers = node.protocol.answers
         objections = [answer for answer in answers if answer is not None]
-        if 2 * len(objections) > len(answers):
+        if 2 * len(objections) > len(answers):  # guard: one-objection
             raise objections[0]
         for objection in objections:
             log.info("one of %d peers asked does not take this one: %s", len(answers), objection)
@@ -182,7 +185,7 @@ class GuardedNode(DHTNode):
 
 
 def _check_keys(keys: Collection[bytes], context: P2PContext) -> None:
-    if len(keys) > MAX_KEYS:
+    if len(keys) > MAX_KEYS:  # guard: request-keys
         log.debug("refused a request of %s for %d keys", context.remote_id, len(keys))
         raise RecordError(f"{len(keys)} keys in one request, at most {MAX_KEYS}")
 

@@ -74,7 +74,11 @@ class Allowance:
             ExchangeError: the peer has too much.
         """
         pieces, held = self._pieces[peer] + 1, self._bytes[peer] + num_bytes
-        if pieces > self.most or held > self._most_bytes or self._pieces.total() >= self._most_in_all:
+        if (
+            pieces > self.most
+            or held > self._most_bytes  # guard: held-bytes
+            or self._pieces.total() >= self._most_in_all  # guard: held-by-all
+        ):
             self.complain(peer, f"refused {what}, of which it has {pieces - 1}")
             raise ExchangeError(f"too many {what}")
         self._pieces[peer], self._bytes[peer] = pieces, held
@@ -91,7 +95,7 @@ class Allowance:
         if len(self._complaints) >= MAX_STREAMS:
             self._complaints.clear()
         self._complaints[peer] += 1
-        if not self._complaints[peer] & (self._complaints[peer] - 1):
+        if not self._complaints[peer] & (self._complaints[peer] - 1):  # guard: log-flood
             log.warning("%s, complaint %d: %s", peer, self._complaints[peer], what)
 
 
@@ -115,7 +119,7 @@ class GuardedP2P(P2P):
     ) -> None:
         with closing(writer):
             try:
-                with self.streams.take(info.peer_id, "streams"):
+                with self.streams.take(info.peer_id, "streams"):  # guard: streams-per-peer
                     await handler(info, reader, writer)
             except ExchangeError as error:
                 log.debug("hung up on %s: %s", info.peer_id, error)
@@ -207,7 +211,7 @@ class Inbox:
             TimeoutError: the first one does not come, or one stops amid its bytes.
             IncompleteReadError: the caller has hung up.
         """
-        async with asyncio.timeout(FIRST_SECONDS):
+        async with asyncio.timeout(FIRST_SECONDS):  # guard: first-message-time
             message = await receive(kind, reader, MAX_MESSAGE_BYTES, self._take_room)
         while not isinstance(message, RPCError):
             await self._queue.put(message)
@@ -227,7 +231,7 @@ class Inbox:
         self._give_room(self._held)
 
     async def _take_room(self) -> None:
-        await self._room.acquire()
+        await self._room.acquire()  # guard: read-ahead
         self._held += 1
 
     def _give_room(self, count: int) -> None:
@@ -248,11 +252,14 @@ async def receive(
     """
     head = await reader.readexactly(_HEAD_BYTES)
     num_bytes = int.from_bytes(head[1:], P2P.BYTEORDER)
-    if num_bytes > most_bytes or head[:1] not in (P2P.MESSAGE_MARKER, P2P.ERROR_MARKER):
+    if (
+        num_bytes > most_bytes  # guard: message-size
+        or head[:1] not in (P2P.MESSAGE_MARKER, P2P.ERROR_MARKER)
+    ):
         raise ExchangeError(f"announced a message of {num_bytes} bytes, kind {head[:1]!r}; at most {most_bytes}")
     if take_room is not None:
         await take_room()
-    async with asyncio.timeout(MESSAGE_SECONDS):
+    async with asyncio.timeout(MESSAGE_SECONDS):  # guard: message-time
         data = await reader.readexactly(num_bytes)
     expected: Any = RPCError if head[:1] == P2P.ERROR_MARKER else kind
     try:

@@ -85,7 +85,7 @@ class HivemindSwarm:
         """
         self._rounds, self._vectors, self._wire = rounds, vectors, Wire(vectors.segments)
         self._bulletin.guests = guests
-        self._store.keep_only(vectors.names)
+        self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self.exchange.expect_coded(vectors.formats)
         if (step := vectors.advance) is not None:
             wire = self._wire
@@ -246,7 +246,7 @@ class HivemindSwarm:
 
     def go_back(self, files: Mapping[Path, Version]) -> None:
         self._store.take_back(files)
-        self._store.keep_only(self._vectors.names)
+        self._store.keep_only(self._vectors.names)  # guard: strange-checkpoint
         self._declare()
 
     def load(self, name: str, *, before: bool = False) -> Tensor:
@@ -272,7 +272,7 @@ class HivemindSwarm:
         uplinks: Mapping[str, float] | None = None,
         authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
-        strange = self._vectors.strange(wanted)
+        strange = self._vectors.strange(wanted)  # guard: strange-pull
         wanted = {name: peers for name, peers in wanted.items() if name not in strange}
         limits = {name: self._vectors.num_bytes(name) for name in wanted}
         pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)

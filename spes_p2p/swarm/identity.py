@@ -35,7 +35,7 @@ class Identity:
             _create(path)
         try:
             data = path.read_bytes()
-            if path.stat().st_mode & 0o077:
+            if path.stat().st_mode & 0o077:  # guard: key-mode
                 raise ConfigError(f"identity {path} can be read by others; run: chmod 600 {path}")
             self.peer_id = PeerID.from_identity(data).to_base58()
             der = crypto_pb2.PrivateKey.FromString(data).data
@@ -57,7 +57,14 @@ def _create(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         # O_EXCL with the final mode: at no moment can anybody else read or replace the key.
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        with os.fdopen(
+            os.open(
+                path,
+                os.O_WRONLY | os.O_CREAT | os.O_EXCL,  # guard: key-no-link
+                0o600,  # guard: key-private
+            ),
+            "wb",
+        ) as file:
             file.write(key.SerializeToString())
     except OSError as error:
         raise ConfigError(f"cannot write identity {path}: {error.strerror}; choose a writable --output") from error
@@ -72,11 +79,15 @@ def peer_id_of(public_key: bytes) -> str:
         ValueError: not such a key, or not as OpenSSH writes it, or one that takes long to verify with.
     """
     key = serialization.load_ssh_public_key(public_key)
-    if not isinstance(key, rsa.RSAPublicKey) or not LEAST_KEY_BITS <= key.key_size <= MOST_KEY_BITS:
+    if (
+        not isinstance(key, rsa.RSAPublicKey) or not LEAST_KEY_BITS <= key.key_size <= MOST_KEY_BITS  # guard: key-size
+    ):
         raise ValueError(f"not an RSA key of {LEAST_KEY_BITS} to {MOST_KEY_BITS} bits")
-    if key.public_numbers().e != KEY_EXPONENT:
+    if key.public_numbers().e != KEY_EXPONENT:  # guard: key-exponent
         raise ValueError(f"its exponent is not {KEY_EXPONENT}")
-    if public_key != key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH):
+    if (  # guard: one-key-name
+        public_key != key.public_bytes(serialization.Encoding.OpenSSH, serialization.PublicFormat.OpenSSH)
+    ):
         raise ValueError("one key must have one name, and this one has something added")
     der = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
     return hashed_peer_id(crypto_pb2.PublicKey(key_type=crypto_pb2.RSA, data=der).SerializeToString())
@@ -90,6 +101,9 @@ def hashed_peer_id(identity: bytes) -> str:
 def is_signed_by(peer_id: str, public_key: bytes, data: bytes, signature: bytes) -> bool:
     """Tell whether `signature` of `data` is by the peer whose libp2p id is `peer_id`."""
     try:
-        return peer_id_of(public_key) == peer_id and bool(RSAPublicKey.from_bytes(public_key).verify(data, signature))
+        return (
+            peer_id_of(public_key) == peer_id  # guard: signer-named
+            and bool(RSAPublicKey.from_bytes(public_key).verify(data, signature))
+        )
     except Exception:  # noqa: BLE001 - hostile keys make cryptography raise any of a dozen types; all mean "no"
         return False

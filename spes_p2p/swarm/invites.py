@@ -91,11 +91,11 @@ class GuestList:
         if form is None:
             raise RecordError("has no invite" if not shown else "has something else than an invite")
         key, expires, signature, proof = form[1], int(form[2]), form[3], form[4]
-        if not _is_by(self.founder, self.founder_key, self.run_id, key, expires, signature):
+        if not _is_by(self.founder, self.founder_key, self.run_id, key, expires, signature):  # guard: invite-founder
             raise RecordError(f"has an invite that {self.founder} did not sign for run {self.run_id!r}")
-        if not _is_proven(key, self.run_id, peer, proof):
+        if not _is_proven(key, self.run_id, peer, proof):  # guard: invite-overheard
             raise RecordError("shows an invite that is another peer's")
-        if expires < now:
+        if expires < now:  # guard: invite-end
             raise RecordError(f"has an invite that ended {now - expires:.0f} s ago")
         return key
 
@@ -119,7 +119,7 @@ class GuestList:
 
 
 def _surplus(users: Iterable[list[str]]) -> list[str]:
-    return [peer for peers in users for peer in peers[MAX_IDENTITIES:]]
+    return [peer for peers in users for peer in peers[MAX_IDENTITIES:]]  # guard: invite-identities
 
 
 def _signed_part(run_id: str, key: str, expires: int) -> bytes:

@@ -61,7 +61,13 @@ class KnownPeers:
         """Take note of what peers that are here say of their addresses; those seen longest ago make room."""
         before = self._peers
         for peer, addresses in contacts.items():
-            if usable := tuple(address for address in addresses if leads_to(address, peer))[:4]:
+            if (
+                usable := tuple(
+                    address
+                    for address in addresses
+                    if leads_to(address, peer)  # guard: address-names-peer
+                )[:4]
+            ):
                 self._peers = {**self._peers, peer: KnownPeer(peer_id=peer, addresses=usable, seen=time.time())}
         newest = sorted(self._peers.values(), key=lambda peer: -peer.seen)[:MAX_PEERS]
         self._peers = {peer.peer_id: peer for peer in newest}
@@ -100,7 +106,7 @@ class Redial:
         for peer, addresses in peers.items():
             for address in addresses:
                 place = _place_of(address)
-                if self._not_before.get(place, now) > now:
+                if self._not_before.get(place, now) > now:  # guard: third-machine
                     continue
                 pause = min(2 * self._pauses.get(place, SHORTEST_PAUSE_SECONDS / 2), LONGEST_PAUSE_SECONDS)
                 self._pauses[place] = pause

@@ -31,14 +31,14 @@ DOCUMENT_BYTES = 64 * 2**20
 class Manifest(BaseModel):
     """Everything a newcomer must know, in one document of a few kilobytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid")  # guard: manifest-fields
 
     run_id: Annotated[str, Field(max_length=64)]
     founder: PeerId
     software: Annotated[str, Field(max_length=64)]
     """The founder's spes_p2p version."""
     config: RunConfig
-    vocab_size: Annotated[int, Field(gt=0, le=2**24)]
+    vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
     """Rows of the embedding: the tokenizer's size."""
     tokenizer_digest: Digest
     """SHA-256 of the tokenizer document, which travels beside the manifest."""
@@ -119,7 +119,7 @@ def check_founder(manifest: Manifest, founder: str | None) -> None:
     Raises:
         JoinError: it is.
     """
-    if founder not in (None, manifest.founder):
+    if founder not in (None, manifest.founder):  # guard: named-founder
         raise JoinError(
             f"run {manifest.run_id!r} was founded by {manifest.founder}, not by {founder}; correct --run-id, or join "
             f"through other --initial-peers"

@@ -223,7 +223,10 @@ class MemorySwarm:
 
     def _is_bad(self, version: Version, min_round: int, authors: Collection[str]) -> bool:
         is_anothers = len(authors) > 0 and version.author not in authors
-        return version.round >= min_round and (version.digest in self._refused or is_anothers)
+        return version.round >= min_round and (
+            version.digest in self._refused  # guard: memory-refused
+            or is_anothers
+        )
 
     def _has(self, peer: str, name: str) -> bool:
         return name in self._hub.bundles.get(peer, {})
@@ -242,7 +245,10 @@ class MemorySwarm:
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         found = {peer: self._hub.bundles[peer].items() for peer in peers if peer in self._hub.bundles}
-        return {p: {n: v for n, (v, _) in items if v.digest not in self._refused} for p, items in found.items()}
+        return {
+            p: {n: v for n, (v, _) in items if v.digest not in self._refused}  # guard: memory-inventory
+            for p, items in found.items()
+        }
 
     # ------------------------------------------------------------------ the end
 

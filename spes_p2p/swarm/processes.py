@@ -43,7 +43,7 @@ _NOBODY_TO_ASK = "failed to find any peer in table"
 # process that talks to strangers.
 _EXEC = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.setpgid(0, 0); "
-    "env = {k: v for k, v in os.environ.items() if k.startswith(('GOLOG_', 'LIBP2P_'))}; "
+    "env = {k: v for k, v in os.environ.items() if k.startswith(('GOLOG_', 'LIBP2P_'))}; "  # guard: daemon-environment
     "os.execve(sys.argv[1], sys.argv[1:], {**env, 'LIBP2P_TCP_REUSEPORT': 'false'})"
 )
 
@@ -151,7 +151,7 @@ class PatientControlClient(ControlClient):
 
     async def _handle_persistent_request(self, call_id: CallID, request: p2pd_pb2.CallUnaryRequest) -> None:
         try:
-            with self.calls.take(PeerID(request.peer), "calls", len(request.data)):
+            with self.calls.take(PeerID(request.peer), "calls", len(request.data)):  # guard: calls-per-peer
                 await super()._handle_persistent_request(call_id, request)
         except ExchangeError as error:
             answer = p2pd_pb2.CallUnaryResponse(error=str(error).encode())
@@ -169,7 +169,7 @@ class BoundP2P(GuardedP2P):
     async def create(cls, *args, **kwargs) -> P2P:
         p2pclient.ControlClient = PatientControlClient
         # For the probe that stock starts to see whether an identity is free, too: no router's ports are mapped for it.
-        quiet = {"nat_port_map": False, "auto_nat": False}
+        quiet = {"nat_port_map": False, "auto_nat": False}  # guard: router-ports
         return await super().create(*args, **{**quiet, **kwargs})
 
     def is_running(self) -> bool:
@@ -212,7 +212,7 @@ class BoundP2P(GuardedP2P):
                 try:
                     return await self._client.connect(PeerID.from_base58(peer), [])
                 except ControlFailure as error:
-                    if _NOBODY_TO_ASK not in str(error):
+                    if _NOBODY_TO_ASK not in str(error):  # guard: somebody-to-ask
                         raise
                 await asyncio.sleep(_ASK_SECONDS)
 

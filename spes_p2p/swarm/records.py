@@ -23,12 +23,12 @@ MAX_RECORD_BYTES = 1536
 MAX_LIFETIME_SECONDS = 600.0
 MAX_SLOTS = 4096
 
-PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-Count = Annotated[int, Field(ge=0, le=2**53)]
-Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]
-Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]
-Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]
+PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: peer-id-form
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # guard: digest-form
+Count = Annotated[int, Field(ge=0, le=2**53)]  # guard: count-bounds
+Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # guard: time-bounds
+Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guard: number-bounds
+Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: slot-bounds
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
 """A multiaddr as far as its characters go; whether it is one, and of whom, is looked at by who uses it."""
 
@@ -36,7 +36,11 @@ Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$"
 class Record(BaseModel):
     """Base of records; `peer_id` must be the signer's libp2p id."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",  # guard: record-fields
+        strict=True,  # guard: record-types
+    )
 
     kind: ClassVar[str]
     bucketed: ClassVar[bool] = True

@@ -65,7 +65,7 @@ class Member(BaseModel):
     peer_id: PeerId
     round: Count
     """Round of the anchor that the deltas start from."""
-    tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]
+    tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]  # guard: token-bounds
     """Tokens trained since the anchor: the weight of this member's deltas, by its `credits`; 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots it brings deltas of."""
@@ -76,7 +76,7 @@ class Member(BaseModel):
     """Rounds by which the newest version that it has of each of the model's slots lies behind its model, by slot; empty
     where it says nothing of them."""
     anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], ShortDigest] = Field(
-        max_length=129
+        max_length=129  # guard: anchor-name
     )
     """Digest of each anchor, by group."""
     tokens_per_second: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
@@ -84,7 +84,7 @@ class Member(BaseModel):
     """DHT time of entering."""
     sync_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
     """What synchronising took it last time, from entering to training again."""
-    uplink_mbit: Annotated[float, Field(ge=LEAST_MBIT, le=1e7, allow_inf_nan=False)] | None = None
+    uplink_mbit: Annotated[float, Field(ge=LEAST_MBIT, le=1e7, allow_inf_nan=False)] | None = None  # guard: uplink-min
     """What it may send, in 10^6 bits per second, if that is limited."""
     refreshes: bool = False
     """It fetches some of the others' slots in a round, not all, so that nobody counts on it to pass them on."""
@@ -128,7 +128,7 @@ class Member(BaseModel):
             member = cls.model_validate_json(data)
         except ValidationError as error:
             raise RecordError(f"{peer_id} sent a malformed roster entry: {error.errors()[0]['msg']}") from error
-        if member.peer_id != peer_id:
+        if member.peer_id != peer_id:  # guard: entry-sender
             raise RecordError(f"{peer_id} sent a roster entry of {member.peer_id}")
         return member
 
@@ -163,7 +163,10 @@ def uplinks(members: Sequence[Member]) -> dict[str, float]:
 def credits(roster: Sequence[Member]) -> dict[str, float]:
     """Return what a token of each member counts in means: less of one that is new to most others."""
     new = _named_by_most(roster, lambda member: member.newcomers)
-    return {member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0 for member in roster}
+    return {
+        member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0  # guard: newcomer-credit
+        for member in roster
+    }
 
 
 def usual_tokens(roster: Sequence[Member]) -> float:
@@ -174,7 +177,7 @@ def usual_tokens(roster: Sequence[Member]) -> float:
     """
     trained = [member for member in roster if member.tokens]
     voters = [member for member in _with_a_vote(roster) if member.tokens] or trained
-    return float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0
+    return float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0  # guard: usual-tokens
 
 
 def missing_votes(roster: Sequence[Member]) -> str:
@@ -189,16 +192,22 @@ def missing_votes(roster: Sequence[Member]) -> str:
     if not roster:
         return "nobody is left"
     confirming = derive_groups(roster).members[SHARED]
-    present = [member for member in roster if member.peer_id in confirming]
-    electorate = statistics.median_high(member.electorate for member in present)
-    votes = len(_with_a_vote(present))
+    present = [member for member in roster if member.peer_id in confirming]  # guard: invented-members
+    electorate = statistics.median_high(member.electorate for member in present)  # guard: electorate-median
+    votes = len(
+        _with_a_vote(present)  # guard: newcomer-votes
+    )
     return "" if votes >= quorum(electorate) else f"only {votes} of {electorate} peers with a vote met"
 
 
 def _with_a_vote(members: Sequence[Member]) -> list[Member]:
     """Return those who have a vote by what more than half of them know; all, where nobody says anything of it."""
     named = Counter(peer for member in members for peer in set(member.voters))
-    return [member for member in members if not named or 2 * named[member.peer_id] > len(members)]
+    return [
+        member
+        for member in members
+        if not named or 2 * named[member.peer_id] > len(members)  # guard: self-made-voter
+    ]
 
 
 def quorum(electorate: int) -> int:
@@ -209,7 +218,7 @@ def quorum(electorate: int) -> int:
 def distrusted(roster: Sequence[Member]) -> frozenset[str]:
     """Return the members that more than half of the others want left out; nobody if that were half of the roster."""
     out = _named_by_most(roster, lambda member: member.distrusts)
-    return out if 2 * len(out) < len(roster) else frozenset()
+    return out if 2 * len(out) < len(roster) else frozenset()  # guard: half-left-out
 
 
 def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
@@ -217,11 +226,15 @@ def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[
 
     Those who cannot be called have no vote: they reduce nothing, and so see nothing of what members bring.
     """
-    if len(roster) < LEAST_VOTERS:
+    if len(roster) < LEAST_VOTERS:  # guard: small-roster
         return frozenset()
     ids = {member.peer_id for member in roster}
-    voters = [member for member in roster if not member.calls_only]
-    votes = Counter(peer for member in voters for peer in set(named(member)) & (ids - {member.peer_id}))
+    voters = [member for member in roster if not member.calls_only]  # guard: blind-votes
+    votes = Counter(
+        peer
+        for member in voters
+        for peer in set(named(member)) & (ids - {member.peer_id})  # guard: vote-once
+    )
     others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
     return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], LEAST_VOTERS - 1))
 
@@ -236,8 +249,8 @@ def derive_groups(roster: Sequence[Member]) -> Groups:
     counts, since they could not average. Whoever is distrusted is in none.
     """
     out = distrusted(roster)
-    trusted = [member for member in roster if member.peer_id not in out]
-    voters = _with_a_vote(trusted) or trusted
+    trusted = [member for member in roster if member.peer_id not in out]  # guard: distrusted-out
+    voters = _with_a_vote(trusted) or trusted  # guard: majority-voters
     majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in voters])
     current = sorted(
         (member for member in trusted if (member.round, member.anchors.get(SHARED, "")) == majority),
@@ -254,7 +267,9 @@ def derive_groups(roster: Sequence[Member]) -> Groups:
         if chosen is None:
             continue
         lag = majority[0] - chosen[0]
-        if not lag or not _is_outdated(slot, lag, [member for member in current if member.peer_id not in starts]):
+        if (  # guard: slot-not-older
+            not lag or not _is_outdated(slot, lag, [member for member in current if member.peer_id not in starts])
+        ):
             agreed = tuple(peer for peer, (_, digest) in starts.items() if digest == chosen[1])
             groups[slot_name(slot)] = agreed if callable_ids & set(agreed) else agreed[:1]
     behind = tuple(sorted({member.peer_id for member in roster} - set(groups[SHARED])))
@@ -272,7 +287,7 @@ def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
     Else what all have taken would be lost with its holder, where the next one begins without having reached anybody.
     """
     newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MOST_LAG) for member in others)
-    return 2 * newer > len(others)
+    return 2 * newer > len(others)  # guard: one-newer-slot
 
 
 def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:
@@ -286,7 +301,7 @@ def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, st
         states: Versions as several peers have them.
         model_round: Round of the `shared` version that the slot is to go with.
     """
-    votes = Counter(state for state in states if state[0] <= model_round)
+    votes = Counter(state for state in states if state[0] <= model_round)  # guard: slot-ahead
     return min(votes, key=lambda state: (-state[0], -votes[state], state[1]), default=None)
 
 

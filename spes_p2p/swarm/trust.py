@@ -75,18 +75,21 @@ class Trust:
 
     def _strike(self, round: int, peer: str, evidence: Evidence) -> None:
         case = self._cases.setdefault(peer, _Case())
-        recent = {strike for strike in case.strikes if strike > round - MEMORY_ROUNDS}
+        recent = {strike for strike in case.strikes if strike > round - MEMORY_ROUNDS}  # guard: old-strike
         case.strikes = tuple(sorted(recent | {round}))
         log.warning("round %d: %s: %s", round + 1, peer[-6:], evidence.reason)
-        if round >= case.until and (evidence.is_proof or len(case.strikes) >= STRIKES):
-            length = min(BAN_ROUNDS * 2**case.bans, LONGEST_BAN_ROUNDS)
+        if round >= case.until and (
+            evidence.is_proof  # guard: ban-proof
+            or len(case.strikes) >= STRIKES  # guard: ban-strikes
+        ):
+            length = min(BAN_ROUNDS * 2**case.bans, LONGEST_BAN_ROUNDS)  # guard: ban-doubling
             case.bans, case.until, case.strikes = case.bans + 1, round + 1 + length, ()
-            del self._met[peer]
+            del self._met[peer]  # guard: banned-newcomer
             log.warning("round %d: not averaging with %s for %d rounds", round + 1, peer[-6:], length)
 
     def banned(self, round: int) -> tuple[str, ...]:
         """Return who is banned in the averaging that starts from `round`, ascending."""
-        return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))
+        return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))  # guard: ban-end
 
     def enter(self, contribution: Contribution, present: Iterable[str] = ()) -> Contribution:
         """Return a contribution whose roster entry says whom this peer distrusts, and who of `present` is new to it."""

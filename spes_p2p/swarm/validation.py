@@ -54,7 +54,8 @@ class RecordValidator(RecordValidatorBase):
         except RecordError as error:
             log.debug("refused a record of %s: %s", _signer_of(record), error)
             return False
-        except Exception as error:  # noqa: BLE001 - a stranger's bytes must never take the DHT node down
+        except Exception as error:  # noqa: BLE001  # guard: validator-crash
+            # A stranger's bytes must never take the DHT node down.
             log.debug("refused a record of %s that broke the validator: %r", _signer_of(record), error)
             return False
         return True
@@ -69,33 +70,33 @@ class RecordValidator(RecordValidatorBase):
         return isinstance(other, RecordValidator)
 
     def _check(self, record: DHTRecord) -> None:
-        if not math.isfinite(record.expiration_time):
+        if not math.isfinite(record.expiration_time):  # guard: record-end
             raise RecordError("expiration is not finite")
-        if record.expiration_time > time.time() + MAX_LIFETIME_SECONDS + CLOCK_SKEW_SECONDS:
+        if record.expiration_time > time.time() + MAX_LIFETIME_SECONDS + CLOCK_SKEW_SECONDS:  # guard: record-lifetime
             raise RecordError(f"lives longer than {MAX_LIFETIME_SECONDS:.0f} s")
-        if len(record.subkey) > MAX_SUBKEY_BYTES:
+        if len(record.subkey) > MAX_SUBKEY_BYTES:  # guard: subkey-size
             raise RecordError("subkey is too long")
         kind = self._types.get(record.key)
         if kind is None and record.key != self._matchmaking:
-            raise RecordError("key does not belong to this run")
-        if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:
+            raise RecordError("key does not belong to this run")  # guard: other-runs-record
+        if len(record.value) > MAX_RECORD_BYTES + MAX_SIGNATURE_BYTES:  # guard: record-size
             raise RecordError("value is too long")
         subkey = ShallowSerializer.loads(record.subkey)
         owner = owner_of(subkey)
-        if record.subkey != msgpack.packb(subkey):
+        if record.subkey != msgpack.packb(subkey):  # guard: subkey-packing
             # What others store and pass on is packed anew, and then its signature would not fit any more.
             raise RecordError("subkey is packed in an unusual way")
-        if not self._signer.validate(record):
+        if not self._signer.validate(record):  # guard: record-signature
             raise RecordError("signature is missing or wrong")
         value = ShallowSerializer.loads(self._signer.strip_value(record))
         if kind is None:
-            if not isinstance(value, float) or not math.isfinite(value):
+            if not isinstance(value, float) or not math.isfinite(value):  # guard: waiting-time
                 raise RecordError("matchmaking record is no time")
             return
         found = kind.decode(value)
-        if found.peer_id != owner:
+        if found.peer_id != owner:  # guard: record-signer
             raise RecordError("signer is not the peer that the record names")
-        if DHTID.generate(source=found.key(self._run_id)).to_bytes() != record.key:
+        if DHTID.generate(source=found.key(self._run_id)).to_bytes() != record.key:  # guard: record-key
             raise RecordError("record lies under a key that is not its own")
 
 
@@ -107,7 +108,7 @@ def owner_of(subkey: object) -> str:
     """
     prefix, suffix = RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
     if not isinstance(subkey, bytes) or not (subkey.startswith(prefix) and subkey.endswith(suffix)):
-        raise RecordError("subkey is not an owner's key")
+        raise RecordError("subkey is not an owner's key")  # guard: owners-subkey
     try:
         return peer_id_of(subkey[len(prefix) : -len(suffix)])
     except ValueError as error:

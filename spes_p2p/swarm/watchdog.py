@@ -82,12 +82,12 @@ class Watchdog:
             self._look_around()
 
     def _dead(self) -> str:
-        if not self._node.p2p.is_running():
+        if not self._node.p2p.is_running():  # guard: daemon-death
             return f"p2pd, through which this peer talks to all others, has died ({self._node.p2p.ending})"
-        if not self._node.dht.is_alive():
+        if not self._node.dht.is_alive():  # guard: dht-death
             return "this peer's DHT process has died"
         self._silences = 0 if self._node.p2pd_answers(INTERVAL_SECONDS) else self._silences + 1
-        return "p2pd does not answer any more" if self._silences >= SILENCES else ""
+        return "p2pd does not answer any more" if self._silences >= SILENCES else ""  # guard: daemon-silence
 
     def _look_around(self) -> None:
         try:

@@ -53,7 +53,9 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
         source: Returns the run's training sequences in the order of a seed, as `train_sources` makes it.
         sequence_length: Tokens of each, T.
     """
-    return source(PROBE_SEED).next_batch(max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length)))
+    return source(PROBE_SEED).next_batch(
+        max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size
+    )
 
 
 class LossGate:
@@ -86,23 +88,29 @@ class LossGate:
             sync: The leader's dealings with the swarm; None on other ranks.
             adopted: Slots that this peer trains only from now on: what it begins with, others have made.
         """
-        trained = set(self._trainer.names) - set(adopted)
+        trained = set(self._trainer.names) - set(adopted)  # guard: adopted-judged
         others = self._group.from_leader(lambda: [n for n in sorted(flats or ()) if is_bundle(n) and n not in trained])
-        self._trainer.load({n: flat for n, flat in flats.items() if n not in others} if flats is not None else None)
+        self._trainer.load(
+            {n: flat for n, flat in flats.items() if n not in others}  # guard: others-chance
+            if flats is not None
+            else None
+        )
         if not others:
             return
-        if self._group.from_leader(lambda: sync is not None and not sync.last.num_committed):
+        if self._group.from_leader(lambda: sync is not None and not sync.last.num_committed):  # guard: catching-up-gate
             self._losses.clear()
             self._rises.clear()
             self._lengths.clear()
-        if self._losses and not adopted:  # what is adopted is in the model already
+        if self._losses and not adopted:  # what is adopted is in the model already  # guard: adopted-rise
             rise = self._measure() - self._losses[-1]
             self._rises.append(rise if rise > 0 else 0.0)
         self._trainer.load({n: flats[n] for n in others} if flats is not None else None)
         others = self._without_longer(others, flats, sync)
-        most_worse = MOST_WORSE + min(max(self._rises, default=0.0), MOST_CHANCE)
+        most_worse = MOST_WORSE + min(max(self._rises, default=0.0), MOST_CHANCE)  # guard: chance-bound
         loss = self._measure()
-        if self._losses and not loss <= min(self._losses) + most_worse:
+        if (  # guard: worse-slots
+            self._losses and not loss <= min(self._losses) + most_worse  # guard: slow-harm
+        ):
             loss = self._try_one_by_one(others, sync, most_worse)
         else:
             self._harms.clear()
@@ -119,8 +127,8 @@ class LossGate:
 
         kept = []
         for name, length in self._group.from_leader(lengths).items():
-            least = min(self._lengths[name], default=0.0) or math.inf
-            if not length <= MOST_LONGER * least and self._put(name, sync, before=True):
+            least = min(self._lengths[name], default=0.0) or math.inf  # guard: stepwise-longer
+            if not length <= MOST_LONGER * least and self._put(name, sync, before=True):  # guard: longer-slot
                 if sync is not None:
                     _refuse(name, sync, f"it is {length / least:.0f} times as long", is_clear=True)
             else:
@@ -140,13 +148,13 @@ class LossGate:
         for name in names:
             self._put(name, sync)
             found = self._measure()
-            harm = self._harms.get(name, 0.0) + found - loss
+            harm = self._harms.get(name, 0.0) + found - loss  # guard: harm-adds-up
             if is_broken or harm <= SHARE_OF_IT * most_worse:
                 loss, self._harms[name] = found, 0.0 if is_broken else harm
                 kept.append(name)
             else:
                 is_clear = not found <= loss + most_worse
-                is_clear = is_clear and not self._measure_without(kept, sync) <= before + most_worse
+                is_clear = is_clear and not self._measure_without(kept, sync) <= before + most_worse  # guard: two-slots
                 self._put(name, sync, before=True)
                 if sync is not None:
                     said = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
@@ -184,6 +192,9 @@ def _refuse(name: str, sync: Synchroniser, harm: str, *, is_clear: bool) -> None
         *(version.round, name, version.author[-6:], harm),
     )
     is_suspect = is_clear and list(makers) == [version.author]
-    sync.swarm.refuse(name, {version.author: f"its {name} makes the model worse: {harm}"} if is_suspect else {})
-    if name in sync.anchors.names:
+    sync.swarm.refuse(
+        name,
+        {version.author: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
+    )
+    if name in sync.anchors.names:  # guard: refused-anchor
         sync.anchors.set(name, sync.swarm.load(name))

@@ -196,7 +196,12 @@ class Holdings:
             routed: Tokens that this peer routed to each slot since the last round.
         """
         me, groups, links = self._swarm.peer_id, derive_groups(roster), uplinks(roster)
-        made = {n: peers for n, peers in groups.members.items() if n in self._names and n not in published}
+        made = {
+            n: peers
+            for n, peers in groups.members.items()
+            if n in self._names  # guard: strange-slot
+            and n not in published
+        }
         makers = {name: [peer for peer in peers if peer != me] for name, peers in made.items()}
         self.makers = makers = {name: peers for name, peers in makers.items() if peers}
         keepers = custodians(groups, self._run.round.copies, links)
@@ -214,7 +219,7 @@ class Holdings:
             wanted |= {moments_name(name): preferred(me, name, asked[name], links) for name in sorted(asked)}
         # Else a liar could have its version signed by another key of its own, and nobody would be struck for it.
         authors = {name: makers[name.removeprefix("moments-")] for name in wanted}
-        flats = self.pull(wanted, round, chains, links, authors)
+        flats = self.pull(wanted, round, chains, links, authors)  # guard: makers-signature
         self.stale_rounds = max((self._rounds_behind(name, round) for name in makers), default=0)
         return flats
 
@@ -226,7 +231,7 @@ class Holdings:
     def _offers(self, peers: Sequence[str]) -> Having:
         """Ask peers what they have of this run; whatever else they name is left out."""
         offers = self._swarm.inventory(peers) if peers else {}
-        return {peer: {n: of[n] for n in of if n in self._names} for peer, of in offers.items()}
+        return {peer: {n: of[n] for n in of if n in self._names} for peer, of in offers.items()}  # guard: strange-offer
 
     def pull(
         self,
@@ -264,8 +269,13 @@ class Holdings:
         Raises:
             JoinError: others have it, but `shared` could not be pulled.
         """
-        seeds = {peer for name, serving in self._swarm.seeds().items() if name in self._names for peer in serving}
-        asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})
+        seeds = {
+            peer
+            for name, serving in self._swarm.seeds().items()
+            if name in self._names  # guard: strange-seed
+            for peer in serving
+        }
+        asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})  # guard: distrusted-seeds
         inventories = self._offers(asked)
         mine = self._swarm.versions()
         held = {**inventories, self._swarm.peer_id: mine}

@@ -33,7 +33,7 @@ class Others:
     def are_ahead(self, round: int) -> bool:
         """Tell whether most of those who have a vote train a later round."""
         voters = self.progress(self._holdings.voters())
-        return 2 * sum(record.round > round for record in voters) > len(voters)
+        return 2 * sum(record.round > round for record in voters) > len(voters)  # guard: majority-ahead
 
     def are_synchronising(self, seconds: float) -> bool:
         """Tell whether anybody has ended a round since, at most so long ago."""
@@ -50,4 +50,4 @@ class Others:
         """
         voters, since = self.progress(self._holdings.voters()), self._swarm.now() if since is None else since
         ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
-        return statistics.median_low(ends) if ends else 0.0
+        return statistics.median_low(ends) if ends else 0.0  # guard: round-end

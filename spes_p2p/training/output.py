@@ -81,7 +81,7 @@ def _alone_in(directory: Path) -> Iterator[None]:
 
 def _lock(held: int, directory: Path) -> None:
     try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
     except BlockingIOError as error:
         raise ConfigError(f"--output {directory} is in use by another peer; name another") from error
 

@@ -143,7 +143,7 @@ class Rounds:
             position = self._round + (self._flight is not None) + min(done, 1.0)
             step = self._trainer.step(*self._rates(position))
             steps += 1
-            if step.tokens:  # the loss of a step that changed nothing may be NaN
+            if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
                 tokens, weighted_loss = tokens + step.tokens, weighted_loss + step.loss * step.tokens
             if self._flight is None:
                 self._rescue_orphans()

@@ -145,7 +145,7 @@ class Synchroniser:
             starts_at: DHT time from which the roster may stand without everybody.
         """
         began = self.swarm.now()
-        self._wait_until_done(has_trained=bool(trained.local))
+        self._wait_until_done(has_trained=bool(trained.local))  # guard: infinite-peer
         claims = self.holdings.claims()
         expected = len(active_of(claims))
         contribution = self._contribution(trained, began, voters_of(self.holdings.trusted(claims)))

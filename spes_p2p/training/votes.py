@@ -68,7 +68,7 @@ def heard(having: Having, voters: Collection[str], min_round: int) -> Having:
     """
     present = {peer: having[peer] for peer in voters if SHARED in having.get(peer, {})}
     newer = {peer: offers for peer, offers in present.items() if offers[SHARED].round >= min_round}
-    return (newer if 2 * len(newer) > len(present) else present) or _returning(having)
+    return (newer if 2 * len(newer) > len(present) else present) or _returning(having)  # guard: far-ahead
 
 
 def _returning(having: Having) -> Having:

@@ -61,7 +61,7 @@ class GroupWork:
             if len(self.plan.peers) == 1:
                 buffers.result[:size] = buffers.source[:size]
                 return ""
-            await self._average(buffers, size, patience, silence, pace)
+            await self._average(buffers, size, patience, silence, pace)  # guard: confirmation-time
         except (AllreduceException, OSError, ValueError) as error:
             return str(error) or repr(error)  # an empty reason would be success
         finally:
@@ -100,7 +100,7 @@ class GroupWork:
             self._confirm(mine, theirs)
         except AllreduceException:
             self._is_confirmed.set_result(False)
-            if not await self._is_confirmed_by_any(mine, theirs, silence):
+            if not await self._is_confirmed_by_any(mine, theirs, silence):  # guard: committed-by-one
                 raise
             self.lost = ""
         else:
@@ -114,13 +114,17 @@ class GroupWork:
                 raise AllreduceException(f"lost {peer}: it did not confirm: {answer!r}") from answer
         there = {peer: answer for peer, answer in theirs.items() if isinstance(answer, bytes) and answer}
         different = {peer: answer for peer, answer in there.items() if answer != mine}
-        if different:
+        if different:  # guard: unconfirmed-mean
             # One among many is to blame; if several differ, a reducer has told each something else.
-            self.lost = next(iter(different)) if len(different) == 1 else self._two_faced(mine, different)
+            self.lost = (
+                next(iter(different))
+                if len(different) == 1
+                else self._two_faced(mine, different)  # guard: two-faced-reducer
+            )
             raise AllreduceException(f"{' and '.join(different)} did not confirm the same digest")
         if gave_up := [peer for peer in theirs if peer not in there]:
             # Among those who have the same result it is the one to do without, whatever stopped it.
-            self.lost = gave_up[0] if len(gave_up) == 1 < len(there) else ""
+            self.lost = gave_up[0] if len(gave_up) == 1 < len(there) else ""  # guard: only-quitter
             raise AllreduceException(f"{' and '.join(gave_up)} gave up")
 
     def _two_faced(self, mine: bytes, different: Mapping[str, bytes]) -> str:
@@ -138,7 +142,11 @@ class GroupWork:
         Who then does not would make another of this round with those who have not heard it either. Nobody knows that
         who has another result, or none.
         """
-        able = [peer for peer, answer in theirs.items() if answer == mine or not isinstance(answer, bytes)]
+        able = [
+            peer
+            for peer, answer in theirs.items()
+            if answer == mine or not isinstance(answer, bytes)  # guard: no-result-confirms
+        ]
         answers = await self._ask_all([peer for peer in able if peer != self.lost], silence, CONFIRMED)
         return mine in answers.values()
 
@@ -223,13 +231,13 @@ def read_roster(group_info: GroupInfo, guests: GuestList | None = None) -> tuple
     for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
         try:
             roster.append(Member.decode(peer.to_base58(), _user_part(gathered)[1]))
-        except (RecordError, ValueError, TypeError) as error:
+        except (RecordError, ValueError, TypeError) as error:  # guard: unreadable-entry
             refused[peer.to_base58()] = str(error)
-    if guests is not None and roster:
+    if guests is not None and roster:  # guard: closed-roster
         shown = {member.peer_id: member.invite for member in roster}
         ever_invited = [member for member in roster if member.peer_id not in guests.refusals(shown, now=0.0)]
         # Of those, nobody's own clock: all must agree who is late.
-        now = statistics.median([member.ready_at for member in ever_invited] or [0.0])
+        now = statistics.median([member.ready_at for member in ever_invited] or [0.0])  # guard: invite-clock
         strangers = guests.refusals(shown, now)
         roster = [member for member in roster if member.peer_id not in strangers]
         refused |= strangers

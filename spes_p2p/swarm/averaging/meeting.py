@@ -73,7 +73,11 @@ class Declarations(GroupKeyManager):
         waiting = {owner_of(subkey): item.value for subkey, item in found.value.items()}
         # Whoever waits for longer than this search lasts can be followed by nobody in it.
         until_when = self.leaders.search_end_time
-        return [(PeerID.from_base58(peer), end) for peer, end in waiting.items() if time.time() < end <= until_when]
+        return [
+            (PeerID.from_base58(peer), end)
+            for peer, end in waiting.items()
+            if time.time() < end <= until_when  # guard: long-wait
+        ]
 
     async def _survivors_to_follow(self) -> list[tuple[PeerID, float]]:
         """Return the survivors with lesser ids, again and again: whoever has the least of all leads."""
@@ -101,7 +105,7 @@ class Leaders(PotentialLeaders):
 
     heeded = math.inf
     """Until when this peer waits, as far as this search knows."""
-    max_assured_time = property(lambda self: -math.inf, lambda self, time: None)
+    max_assured_time = property(lambda self: -math.inf, lambda self, time: None)  # guard: no-assured-time
     """Until when nobody unseen can lead, by the declarations seen: they assure of nothing."""
 
     def ask_again(self, leader: PeerID, answer_seconds: float) -> None:
@@ -162,7 +166,7 @@ class Meeting(Matchmaking):
             return None
         try:
             group = await super()._request_join_group(leader)
-        except MatchmakingException as error:
+        except MatchmakingException as error:  # guard: lying-leader
             log.warning("looking for another group: %s", error)
             return None
         if group is None:
@@ -181,9 +185,10 @@ class Meeting(Matchmaking):
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> averaging_pb2.MessageFromLeader | None:
         survivors = self.group_key_manager.survivors
-        if survivors is not None and context.remote_id not in survivors:
+        if survivors is not None and context.remote_id not in survivors:  # guard: survivors-only
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
-        if len(request.gather) > MAX_ENTRY_BYTES:  # the others would have to take it from the leader
+        if len(request.gather) > MAX_ENTRY_BYTES:  # guard: entry-size
+            # The others would have to take it from the leader.
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
         return super()._check_reasons_to_reject(request, context)
 
@@ -204,11 +209,15 @@ def check_snapshot(msg: averaging_pb2.MessageFromLeader, leader: PeerID, me: Pee
         MatchmakingException: that cannot be the group.
     """
     peers = list(msg.ordered_peer_ids)
-    if len(peers) != len(msg.gathered) or len(set(peers)) != len(peers) or len(msg.group_id) != DHTID.HASH_NBYTES:
+    if (  # guard: group-is-one
+        len(peers) != len(msg.gathered) or len(set(peers)) != len(peers) or len(msg.group_id) != DHTID.HASH_NBYTES
+    ):
         raise MatchmakingException(f"leader {leader} sent no group: {len(peers)} peers, {len(msg.gathered)} entries")
-    if leader.to_bytes() not in peers:
+    if leader.to_bytes() not in peers:  # guard: leader-in-group
         raise MatchmakingException(f"leader {leader} is no member of its own group")
-    if [entry for peer, entry in zip(peers, msg.gathered, strict=True) if peer == me.to_bytes()] != [mine]:
+    if (  # guard: leader-edits-entry
+        [entry for peer, entry in zip(peers, msg.gathered, strict=True) if peer == me.to_bytes()] != [mine]
+    ):
         raise MatchmakingException(f"leader {leader} has changed this peer's entry, or left it out")
 
 

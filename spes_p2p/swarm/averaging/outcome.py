@@ -79,9 +79,12 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
     for name in contribution.deltas:
         if name not in committed:
             dropped.setdefault(name, attempt.refused.get(me, "this peer's anchor is not the majority's"))
-    if not attempt.is_alone and (reason := missing_votes(attempt.roster)):
+    if (
+        not attempt.is_alone  # guard: gathered-alone
+        and (reason := missing_votes(attempt.roster))  # guard: quorum-votes
+    ):
         committed, dropped = {}, dict.fromkeys(contribution.deltas, reason)
-    elif SHARED not in committed:
+    elif SHARED not in committed:  # guard: shared-committed
         dropped |= dict.fromkeys(committed, "shared was dropped")
         committed = {}
     return RoundResult(

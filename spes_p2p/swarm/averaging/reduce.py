@@ -161,7 +161,7 @@ def decode_message(format: Format, message: Message, data: Tensor) -> Tensor:
         ExchangeError: wrong length, or a value that is not finite.
     """
     start, stop = message[0].byte_start, message[-1].byte_stop
-    if data.numel() != stop - start:
+    if data.numel() != stop - start:  # guard: part-size
         raise ExchangeError(f"a message of {data.numel()} bytes, expected {stop - start}")
     pieces = [format.decode_part(part, data[part.byte_start - start : part.byte_stop - start]) for part in message]
     return torch.cat(pieces)
@@ -204,7 +204,9 @@ class GroupPlan:
         """Return the plan of a group whose members, ascending, have these tokens, uplinks and, if not 1, credits."""
         numel = 0 if format.is_exact else format.segments[0].numel
         called = frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink)
-        fair = tuple(fair_tokens(tokens))
+        fair = tuple(
+            fair_tokens(tokens)  # guard: fair-weights
+        )
         weights = tuple(count * credit for count, credit in zip(fair, credits or [1.0] * len(fair), strict=True))
         return cls(tuple(peers), fair, weights, format, slices(format, reduced_shares(uplinks)), called, numel, usual)
 
@@ -215,7 +217,7 @@ class GroupPlan:
         What their tokens are worth the whole roster says: most slots have too few holders to tell who claims too many.
         """
         credit, speeds = credits(roster), uplinks(roster)
-        fair = fair_tokens([float(member.tokens) for member in roster])
+        fair = fair_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
         tokens = dict(zip([member.peer_id for member in roster], fair, strict=True))
         return cls.of(
             peers,

@@ -94,7 +94,7 @@ class Reduction:
             if self._failed.done():
                 self._failed.result()
             await everything
-            for peer, seen in self.witness.liars().items():
+            for peer, seen in self.witness.liars().items():  # guard: lying-mean
                 self.lost = peer
                 raise AllreduceException(f"lost {peer}: {seen.reason}")
         finally:
@@ -213,7 +213,7 @@ class Reduction:
             inbox[index] = decode_message(self._plan.format, message, data)
         except ExchangeError as error:
             self.witness.proves(index, f"sent what is no delta: {error}")
-            if not self.witness.can_judge:
+            if not self.witness.can_judge:  # guard: unreadable-part
                 raise
             inbox[index] = None
         senders = [i for i, weight in enumerate(self._plan.weights) if weight > 0]

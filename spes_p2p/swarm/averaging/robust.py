@@ -36,7 +36,7 @@ def fair_tokens(tokens: Sequence[float]) -> list[float]:
     if len(trained) < LEAST_JUDGES:
         return list(tokens)
     most = MOST_TIMES_MEDIAN * statistics.median(trained)
-    return [min(count, most) for count in tokens]
+    return [min(count, most) for count in tokens]  # guard: weight-cap
 
 
 def times_ours(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[float]:
@@ -51,7 +51,7 @@ def times_ours(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[fl
         usual: What members of the roster usually have trained, by `usual_tokens`; 0 if that is not known.
     """
     most = MOST_TIMES_MEDIAN * max(tokens[own], usual)
-    return [max(min(count, most) / tokens[own], 1.0) for count in tokens]
+    return [max(min(count, most) / tokens[own], 1.0) for count in tokens]  # guard: untrained-tokens
 
 
 def gram(parts: Sequence[Tensor]) -> Tensor:
@@ -96,7 +96,7 @@ def robust_weights(
         pull_n = (clip / ratio_n).clamp(max=1.0)
         part_n = weight_n / weight_n.sum() * pull_n
         centre_n = centre_n * (1 - part_n.sum()) + part_n
-    if bool((pull_n == 1.0).all()):
+    if bool((pull_n == 1.0).all()):  # guard: centered-clip
         return list(weights)
     # Each delta, pulled towards the centre and then as long again as its tokens make it, as weights of the deltas.
     kept_n = weight_n * pull_n + (weight_n * share_n * (1 - pull_n)).sum() * centre_n / share_n
@@ -107,7 +107,7 @@ def medoid(gram_nn: Tensor) -> Tensor:
     """Return, as weights, the vector whose median distance to the others is least."""
     square_n = gram_nn.diagonal()
     apart_nn = (square_n[:, None] + square_n[None, :] - 2 * gram_nn).clamp(min=0).sqrt()
-    best = apart_nn.median(dim=1).values.argmin()
+    best = apart_nn.median(dim=1).values.argmin()  # guard: centre-member
     return torch.nn.functional.one_hot(best, len(gram_nn)).double()
 
 
@@ -148,7 +148,7 @@ def own_weights(
     length_n = gram_nn.diagonal().sqrt()
     times_n = torch.tensor(times_ours(tokens, own, usual), dtype=torch.float64)
     limit_n = clip * length_n[own] * times_n
-    if not length_n[own] > 0 or bool((length_n <= limit_n).all()):
+    if not length_n[own] > 0 or bool((length_n <= limit_n).all()):  # guard: length-clip
         return list(weights)
     pull_n = (limit_n / length_n).clamp(max=1.0)
     return [weight * pull for weight, pull in zip(weights, pull_n.tolist(), strict=True)]

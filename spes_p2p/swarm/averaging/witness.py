@@ -136,13 +136,13 @@ class Witness:
         cosines: dict[int, float] = {}
         for index, seen in self._means.items():
             for segment, (_, mean, own) in zip(self._format.segments, seen.tolist(), strict=True):
-                if own > 0 and math.sqrt(mean / own) > self._longest_mean(segment):
+                if own > 0 and math.sqrt(mean / own) > self._longest_mean(segment):  # guard: mean-size
                     times = math.sqrt(mean / own)
                     found[self._peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
             inner, mean, own = seen[0].tolist()
             if own > 0:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
-        if len(cosines) >= LEAST_JUDGES - 1:
+        if len(cosines) >= LEAST_JUDGES - 1:  # guard: mean-direction
             # One's own delta may be small, and mostly noise; that a mean points the other way is no accident.
             for index in odd(list(cosines.values()), -ODD):
                 peer = self._peers[list(cosines)[index]]
@@ -157,7 +157,7 @@ class Witness:
 
     def proves(self, index: int, reason: str) -> None:
         """Take note of what no honest member does."""
-        self._proofs[self._peers[index]] = Evidence(reason, True)
+        self._proofs[self._peers[index]] = Evidence(reason, True)  # guard: unreadable-proof
 
     def evidence(self) -> Mapping[str, Evidence]:
         """Return what this member holds against others, by their ids."""
@@ -169,7 +169,7 @@ class Witness:
         for segment, gram_nn in list(zip(self._format.segments, self._gram_snn, strict=True))[1:]:
             length_n = gram_nn.diagonal().sqrt()
             most = MOST_TIMES_OWN ** _power(segment) * length_n.median()
-            for place in (length_n > most).nonzero().flatten().tolist():
+            for place in (length_n > most).nonzero().flatten().tolist():  # guard: moments-strike
                 found[self._peers[self._senders[place]]] = Evidence("its moments are beyond all measure", False)
         gram_nn = self._gram_snn[0]
         if not bool((gram_nn.diagonal() > 0).any()):
@@ -179,9 +179,9 @@ class Witness:
         times = (distances(scaled_nn, centre_n) / room(scaled_nn, centre_n, share_n)).tolist()
         against = odd(_cosines(gram_nn))
         for place, index in enumerate(self._senders):
-            if times[place] > FAR:
+            if times[place] > FAR:  # guard: far-delta
                 found[self._peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
-            elif place in against:
+            elif place in against:  # guard: opposed-delta
                 found[self._peers[index]] = Evidence("its delta has nothing to do with the others'", False)
         found.pop(self._peers[self._me], None)
         return found
@@ -204,4 +204,8 @@ def _cosines(gram_nn: Tensor) -> list[float]:
 def odd(cosines: Sequence[float], share: float = ODD) -> set[int]:
     """Return the places of those below so large a share of the median, while most agree with the others."""
     median = sorted(cosines)[len(cosines) // 2]
-    return {place for place, cosine in enumerate(cosines) if cosine < share * median} if median > AGREEMENT else set()
+    return (
+        {place for place, cosine in enumerate(cosines) if cosine < share * median}
+        if median > AGREEMENT  # guard: no-agreement
+        else set()
+    )

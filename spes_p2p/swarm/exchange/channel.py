@@ -110,7 +110,7 @@ class Channel:
         kind, num_bytes = await self.receive_header()
         if kind == END:
             return b""
-        if kind != TEXT or not 0 < num_bytes <= MAX_TEXT_BYTES:
+        if kind != TEXT or not 0 < num_bytes <= MAX_TEXT_BYTES:  # guard: text-size
             raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of at most {MAX_TEXT_BYTES}")
         async with self._in_time():
             return await self._reader.readexactly(num_bytes)

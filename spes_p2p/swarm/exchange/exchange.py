@@ -151,7 +151,11 @@ class Exchange:
                     versions[version.name] = version
                     if len(versions) > MAX_NAMES:
                         raise RecordError(f"{peer} lists more than {MAX_NAMES} versions")
-        return {name: version for name, version in versions.items() if version.digest not in self._store.refused}
+        return {
+            name: version
+            for name, version in versions.items()
+            if version.digest not in self._store.refused  # guard: refused-inventory
+        }
 
     def pull(
         self,
@@ -229,11 +233,11 @@ class Exchange:
         data, steps = memoryview(download.data), list[_Step]()
         if download.answer.state == "deltas":
             data, steps = self._follow(version.name, download)
-        if (steps[-1].reached if steps else digest(data)) != version.digest:
+        if (steps[-1].reached if steps else digest(data)) != version.digest:  # guard: download-digest
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
         if version.codec == "fp32":
             least, most = torch.frombuffer(data, dtype=torch.float32).aminmax()  # either is NaN if anything is
-            if not (torch.isfinite(least) and torch.isfinite(most)):
+            if not (torch.isfinite(least) and torch.isfinite(most)):  # guard: finite-vector
                 raise ExchangeError(f"{version.name} holds NaN or infinity")
         if version.codec == "coded":
             self._formats[kind_of(version.name)].decode(data)

@@ -188,7 +188,7 @@ class Fetch:
         self.wanted.check(version)
         if answer.state != "same":
             return version, answer, self.wanted.payload_bytes(version, answer, request.max_deltas)
-        if not self.have or version.digest != self.have:
+        if not self.have or version.digest != self.have:  # guard: nothing-changed
             raise ExchangeError("says that nothing has changed, which is not so")
         self.unchanged = version
         return None
@@ -269,7 +269,7 @@ class Fetch:
             kind, num_bytes = await channel.receive_header()
             if kind == BUSY:
                 raise BusyError("broke off: is busy")
-            if kind != DATA or not 0 < num_bytes <= range.requested - range.start:
+            if kind != DATA or not 0 < num_bytes <= range.requested - range.start:  # guard: bytes-wanted
                 raise ExchangeError(f"sent {num_bytes} bytes, {kind!r}, more than were asked for")
             self._station.rests.was_free(candidate.peer)
             while num_bytes:

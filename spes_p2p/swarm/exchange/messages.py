@@ -95,14 +95,16 @@ class Wanted:
         Raises:
             ExchangeError: it is something else.
         """
-        if self.authors and version.author not in self.authors:
+        if self.authors and version.author not in self.authors:  # guard: founders-manifest
             raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
-        if version.digest in self.refused:
+        if version.digest in self.refused:  # guard: refused-version
             raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
         is_document = self.name in DOCUMENTS
         fits = version.num_bytes <= self.num_bytes if is_document else version.num_bytes == self.num_bytes
         codec = "raw" if is_document else self.codec
-        if version.name != self.name or version.round < self.min_round or not fits or version.codec != codec:
+        if (  # guard: version-wanted
+            version.name != self.name or version.round < self.min_round or not fits or version.codec != codec
+        ):
             raise ExchangeError(
                 f"offered {version.name} of round {version.round}, {version.num_bytes} bytes, {version.codec}; "
                 f"wanted {self.name} of round {self.min_round}, {self.num_bytes} bytes, {codec}"
@@ -122,6 +124,8 @@ class Wanted:
         if answer.state == "whole":
             return version.num_bytes
         num_bytes = answer.num_deltas * self.delta_bytes
-        if answer.state != "deltas" or not 0 < answer.num_deltas <= asked or not 0 < num_bytes < version.num_bytes:
+        if (  # guard: delta-count
+            answer.state != "deltas" or not 0 < answer.num_deltas <= asked or not 0 < num_bytes < version.num_bytes
+        ):
             raise ExchangeError(f"offered {answer.num_deltas} deltas ({answer.state}), of at most {asked}")
         return num_bytes

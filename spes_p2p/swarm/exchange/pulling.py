@@ -197,4 +197,4 @@ class Pull:
         elif len(download.senders) > 1:
             self._suspect = download
         else:
-            self._exclude(download.senders)
+            self._exclude(download.senders)  # guard: bad-sender

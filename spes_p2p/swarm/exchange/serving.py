@@ -106,7 +106,7 @@ class Server:
                     start, stop = await channel.receive_range()
                 except CutShortError:
                     return None  # the caller has what it wanted
-                if not start < stop <= payload.num_bytes:
+                if not start < stop <= payload.num_bytes:  # guard: range-served
                     raise ExchangeError(f"asked for bytes {start} to {stop} of {payload.num_bytes}")
                 await self._send(channel, peer, payload, start, stop)
 

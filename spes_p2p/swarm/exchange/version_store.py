@@ -152,7 +152,7 @@ class VersionStore:
 
     def refuse(self, version: Version) -> None:
         """Forget a version that turned out bad, and remember that it did, until this process ends."""
-        self.refused.add(version.digest)
+        self.refused.add(version.digest)  # guard: refused-remembered
         self.discard(version)
 
     def discard(self, version: Version) -> None:
@@ -177,7 +177,7 @@ class VersionStore:
             data = self.path(version).read_bytes()
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
-        if digest(data) != version.digest:
+        if digest(data) != version.digest:  # guard: disk-digest
             self.discard(version)
             raise ExchangeError(f"{self.path(version)} was damaged and is deleted; it can be pulled again")
         return data
@@ -221,7 +221,7 @@ class VersionStore:
                 json.loads(line)
         except (OSError, ValueError) as error:
             raise ExchangeError(f"{self._index} is damaged; delete {self._directory} and join again") from error
-        versions = [Version.verify(line, self._run_id) for line in lines]
+        versions = [Version.verify(line, self._run_id) for line in lines]  # guard: edited-index
         for version in versions:
             if self.path(version).exists():
                 self._list(version)

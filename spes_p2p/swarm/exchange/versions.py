@@ -18,10 +18,10 @@ MOST_REFUSED = 1024
 """Versions that a peer remembers to have refused."""
 DOCUMENTS = ("manifest", "tokenizer")
 """Names whose bytes are a document; all others are vectors."""
-CodecKind = Literal["fp32", "coded", "raw"]
-SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"
+CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
+SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
 """A slot's name. None has two: `slot-01`, or 1 in another script's digits, would be read as slot 1, too."""
-Name = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]
+Name = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]  # guard: version-name
 
 
 def vector_names(num_slots: int) -> frozenset[str]:
@@ -96,10 +96,10 @@ class Version(BaseModel):
             version = cls.model_validate_json(data)
         except ValidationError as error:
             raise RecordError(f"malformed version manifest: {error.errors()[0]['msg']}") from error
-        if version.run_id != run_id:
+        if version.run_id != run_id:  # guard: version-run
             raise RecordError(f"version {version.name} belongs to run {version.run_id}")
         signature, key = version.signature.encode(), version.public_key.encode()
-        if not is_signed_by(version.author, key, version.signed_part(), signature):
+        if not is_signed_by(version.author, key, version.signed_part(), signature):  # guard: version-signature
             raise RecordError(f"version {version.name} is not signed by its author {version.author}")
         return version
 
@@ -113,7 +113,7 @@ class Refused:
     def add(self, digest: str) -> None:
         """Remember one, in place of the oldest where there are too many."""
         self._digests[digest] = None
-        for oldest in list(self._digests)[:-MOST_REFUSED]:
+        for oldest in list(self._digests)[:-MOST_REFUSED]:  # guard: refused-memory
             del self._digests[oldest]
 
     def __contains__(self, digest: object) -> bool:
