@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
-from monitor.journal import read_lines
-from monitor.view import PHASES, SwarmView, phase_seconds, wall_seconds
 from spes_p2p.errors import DataError
+from spes_p2p.monitor.sinks import read_lines
+from spes_p2p.monitor.view import PHASES, SwarmView, phase_seconds, wall_seconds
 from spes_p2p.swarm.records import Metrics
 
 

@@ -28,13 +28,13 @@ from spes_p2p.codecs import Format, Segment
 from spes_p2p.config import CommandConfig
 from spes_p2p.errors import SimulationError
 from spes_p2p.presentation import say
-from spes_p2p.scenario import Scenario
-from spes_p2p.simulator import simulate
-from spes_p2p.study.summary import Spread
-from spes_p2p.swarm.attacks import Attack
-from spes_p2p.swarm.averaging.reduce import GroupPlan, reduce_message
-from spes_p2p.swarm.averaging.witness import Witness
-from spes_p2p.training.gate import LossGate
+from spes_p2p.sim.attacks import Attack
+from spes_p2p.sim.scenario import Scenario
+from spes_p2p.sim.simulator import simulate
+from spes_p2p.sim.sweep.report import Spread
+from spes_p2p.swarm.averaging.audit import Witness
+from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
+from spes_p2p.training.loss_gate import LossGate
 
 RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
 SEEDS = (0, 1, 2)

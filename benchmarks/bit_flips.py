@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.crew import support
-from spes_p2p.swarm.exchange import pulling
-from spes_p2p.swarm.exchange.channel import DATA, TEXT, Channel
+from spes_p2p.swarm.exchange import client
 from spes_p2p.swarm.exchange.exchange import Exchange
+from spes_p2p.swarm.exchange.protocol import DATA, TEXT, Channel
 from spes_p2p.swarm.exchange.versions import Version
 
 BYTES, DELTA, DOCUMENT = "slot-1", "slot-2", "manifest"
@@ -112,7 +112,7 @@ def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
     """
     crew = support("exchange_crew")
     puller, server = crew.open_crew(lambda name: folder / name, ["puller", "server"], server={"serve": False})
-    flips, draw, log = Flips(seed), random.Random(seed), logging.getLogger(pulling.__name__)
+    flips, draw, log = Flips(seed), random.Random(seed), logging.getLogger(client.__name__)
     level = log.level
     log.setLevel(logging.ERROR)  # which is what it says of each of them
     try:

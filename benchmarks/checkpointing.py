@@ -31,15 +31,14 @@ from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
-from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.assembly import build_trainer
-from spes_p2p.training.peer_state import PeerState
+from spes_p2p.training.build import build_trainer
+from spes_p2p.training.checkpoint import PeerState, checkpoint_of
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.recovery import checkpoint_of
 from spes_p2p.training.trainer import Trainer
 
 MAX_LOST = 0.02

@@ -16,13 +16,13 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
+from spes_p2p.commands.simulate import finished_runs
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
-from spes_p2p.scenario import Scenario
-from spes_p2p.study.command import finished_runs
-from spes_p2p.study.results import Point, RunResult
-from spes_p2p.study.settings import load_study
-from spes_p2p.study.summary import Spread
+from spes_p2p.sim.scenario import Scenario
+from spes_p2p.sim.sweep.report import Spread
+from spes_p2p.sim.sweep.results import Point, RunResult
+from spes_p2p.sim.sweep.settings import load_study
 
 STUDY, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
 PAGE = Path("docs/one_round.md")

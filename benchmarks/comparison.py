@@ -16,15 +16,15 @@ from benchmarks.crew import ROOT, run_script
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.stock import StockPace, measure_stock
 from benchmarks.tasks import Subject
-from monitor.journal import replay
-from monitor.report import write_report
-from monitor.settings import METRICS_FILE, MODEL_DIRECTORY
-from monitor.view import SwarmView
-from monitor.watch import Ending
 from spes_p2p.cli import load_settings
+from spes_p2p.commands.local import RUN_FILE, ExperimentConfig
 from spes_p2p.config import CommandConfig, RunConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.experiment import RUN_FILE, ExperimentConfig
+from spes_p2p.monitor.report import write_report
+from spes_p2p.monitor.settings import METRICS_FILE, MODEL_DIRECTORY
+from spes_p2p.monitor.sinks import replay
+from spes_p2p.monitor.view import SwarmView
+from spes_p2p.monitor.watch import Ending
 from spes_p2p.presentation import say
 
 EXPERIMENT_SECONDS = 3600.0

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks import Task, read_result, write_task
-from spes_p2p.children import Child, start, stop
+from spes_p2p.commands.local import Child, start, stop
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.processes import die_with_parent
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
 POLL_SECONDS = 0.2
 ROOT = Path(__file__).resolve().parent.parent

@@ -17,12 +17,11 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
+from spes_p2p.commands.simulate import finished_runs
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
-from spes_p2p.study.command import finished_runs
-from spes_p2p.study.figures import loss_by_steps
-from spes_p2p.study.settings import Gap, Study, load_study
-from spes_p2p.study.summary import Results, Spread, gap_spread, summarise
+from spes_p2p.sim.sweep.report import Results, Spread, gap_spread, loss_by_steps, summarise
+from spes_p2p.sim.sweep.settings import Gap, Study, load_study
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""

@@ -11,7 +11,7 @@ from benchmarks.testbed import Loopback
 from benchmarks.wan.actor import Actor, close_all
 from benchmarks.wan.floors import MIB
 from benchmarks.wan.swarm_peer import CALL_SECONDS, start_peer
-from spes_p2p.swarm.pacing import PAYLOAD_SHARE
+from spes_p2p.swarm.p2p.rate_limit import PAYLOAD_SHARE
 
 LOOPBACK_SLOTS = 64
 MIN_LOOPBACK_MB, PACED_MB, MAX_CORES = 150.0, 152.0, 1.0

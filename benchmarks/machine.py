@@ -13,7 +13,7 @@ from importlib.metadata import version
 import psutil
 
 from benchmarks.crew import ROOT
-from spes_p2p.study.results import cpu_name
+from spes_p2p.sim.sweep.results import cpu_name
 
 PACKAGES = ("torch", "transformers", "hivemind", "numpy")
 

@@ -21,12 +21,12 @@ from benchmarks.experts import module_rows, step_rows
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point, read_yaml
+from spes_p2p.commands.simulate import finished_runs
 from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
 from spes_p2p.planner import Setup, model_size, peer_memory
 from spes_p2p.presentation import say
-from spes_p2p.study.command import finished_runs
-from spes_p2p.study.settings import load_study
-from spes_p2p.study.summary import Spread
+from spes_p2p.sim.sweep.report import Spread
+from spes_p2p.sim.sweep.settings import load_study
 
 SEVEN_B = Path("configs/spes_7b.yaml")
 MAX_LOSS = {"bf16": None, "int8": 0.1, "nf4": 0.5}

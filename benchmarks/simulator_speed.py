@@ -24,8 +24,8 @@ from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
-from spes_p2p.simulator import Evaluation, Scenario, simulate
-from spes_p2p.training.assembly import build_trainer
+from spes_p2p.sim.simulator import Evaluation, Scenario, simulate
+from spes_p2p.training.build import build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 

@@ -17,7 +17,7 @@ from benchmarks.testbed import Place
 from benchmarks.wan.actor import Actor, Actors, call_all
 from benchmarks.wan.floors import Payload
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.processes import BoundDHT
+from spes_p2p.swarm.hivemind_fixes.processes import BoundDHT
 
 MATCHMAKING_SECONDS = 5.0
 REQUEST_SECONDS = 2.0

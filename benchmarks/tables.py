@@ -14,9 +14,9 @@ from benchmarks.baselines import CENTRALISED
 from benchmarks.machine import Circumstances
 from benchmarks.stock import StockPace
 from benchmarks.tasks import Subject
-from monitor.view import PHASES
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import ConfigError
+from spes_p2p.monitor.view import PHASES
 
 MIN_PACE, MAX_NOT_TRAINING, MIN_FALL = 0.70, 0.25, 2.0
 QUIET = 0.93

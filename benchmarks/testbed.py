@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.swarm.processes import die_with_parent
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
 SOURCE = Path(__file__).resolve().parent / "wan" / "wanemu.c"
 NAMESPACES = Path("/var/run/netns")

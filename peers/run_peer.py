@@ -2,7 +2,7 @@
 
 from spes_p2p.cli import entry_point
 from spes_p2p.config import PeerConfig
-from spes_p2p.peer import main
+from spes_p2p.peer.life import main
 
 if __name__ == "__main__":
     entry_point(PeerConfig, main)

@@ -1,7 +1,7 @@
 """Measure a checkpoint: python scripts/evaluate.py CHECKPOINT [--text FILE ...] [--tasks TASK ...]"""
 
 from spes_p2p.cli import entry_point
-from spes_p2p.evaluation import EvaluateConfig, evaluate, table
+from spes_p2p.commands.evaluate import EvaluateConfig, evaluate, table
 
 
 def main(config: EvaluateConfig) -> int:

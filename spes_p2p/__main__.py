@@ -21,7 +21,7 @@ def main() -> NoReturn:
     """Run the command that `sys.argv` names, and exit."""
     command = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if command == "simulate":
-        from spes_p2p.study import command as simulate  # here: PyTorch takes seconds, --help needs none of it
+        from spes_p2p.commands import simulate as simulate
 
         entry_point(simulate.SimulateConfig, simulate.main, sys.argv[2:])
     if command in ("--help", "-h"):

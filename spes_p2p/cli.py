@@ -203,7 +203,7 @@ def _is_kind(part: int | str) -> bool:
 def set_up_logging(level: str) -> None:
     """Log to standard error, libraries only when they warn."""
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, force=True)
-    for ours in ("spes_p2p", "monitor"):
+    for ours in ("spes_p2p",):
         logging.getLogger(ours).setLevel(level.upper())
     # Hivemind logs every lost peer with a traceback; ours says the same in a line, and what it did about it.
     hivemind = logging.getLogger("hivemind")

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from spes_p2p.swarm.claimant import Claimant
+from spes_p2p.swarm.claims import Claimant
+from spes_p2p.swarm.quorum import State, latest, majoritys
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import SHARED, Member, lag_of, slot_name
-from spes_p2p.training.votes import State, latest, majoritys
 
 
 def version_name(*parts: object) -> str:

@@ -8,8 +8,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.claims.peer import VirtualPeer, version_name
+from spes_p2p.swarm.quorum import State
 from spes_p2p.swarm.roster import SHARED, Groups, Member, slot_name
-from spes_p2p.training.votes import State
 
 if TYPE_CHECKING:
     from benchmarks.claims.simulation import Simulation

@@ -12,8 +12,7 @@ from benchmarks.claims.dht import LossyDht
 from benchmarks.claims.peer import VirtualPeer, version_name
 from benchmarks.claims.rounds import Rounds
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.claimant import Claimant
-from spes_p2p.swarm.claims import orphans
+from spes_p2p.swarm.claims import Claimant, orphans
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Groups, Member, derive_groups
 

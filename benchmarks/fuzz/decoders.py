@@ -18,16 +18,16 @@ from hivemind.p2p import PeerID
 from benchmarks.fuzz.decoder import Decoder
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.averaging.group_work import read_roster
-from spes_p2p.swarm.decoding import ShallowSerializer
-from spes_p2p.swarm.exchange.messages import Answer, Request
+from spes_p2p.swarm.averaging.allreduce import read_roster
+from spes_p2p.swarm.exchange.protocol import Answer, Request
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.manifest import Manifest, read_manifest
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Archived, Claim, Contact, ManifestRecord, Metrics, Progress, Record, Seed
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
-from spes_p2p.training.peer_state import PeerState, decode_state, encode_state
+from spes_p2p.training.checkpoint import PeerState, decode_state, encode_state
 
 RUN = "run"
 

@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.testbed import start_process
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.processes import forget_inherited_futures
+from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
 
 Start = Callable[..., ForkProcess]
 """Runs a function with its arguments in a process: `start_process`, or `TestBed.run_in` with the peer filled in."""

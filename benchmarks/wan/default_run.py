@@ -13,11 +13,11 @@ from pathlib import Path
 
 from benchmarks.accounts import Account, account
 from benchmarks.testbed import TestBed
-from monitor.journal import replay
-from monitor.settings import METRICS_FILE
 from spes_p2p.errors import SpesError
-from spes_p2p.joining import ADDRESS_FILE
-from spes_p2p.swarm.processes import die_with_parent
+from spes_p2p.monitor.settings import METRICS_FILE
+from spes_p2p.monitor.sinks import replay
+from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_ID = "default"

@@ -21,14 +21,14 @@ from benchmarks.wan.floors import Payload
 from spes_p2p.codecs import Format, Segment
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, kind_of, slot_name, uplinks
-from spes_p2p.training.routes import preferred, relays
+from spes_p2p.training.fetch_plan import preferred, relays
 
 RUN_ID = "network"
 ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)

@@ -1,21 +1,20 @@
 """Tensors to flat vectors, vectors to bytes in few bits, bytes to digests, and back."""
 
-from spes_p2p.codecs.feedback import Feedback, encode_with_error
+from spes_p2p.codecs.blocks import INT8_BLOCK, Codec, dequantise_int8, int8_blocks, quantise_int8
 from spes_p2p.codecs.format import (
     CODECS,
     NON_NEGATIVE_CODECS,
     PART_NUMEL,
+    Feedback,
     Format,
     Part,
     Segment,
     codec_named,
+    encode_with_error,
     format_of,
     joined,
 )
-from spes_p2p.codecs.int8 import INT8_BLOCK, dequantise_int8, int8_blocks, quantise_int8
-from spes_p2p.codecs.layout import Layout, Shape
-from spes_p2p.codecs.vectors import digest, digest_of_file, from_bytes, to_bytes
-from spes_p2p.codecs.wire import Codec
+from spes_p2p.codecs.vectors import Layout, Shape, digest, digest_of_file, from_bytes, to_bytes
 
 __all__ = [
     "CODECS",

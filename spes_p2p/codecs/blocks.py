@@ -1,15 +1,21 @@
-"""Codecs by blocks: the elements of a block share a scale, and each is a few bits of it. Here those of 8 bits.
+"""Codecs: how many bits an element of a vector takes on the wire, and the arithmetic behind each.
 
-Encoded, the scales of all blocks come first and the codes of all elements after them; zeros fill up the last block.
-Rows of equal length can be encoded together, one after the other: an operation on few elements costs mostly its call.
-Every decoded value is one product that fp32 holds exactly, or the square of one, so all machines agree on it.
+Shape legend: B blocks of W elements, K kinds of values.
+
+Shape legend: N elements of a vector, B blocks of W elements.
+
+Shape legend: N elements of a vector.
 
 Shape legend: R rows of N elements or Y bytes, B blocks of W elements, P bytes of codes.
+
+Shape legend: R rows, B blocks of W elements, P bytes of packed codes.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -17,9 +23,243 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spes_p2p.codecs.scales import check_scales, divisors, from_scale_bits, to_scale_bits
-from spes_p2p.codecs.wire import SMALLEST, Codec
 from spes_p2p.errors import ExchangeError
+
+SMALLEST_SCALE = 2.0**-100
+"""Smaller scales become 0. Far from the numbers so small that some processors take them for 0."""
+
+
+def to_scale_bits(scale: Tensor, up: bool = False) -> Tensor:
+    """Rounds scales to nine significant bits; returns the 16 that say so: fp32's exponent, then eight of its fraction.
+
+    Args:
+        scale: Finite fp32 numbers that are not negative, any shape.
+        up: Never round down.
+    """
+    scale = scale.masked_fill(scale < SMALLEST_SCALE, 0.0)
+    return ((scale.view(torch.int32) + (0x7FFF if up else 0x4000)) >> 15).to(torch.int16)
+
+
+def from_scale_bits(bits: Tensor) -> Tensor:
+    """Returns the fp32 scales of their 16 bits; never negative, and not finite only in bytes that we did not write."""
+    return ((bits.to(torch.int32) & 0xFFFF) << 15).view(torch.float32)
+
+
+def divisors(scale: Tensor) -> Tensor:
+    """Returns the scales as divisors; of a scale of 0 one that makes zeros."""
+    return scale.masked_fill(scale == 0, torch.inf)
+
+
+def check_scales(scale: Tensor, largest: float) -> None:
+    """Raises ExchangeError where an encoder would not have written such scales, to the point of NaN."""
+    is_good = ((scale >= SMALLEST_SCALE) | (scale == 0)) & (scale <= largest)
+    if not bool(is_good.all()):
+        worst = float(scale.masked_select(~is_good)[0])
+        raise ExchangeError(
+            f"payload holds a scale of {worst:.3g}, neither 0 nor from 2^-100 to {largest:.3g}; "
+            f"fetch it from another peer"
+        )
+
+
+def tree_sum_(values_KWB: Tensor) -> Tensor:
+    """Returns the sums [K, B] over W, a power of two, in the same order on every processor; overwrites the values."""
+    while (width := values_KWB.shape[1]) > 1:
+        first_KWB, second_KWB = values_KWB.split(width // 2, dim=1)
+        values_KWB = first_KWB.add_(second_KWB)
+    return values_KWB[:, 0]
+
+
+INT8_BLOCK = 128
+"""Elements that share one scale."""
+_MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**121
+"""Scales below are too small to be exact; 127 times those above overflows."""
+
+
+def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds a flat vector to int8, each block of `INT8_BLOCK` elements with its own scale.
+
+    A scale is the block's largest magnitude over 127, rounded to 17 significant bits. Its products with an int8 are
+    therefore exact in fp32: every machine decodes the same bits, and quantising what was decoded gives the same bytes.
+
+    Args:
+        flat_N: Floating-point vector on any device; its length need be no multiple of the block.
+
+    Returns:
+        Values int8 [N] in [-127, 127], and scales fp32 [ceil(N / INT8_BLOCK)]. A block whose magnitudes all lie under
+        about 1e-36 counts as zeros, with the scale 0.
+
+    Raises:
+        ValueError: a value is NaN or infinite.
+    """
+    values_N = torch.empty(flat_N.shape, dtype=torch.int8, device=flat_N.device)
+    scales_B = torch.empty(int8_blocks(flat_N.numel()), dtype=torch.float32, device=flat_N.device)
+    for part_BW, values_BW, scales_B1 in _int8_parts(flat_N.float(), values_N, scales_B):
+        scratch_BW = part_BW.abs()
+        scales_B1.copy_(_int8_scale(scratch_BW.amax(dim=1, keepdim=True)))
+        torch.div(part_BW, scales_B1.where(scales_B1 > 0, 1.0), out=scratch_BW)
+        values_BW.copy_(scratch_BW.round_().clamp_(-127, 127))
+    if not torch.isfinite(scales_B).all():
+        raise ValueError("NaN or infinity cannot be held in int8; discard these values and take the last good ones")
+    return values_N, scales_B
+
+
+def dequantise_int8(values_N: Tensor, scales_B: Tensor) -> Tensor:
+    """Returns the fp32 vector [N] that `quantise_int8` rounded to.
+
+    Raises:
+        ValueError: there is not one scale to every block.
+    """
+    if scales_B.numel() != int8_blocks(values_N.numel()):
+        raise ValueError(
+            f"{scales_B.numel()} scales do not fit {values_N.numel()} values in blocks of {INT8_BLOCK}; "
+            f"pass the two that quantise_int8 returned together"
+        )
+    flat_N = values_N.to(torch.float32)
+    for part_BW, _, scales_B1 in _int8_parts(flat_N, values_N, scales_B):
+        part_BW.mul_(scales_B1)
+    return flat_N
+
+
+def int8_blocks(numel: int) -> int:
+    """Returns the number of blocks, and so of scales, of a vector."""
+    return -(-numel // INT8_BLOCK)
+
+
+def _int8_scale(largest_B1: Tensor) -> Tensor:
+    """Scales of blocks with these largest magnitudes; not finite where those are not."""
+    scale_B1 = (largest_B1 / 127).view(torch.int32).add_(0x40).bitwise_and_(~0x7F).view(torch.float32)
+    scale_B1 = scale_B1.clamp_(max=_MAX_SCALE).where(torch.isfinite(largest_B1), torch.nan)
+    return scale_B1.where(scale_B1.nan_to_num(1.0) >= _MIN_SCALE, 0.0)
+
+
+def _int8_parts(flat_N: Tensor, values_N: Tensor, scales_B: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Views of both vectors as whole blocks with their scales, then of the elements left at the end."""
+    whole = flat_N.numel() // INT8_BLOCK
+    edge = whole * INT8_BLOCK
+    if whole:
+        yield flat_N[:edge].view(whole, -1), values_N[:edge].view(whole, -1), scales_B[:whole, None]
+    if edge < flat_N.numel():
+        yield flat_N[None, edge:], values_N[None, edge:], scales_B[whole:, None]
+
+
+SMALLEST = 2.0**-126
+"""The smallest positive number that every processor keeps; some take those below for 0."""
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """Turns fp32 vectors into bytes and back: the same bytes and the same values on every machine.
+
+    Vectors are contiguous and on the CPU; the machine is little-endian, as all are that torch trains on.
+    """
+
+    name = ""
+    non_negative = False
+
+    @abstractmethod
+    def num_bytes(self, numel: int) -> int:
+        """Returns the length of an encoded vector of `numel` elements."""
+
+    @abstractmethod
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
+        """Writes the bytes of vectors that lie one behind the other to `out`, uint8 [rows * num_bytes(N / rows)].
+
+        Args:
+            flat_N: The values.
+            out: Where the bytes go.
+            rows: How many vectors they are, all of the same length.
+
+        Raises:
+            ValueError: a value is NaN or infinite, too large, or negative where none may be.
+        """
+
+    @abstractmethod
+    def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
+        """Writes to `out_N` the fp32 values of what `encode` gave, uint8 [rows * num_bytes(N / rows)].
+
+        Raises:
+            ExchangeError: `encode` would not have written such bytes: their values are not finite, say.
+        """
+
+    def refusal(self) -> ValueError:
+        """What to raise of values that cannot be encoded."""
+        return ValueError(f"{self._bad} cannot be encoded; discard these values and take the last good ones")
+
+    def malformed(self) -> ExchangeError:
+        """What to raise of bytes that no codec of ours wrote."""
+        return ExchangeError(f"payload holds {self._bad}; fetch it from another peer")
+
+    @property
+    def _bad(self) -> str:
+        return "NaN, infinity or a negative second moment" if self.non_negative else "NaN or infinity"
+
+
+class Fp32(Codec):
+    """The values as they are: 32 bits an element."""
+
+    name = "fp32"
+
+    def num_bytes(self, numel: int) -> int:
+        return 4 * numel
+
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
+        if not _are_good(flat_N, self.non_negative):
+            raise self.refusal()
+        out.copy_(flat_N.view(torch.uint8))
+
+    def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
+        out_N.view(torch.uint8).copy_(data)
+        if not _are_good(out_N, self.non_negative):
+            raise self.malformed()
+
+
+class NonNegativeFp32(Fp32):
+    """fp32 of values that are never negative."""
+
+    non_negative = True
+
+
+class Bf16(Codec):
+    """The values rounded to the nearest bf16, ties to even: 16 bits an element.
+
+    The error is at most 2^-9 of an element's magnitude, or 2^-134 if that is more. Values above bf16's largest,
+    3.39e38, are refused like infinity.
+    """
+
+    name = "bf16"
+
+    def num_bytes(self, numel: int) -> int:
+        return 2 * numel
+
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
+        rounded_N = flat_N.to(torch.bfloat16)
+        if not _are_good(rounded_N, self.non_negative):
+            raise self.refusal()
+        out.copy_(rounded_N.view(torch.uint8))
+
+    def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
+        # a message may begin at an odd byte; its copy does not
+        out_N.copy_(data.clone().view(torch.bfloat16))
+        if not _are_good(out_N, self.non_negative):
+            raise self.malformed()
+
+
+class NonNegativeBf16(Bf16):
+    """bf16 of values that are never negative, and of which none that is positive becomes 0."""
+
+    non_negative = True
+
+    def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
+        super().encode(flat_N.clamp(min=SMALLEST).where(flat_N > 0, flat_N), out)
+
+
+def _are_good(values_N: Tensor, non_negative: bool) -> bool:
+    """Returns whether all values are finite, and none is negative where none may be."""
+    if not values_N.numel():
+        return True
+    # one pass; NaN comes out as both, and compares as false with everything
+    least, most = (float(extreme) for extreme in torch.aminmax(values_N))
+    return most < torch.inf and (least >= 0 if non_negative else least > -torch.inf)  # guard: finite-values
 
 
 class BlockCodec(Codec):
@@ -144,3 +384,102 @@ class RootInt8(BlockCodec):
         out_RBW.copy_(codes_RBW).mul_(scale_RB1).square_()
         if bool((scale_RB1 < 2.0**-63).any()):  # some squares may be too small for some machines, or for all
             out_RBW.clamp_(min=SMALLEST).masked_fill_((codes_RBW == 0) | (scale_RB1 == 0), 0.0)
+
+
+class Int4(BlockCodec):
+    """16 even levels: 4.25 bits an element.
+
+    The scale has a sign, which makes the block's largest magnitude the level -8; the other sign has seven levels. The
+    error is at most half a step, 1/16 of the block's largest, and for values beyond the seventh level one step. It has
+    at most half of the block's norm; a tenth of it where values are Gaussian.
+    """
+
+    name = "int4"
+    block = 64
+    bits = 4
+
+    LARGEST_SCALE = 2.0**125 - 2.0**117
+    """The largest bf16 of which -8 times is finite."""
+
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+        most_RB1, least_RB1 = flat_RBW.amax(dim=-1, keepdim=True), flat_RBW.amin(dim=-1, keepdim=True)
+        extreme_RB1 = most_RB1.where(most_RB1 >= -least_RB1, least_RB1)
+        if not bool(extreme_RB1.isfinite().all()):
+            raise self.refusal()
+        scale_RB1 = extreme_RB1.div_(-8).clamp_(-self.LARGEST_SCALE, self.LARGEST_SCALE)
+        scale_RB1 = scale_RB1.masked_fill_(scale_RB1.abs() < SMALLEST_SCALE, 0.0).to(torch.bfloat16)
+        steps_RBW = torch.div(flat_RBW, divisors(scale_RB1.float())).round_().clamp_(max=7)
+        first_RP, second_RP = steps_RBW.to(torch.int8).view(len(flat_RBW), 2, -1).unbind(1)
+        codes_RP.view(torch.int8).copy_(first_RP.bitwise_and_(15).bitwise_or_(second_RP.bitwise_left_shift_(4)))
+        return scale_RB1.view(torch.int16)
+
+    def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
+        scale_RB1 = scale_bits.view(torch.bfloat16).float()
+        check_scales(scale_RB1.abs(), self.LARGEST_SCALE)
+        signed_RP = codes_RP.view(torch.int8)
+        first_RP, second_RP = out_RBW.view(len(out_RBW), 2, -1).unbind(1)
+        # shifted to the right, the four bits keep their sign
+        first_RP.copy_(signed_RP.bitwise_left_shift(4).bitwise_right_shift_(4))
+        second_RP.copy_(signed_RP.bitwise_right_shift(4))
+        out_RBW.mul_(scale_RB1)
+
+
+class Int2(BlockCodec):
+    """Four levels, two magnitudes with either sign: 2.25 bits an element.
+
+    The magnitudes are the means of the block's small and of its large ones, parted by three steps of k-means. The
+    error's norm is a third of Gaussian values', nothing for a block of one outlier, and never above
+    sqrt(1 - 0.99 / W) of the block's.
+    """
+
+    name = "int2"
+    block = 128
+    scales = 2
+    bits = 2
+
+    LARGEST_SCALE = 2.0**128 - 2.0**119
+    """The largest number of nine bits."""
+
+    def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
+        rows = zip(flat_RBW, codes_RP, strict=True)
+        return torch.stack([self._encode_row(flat_BW, codes_P, padding) for flat_BW, codes_P in rows])
+
+    def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
+        for row in zip(scale_bits, codes_RP, out_RBW, strict=True):
+            self._decode_row(*row)
+
+    def _encode_row(self, flat_BW: Tensor, codes_P: Tensor, padding: int) -> Tensor:
+        # a block is a column: additions go over whole rows. A W-th of the values, so that no sum overflows.
+        flat_WB = flat_BW.t().contiguous()
+        size_WB = flat_WB.abs().mul_(1 / self.block)
+        num_B = torch.full((len(flat_BW),), float(self.block))
+        num_B[-1] -= padding
+        border_B = tree_sum_(size_WB[None].clone())[0] / num_B
+        if not bool(border_B.isfinite().all()):
+            raise self.refusal()
+        is_large_WB, small_large_2WB = torch.empty_like(size_WB), torch.empty(2, *size_WB.shape)
+        for _ in range(3):
+            torch.gt(size_WB, border_B, out=is_large_WB)
+            torch.mul(size_WB, is_large_WB, out=small_large_2WB[1])
+            torch.sub(size_WB, small_large_2WB[1], out=small_large_2WB[0])
+            num_large_B = is_large_WB.sum(dim=0)
+            nums_2B = torch.stack((num_B - num_large_B, num_large_B)).clamp_(min=1)
+            levels_2B = tree_sum_(small_large_2WB) / nums_2B
+            border_B = (levels_2B[0] + levels_2B[1]) / 2
+        is_negative_WB = torch.lt(flat_WB, 0, out=size_WB)
+        codes_4P = is_large_WB.add_(is_negative_WB.mul_(2)).to(torch.int8).view(4, -1)
+        packed_P = codes_P.view(torch.int8).copy_(codes_4P[0])
+        for quarter in (1, 2, 3):
+            packed_P.bitwise_or_(codes_4P[quarter].bitwise_left_shift_(2 * quarter))
+        return to_scale_bits(levels_2B.mul_(self.block).clamp_(max=self.LARGEST_SCALE).t())
+
+    def _decode_row(self, scale_bits: Tensor, codes_P: Tensor, out_BW: Tensor) -> None:
+        levels_B2 = from_scale_bits(scale_bits)
+        check_scales(levels_B2, self.LARGEST_SCALE)
+        low_B, high_B = levels_B2.t().contiguous()
+        codes_WB = torch.stack([codes_P.bitwise_right_shift(shift) for shift in (0, 2, 4, 6)]).view(self.block, -1)
+        is_large_WB = codes_WB.bitwise_and(1).float()
+        sign_WB = codes_WB.bitwise_and_(2).float().neg_().add_(1)
+        # one of the two is 0, so the sum is exact
+        size_WB = is_large_WB.mul(high_B).add_(is_large_WB.neg_().add_(1).mul_(low_B))
+        out_BW.copy_(size_WB.mul_(sign_WB).t())

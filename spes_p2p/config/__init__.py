@@ -1,7 +1,17 @@
 """Settings: `run` is what the swarm agrees on, `machine` what one machine decides, `checks` whether the two fit."""
 
-from spes_p2p.config.checks import EIGHT_BIT, check_machine, check_training, sequences_at_once
-from spes_p2p.config.machine import LEAST_MBIT, CommandConfig, MachineConfig, NamedRun, PeerConfig, RunId
+from spes_p2p.config.machine import (
+    EIGHT_BIT,
+    LEAST_MBIT,
+    CommandConfig,
+    MachineConfig,
+    NamedRun,
+    PeerConfig,
+    RunId,
+    check_machine,
+    check_training,
+    sequences_at_once,
+)
 from spes_p2p.config.run import (
     CodecConfig,
     CodecName,

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.cache import cache_folder, locked, write_atomically
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.fs import cache_folder, locked, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.cache import cache_folder, locked, write_atomically
 from spes_p2p.data.sources import Document, Part, corpus_identity, documents, is_in
 from spes_p2p.data.tokenizer import tokenizer_digest
+from spes_p2p.fs import cache_folder, locked, write_atomically
 
 log = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spes_p2p.dtensor import like, whole
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore, Weight
-from spes_p2p.model.kernels import Kernel, RoutedExperts
-from spes_p2p.model.routing import Routing
-from spes_p2p.parts import like, whole
+from spes_p2p.model.kernels import Kernel, RoutedExperts, Routing
 
 _STOCK_LAYOUT = {"is_transposed": False, "has_bias": False, "is_concatenated": True, "has_gate": True}
 

@@ -2,25 +2,340 @@
 
 Shape legend: T tokens, K chosen experts per token, R = T * K routed rows sorted by expert, D model width, O, I output
 and input features of one expert's weight, G its gate and up features.
+
+Shape legend: T tokens, K chosen experts per token, E experts, R = T * K routed rows sorted by expert, D model width,
+I intermediate width of an expert, G = 2 * I its gate and up features.
+
+Shape legend: T tokens, R routed rows sorted by expert, N rows of one expert, D model width, I intermediate width of an
+expert, G = 2 * I its gate and up features.
+
+Shape legend: T tokens, R routed rows sorted by expert, E experts, C claimed ones of them, D model width, I intermediate
+width of an expert, G = 2 * I its gate and up features, O output features of any weight.
 """
 
 from __future__ import annotations
 
+import functools
+import importlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.model.frozen import WEIGHT_NAMES, Plain, Weight
-from spes_p2p.model.grouped_kernels import GroupedMMKernel, MegablocksKernel
-from spes_p2p.model.loop_kernel import LoopKernel
-from spes_p2p.model.routing import Routing
+from spes_p2p.model.frozen import DOWN, GATE_UP, WEIGHT_NAMES, Plain, Weight
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Routing:
+    """Which row is whose; the rows are sorted by their experts' ranks.
+
+    Attributes:
+        token_R: For every row its token.
+        order_R: For every row its place among the choices `[T * K]`.
+        place_TK: For every choice its row.
+        ends_E: For every expert the end of its rows, which begin where the one's before end; int32.
+        counts: For every expert the number of its rows, on the host.
+    """
+
+    token_R: Tensor
+    order_R: Tensor
+    place_TK: Tensor
+    ends_E: Tensor
+    counts: list[int]
+
+    @classmethod
+    def of(cls, rank_TK: Tensor, num_experts: int) -> Routing:
+        """Sorts the choices `[T, K]` of experts, given by rank."""
+        rank_R, order_R = torch.sort(rank_TK.reshape(-1), stable=True)
+        place_R = torch.empty_like(order_R)
+        place_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
+        counts_E = torch.bincount(rank_R, minlength=num_experts)
+        return cls(
+            token_R=order_R // rank_TK.shape[1],
+            order_R=order_R,
+            place_TK=place_R.view(rank_TK.shape),
+            ends_E=counts_E.cumsum(0, dtype=torch.int32),
+            counts=counts_E.tolist(),
+        )
+
+    def split(self, *tensors_R: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+        """Every expert that has rows, with its part of each tensor."""
+        parts = zip(*(tensor_R.split(self.counts) for tensor_R in tensors_R), strict=True)
+        return ((expert, views) for expert, views in enumerate(parts) if self.counts[expert])
+
+    def sum_by_token(self, y_RD: Tensor) -> Tensor:
+        """Every token's sum over its rows, `[T, D]`; unlike index_add, it adds in the same order on every device."""
+        return F.embedding_bag(self.place_TK, y_RD, mode="sum")
+
+
+def swiglu(gate_up_RG: Tensor, scores_R1: Tensor, out_RI: Tensor) -> Tensor:
+    """Writes `silu(gate) * up * score` to `out_RI` and returns it."""
+    gate_RI, up_RI = gate_up_RG.chunk(2, dim=-1)
+    torch.ops.aten.silu.out(gate_RI, out=out_RI)
+    return out_RI.mul_(up_RI).mul_(scores_R1)
+
+
+def swiglu_back(
+    gate_up_RG: Tensor,
+    scores_R1: Tensor,
+    grad_RI: Tensor,
+    hidden_RI: Tensor,
+    grad_gate_up_RG: Tensor,
+    grad_scores_R1: Tensor,
+) -> None:
+    """The gradients of `swiglu`, in as few passes and buffers as they need.
+
+    Args:
+        gate_up_RG: As given to `swiglu`.
+        scores_R1: As given to `swiglu`.
+        grad_RI: Gradient of what it returned; destroyed.
+        hidden_RI: Here goes what it returned, once more.
+        grad_gate_up_RG: Here goes the gradient of `gate_up_RG`.
+        grad_scores_R1: Here goes the gradient of `scores_R1`.
+    """
+    gate_RI, up_RI = gate_up_RG.chunk(2, dim=-1)
+    grad_gate_RI, grad_up_RI = grad_gate_up_RG.chunk(2, dim=-1)
+    silu_RI = torch.ops.aten.silu.out(gate_RI, out=grad_up_RI)
+    torch.mul(silu_RI, up_RI, out=hidden_RI)
+    torch.sum(torch.mul(grad_RI, hidden_RI, out=grad_gate_RI), dim=-1, keepdim=True, out=grad_scores_R1)
+    hidden_RI.mul_(scores_R1)
+    grad_RI.mul_(scores_R1)
+    silu_RI.mul_(grad_RI)
+    torch.ops.aten.silu_backward.grad_input(grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)
+
+
+class LoopKernel:
+    """Each expert's whole SwiGLU before the next one's: the reference, and the fastest on CPUs.
+
+    An expert's rows then stay in the cache from one product to the next, in buffers that all experts share. Of weights
+    that are kept otherwise than they are used, one at a time is made dense.
+    """
+
+    name = "loop"
+
+    def available(self, device: torch.device) -> str | None:
+        return None
+
+    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        return None
+
+    def forward(
+        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        gate_up, down = weights[GATE_UP], weights[DOWN]
+        gate_up_RG = x_TD.new_empty(len(scores_R1), gate_up[0].shape[0])
+        y_TD = _zeros_to_sum(x_TD)
+        buffers = _buffers(routing, x_TD, x_TD.shape[1], down[0].shape[1])
+        for expert, (token_N, scores_N1, gate_up_NG) in routing.split(routing.token_R, scores_R1, gate_up_RG):
+            row_ND, hidden_NI = (buffer[: len(token_N)] for buffer in buffers)
+            torch.index_select(x_TD, 0, token_N, out=row_ND)
+            torch.mm(row_ND, gate_up[expert].dense(x_TD.dtype).t(), out=gate_up_NG)
+            swiglu(gate_up_NG, scores_N1, hidden_NI)
+            torch.mm(hidden_NI, down[expert].dense(x_TD.dtype).t(), out=row_ND)
+            y_TD.index_add_(0, token_N, row_ND.to(y_TD.dtype))
+        return y_TD.to(x_TD.dtype), gate_up_RG
+
+    def backward(
+        self,
+        routing: Routing,
+        weights: Mapping[str, Sequence[Weight]],
+        num_claimed: int,
+        x_TD: Tensor | None,
+        scores_R1: Tensor,
+        gate_up_RG: Tensor,
+        grad_TD: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
+        gate_up, down, dtype = weights[GATE_UP], weights[DOWN], grad_TD.dtype
+        grad_x_TD, grad_scores_R1 = _zeros_to_sum(grad_TD), torch.empty_like(scores_R1)
+        grads = {name: _grads(routing, weights[name][:num_claimed], grad_TD) for name in weights}
+        buffers = _buffers(routing, grad_TD, grad_TD.shape[1], *2 * [down[0].shape[1]], gate_up[0].shape[0])
+        by_expert = routing.split(routing.token_R, scores_R1, gate_up_RG, grad_scores_R1)
+        for expert, (token_N, scores_N1, gate_up_NG, grad_scores_N1) in by_expert:
+            row_ND, grad_NI, hidden_NI, grad_gate_up_NG = (buffer[: len(token_N)] for buffer in buffers)
+            torch.index_select(grad_TD, 0, token_N, out=row_ND)
+            torch.mm(row_ND, down[expert].dense(dtype), out=grad_NI)
+            swiglu_back(gate_up_NG, scores_N1, grad_NI, hidden_NI, grad_gate_up_NG, grad_scores_N1)
+            if expert < num_claimed:
+                assert x_TD is not None
+                torch.mm(row_ND.t(), hidden_NI, out=grads[DOWN][expert])
+                torch.index_select(x_TD, 0, token_N, out=row_ND)
+                torch.mm(grad_gate_up_NG.t(), row_ND, out=grads[GATE_UP][expert])
+            torch.mm(grad_gate_up_NG, gate_up[expert].dense(dtype), out=row_ND)
+            grad_x_TD.index_add_(0, token_N, row_ND.to(grad_x_TD.dtype))
+        return grad_x_TD.to(dtype), grad_scores_R1, grads
+
+
+def _zeros_to_sum(like_TD: Tensor) -> Tensor:
+    """Zeros to add experts' outputs to: in fp32, or each addition would round."""
+    return torch.zeros_like(like_TD, dtype=torch.promote_types(like_TD.dtype, torch.float32))
+
+
+def _buffers(routing: Routing, like: Tensor, *widths: int) -> list[Tensor]:
+    """Memory for the rows of one expert, whichever, of each width."""
+    most = max(routing.counts)
+    return [like.new_empty(most, width) for width in widths]
+
+
+def _grads(routing: Routing, weights: Sequence[Weight], like: Tensor) -> list[Tensor]:
+    """Memory for the gradients of the first experts' weights, zeros for one without rows."""
+    counted = zip(weights, routing.counts, strict=False)
+    return [like.new_empty(weight.shape) if count else like.new_zeros(weight.shape) for weight, count in counted]
+
+
+ALIGNMENT = 8
+"""Elements to which `grouped_mm` needs a row aligned: 16 bytes in bf16."""
+MIN_CAPABILITY = (8, 0)
+"""Oldest CUDA devices that `grouped_mm` runs on."""
+
+
+class StackedKernel:
+    """Base of kernels that take all experts' weights as one tensor.
+
+    It is stacked for each product, in the dtype of the rows, and dropped after it: what is kept of a weight is what its
+    owner keeps.
+    """
+
+    def forward(
+        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        x_RD = x_TD.index_select(0, routing.token_R)
+        gate_up_RG = self._times(x_RD, routing, weights[GATE_UP], transposed=True)
+        del x_RD
+        hidden_RI = swiglu(gate_up_RG, scores_R1, gate_up_RG.new_empty(len(gate_up_RG), gate_up_RG.shape[1] // 2))
+        y_RD = self._times(hidden_RI, routing, weights[DOWN], transposed=True)
+        return routing.sum_by_token(y_RD), gate_up_RG
+
+    def backward(
+        self,
+        routing: Routing,
+        weights: Mapping[str, Sequence[Weight]],
+        num_claimed: int,
+        x_TD: Tensor | None,
+        scores_R1: Tensor,
+        gate_up_RG: Tensor,
+        grad_TD: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
+        grad_RD = grad_TD.index_select(0, routing.token_R)
+        grad_RI = self._times(grad_RD, routing, weights[DOWN], transposed=False)
+        grad_gate_up_RG, hidden_RI = torch.empty_like(gate_up_RG), torch.empty_like(grad_RI)
+        grad_scores_R1 = torch.empty_like(scores_R1)
+        swiglu_back(gate_up_RG, scores_R1, grad_RI, hidden_RI, grad_gate_up_RG, grad_scores_R1)
+        grads: dict[str, list[Tensor]] = {GATE_UP: [], DOWN: []}
+        if num_claimed:
+            assert x_TD is not None
+            prefix = slice(0, sum(routing.counts[:num_claimed]))
+            x_RD = x_TD.index_select(0, routing.token_R[prefix])
+            grads[DOWN] = self._weight_grads(grad_RD[prefix], hidden_RI[prefix], routing, num_claimed)
+            grads[GATE_UP] = self._weight_grads(grad_gate_up_RG[prefix], x_RD, routing, num_claimed)
+            del x_RD
+        del grad_RD, grad_RI, hidden_RI
+        grad_x_RD = self._times(grad_gate_up_RG, routing, weights[GATE_UP], transposed=False)
+        return routing.sum_by_token(grad_x_RD), grad_scores_R1, grads
+
+    def _times(self, rows: Tensor, routing: Routing, weights: Sequence[Weight], *, transposed: bool) -> Tensor:
+        """Every row times its expert's weight, or that transposed."""
+        out_features, in_features = weights[0].shape
+        if not len(rows):
+            return rows.new_empty(0, out_features if transposed else in_features)
+        stacked_EOI = rows.new_empty(len(weights), out_features, in_features)
+        for weight_OI, weight in zip(stacked_EOI, weights, strict=True):
+            weight_OI.copy_(weight.dense(rows.dtype))
+        return self._rows_times(rows, routing, stacked_EOI, transposed)
+
+    def _weight_grads(self, grad_RO: Tensor, x_RI: Tensor, routing: Routing, num_claimed: int) -> list[Tensor]:
+        """The gradients `[O, I]` of the claimed experts' weights, zeros for one without rows."""
+        if not len(grad_RO):
+            return [grad_RO.new_zeros(grad_RO.shape[1], x_RI.shape[1]) for _ in range(num_claimed)]
+        grads_OI = self._columns_times(grad_RO, x_RI, routing, num_claimed).unbind(0)
+        # On some GPUs grouped_mm leaves garbage there: https://github.com/pytorch/pytorch/issues/172439
+        counts = routing.counts[:num_claimed]
+        return [grad if count else torch.zeros_like(grad) for grad, count in zip(grads_OI, counts, strict=True)]
+
+    def _rows_times(self, rows: Tensor, routing: Routing, weights_EOI: Tensor, transposed: bool) -> Tensor:
+        raise NotImplementedError
+
+    def _columns_times(self, grad_RO: Tensor, x_RI: Tensor, routing: Routing, num_claimed: int) -> Tensor:
+        raise NotImplementedError
+
+
+class GroupedMMKernel(StackedKernel):
+    """`torch.nn.functional.grouped_mm`: one launch per product on CUDA devices in bf16; a loop of its own elsewhere."""
+
+    name = "grouped_mm"
+
+    def available(self, device: torch.device) -> str | None:
+        if not hasattr(torch.nn.functional, "grouped_mm"):
+            return f"PyTorch {torch.__version__} has no grouped_mm, which came with 2.10"
+        if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
+            return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+        return None
+
+    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        odd = sorted({size for shape in shapes for size in shape if size % ALIGNMENT})
+        return f"an expert's sizes {odd} are no multiples of {ALIGNMENT}" if odd else None
+
+    def _rows_times(self, rows: Tensor, routing: Routing, weights_EOI: Tensor, transposed: bool) -> Tensor:
+        weights = weights_EOI.transpose(1, 2) if transposed else weights_EOI
+        return torch.nn.functional.grouped_mm(rows, weights, offs=routing.ends_E)
+
+    def _columns_times(self, grad_RO: Tensor, x_RI: Tensor, routing: Routing, num_claimed: int) -> Tensor:
+        return torch.nn.functional.grouped_mm(grad_RO.t(), x_RI, offs=routing.ends_E[:num_claimed])
+
+
+class MegablocksKernel(StackedKernel):
+    """megablocks' products, from its package `grouped_gemm`; docs/kernels.md says how to install it.
+
+    Source: MegaBlocks (https://arxiv.org/abs/2211.15841).
+    """
+
+    name = "megablocks"
+
+    def available(self, device: torch.device) -> str | None:
+        if device.type != "cuda":
+            return f"it computes on CUDA devices, not on {device.type}"
+        try:
+            _grouped_gemm()
+        except (ImportError, OSError) as error:
+            return f"grouped_gemm cannot be imported ({error}), see docs/kernels.md"
+        return None
+
+    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        return None
+
+    def _rows_times(self, rows: Tensor, routing: Routing, weights_EOI: Tensor, transposed: bool) -> Tensor:
+        return _grouped_gemm().gmm(_bf16(rows), weights_EOI, torch.tensor(routing.counts), trans_b=transposed)
+
+    def _columns_times(self, grad_RO: Tensor, x_RI: Tensor, routing: Routing, num_claimed: int) -> Tensor:
+        counts_C = torch.tensor(routing.counts[:num_claimed])
+        return _grouped_gemm().gmm(_bf16(grad_RO), x_RI, counts_C, trans_a=True)
+
+
+@functools.cache
+def _grouped_gemm() -> ModuleType:
+    """The package's products without its autograd."""
+    return importlib.import_module("grouped_gemm.backend")
+
+
+def _bf16(rows: Tensor) -> Tensor:
+    """The rows, which are in bf16.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    if rows.dtype != torch.bfloat16:
+        raise ConfigError(
+            f"kernel=megablocks computes in bf16 only, not in {rows.dtype}; set train.precision=bf16 or --kernel auto"
+        )
+    return rows
 
 
 class Kernel(Protocol):

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from spes_p2p.dtensor import like
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.frozen import WEIGHT_NAMES
-from spes_p2p.parts import like
 
 
 class SlotModel:

@@ -1,11 +1,16 @@
 """What a peer will need before anything starts: parameters, memory, bytes and time."""
 
-from spes_p2p.planner.activations import Activations
-from spes_p2p.planner.fit import fits, shortage, slots_that_fit
-from spes_p2p.planner.machine import free_memory_bytes
-from spes_p2p.planner.memory import PeerMemory, peer_bytes, peer_memory
-from spes_p2p.planner.setup import Setup
-from spes_p2p.planner.size import ModelSize, model_size
+from spes_p2p.planner.memory import (
+    Activations,
+    PeerMemory,
+    Setup,
+    fits,
+    peer_bytes,
+    peer_memory,
+    shortage,
+    slots_that_fit,
+)
+from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
 from spes_p2p.planner.traffic import (
     RoundSeconds,
     RoundTraffic,

@@ -1,18 +1,202 @@
-"""What a peer needs of memory, by part.
-
-Legend: S shared parameters, P parameters of one slot, E experts, C claimed slots, N = S + C P trained parameters,
-M = (E - C) P frozen parameters, L layers, b bytes of a frozen parameter.
-"""
+"""How many slots fit, and what to set where they do not."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Literal, get_args
 
 from spes_p2p.codecs import INT8_BLOCK
-from spes_p2p.config import EIGHT_BIT, OptimizerName, Storage
-from spes_p2p.planner.encoded import FP32, element_bytes, is_exact
-from spes_p2p.planner.setup import Setup
-from spes_p2p.planner.size import ModelSize
+from spes_p2p.config import (
+    EIGHT_BIT,
+    CodecConfig,
+    MachineConfig,
+    ModelConfig,
+    OptimizerName,
+    RunConfig,
+    Storage,
+    sequences_at_once,
+)
+from spes_p2p.errors import ConfigError
+from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
+
+WIDE = 4
+"""Bytes of what stays fp32 under autocast: the residual stream, norms, router scores, logits."""
+NARROW = {"fp32": 4, "bf16": 2}
+
+
+@dataclass(frozen=True)
+class Activations:
+    """One forward pass of a rank.
+
+    Attention is taken to be fused (its scores are never whole in memory), experts to be an `ExpertBank`'s.
+
+    Attributes:
+        model: Shapes.
+        vocab_size: Width of the logits.
+        sequences: Of one microbatch.
+        sequence_length: Tokens of each.
+        precision: The run's.
+        checkpointing: Keep each layer's input only, and compute the rest again.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    sequences: int
+    sequence_length: int
+    precision: Literal["fp32", "bf16"] = "fp32"
+    checkpointing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.sequence_length
+
+    @property
+    def kept_bytes(self) -> int:
+        """What the forward pass leaves behind: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
+
+        Under autocast the matrices of attention, routers and the head are kept once more, as they were rounded.
+        """
+        layer = WIDE * self.model.hidden_size if self.checkpointing else self._layer()
+        per_token = self.model.num_layers * layer + self._norm() + WIDE * self.vocab_size
+        return self.tokens * per_token + self._rounded_weights()
+
+    @property
+    def num_bytes(self) -> int:
+        """At the peak of the backward pass.
+
+        That is at the logits, where there are two gradients of their size, or, where the vocabulary is small, in a
+        layer: its gradients take about what it has kept. With checkpointing it has to be computed again as well.
+        """
+        logits = WIDE * self.vocab_size
+        in_a_layer = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
+        return self.kept_bytes + self.tokens * max(2 * logits, in_a_layer - logits)
+
+    def _norm(self) -> int:
+        """Bytes that the last norm keeps per token: its input, what it normalised, and its output."""
+        return (2 * WIDE + NARROW[self.precision]) * self.model.hidden_size
+
+    def _layer(self) -> int:
+        """Bytes that one layer keeps per token.
+
+        In fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`; where queries and keys have no norms, `8 (D + F)` less.
+        """
+        model, narrow = self.model, NARROW[self.precision]
+        width, key_width = model.hidden_size, _key_width(model)
+        # Each norm's input, what it normalised, and its output: autocast rounds that for every module it goes to.
+        norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
+        attention = narrow * (2 * width + 2 * key_width)  # queries, keys, values and the output
+        if model.family != "mixtral":  # queries and keys are normalised
+            attention += (WIDE + narrow) * (width + key_width)
+        router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
+        experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
+        return norms + attention + router + experts
+
+    def _rounded_weights(self) -> int:
+        if self.precision == "fp32":
+            return 0
+        model, width = self.model, self.model.hidden_size
+        layer = 2 * width * (width + _key_width(model)) + model.num_experts * width
+        num_layers = 1 if self.checkpointing else model.num_layers
+        return NARROW[self.precision] * (num_layers * layer + self.vocab_size * width)
+
+
+def _key_width(model: ModelConfig) -> int:
+    return model.hidden_size // model.num_heads * model.num_kv_heads
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a peer trains, as far as memory and traffic go.
+
+    Attributes:
+        storage: Precision of the frozen experts.
+        optimizer: Inner optimizer.
+        averaged_moments: How many of its moments are averaged with the deltas.
+        kept_moments: How many of them are published of every slot.
+        copies: Peers on which a slot lives at least.
+        shared_momentum: Whether the shared anchor moves with a momentum, which it then has and travels with.
+        slot_momentum: Whether the slots' do.
+        codecs: How deltas and averaged moments travel.
+        refresh_slots: Slots of others that it fetches in a round; None fetches all.
+        overlaps: Whether a round is averaged while the next one trains.
+        merges: Whether experts are pulled together.
+        num_ranks: Processes of the peer on this machine.
+        shard: Whether each holds what is trained, or a share of it; frozen experts are whole in each.
+        on_gpu: The ranks' part lies on GPUs, one to each, and only the swarm's share on the host.
+        activations: One forward pass of a rank; None leaves it out.
+        accumulates: Whether a step of a rank has several of them.
+        gradient_bytes: Of one parameter's gradient: 4, or 2 where the machine keeps gradients in bf16.
+    """
+
+    storage: Storage = "bf16"
+    optimizer: OptimizerName = "adamw"
+    averaged_moments: int = 2
+    kept_moments: int = 0
+    copies: int = 1
+    shared_momentum: bool = False
+    slot_momentum: bool = False
+    codecs: CodecConfig = field(default_factory=CodecConfig)
+    refresh_slots: int | None = None
+    overlaps: bool = False
+    merges: bool = False
+    num_ranks: int = 1
+    shard: Literal["ddp", "fsdp"] = "ddp"
+    on_gpu: bool = False
+    activations: Activations | None = None
+    accumulates: bool = False
+    gradient_bytes: Literal[4, 2] = 4
+
+    @classmethod
+    def of(
+        cls,
+        run: RunConfig,
+        machine: MachineConfig,
+        vocab_size: int | None,
+        *,
+        num_ranks: int = 1,
+        on_gpu: bool = False,
+    ) -> Setup:
+        """A peer of a run.
+
+        Args:
+            run: The run's settings.
+            machine: This machine's choices.
+            vocab_size: Entries of the run's tokenizer; None leaves activations out.
+            num_ranks: Processes on this machine.
+            on_gpu: Whether they train on GPUs.
+        """
+        sequences = sequences_at_once(run.train, machine, num_ranks)
+        activations = None
+        if vocab_size is not None:
+            activations = Activations(
+                run.model,
+                vocab_size,
+                sequences=sequences,
+                sequence_length=run.data.sequence_length,
+                precision=run.train.precision,
+                checkpointing=machine.activation_checkpointing,
+            )
+        return cls(
+            storage=machine.storage or run.frozen_storage,
+            optimizer=machine.inner_optimizer or run.train.optimizer,
+            averaged_moments=len(run.averaged_moments),
+            kept_moments=len(run.kept_moments),
+            copies=run.round.copies,
+            shared_momentum=run.outer.has_momentum,
+            slot_momentum=run.outer.of_slots.has_momentum,
+            codecs=run.codecs,
+            refresh_slots=machine.refresh_slots,
+            overlaps=run.round.overlap > 0,
+            merges=run.merge.alpha > 0,
+            num_ranks=num_ranks,
+            shard=machine.shard,
+            gradient_bytes=2 if machine.gradients == "bf16" else 4,
+            on_gpu=on_gpu,
+            activations=activations,
+            accumulates=sequences * num_ranks < run.train.batch_size,
+        )
+
 
 FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
 """Per frozen parameter; int8 and nf4 with an fp32 scale to every block, nf4's of 64."""
@@ -237,3 +421,100 @@ def opening_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
 def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     """Returns all memory of `peer_memory` that is trained in: the machine's, or one GPU's if `setup.on_gpu`."""
     return peer_memory(size, claimed, setup).device_bytes
+
+
+def fits(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> bool:
+    """Tells whether `claimed` slots fit; the arguments are those of `slots_that_fit`."""
+    memory = peer_memory(size, claimed, setup)
+    host_fits = host_bytes is None or memory.host_bytes <= host_bytes
+    return memory.device_bytes <= memory_bytes and host_fits
+
+
+def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> int:
+    """Returns the most slots that a peer can claim.
+
+    Args:
+        size: From `model_size`.
+        setup: How it trains.
+        memory_bytes: What there is: of the machine, or of one GPU if `setup.on_gpu`.
+        host_bytes: With GPUs, what there is on the host; None does not look.
+
+    Raises:
+        ConfigError: Not even one slot fits; says by how much, and what would.
+    """
+    fitting = [k for k in range(1, size.num_slots + 1) if fits(size, k, setup, memory_bytes, host_bytes)]
+    if not fitting:
+        raise ConfigError(shortage(size, 1, setup, memory_bytes, host_bytes))
+    return max(fitting)
+
+
+def shortage(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> str:
+    """Returns by how much `claimed` slots do not fit, and what to set instead, in one line."""
+    memory = peer_memory(size, claimed, setup)
+    slots = "1 slot" if claimed == 1 else f"{claimed} slots"
+    missing = memory.device_bytes - memory_bytes
+    where, needed, there = "", memory.device_bytes, memory_bytes
+    if missing <= 0 and host_bytes is not None:
+        where, needed, there = " on the host", memory.host_bytes, host_bytes
+        missing = needed - there
+    said = f"training {slots} needs {_gb(needed)}{where}, {_gb(missing)} more than the {_gb(there)} there are; "
+    return said + _remedy(size, claimed, setup, memory_bytes, host_bytes)
+
+
+def _remedy(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None) -> str:
+    most = max((k for k in range(1, claimed) if fits(size, k, setup, memory_bytes, host_bytes)), default=0)
+    ways = [f"claim at most {most}"] if most else []
+    for flags, other in _smaller_setups(setup):
+        if fits(size, claimed, other, memory_bytes, host_bytes):
+            ways.append(f"set {flags} ({_gb(peer_bytes(size, claimed, other))})")
+            break
+    return ", or ".join(ways or ["free some memory or join a run with a smaller model"])
+
+
+def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
+    """Flags and setups that make the same steps with less, what changes the result least first."""
+    # AdamW in 8 bits makes AdamW's steps; no other optimizer may stand in for the run's.
+    # Nor can it work on the parts of parameters that FSDP leaves to a rank.
+    is_whole = setup.num_ranks == 1 or setup.shard == "ddp"
+    may_shrink = setup.optimizer == "adamw" and is_whole
+    optimizers: list[OptimizerName] = ["adamw", "adamw8bit"] if may_shrink else [setup.optimizer]
+    smaller = [
+        (flags, replace(setup, storage=storage, optimizer=optimizer))
+        for optimizer in optimizers
+        for storage, flags in _smaller_storages(setup, optimizer)
+    ]
+    for flags, other in smaller:
+        for more_flags, activations in _smaller_activations(setup.activations):
+            yield " ".join([*flags, *more_flags]), replace(other, activations=activations)
+    # Gradients of two bytes are for the 8-bit optimizers and one rank, and add up badly.
+    if setup.num_ranks == 1 and not setup.accumulates:
+        for flags, other in smaller:
+            if other.optimizer in EIGHT_BIT:
+                yield " ".join([*flags, "--gradients bf16"]), replace(other, gradient_bytes=2)
+
+
+def _smaller_storages(setup: Setup, optimizer: OptimizerName) -> Iterator[tuple[Storage, list[str]]]:
+    """Storages no larger than the setup's, and the flags that set them and the optimizer."""
+    for storage in get_args(Storage):
+        if FROZEN_BYTES[storage] <= FROZEN_BYTES[setup.storage]:
+            flags = [f"--storage {storage}"] if storage != setup.storage else []
+            yield storage, flags + ([f"--inner-optimizer {optimizer}"] if optimizer != setup.optimizer else [])
+
+
+def _smaller_activations(activations: Activations | None) -> Iterator[tuple[list[str], Activations | None]]:
+    yield [], activations
+    if activations is None:
+        return
+    smallest = replace(activations, sequences=1)
+    if activations.sequences > 1:
+        yield ["--micro-batch-size 1"], smallest
+    if not activations.checkpointing:
+        yield ["--activation-checkpointing"], replace(activations, checkpointing=True)
+        if activations.sequences > 1:
+            yield ["--micro-batch-size 1", "--activation-checkpointing"], replace(smallest, checkpointing=True)
+
+
+def _gb(num_bytes: int) -> str:
+    if num_bytes >= 1e11:
+        return f"{num_bytes / 1e9:,.0f} GB"
+    return f"{num_bytes / 1e9:.3g} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.3g} MB"

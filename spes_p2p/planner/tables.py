@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from spes_p2p.config import RunConfig
-from spes_p2p.planner.memory import PeerMemory
-from spes_p2p.planner.setup import Setup
+from spes_p2p.planner.memory import PeerMemory, Setup
 from spes_p2p.planner.size import ModelSize
 from spes_p2p.planner.traffic import RoundTraffic, star_traffic, training_seconds, transfer_seconds
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.config import RunConfig
-from spes_p2p.planner.encoded import FP32, element_bytes, is_exact
-from spes_p2p.planner.setup import Setup
-from spes_p2p.planner.size import ModelSize
+from spes_p2p.planner.memory import Setup
+from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
 
 
 @dataclass(frozen=True)

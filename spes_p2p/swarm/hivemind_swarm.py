@@ -14,20 +14,20 @@ from torch import Tensor
 from spes_p2p import __version__
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
+from spes_p2p.swarm.averaging.encoding import Vectors, Wire
 from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, entering, judge
-from spes_p2p.swarm.averaging.wire import Vectors, Wire
-from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.bulletin import Bulletin
+from spes_p2p.swarm.bans import Trust
 from spes_p2p.swarm.exchange.exchange import Exchange
-from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.reachability import DialBack
+from spes_p2p.swarm.membership import Bulletin
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.reachability import DialBack
+from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed, serving
 from spes_p2p.swarm.roster import SHARED, Member, missing_votes, quorum
-from spes_p2p.swarm.trust import Trust
-from spes_p2p.swarm.watchdog import Watchdog
 
 log = logging.getLogger(__name__)
 

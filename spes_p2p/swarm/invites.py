@@ -17,7 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.identity import Identity, is_signed_by
+from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 
 MAX_IDENTITIES = 2
 """Of one invite."""

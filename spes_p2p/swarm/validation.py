@@ -12,8 +12,8 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.decoding import ShallowSerializer
-from spes_p2p.swarm.identity import Identity, peer_id_of
+from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
+from spes_p2p.swarm.p2p.identity import Identity, peer_id_of
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, RECORD_TYPES, Record
 
 log = logging.getLogger(__name__)

@@ -9,9 +9,8 @@ from torch import Tensor
 
 from spes_p2p.codecs import Layout, Segment, digest
 from spes_p2p.config import MergeConfig, RunConfig
-from spes_p2p.optim.merge import merge_alpha, merge_experts
-from spes_p2p.optim.outer import OuterOptimizer
-from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
 
 

@@ -1,32 +1,102 @@
-"""What one peer needs to go on after a restart as if nothing had happened, kept on disk while training goes on.
-
-A checkpoint is a folder, `round-12-step-300`, that appears whole or not at all: `state.json`, one file of tensors, and
-links to the files of the versions that belong to the round, which cost no bytes twice. It says the SHA-256 of all.
-"""
+"""A peer's state on disk: written whole beside its versions, found and verified after a restart."""
 
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import logging
 import re
 import shutil
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spes_p2p.codecs import digest_of_file
-from spes_p2p.errors import DataError, RecordError
-from spes_p2p.swarm.exchange.version_store import file_name
+from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
+from spes_p2p.fs import link_file, sync
+from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.training.durable import link_file, sync
-from spes_p2p.training.peer_state import PeerState, decode_state, encode_state
+from spes_p2p.swarm.interface import Swarm
+from spes_p2p.swarm.roster import SHARED
 
 log = logging.getLogger(__name__)
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class PeerState:
+    """A peer's position in its run.
+
+    Attributes:
+        run_id: The run it belongs to.
+        round: Round of its anchors.
+        slots: Slots it held.
+        steps: Local optimizer steps so far.
+        total_tokens: Tokens trained so far.
+        data: State of its token source.
+        versions: Of all bundles, moments and documents that it had.
+    """
+
+    run_id: str
+    round: int
+    slots: tuple[int, ...]
+    steps: int
+    total_tokens: int
+    data: Mapping[str, Any]
+    versions: tuple[Version, ...] = ()
+
+
+def encode_state(state: PeerState, tensors_digest: str) -> bytes:
+    """Return a state as JSON that vouches for itself and for the file of tensors beside it."""
+    content = {
+        "format": FORMAT,
+        "run_id": state.run_id,
+        "round": state.round,
+        "slots": list(state.slots),
+        "steps": state.steps,
+        "total_tokens": state.total_tokens,
+        "data": dict(state.data),
+        "versions": [version.model_dump() for version in state.versions],
+        "tensors": tensors_digest,
+    }
+    return json.dumps({"digest": _digest(content), **content}, indent=1).encode()
+
+
+def decode_state(data: bytes, run_id: str) -> tuple[PeerState, str]:
+    """Return a state and the digest of its tensors.
+
+    Raises:
+        ValueError: damaged, or of a format that this software does not know.
+        RecordError: it names a version that its author has not signed.
+        JoinError: it is another run's.
+    """
+    try:
+        content = json.loads(data)
+        if not isinstance(content, dict) or content.pop("digest", None) != _digest(content):  # guard: state-digest
+            raise ValueError("the state does not match its digest")
+        if content.pop("format") != FORMAT:
+            raise ValueError("another version of spes_p2p has written it")
+        if content["run_id"] != run_id:
+            raise JoinError(f"the checkpoint belongs to run {content['run_id']}")
+        tensors_digest = content.pop("tensors")
+        content["versions"] = tuple(Version.verify(json.dumps(version), run_id) for version in content["versions"])
+        content["slots"] = tuple(content["slots"])
+        return PeerState(**content), tensors_digest
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"the state is none of a peer: {error!r}") from error
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
 
 STATE, TENSORS = "state.json", "tensors.safetensors"
 DRAFT = ".draft"
@@ -251,3 +321,74 @@ def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor]) 
 def _system_error(error: SafetensorError) -> tuple[int, str]:
     found = re.search(r"os error (\d+)", str(error))
     return int(found[1]) if found else errno.EIO, str(error)
+
+
+MOST_ROUNDS_BACK = 8
+"""Rounds that a peer alone makes again, so as to go on exactly; more of them are worth more than that."""
+
+
+def checkpoint_of(output: Path) -> PeerCheckpoint:
+    """Return the checkpoint of a peer with this output."""
+    return PeerCheckpoint(output / "checkpoint", output / "versions")
+
+
+def recover(output: Path, run_id: str) -> tuple[VersionStore, Found | None]:
+    """Find the newest checkpoint that can be used, and make the versions in store whole again with its help.
+
+    Args:
+        output: The peer's.
+        run_id: The run's name.
+
+    Returns:
+        The store, in which nothing is damaged, and the checkpoint.
+
+    Raises:
+        DataError: there are checkpoints, and none can be used.
+        ExchangeError, RecordError: the store's index is damaged, and there is no checkpoint.
+    """
+    found = checkpoint_of(output).find(run_id)
+    store = _store(output / "versions", run_id, found)
+    files = found.files if found is not None else {}
+    store.mend()
+    there = store.newest()
+    lacking = {file: version for file, version in files.items() if version.name not in there}
+    if lacking:
+        log.warning("taking %s from the checkpoint", ", ".join(sorted(version.name for version in lacking.values())))
+        store.take_back(lacking)
+    return store, found
+
+
+def _store(directory: Path, run_id: str, found: Found | None) -> VersionStore:
+    try:
+        return VersionStore(directory, run_id)
+    except (ExchangeError, RecordError) as error:
+        if found is None:
+            raise
+        log.warning("%s; starting it anew from checkpoint %s", error, found.name)
+        (directory / INDEX).replace(directory / f"{INDEX}.damaged")
+        return VersionStore(directory, run_id)
+
+
+def go_back(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version]) -> None:
+    """Start from a checkpoint's versions if nobody else has any: all else in the checkpoint is of their round.
+
+    A peer that was killed may have published a round that it had not saved yet; alone, it makes the same one again.
+
+    Args:
+        swarm: The peer's.
+        others: To ask.
+        files: The checkpoint's versions by file.
+    """
+    offers = swarm.inventory(others).values() if others else ()
+    if any(versions[SHARED].round for versions in offers if SHARED in versions):
+        return
+    saved = next((version.round for version in files.values() if version.name == SHARED), None)
+    if saved is None:
+        return
+    newest = swarm.versions()[SHARED].round if SHARED in swarm.versions() else saved
+    if newest - saved > MOST_ROUNDS_BACK:
+        log.warning("the checkpoint is of round %d only; round %d goes on with its moments and data", saved, newest)
+        return
+    if newest != saved:
+        log.warning("round %d was published, but not saved; going on from the checkpoint of round %d", newest, saved)
+    swarm.go_back(files)

@@ -20,8 +20,8 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
-from spes_p2p.training.passages import Trained, Update
 from spes_p2p.training.reports import Work
+from spes_p2p.training.round_work import Trained, Update
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED
-from spes_p2p.training.passages import Trained
+from spes_p2p.training.round_work import Trained
 from spes_p2p.training.synchroniser import Synchroniser
 
 log = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,103 @@ from torch import Tensor
 from spes_p2p.codecs import Layout
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import JoinError
-from spes_p2p.swarm.base import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.records import Progress
+from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
+from spes_p2p.swarm.quorum import active_of, has_begun, voters_of
+from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, distrusted, is_bundle, lag_of, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors, merge_shifts
-from spes_p2p.training.holdings import Holdings
-from spes_p2p.training.opening import OPENING_SECONDS, POLL_SECONDS, begin, wait_for_peers
-from spes_p2p.training.others import Others
-from spes_p2p.training.passages import Synchronised, Trained, Update
-from spes_p2p.training.recovery import go_back
-from spes_p2p.training.votes import active_of, has_begun, voters_of
+from spes_p2p.training.checkpoint import go_back
+from spes_p2p.training.round_work import Synchronised, Trained, Update
+from spes_p2p.training.slots import Holdings
 
 log = logging.getLogger(__name__)
+
+OPENING_SECONDS = 120.0
+"""Longest that a newcomer, or one that has fallen behind, waits for the others to be between two rounds."""
+SETTLE_SECONDS = 3.0
+"""Between announcing and acting where all start together: longer than a record needs to reach everybody."""
+POLL_SECONDS = 0.5
+
+
+def wait_for_peers(holdings: Holdings, swarm: Swarm, needed: int) -> dict[str, Claim]:
+    """Return the claims once so many peers have announced themselves, and a moment later if all of them are new."""
+    started, told = holdings.clock(), 0
+    while True:
+        claims = holdings.claims()
+        present = len(claims)
+        is_under_way = any(c.state == "active" for peer, c in claims.items() if peer != swarm.peer_id)
+        if present >= needed and (is_under_way or holdings.clock() - started >= SETTLE_SECONDS):
+            return claims
+        if present < needed and present != told:
+            log.info("waiting for peers: %d of %d are here", present, needed)
+            told = present
+        swarm.wait(POLL_SECONDS)
+
+
+def begin(swarm: Swarm, names: Sequence[str], initial: Callable[[], Mapping[str, Tensor]] | None) -> None:
+    """Publish the run's start of what is lacking here.
+
+    Args:
+        swarm: To publish in.
+        names: Of all that belongs to the model.
+        initial: Makes the bundles of all names; None where only what others have trained will do.
+
+    Raises:
+        JoinError: something is lacking that only others have.
+    """
+    lacking = [name for name in names if name not in swarm.versions()]
+    if not lacking:
+        return
+    if initial is None:
+        raise JoinError(f"{', '.join(lacking)}: not whole here, nor with any peer reached; give more --initial-peers")
+    bundles = initial()
+    swarm.publish(0, {name: bundles[name] for name in lacking})
+
+
+class Others:
+    """The progress of everybody else.
+
+    Args:
+        swarm: The peer's swarm.
+        holdings: Knows who takes part, and who has a vote.
+    """
+
+    def __init__(self, swarm: Swarm, holdings: Holdings) -> None:
+        self._swarm, self._holdings = swarm, holdings
+
+    def progress(self, peers: Sequence[str]) -> list[Progress]:
+        """Return what those of `peers` that are others have announced."""
+        others = set(peers) - {self._swarm.peer_id}
+        return [record for peer, record in self._swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
+
+    def active(self) -> list[Progress]:
+        """Return what all others have announced that take part in rounds."""
+        return self.progress(self._holdings.active())
+
+    def are_ahead(self, round: int) -> bool:
+        """Tell whether most of those who have a vote train a later round."""
+        voters = self.progress(self._holdings.voters())
+        return 2 * sum(record.round > round for record in voters) > len(voters)  # guard: majority-ahead
+
+    def are_synchronising(self, seconds: float) -> bool:
+        """Tell whether anybody has ended a round since, at most so long ago."""
+        return any(record.ends_at > self._swarm.now() - seconds for record in self.active())
+
+    def round_end(self, round: int, since: float | None = None) -> float:
+        """Return the DHT time at which most of those who have a vote say that this round's training ends.
+
+        It is 0 if none of them trains that round now.
+
+        Args:
+            round: The round.
+            since: A round that has ended after this DHT time counts, too; by default only one that has not ended.
+        """
+        voters, since = self.progress(self._holdings.voters()), self._swarm.now() if since is None else since
+        ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
+        return statistics.median_low(ends) if ends else 0.0  # guard: round-end
+
 
 PUNCTUAL = 0.5
 """Share of the matchmaking's patience by which a step may end, or begin, after its round: later would be in vain."""

@@ -26,16 +26,16 @@ from spes_p2p.codecs import Format, Segment
 from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, tokenizer_from_bytes, train_bpe
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError, SpesError
-from spes_p2p.swarm.averaging.group_work import read_roster
-from spes_p2p.swarm.averaging.meeting import Meeting, check_snapshot
-from spes_p2p.swarm.averaging.reduce import decode_message, slices
-from spes_p2p.swarm.exchange.messages import Answer, Request, Wanted
+from spes_p2p.swarm.averaging.allreduce import read_roster
+from spes_p2p.swarm.averaging.matchmaking import Meeting, check_snapshot
+from spes_p2p.swarm.averaging.partition import decode_message, slices
+from spes_p2p.swarm.exchange.protocol import Answer, Request, Wanted
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import Manifest, read_manifest
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
-from spes_p2p.training.peer_state import PeerState, decode_state, encode_state
+from spes_p2p.training.checkpoint import PeerState, decode_state, encode_state
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -18,11 +18,11 @@ from hivemind.utils.serializer import MSGPackSerializer
 from misbehaving import nested_tuples
 from peer_server import MAX_SLOTS
 
+from spes_p2p.swarm.averaging.allreduce import LANES
 from spes_p2p.swarm.averaging.outcome import ATTEMPTS
-from spes_p2p.swarm.averaging.reduction import LANES
-from spes_p2p.swarm.guarded_dht import SPARE_STREAMS, node_id_of
-from spes_p2p.swarm.guarded_streams import MAX_MESSAGE_BYTES
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, node_id_of
+from spes_p2p.swarm.hivemind_fixes.streams import MAX_MESSAGE_BYTES
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.validation import owner_of
 
 pytestmark = pytest.mark.timeout(180)

@@ -17,7 +17,7 @@ from lab import ROUND, Lab, LabPeer
 from lab_liar import live_dishonestly
 from peer_processes import TINY, write_settings
 
-from spes_p2p.swarm.averaging.reduce import weighted_mean
+from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.roster import LEAST_VOTERS, SHARED, Member, derive_groups, distrusted
 
 NUM_PEERS = 6

@@ -15,7 +15,7 @@ from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
 from peer_server import RUN_ID
 from real_peers import PeerProcess
 
-from spes_p2p.swarm.processes import BoundP2P
+from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P
 from spes_p2p.swarm.validation import matchmaking_prefix
 
 SECONDS, SILENCE_SECONDS = 30.0, 4.0

@@ -7,14 +7,13 @@ import torch
 
 from spes_p2p.codecs import Segment, to_bytes
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.exchange.channel import DATA, Channel
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.exchange.exchange import Exchange
-from spes_p2p.swarm.exchange.messages import Request
+from spes_p2p.swarm.exchange.protocol import DATA, Channel, Request
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
 
 NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000, "moments-shared": 1000}
 """Slots come in several messages, `shared` in several ranges."""

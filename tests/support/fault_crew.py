@@ -29,7 +29,7 @@ from referee import Referee
 
 from benchmarks.testbed import TestBed
 from spes_p2p.codecs import digest
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import SHARED, derive_groups, slot_name
 
 

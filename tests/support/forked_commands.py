@@ -117,12 +117,13 @@ def wait_for_fork(request: dict) -> dict:
 
 def run() -> None:
     sys.path.insert(0, str(ROOT))
-    from spes_p2p import experiment, peer
     from spes_p2p.cli import entry_point
+    from spes_p2p.commands import local
     from spes_p2p.config import PeerConfig
-    from spes_p2p.swarm.processes import forget_inherited_futures
+    from spes_p2p.peer.life import life as peer
+    from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
 
-    commands = {"peer": (PeerConfig, peer.main), "experiment": (experiment.ExperimentConfig, experiment.main)}
+    commands = {"peer": (PeerConfig, peer.main), "experiment": (local.ExperimentConfig, local.main)}
     gc.freeze()
     request = serve()
     if request is not None:

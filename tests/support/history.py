@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Segment, digest
-from spes_p2p.swarm.averaging.reduce import GroupPlan
-from spes_p2p.swarm.averaging.wire import Wire
-from spes_p2p.swarm.memory_hub import Entry, GroupMean
+from spes_p2p.sim.swarm import Entry, GroupMean
+from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.roster import Member, derive_groups, kind_of
 
 

@@ -18,7 +18,7 @@ from history import History, Verdict
 from lab_peer import PHASES, Life, live
 from peer_processes import TINY, write_corpus, write_settings
 
-from spes_p2p.joining import ADDRESS_FILE
+from spes_p2p.peer.joining import ADDRESS_FILE
 
 RUN_ID = "lab"
 NUM_SLOTS = 8

@@ -1,7 +1,7 @@
 """A dishonest peer in the laboratory: an honest one in all else, that lies from the moment at which it is told to.
 
 What it brings is spoiled before the laboratory's scribe sees it: the history holds what it truly sent. It lies as a
-virtual peer does (`spes_p2p/swarm/attacks.py`), or as an averager that misbehaves (`misbehaving.py`).
+virtual peer does (`spes_p2p/sim/attacks.py`), or as an averager that misbehaves (`misbehaving.py`).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import torch
 from lab_peer import Life, Scribe, live, wrap
 from torch import Tensor
 
+from spes_p2p.sim.attacks import Attack, AttackingSwarm
+from spes_p2p.sim.swarm import MemoryHub
 from spes_p2p.swarm import hivemind_swarm
-from spes_p2p.swarm.attacks import Attack, AttackingSwarm
-from spes_p2p.swarm.averaging.wire import Wire
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.averaging.encoding import Wire
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.memory_hub import MemoryHub
+from spes_p2p.swarm.interface import Contribution, RoundResult
 
 FACTOR = 100.0
 BRINGS = ("sign_flip", "scale", "nan", "stale", "copy", "silent")

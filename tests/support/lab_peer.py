@@ -22,16 +22,16 @@ from typing import Any
 
 from torch import Tensor
 
-from spes_p2p import peer
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs import digest, to_bytes
 from spes_p2p.config import PeerConfig
-from spes_p2p.swarm.averaging.group_work import GroupWork
-from spes_p2p.swarm.exchange import version_store
+from spes_p2p.peer.life import life as peer
+from spes_p2p.swarm.averaging.allreduce import GroupWork
+from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.exchange import Exchange
-from spes_p2p.swarm.exchange.version_store import write_whole
+from spes_p2p.swarm.exchange.store import write_whole
+from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.processes import forget_inherited_futures
 from spes_p2p.training import checkpoint
 from spes_p2p.training.trainer import Trainer
 

@@ -16,7 +16,7 @@ import torch
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2, runtime_pb2
 
-from spes_p2p.swarm.averaging import averager, group_work, meeting, reduction
+from spes_p2p.swarm.averaging import allreduce, averager, matchmaking
 from spes_p2p.swarm.roster import SHARED
 
 GATE_SECONDS = 60.0
@@ -92,13 +92,13 @@ def nested_tuples(depth: int) -> bytes:
     return data
 
 
-class RogueDeclarations(meeting.Declarations):
+class RogueDeclarations(matchmaking.Declarations):
     async def update_key_on_group_assembled(self, group_info) -> None:
         """As a leader, before the others know of the roster; as a follower, after."""
         _reach(ROSTER)
 
 
-class RogueMeeting(meeting.Meeting):
+class RogueMeeting(matchmaking.Meeting):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         paused = self.potential_leaders.pause_search
@@ -124,9 +124,9 @@ class SparseAverager(averager.SparseAverager):
         _behaviour.value = how.encode()
 
     def run(self) -> None:
-        meeting.Declarations, averager.GroupWork = RogueDeclarations, RogueGroupWork
-        averager.Meeting, group_work.Reduction = RogueMeeting, RogueReduction
-        honest = reduction.reduce_message
+        matchmaking.Declarations, averager.GroupWork = RogueDeclarations, RogueGroupWork
+        averager.Meeting, allreduce.Reduction = RogueMeeting, RogueReduction
+        honest = allreduce.reduce_message
 
         def reduce_message(*args):
             encoded, left = honest(*args)
@@ -136,7 +136,7 @@ class SparseAverager(averager.SparseAverager):
                 encoded = (-100 * encoded.view(torch.float32)).view(torch.uint8)
             return (encoded.fill_(255) if _is("means NaN") else encoded), left
 
-        reduction.reduce_message = reduce_message
+        allreduce.reduce_message = reduce_message
         expected = averager.expected_of
         entries = "enters with no entry", "enters with a nested entry"
         averager.expected_of = lambda gathered: NUM_PEERS if any(map(_is, entries)) else expected(gathered)
@@ -179,7 +179,7 @@ class SparseAverager(averager.SparseAverager):
         if _is("confirms to one alone") and asked[1] != self._first_to_ask.setdefault(*asked):
             await asyncio.Event().wait()
         if _is("has given up, and confirms to one"):
-            is_chosen = request.metadata == group_work.CONFIRMED and asked[1] == self._first_to_ask.setdefault(*asked)
+            is_chosen = request.metadata == allreduce.CONFIRMED and asked[1] == self._first_to_ask.setdefault(*asked)
             return answer if is_chosen else runtime_pb2.ExpertResponse()
         if _is("never confirms"):
             await asyncio.Event().wait()
@@ -188,7 +188,7 @@ class SparseAverager(averager.SparseAverager):
         return answer
 
 
-class RogueGroupWork(group_work.GroupWork):
+class RogueGroupWork(allreduce.GroupWork):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self.is_done = asyncio.Event()
@@ -200,11 +200,11 @@ class RogueGroupWork(group_work.GroupWork):
             self.is_done.set()
 
 
-class RogueReduction(reduction.Reduction):
+class RogueReduction(allreduce.Reduction):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._is_shared = self._group_id.endswith(SHARED.encode())
-        lanes = [reduction.num_lanes(self._plan, reducer) for reducer in range(len(self._plan.peers))]
+        lanes = [allreduce.num_lanes(self._plan, reducer) for reducer in range(len(self._plan.peers))]
         self._open = sum(lanes) - lanes[self._me]
         self._all_sent = asyncio.Event()
 

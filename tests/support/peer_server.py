@@ -21,11 +21,11 @@ from hivemind.p2p import PeerID
 
 from spes_p2p.codecs import Segment
 from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.processes import die_with_parent, forget_inherited_futures
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, forget_inherited_futures
+from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import SHARED
 
 RUN_ID = "run"
@@ -157,8 +157,8 @@ def _collect_all_the_time() -> None:
 def _start(setting: Setting, client_mode: bool):
     """Return a swarm over a node of its own."""
     from spes_p2p.swarm import hivemind_swarm
-    from spes_p2p.swarm.known_peers import FILE, KnownPeers
-    from spes_p2p.swarm.node import Node
+    from spes_p2p.swarm.p2p.node import Node
+    from spes_p2p.swarm.p2p.peerstore import FILE, KnownPeers
 
     node = Node(
         Identity(setting.directory / "key"),
@@ -190,14 +190,14 @@ def _take_notes(swarm) -> list[AttemptNote]:
 
 
 def _call(swarm, method: str, args: tuple, kwargs: dict):
-    from spes_p2p.swarm import dht_tasks
+    from spes_p2p.swarm.p2p import node
 
     if method == "misbehave":
         return swarm._averager.misbehave(*args)
     if method == "average":
         args = (Contribution(args[0], with_tensors(args[1])),)
     if method == "strangers":
-        return swarm.node._ask_dht(functools.partial(dht_tasks.strangers, *args))
+        return swarm.node._ask_dht(functools.partial(node.strangers, *args))
     if method == "client_mode":
         return swarm.node.client_mode
     if method == "forget":

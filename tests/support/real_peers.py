@@ -13,8 +13,8 @@ import psutil
 import torch
 from peer_server import NUMELS, RUN_ID, Setting, serve, with_arrays, with_tensors
 
-from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import SHARED, Member, slot_name
 
 __all__ = ["NUMELS", "RUN_ID"]

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Segment, digest
+from spes_p2p.sim.swarm import Entry, average_entries
+from spes_p2p.swarm.averaging.encoding import Wire
 from spes_p2p.swarm.averaging.outcome import Attempt
-from spes_p2p.swarm.averaging.reduce import weighted_mean
-from spes_p2p.swarm.averaging.wire import Wire
-from spes_p2p.swarm.base import Contribution, RoundResult
-from spes_p2p.swarm.memory_hub import Entry, average_entries
+from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import SHARED, derive_groups, kind_of
 
 CODEC_ERROR = 0.05

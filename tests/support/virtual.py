@@ -8,13 +8,13 @@ from dataclasses import replace
 import torch
 
 from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, TrainConfig
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.sim import peer as virtual_peer
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.identity import hashed_peer_id
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
-from spes_p2p.training import virtual_peer
-from spes_p2p.training.assembly import build_initial
-from spes_p2p.training.gate import public_text
+from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.training.build import build_initial
+from spes_p2p.training.loss_gate import public_text
 
 VOCAB = 64
 PROBE = 10**6

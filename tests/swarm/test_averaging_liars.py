@@ -9,9 +9,9 @@ from peer_server import ROUNDS
 from real_peers import NUMELS, RUN_ID, PeerProcess, average, close_all, contribution, start_swarm
 
 from spes_p2p.codecs import Segment, digest
-from spes_p2p.swarm.averaging.reduce import weighted_mean
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.averaging.partition import weighted_mean
 
 pytestmark = pytest.mark.timeout(900)
 

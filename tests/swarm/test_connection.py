@@ -17,11 +17,11 @@ from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
 from spes_p2p.codecs import Segment
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ConfigError, JoinError
-from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.known_peers import KnownPeers
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.peerstore import KnownPeers
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 

@@ -23,9 +23,9 @@ from exchange_crew import (
 )
 
 from spes_p2p.swarm.exchange import exchange
-from spes_p2p.swarm.exchange.channel import BUSY, DATA, END, TEXT
-from spes_p2p.swarm.exchange.version_store import VersionStore
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.exchange.protocol import BUSY, DATA, END, TEXT
+from spes_p2p.swarm.exchange.store import VersionStore
+from spes_p2p.swarm.p2p.identity import Identity
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,10 +17,10 @@ from exchange_crew import (
     send,
 )
 
-from spes_p2p.swarm.exchange import pulling
-from spes_p2p.swarm.exchange.channel import DATA, FRAME_BYTES
+from spes_p2p.swarm.exchange import client
 from spes_p2p.swarm.exchange.downloads import RANGE_BYTES
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES
+from spes_p2p.swarm.p2p.identity import Identity
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -121,7 +121,7 @@ def test_one_liar_among_seeds_is_found_and_named(crew, seed, caplog):
 
     rogue.exchange.script = rogue_that(version, lie)
     seeds = [two.peer_id, rogue.peer_id, three.peer_id]
-    with caplog.at_level(logging.WARNING, logger=pulling.__name__):
+    with caplog.at_level(logging.WARNING, logger=client.__name__):
         assert one.pull({"shared": seeds}, min_round=4, timeout=PULL_SECONDS) == {}
     assert torch.equal(one.load("shared"), bundle)
     assert f"{rogue.peer_id} sent other bytes" in caplog.text

@@ -11,8 +11,8 @@ import torch
 from exchange_crew import NUMELS, PULL_SECONDS, flat, open_crew
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange import exchange, serving
-from spes_p2p.swarm.exchange.channel import RANGE, TEXT, Channel
+from spes_p2p.swarm.exchange import exchange, server
+from spes_p2p.swarm.exchange.protocol import RANGE, TEXT, Channel
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -42,15 +42,15 @@ BAD_REQUESTS = {
 def test_who_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch):
     """It has to fetch it first, which may take longer than a caller is kept waiting; who makes it has it or never."""
     maker, relay, puller = trio
-    monkeypatch.setattr(serving, "LONGEST_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("spes_p2p.swarm.exchange.pulling.PATIENCE_SECONDS", 0.2)
-    declined, decline = threading.Event(), serving.Server._decline
+    monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr("spes_p2p.swarm.exchange.client.PATIENCE_SECONDS", 0.2)
+    declined, decline = threading.Event(), server.Server._decline
 
     async def watched(server, channel, state):
         declined.set()
         await decline(server, channel, state)
 
-    monkeypatch.setattr(serving.Server, "_decline", watched)
+    monkeypatch.setattr(server.Server, "_decline", watched)
     wanted, authors = {"slot-77": [relay.peer_id]}, {"slot-77": [maker.peer_id]}
     with ThreadPoolExecutor() as pool:
         pull = pool.submit(puller.pull, wanted, min_round=5, timeout=PULL_SECONDS, authors=authors)
@@ -182,16 +182,16 @@ def test_a_stranger_is_cut_off_when_a_round_begins_and_goes_on_where_it_was(trio
 
 def test_only_so_many_are_served_at_once_and_others_are_told_so(trio, monkeypatch, seed):
     honest, _, puller = trio
-    monkeypatch.setattr(serving, "QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr(server, "QUEUE_SECONDS", 0.05)
     honest.publish(1, {"slot-7": flat(seed)})
     uploads = honest.exchange._server._uploads
 
     async def occupy():
-        for _ in range(serving.MAX_UPLOADS):
+        for _ in range(server.MAX_UPLOADS):
             await uploads.acquire()
 
     async def leave():
-        for _ in range(serving.MAX_UPLOADS):
+        for _ in range(server.MAX_UPLOADS):
             uploads.release()
 
     honest.node.run(occupy(), 10)
@@ -227,7 +227,7 @@ def test_newcomers_find_who_serves_what_in_the_dht(trio, seed):
 
 def test_a_version_whose_file_is_gone_is_not_offered_until_it_is_there_again(trio, monkeypatch, seed):
     honest, _, puller = trio
-    monkeypatch.setattr(serving, "LONGEST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.2)
     version = honest.publish(1, {"slot-9": flat(seed)})["slot-9"]
     honest._store.path(version).unlink()
     assert "absent" in puller.pull({"slot-9": [honest.peer_id]}, min_round=0, timeout=PULL_SECONDS)["slot-9"]

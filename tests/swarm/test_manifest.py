@@ -9,8 +9,8 @@ from spes_p2p.codecs import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm import manifest as module
-from spes_p2p.swarm.identity import hashed_peer_id
 from spes_p2p.swarm.manifest import MANIFEST, TOKENIZER, Manifest, declare_manifest, fetch_manifest, publish_manifest
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
 
 pytestmark = pytest.mark.timeout(120)
 

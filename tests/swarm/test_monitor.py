@@ -16,20 +16,20 @@ import torch
 from peer_processes import commands_in
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from monitor.peer import main
-from monitor.settings import MonitorConfig
 from spes_p2p.codecs import Layout, digest
+from spes_p2p.commands.monitor import main
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.restarting import LEAST_SECONDS
-from spes_p2p.swarm.averaging.wire import Vectors
+from spes_p2p.monitor.settings import MonitorConfig
+from spes_p2p.peer.restart import LEAST_SECONDS
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.identity import Identity
 from spes_p2p.swarm.manifest import Manifest, publish_manifest
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
 from tests.unit.monitor.swarms import report
 

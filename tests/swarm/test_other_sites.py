@@ -7,8 +7,8 @@ import torch
 from real_peers import PeerProcess, average, close_all, contribution, plain_mean, with_arrays
 
 from benchmarks.testbed import TestBed, available
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.roster import SHARED
 
 pytestmark = [

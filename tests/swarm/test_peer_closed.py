@@ -13,9 +13,9 @@ pytestmark = pytest.mark.timeout(600)
 SECONDS = 90.0
 BARGE_IN = """
 import runpy
-import spes_p2p.joining
+import spes_p2p.peer.joining
 
-spes_p2p.joining.guest_list = lambda *_: None
+spes_p2p.peer.joining.guest_list = lambda *_: None
 runpy.run_path("peers/run_peer.py", run_name="__main__")
 """
 

@@ -17,8 +17,8 @@ import yaml
 from peer_processes import ROOT, write_corpus, write_settings
 
 from spes_p2p.config import RoundConfig
-from spes_p2p.training.output import can_resume, check_output
-from spes_p2p.training.saving import LAST_SECONDS
+from spes_p2p.peer.output_dir import can_resume, check_output
+from spes_p2p.training.checkpointer import LAST_SECONDS
 
 pytestmark = pytest.mark.timeout(480)
 

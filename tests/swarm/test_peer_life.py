@@ -19,8 +19,8 @@ import psutil
 import pytest
 from peer_processes import Command, Commands, commands_in, saved_state, write_corpus, write_settings
 
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Claim
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,8 @@ import psutil
 import pytest
 from peer_processes import Command, Commands, commands_in, free_port, write_corpus, write_settings
 
-from spes_p2p.restarting import LEAST_SECONDS, resuming_words
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.peer.restart import LEAST_SECONDS, resuming_words
+from spes_p2p.swarm.p2p.identity import Identity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

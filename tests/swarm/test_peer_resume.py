@@ -16,7 +16,7 @@ import pytest
 from forked_commands import Forked, ForkServer
 from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
 
-from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.roster import SHARED
 
 pytestmark = pytest.mark.slow

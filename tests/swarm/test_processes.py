@@ -14,9 +14,9 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from real_peers import PeerProcess
 
 from spes_p2p.errors import ConfigError, JoinError
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.node import Node
-from spes_p2p.swarm.processes import BoundP2P
+from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -8,17 +8,17 @@ import pytest
 from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.bulletin import Bulletin
+from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.claims import allocate
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.known_peers import KnownPeers
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.membership import Bulletin
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.peerstore import KnownPeers
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.slots import Holdings
 
 pytestmark = pytest.mark.timeout(120)
 

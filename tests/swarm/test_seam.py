@@ -7,8 +7,8 @@ import torch
 from real_peers import NUMELS, RUN_ID, average, close_all, contribution, plain_mean, start_swarm
 
 from spes_p2p.codecs import Segment, digest
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.averaging.encoding import Vectors
 
 pytestmark = pytest.mark.timeout(480)
 

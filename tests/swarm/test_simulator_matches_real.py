@@ -10,9 +10,9 @@ from peer_processes import Command, commands_in, write_corpus, write_settings
 
 from spes_p2p.cli import read_yaml
 from spes_p2p.config import RunConfig
-from spes_p2p.simulator import Scenario, SimulationResult, simulate
-from spes_p2p.swarm.exchange.version_store import VersionStore
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.sim.simulator import Scenario, SimulationResult, simulate
+from spes_p2p.swarm.exchange.store import VersionStore
+from spes_p2p.swarm.p2p.identity import Identity
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

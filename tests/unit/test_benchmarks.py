@@ -11,13 +11,11 @@ import torch
 from benchmarks.accounts import account, local_steps, observed_seconds
 from benchmarks.baselines import Together
 from benchmarks.stock import default_stock_model, pace_in_window, stock_step
-from monitor.journal import replay
-from monitor.sinks import JsonlSink
-from monitor.view import fold
 from spes_p2p.config import ModelConfig, RunConfig, TrainConfig
 from spes_p2p.errors import DataError
-from spes_p2p.model.balance import balance_loss
-from spes_p2p.model.loss import causal_lm_loss
+from spes_p2p.model.loss import balance_loss, causal_lm_loss
+from spes_p2p.monitor.sinks import JsonlSink, replay
+from spes_p2p.monitor.view import fold
 from tests.unit.monitor.swarms import NUM_SLOTS, TOTAL_ROUNDS, claim, empty_view, report, snapshot
 
 PHASES = {"train_seconds": 8.0, "matchmaking_seconds": 1.0, "averaging_seconds": 0.5, "exchange_seconds": 0.25}

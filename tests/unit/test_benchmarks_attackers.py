@@ -22,9 +22,9 @@ from benchmarks.attackers import (
     summary_rows,
 )
 from spes_p2p.errors import SimulationError
-from spes_p2p.scenario import Scenario
-from spes_p2p.swarm.averaging.witness import Witness
-from spes_p2p.training.gate import LossGate
+from spes_p2p.sim.scenario import Scenario
+from spes_p2p.swarm.averaging.audit import Witness
+from spes_p2p.training.loss_gate import LossGate
 
 
 def run(loss: float, left_out_from: int | None = None, rejected: int = 0) -> dict[str, Any]:

@@ -37,7 +37,7 @@ from benchmarks.wan.swarm_crew import SwarmCrew
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CodecConfig
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.swarm.processes import BoundP2P
+from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P
 
 needs_bed = pytest.mark.skipif(available() is not None, reason=f"no test bed: {available()}")
 PORT = 4000

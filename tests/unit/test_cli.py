@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli import entry_point, load_settings
+from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import PeerConfig
 from spes_p2p.errors import ConfigError, JoinError
-from spes_p2p.experiment import ExperimentConfig
 
 INTERRUPTED_WHILE_FORKING = """
 import os, signal, subprocess, sys, threading

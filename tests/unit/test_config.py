@@ -10,11 +10,11 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
-from spes_p2p.experiment import ExperimentConfig
 from spes_p2p.model.build import hf_config
-from spes_p2p.study.settings import flat, load_study
+from spes_p2p.sim.sweep.settings import flat, load_study
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
 STUDIES = [path for path in CONFIGS if "variants" in yaml.safe_load(path.read_text())]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from spes_p2p import evaluation
+from spes_p2p.commands import evaluate
 from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError
 
@@ -100,9 +100,9 @@ def test_command_reports_loss_and_tasks(checkpoint, task_path, tmp_path):
 def test_loss_is_that_of_the_stock_model_with_labels(checkpoint, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("peer slot round swarm " * 60)
-    model, tokenizer = evaluation.load_checkpoint(checkpoint)
-    batches = evaluation.text_batches(tokenizer, [text], 16, 3, limit=7)
-    measured = evaluation.text_metrics(model, batches, "text")[0].value
+    model, tokenizer = evaluate.load_checkpoint(checkpoint)
+    batches = evaluate.text_batches(tokenizer, [text], 16, 3, limit=7)
+    measured = evaluate.text_metrics(model, batches, "text")[0].value
     whole = torch.cat(batches)
     assert whole.shape == (7, 17)
     with torch.no_grad():
@@ -111,20 +111,20 @@ def test_loss_is_that_of_the_stock_model_with_labels(checkpoint, tmp_path):
 
 
 def test_without_text_the_embedded_held_out_part_is_evaluated(checkpoint):
-    config = evaluation.EvaluateConfig(checkpoint=checkpoint, sequence_length=32, limit=5)
-    rows = evaluation.evaluate(config)
+    config = evaluate.EvaluateConfig(checkpoint=checkpoint, sequence_length=32, limit=5)
+    rows = evaluate.evaluate(config)
     assert [(row.subject, row.name) for row in rows] == [
         ("embedded held-out", name) for name in ("loss", "perplexity", "tokens")
     ]
     assert rows[2].value == 5 * 32
-    assert "embedded held-out  loss" in evaluation.table(rows)
+    assert "embedded held-out  loss" in evaluate.table(rows)
 
 
 def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
-    model, tokenizer = evaluation.load_checkpoint(checkpoint)
+    model, tokenizer = evaluate.load_checkpoint(checkpoint)
     [accuracy] = [
         row.value
-        for row in evaluation.task_metrics(model, tokenizer, ["copy_word"], task_path, batch_size=2, limit=1)
+        for row in evaluate.task_metrics(model, tokenizer, ["copy_word"], task_path, batch_size=2, limit=1)
         if row.name == "acc"
     ]
     assert accuracy in (0, 1)
@@ -152,17 +152,17 @@ def test_a_mistake_is_one_line_and_exit_code_2(checkpoint, task_path, tmp_path, 
 def test_unreadable_inputs_are_named(checkpoint, task_path, tmp_path):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
-    _, tokenizer = evaluation.load_checkpoint(checkpoint)
+    _, tokenizer = evaluate.load_checkpoint(checkpoint)
     with pytest.raises(DataError, match="not UTF-8"):
-        evaluation.text_batches(tokenizer, [binary], 16, 4, None)
+        evaluate.text_batches(tokenizer, [binary], 16, 4, None)
     with pytest.raises(DataError, match="--sequence-length=16"):
         short = tmp_path / "short.txt"
         short.write_text("peer")
-        evaluation.text_batches(tokenizer, [short], 16, 4, None)
+        evaluate.text_batches(tokenizer, [short], 16, 4, None)
     with pytest.raises(ConfigError, match="--task-path"):
-        evaluation._task_manager(["copy_word"], tmp_path / "absent")
+        evaluate._task_manager(["copy_word"], tmp_path / "absent")
     with pytest.raises(ConfigError, match="--json"):
-        evaluation.write_json([evaluation.Metric("a", "b", 1.0)], tmp_path / "absent" / "x.json")
+        evaluate.write_json([evaluate.Metric("a", "b", 1.0)], tmp_path / "absent" / "x.json")
 
 
 def test_a_damaged_checkpoint_is_named(checkpoint, tmp_path):
@@ -170,29 +170,29 @@ def test_a_damaged_checkpoint_is_named(checkpoint, tmp_path):
     shutil.copytree(checkpoint, damaged)
     (damaged / "model.safetensors").write_bytes(b"\x00" * 64)
     with pytest.raises(DataError, match="cannot load checkpoint"):
-        evaluation.load_checkpoint(damaged)
+        evaluate.load_checkpoint(damaged)
     shutil.copy(checkpoint / "model.safetensors", damaged)
     (damaged / "tokenizer.json").unlink()
     with pytest.raises(DataError, match=r"tokenizer"):
-        evaluation.load_checkpoint(damaged)
+        evaluate.load_checkpoint(damaged)
 
 
 def test_a_foreign_tokenizer_is_refused_before_the_device_fails(checkpoint, tmp_path):
-    model, _ = evaluation.load_checkpoint(checkpoint)
+    model, _ = evaluate.load_checkpoint(checkpoint)
     batch = torch.full((1, 17), 10_000)
     with pytest.raises(DataError, match="id 10000, the model embeds 276"):
-        evaluation.text_metrics(model, [batch], "text")
+        evaluate.text_metrics(model, [batch], "text")
 
 
 def test_a_task_without_its_data_is_named(checkpoint, task_path, tmp_path):
     (tmp_path / "rows.jsonl").unlink()
-    model, tokenizer = evaluation.load_checkpoint(checkpoint)
+    model, tokenizer = evaluate.load_checkpoint(checkpoint)
     with pytest.raises(DataError, match="cannot run copy_word"):
-        evaluation.task_metrics(model, tokenizer, ["copy_word"], task_path, 2, None)
+        evaluate.task_metrics(model, tokenizer, ["copy_word"], task_path, 2, None)
 
 
 def test_an_infinite_perplexity_is_null_in_json(tmp_path):
-    rows = [evaluation.Metric("text", "perplexity", math.inf)]
-    evaluation.write_json(rows, tmp_path / "out.json")
+    rows = [evaluate.Metric("text", "perplexity", math.inf)]
+    evaluate.write_json(rows, tmp_path / "out.json")
     assert json.loads((tmp_path / "out.json").read_text()) == {"text": {"perplexity": None}}
-    assert "inf" in evaluation.table(rows)
+    assert "inf" in evaluate.table(rows)

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from spes_p2p import experiment
+from spes_p2p.commands import local
+from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
-from spes_p2p.experiment import ExperimentConfig
-from spes_p2p.joining import ADDRESS_FILE
-from spes_p2p.training.output import can_resume, check_output
+from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.peer.output_dir import can_resume, check_output
 
 Words = dict[str, list[str]]
 PEERS, SLOTS = 4, 3
@@ -49,9 +49,9 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Words:
         (output / ADDRESS_FILE).write_text(f"address-of-{name}\n")
         return Running(name)
 
-    monkeypatch.setattr(experiment, "start", start)
-    monkeypatch.setattr(experiment, "stop", lambda children: None)
-    monkeypatch.setattr(experiment, "_prepare_corpus", lambda config: None)
+    monkeypatch.setattr(local, "start", start)
+    monkeypatch.setattr(local, "stop", lambda children: None)
+    monkeypatch.setattr(local, "_prepare_corpus", lambda config: None)
     return started
 
 
@@ -63,7 +63,7 @@ def interrupted(tmp_path: Path, started: Words) -> Callable[..., Words]:
         run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
         common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
         begun = ExperimentConfig(run=run, peers=PEERS, max_slots=SLOTS, run_id="mine", **common)
-        assert experiment.main(begun) == 0
+        assert local.main(begun) == 0
         assert [name for name, words in started.items() if "--config" in words] == ["peer-0"]
         for index in range(PEERS):
             folder = tmp_path / "out" / f"peer-{index}"
@@ -73,7 +73,7 @@ def interrupted(tmp_path: Path, started: Words) -> Callable[..., Words]:
             else:
                 folder.rmdir()
         started.clear()
-        assert experiment.main(ExperimentConfig(resume=True, **common)) == 0
+        assert local.main(ExperimentConfig(resume=True, **common)) == 0
         return started
 
     return resume

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands.plan import PlanConfig, main, vocabulary
 from spes_p2p.config import DataConfig
 from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.planner.command import PlanConfig, main, vocabulary
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = ["--config", str(ROOT / "configs" / "spes_7b.yaml")]

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands.plan import PlanConfig
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.planner import Activations, ModelSize, Setup, model_size, peer_memory, round_traffic, star_traffic
-from spes_p2p.planner.command import PlanConfig
 from spes_p2p.planner.memory import FROZEN_BYTES
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

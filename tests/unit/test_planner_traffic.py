@@ -23,7 +23,7 @@ from spes_p2p.planner import (
     training_seconds,
     transfer_seconds,
 )
-from spes_p2p.simulator import Scenario, simulate
+from spes_p2p.sim.simulator import Scenario, simulate
 
 
 @pytest.fixture(scope="module")

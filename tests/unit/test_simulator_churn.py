@@ -11,11 +11,10 @@ from pydantic import ValidationError
 
 from benchmarks.churn import churn_rows, loss_at
 from spes_p2p.config import RunConfig
-from spes_p2p.scenario import Churn, Event, Scenario
-from spes_p2p.simulator import simulate
-from spes_p2p.study.results import Machine, PeerAccount, Point, RunResult, committed_until
-from spes_p2p.study.settings import load_study
-from spes_p2p.study.store import save_result
+from spes_p2p.sim.scenario import Churn, Event, Scenario
+from spes_p2p.sim.simulator import simulate
+from spes_p2p.sim.sweep.results import Machine, PeerAccount, Point, RunResult, committed_until, save_result
+from spes_p2p.sim.sweep.settings import load_study
 
 STUDY = Path("configs/churn.yaml")
 

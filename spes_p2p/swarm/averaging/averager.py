@@ -23,18 +23,22 @@ from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
 from spes_p2p.config import RoundConfig
+from spes_p2p.swarm.averaging.allreduce import LANES, GroupWork, expected_of, finish_all, group_id, read_roster
 from spes_p2p.swarm.averaging.buffers import Places
-from spes_p2p.swarm.averaging.group_work import GroupWork, expected_of, finish_all, group_id, read_roster
-from spes_p2p.swarm.averaging.meeting import Meeting
+from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.matchmaking import Meeting
 from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt
-from spes_p2p.swarm.averaging.reduce import GroupPlan
-from spes_p2p.swarm.averaging.reduction import LANES
-from spes_p2p.swarm.averaging.wire import Wire
+from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.clock import Patience
-from spes_p2p.swarm.guarded_dht import SPARE_STREAMS, GuardedDHT
+from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, GuardedDHT
+from spes_p2p.swarm.hivemind_fixes.processes import (
+    WholeMessages,
+    die_with_parent,
+    hold_current_task,
+    outlast_signals_to_the_group,
+)
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.pacing import Pace
-from spes_p2p.swarm.processes import WholeMessages, die_with_parent, hold_current_task, outlast_signals_to_the_group
+from spes_p2p.swarm.p2p.rate_limit import Pace
 from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
 from spes_p2p.swarm.validation import matchmaking_prefix
 

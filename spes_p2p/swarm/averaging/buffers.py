@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Format
-from spes_p2p.swarm.averaging.wire import Wire
+from spes_p2p.swarm.averaging.encoding import Wire
 from spes_p2p.swarm.roster import SHARED, slot_name
 
 

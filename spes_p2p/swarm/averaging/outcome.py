@@ -8,9 +8,9 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.wire import Wire
-from spes_p2p.swarm.averaging.witness import Evidence
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.averaging.audit import Evidence
+from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, missing_votes
 
 ATTEMPTS = 2

@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.channel import Signal
-from spes_p2p.swarm.exchange.messages import Answer, Request
+from spes_p2p.swarm.exchange.protocol import Answer, Request, Signal
 from spes_p2p.swarm.exchange.versions import Version
 
 RANGE_BYTES = 2**21

@@ -15,15 +15,13 @@ from torch import Tensor
 
 from spes_p2p.codecs import Format, digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm.exchange.channel import END, Channel
+from spes_p2p.swarm.exchange.client import Pull, Rests
 from spes_p2p.swarm.exchange.downloads import Download, Turns
-from spes_p2p.swarm.exchange.messages import MAX_DELTAS, Wanted
-from spes_p2p.swarm.exchange.pulling import Pull
-from spes_p2p.swarm.exchange.rests import Rests
-from spes_p2p.swarm.exchange.serving import Server
-from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Channel, Wanted
+from spes_p2p.swarm.exchange.server import Server
+from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.node import Node
+from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.roster import kind_of
 
 log = logging.getLogger(__name__)

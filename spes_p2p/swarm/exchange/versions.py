@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.codecs import digest
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.identity import Identity, is_signed_by
+from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import Count, Digest, PeerId
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 

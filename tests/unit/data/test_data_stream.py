@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data import stream as module
+from spes_p2p.data import packing as module
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.sources import split_documents
 from spes_p2p.errors import DataError

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.model import grouped_kernels, kernels
+from spes_p2p.model import kernels
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.frozen import Int8, Nf4, Plain
@@ -233,7 +233,7 @@ def test_pytorch_without_grouped_mm_says_which_has_it(monkeypatch):
 
 
 def test_megablocks_that_does_not_import_says_how_to_install_it():
-    grouped_kernels._grouped_gemm.cache_clear()
+    kernels._grouped_gemm.cache_clear()
     reason = KERNELS["megablocks"]().available(CUDA)
     if reason is None:
         pytest.skip("grouped_gemm imports here")
@@ -292,7 +292,7 @@ class PlainGroupedGemm:
 @pytest.mark.parametrize("claimed", [[], [1, 2], range(EXPERTS)], ids=["none", "some", "all"])
 @pytest.mark.parametrize("num_tokens", [0, 1, 11])
 def test_megablocks_calls_its_package_as_it_wants_to_be_called(seed, monkeypatch, claimed, num_tokens):
-    monkeypatch.setattr(grouped_kernels, "_grouped_gemm", lambda: PlainGroupedGemm)
+    monkeypatch.setattr(kernels, "_grouped_gemm", lambda: PlainGroupedGemm)
     assert KERNELS["megablocks"]().available(CUDA) is None
     stock = PlainExperts()
     bank = bank_of(stock, claimed, kernel="megablocks")
@@ -300,7 +300,7 @@ def test_megablocks_calls_its_package_as_it_wants_to_be_called(seed, monkeypatch
 
 
 def test_megablocks_in_fp32_says_what_to_set(seed, monkeypatch):
-    monkeypatch.setattr(grouped_kernels, "_grouped_gemm", lambda: PlainGroupedGemm)
+    monkeypatch.setattr(kernels, "_grouped_gemm", lambda: PlainGroupedGemm)
     bank = bank_of(PlainExperts(), [1], kernel="megablocks")
     with pytest.raises(ConfigError, match=r"bf16 only, not in torch.float32; set train.precision=bf16"):
         bank(*routed(3))

@@ -11,8 +11,7 @@ from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from spes_p2p.config import TrainConfig
 from spes_p2p.errors import DataError
-from spes_p2p.model.balance import balance_loss, router_z_loss
-from spes_p2p.model.loss import TrainingLoss, held_out_loss
+from spes_p2p.model.loss import TrainingLoss, balance_loss, held_out_loss, router_z_loss
 
 TOKENS, EXPERTS, TOP_K = 4096, 8, 2
 

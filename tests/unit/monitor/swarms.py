@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 
-from monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from monitor.report import summary, write_report
-from monitor.sinks import JsonlSink
-from monitor.view import fold, short_id
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.monitor.report import summary, write_report
+from spes_p2p.monitor.sinks import JsonlSink
+from spes_p2p.monitor.view import fold, short_id
 from spes_p2p.presentation import check_plotting
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,

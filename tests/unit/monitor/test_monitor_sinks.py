@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from monitor.console import ConsoleSink, printable, render, slot_ranges
-from monitor.journal import replay
-from monitor.sinks import JsonlSink, Sink, Sinks, WandbSink
-from monitor.view import SwarmView, fold, short_id
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.monitor.report import ConsoleSink, printable, render, slot_ranges
+from spes_p2p.monitor.sinks import JsonlSink, Sink, Sinks, WandbSink, replay
+from spes_p2p.monitor.view import SwarmView, fold, short_id
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
     TOTAL_ROUNDS,

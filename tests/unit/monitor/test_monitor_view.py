@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from monitor.view import MAX_PEERS, WEIGHT_CAP, SwarmView, fold, phase_seconds, summarise, sync_share, wall_seconds
+from spes_p2p.monitor.view import (
+    MAX_PEERS,
+    WEIGHT_CAP,
+    SwarmView,
+    fold,
+    phase_seconds,
+    summarise,
+    sync_share,
+    wall_seconds,
+)
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
     TOTAL_ROUNDS,

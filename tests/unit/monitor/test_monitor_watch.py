@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from monitor.archive import Pulled, plan_pull
-from monitor.view import SwarmView
-from monitor.watch import Ending, Watch
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, ExchangeError
+from spes_p2p.monitor.archive import Pulled, plan_pull
+from spes_p2p.monitor.view import SwarmView
+from spes_p2p.monitor.watch import Ending, Watch
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
 from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
@@ -146,7 +146,7 @@ def test_rounds_between_evaluations_are_left_out_but_the_last_is_not() -> None:
 
 
 def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("monitor.watch.RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("spes_p2p.monitor.watch.RETRY_SECONDS", 0.01)
     scene = Scene()
     scene.swarm.on_wait = scene.advance
     scene.archive.failures = [ExchangeError("nobody has it"), TimeoutError(), OSError(28, "No space left on device")]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spes_p2p.config import MergeConfig
-from spes_p2p.optim.merge import merge_alpha, merge_experts
+from spes_p2p.optim.outer import merge_alpha, merge_experts
 
 seeds = st.integers(0, 2**31 - 1)
 shares = st.floats(0, 1)

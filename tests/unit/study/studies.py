@@ -9,8 +9,8 @@ from typing import Any
 import yaml
 
 from spes_p2p import __version__
-from spes_p2p.study.results import Machine, PeerAccount, Point, RunResult
-from spes_p2p.study.settings import Study, load_study
+from spes_p2p.sim.sweep.results import Machine, PeerAccount, Point, RunResult
+from spes_p2p.sim.sweep.settings import Study, load_study
 
 TINY: dict[str, Any] = {
     "max_slots": 4,

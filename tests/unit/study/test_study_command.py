@@ -18,11 +18,11 @@ import torch
 
 from spes_p2p.__main__ import main as program_main
 from spes_p2p.cli import load_settings
+from spes_p2p.commands import simulate
+from spes_p2p.commands.simulate import SimulateConfig, default_workers, main, num_cores
 from spes_p2p.errors import ConfigError
-from spes_p2p.study import command
-from spes_p2p.study.command import SimulateConfig, default_workers, main, num_cores
-from spes_p2p.study.runs import Failure, Job, News, run_job
-from spes_p2p.study.store import result_file, save_result
+from spes_p2p.sim.sweep.results import result_file, save_result
+from spes_p2p.sim.sweep.runs import Failure, Job, News, run_job
 from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study, write_study
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -38,7 +38,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             names.append(f"{job.variant}-{job.seed}")
             on_news(job, run_job(job, functools.partial(on_news, job, seconds=0.1)), 0.2)
 
-    monkeypatch.setattr(command, "run_all", run_here)
+    monkeypatch.setattr(simulate, "run_all", run_here)
     return names
 
 
@@ -137,7 +137,7 @@ def test_failed_runs_are_named_at_the_end_with_exit_code_1(tmp_path, monkeypatch
         on_news(jobs[1], Failure("out of luck"), 0.1)
         on_news(jobs[0], made_up(study, "solo", 0, [5.0]), 0.1)
 
-    monkeypatch.setattr(command, "run_all", half_fails)
+    monkeypatch.setattr(simulate, "run_all", half_fails)
     assert main(settings(tmp_path)) == 1
     assert "\nfailed: ours seed 0: out of luck\n" in capsys.readouterr().out
     assert "solo" in (tmp_path / "out" / "table.md").read_text()
@@ -145,7 +145,7 @@ def test_failed_runs_are_named_at_the_end_with_exit_code_1(tmp_path, monkeypatch
     assert main(settings(tmp_path, report_only=True)) == 0
     assert "\nfailed: ours seed 0: out of luck\n" in capsys.readouterr().out, "and it is not forgotten"
 
-    monkeypatch.setattr(command, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
+    monkeypatch.setattr(simulate, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
     assert main(settings(tmp_path, output=tmp_path / "other")) == 1
     assert not (tmp_path / "other" / "report.html").exists()
     assert "\nfailed: solo seed 0: no\n" in capsys.readouterr().out
@@ -159,8 +159,8 @@ def test_workers_share_the_cores(tmp_path, monkeypatch):
         taken.append((num_workers, jobs[0].threads))
         on_news(jobs[0], Failure("not made"), 0.1)
 
-    monkeypatch.setattr(command, "num_cores", lambda: 8)
-    monkeypatch.setattr(command, "run_all", run_none)
+    monkeypatch.setattr(simulate, "num_cores", lambda: 8)
+    monkeypatch.setattr(simulate, "run_all", run_none)
     for workers in (None, 1, 2, 8):
         main(settings(tmp_path, workers=workers))
     assert taken == [(3, 2), (1, 8), (2, 4), (3, 2)]
@@ -175,8 +175,8 @@ def test_cores_are_shared_among_the_runs_that_are_left(tmp_path, monkeypatch):
     def run_none(jobs: Sequence[Job], num_workers: int, on_news: Callable[[Job, News, float], None]) -> None:
         taken.append((num_workers, jobs[0].threads))
 
-    monkeypatch.setattr(command, "num_cores", lambda: 8)
-    monkeypatch.setattr(command, "run_all", run_none)
+    monkeypatch.setattr(simulate, "num_cores", lambda: 8)
+    monkeypatch.setattr(simulate, "run_all", run_none)
     main(settings(tmp_path, workers=None))
     assert taken == [(1, 8)]
 
@@ -187,8 +187,8 @@ def test_cores_are_shared_among_the_runs_that_are_left(tmp_path, monkeypatch):
 )
 def test_the_opening_tells_the_threads_that_runs_will_have(tmp_path, monkeypatch, capsys, threads, said):
     write_study(tmp_path, {name: SOLO | {"threads": number} for name, number in zip("ab", threads, strict=True)})
-    monkeypatch.setattr(command, "num_cores", lambda: 8)
-    monkeypatch.setattr(command, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
+    monkeypatch.setattr(simulate, "num_cores", lambda: 8)
+    monkeypatch.setattr(simulate, "run_all", lambda jobs, num_workers, on_news: on_news(jobs[0], Failure("no"), 0.1))
     main(settings(tmp_path))
     assert said in capsys.readouterr().out.splitlines()[0]
 

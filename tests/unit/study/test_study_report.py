@@ -18,11 +18,9 @@ from PIL import Image
 
 from spes_p2p import __version__
 from spes_p2p.errors import ConfigError
-from spes_p2p.study.report import differences, markdown, table_cells, write_report
-from spes_p2p.study.results import RunResult
-from spes_p2p.study.settings import Study
-from spes_p2p.study.store import Missing
-from spes_p2p.study.summary import summarise
+from spes_p2p.sim.sweep.report import differences, markdown, summarise, table_cells, write_report
+from spes_p2p.sim.sweep.results import Missing, RunResult
+from spes_p2p.sim.sweep.settings import Study
 from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study
 
 HOSTILE = "</h2><script>alert(1)</script><img src=x onerror='a'>$x_{$ | \\\"&"

@@ -11,10 +11,10 @@ import pytest
 from spes_p2p.config import MachineConfig
 from spes_p2p.errors import SimulationError
 from spes_p2p.planner import ModelSize, Setup, model_size, peer_memory
-from spes_p2p.simulator import SimulationResult, simulate
-from spes_p2p.study.results import RunResult, run_result, this_machine
-from spes_p2p.study.runs import Job, run_job
-from spes_p2p.study.settings import load_study
+from spes_p2p.sim.simulator import SimulationResult, simulate
+from spes_p2p.sim.sweep.results import RunResult, run_result, this_machine
+from spes_p2p.sim.sweep.runs import Job, run_job
+from spes_p2p.sim.sweep.settings import load_study
 from tests.unit.study.studies import PAIR, made_up, made_up_study, write_study
 
 

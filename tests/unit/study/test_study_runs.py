@@ -16,11 +16,11 @@ import pytest
 from pydantic import ValidationError
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.scenario import Scenario
-from spes_p2p.simulator import Evaluation
-from spes_p2p.study.results import RunResult
-from spes_p2p.study.runs import Failure, Job, News, Worker, last_words, run_all, run_job
-from spes_p2p.study.settings import load_study
+from spes_p2p.sim.scenario import Scenario
+from spes_p2p.sim.simulator import Evaluation
+from spes_p2p.sim.sweep.results import RunResult
+from spes_p2p.sim.sweep.runs import Failure, Job, News, Worker, last_words, run_all, run_job
+from spes_p2p.sim.sweep.settings import load_study
 from tests.unit.study.studies import PAIR, SOLO, write_study
 
 ENDLESS = {**SOLO, "run": {"round": {"total": 1_000_000}}, "held_out_tokens": 16}

@@ -10,11 +10,11 @@ import pytest
 import yaml
 
 from spes_p2p.cli import load_settings, read_yaml
+from spes_p2p.commands.simulate import SimulateConfig
 from spes_p2p.errors import ConfigError
-from spes_p2p.scenario import Scenario
-from spes_p2p.study.command import SimulateConfig
-from spes_p2p.study.settings import SCENARIO_EXAMPLE, deep_merge, flat, in_study_words, load_study
-from spes_p2p.swarm.attacks import Attack
+from spes_p2p.sim.attacks import Attack
+from spes_p2p.sim.scenario import Scenario
+from spes_p2p.sim.sweep.settings import SCENARIO_EXAMPLE, deep_merge, flat, in_study_words, load_study
 from tests.unit.study.studies import PAIR, SOLO, made_up_study, write_study
 
 REPOSITORY = Path(__file__).resolve().parents[3]

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.study.results import RunResult
-from spes_p2p.study.settings import load_study
-from spes_p2p.study.store import (
+from spes_p2p.sim.sweep.results import (
     Missing,
+    RunResult,
     changes,
     failure_file,
     load_result,
@@ -20,6 +19,7 @@ from spes_p2p.study.store import (
     save_failure,
     save_result,
 )
+from spes_p2p.sim.sweep.settings import load_study
 from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study
 
 REPOSITORY = Path(__file__).resolve().parents[3]

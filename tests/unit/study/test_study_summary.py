@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from spes_p2p.study.settings import Study
-from spes_p2p.study.summary import gap_closed, summarise
+from spes_p2p.sim.sweep.report import gap_closed, summarise
+from spes_p2p.sim.sweep.settings import Study
 from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study
 
 GAP: dict[str, Any] = {"name": "all", "solo": "solo", "centralised": "central", "of": ["ours"]}

@@ -7,14 +7,14 @@ import torch
 from virtual import peer_id
 
 from spes_p2p.codecs import Segment
-from spes_p2p.swarm.attacks import Attack, AttackingSwarm
-from spes_p2p.swarm.averaging.reduce import weighted_mean
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.base import Contribution
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.attacks import Attack, AttackingSwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.bans import PROBATION_ROUNDS
+from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import NEWCOMERS_CREDIT, Member, derive_groups
-from spes_p2p.swarm.trust import PROBATION_ROUNDS
 
 pytestmark = pytest.mark.timeout(120)
 

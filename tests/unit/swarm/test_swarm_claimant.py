@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.claimant import Claimant
-from spes_p2p.swarm.claims import MOVED_SHARE, allocate, coverage, level, orphans, rotate
+from spes_p2p.swarm.claims import MOVED_SHARE, Claimant, allocate, coverage, level, orphans, rotate
 from spes_p2p.swarm.records import Claim
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGHJKLM"]

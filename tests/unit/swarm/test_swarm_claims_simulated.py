@@ -20,9 +20,8 @@ from benchmarks.claims.faults import live_through
 from benchmarks.claims.simulation import Simulation
 from benchmarks.claims.summary import Summary
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm import claims, roster
+from spes_p2p.swarm import claims, quorum, roster
 from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, newest, slot_name
-from spes_p2p.training import votes
 
 FEW, NUM_BLOCKS, BLOCK = (4, 16), 10, 30
 MANY = (4, 64)
@@ -131,7 +130,7 @@ def test_unless_versions_ahead_of_the_model_are_left_alone_an_old_one_may_win(mo
     def highest(states, model_round):
         return newest(states, max(round for round, _ in states))
 
-    for module in (roster, votes):
+    for module in (roster, quorum):
         monkeypatch.setattr(module, "newest", highest)
     told = [violation for violations in faulty(AHEAD).values() for violation in violations]
     assert any("older version" in violation for violation in told)

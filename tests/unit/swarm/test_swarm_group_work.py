@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from spes_p2p.swarm.averaging.group_work import finish_all
+from spes_p2p.swarm.averaging.allreduce import finish_all
 
 
 async def _answer(reason, *, after=0):

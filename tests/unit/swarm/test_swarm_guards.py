@@ -18,11 +18,11 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm import guarded_dht, guarded_streams
-from spes_p2p.swarm.averaging.meeting import MAX_ENTRY_BYTES, Meeting
-from spes_p2p.swarm.decoding import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
-from spes_p2p.swarm.guarded_dht import BoundedStorage, GuardedProtocol, node_id_of
-from spes_p2p.swarm.guarded_streams import Allowance, Inbox, receive
+from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Meeting
+from spes_p2p.swarm.hivemind_fixes import dht, streams
+from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, GuardedProtocol, node_id_of
+from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
+from spes_p2p.swarm.hivemind_fixes.streams import Allowance, Inbox, receive
 
 KEY, OTHER = DHTID.generate(source="key"), DHTID.generate(source="other")
 
@@ -84,7 +84,7 @@ def test_what_is_cut_short_or_of_another_type_or_too_much_is_refused(data):
 
 
 def test_a_key_keeps_records_of_so_many_owners_and_their_newer_ones(monkeypatch):
-    monkeypatch.setattr(guarded_dht, "MAX_OWNERS", 3)
+    monkeypatch.setattr(dht, "MAX_OWNERS", 3)
     storage, now = BoundedStorage(), time.time()
     for owner in range(3):
         assert storage.store(KEY, b"value", now + 60, subkey=b"%d" % owner)
@@ -228,7 +228,7 @@ def test_no_more_is_read_than_two_messages_ahead_and_room_is_shared_by_a_peers_s
 
 @pytest.mark.parametrize("pieces", [(), (b"\x00",), (message()[:-1],)], ids=["nothing", "a byte", "all but one"])
 def test_a_stream_that_brings_no_message_is_given_up(monkeypatch, pieces):
-    monkeypatch.setattr(guarded_streams, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "FIRST_SECONDS", 0.1)
 
     async def scenario():
         reader = stream(*pieces, closed=False)
@@ -241,7 +241,7 @@ def test_a_stream_that_brings_no_message_is_given_up(monkeypatch, pieces):
 
 
 def test_a_message_that_stops_amid_its_bytes_is_given_up(monkeypatch):
-    monkeypatch.setattr(guarded_streams, "MESSAGE_SECONDS", 0.1)
+    monkeypatch.setattr(streams, "MESSAGE_SECONDS", 0.1)
 
     async def scenario():
         await asyncio.wait_for(receive(averaging_pb2.AveragingData, stream(message()[:-1], closed=False), 1000), 20)

@@ -10,9 +10,9 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import PeerID
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.averaging.group_work import read_roster
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.averaging.allreduce import read_roster
 from spes_p2p.swarm.invites import GuestList, issue, show
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import Member
 
 NOW = 1_800_000_000

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from spes_p2p.swarm.bulletin import still_here
-from spes_p2p.swarm.identity import hashed_peer_id
-from spes_p2p.swarm.known_peers import LONGEST_PAUSE_SECONDS, MAX_PEERS, KnownPeers, Redial
+from spes_p2p.swarm.membership import still_here
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.p2p.peerstore import LONGEST_PAUSE_SECONDS, MAX_PEERS, KnownPeers, Redial
 from spes_p2p.swarm.records import Claim
 
 PEERS = [hashed_peer_id(bytes([number])) for number in range(MAX_PEERS + 5)]

@@ -7,8 +7,8 @@ import pytest
 from spes_p2p.codecs import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import ExchangeError, JoinError
-from spes_p2p.swarm.identity import hashed_peer_id
 from spes_p2p.swarm.manifest import Manifest, check_founder, read_manifest
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
 
 
 def document(**codecs):

@@ -8,7 +8,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.swarm.averaging.meeting import Declarations, Leaders
+from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders
 
 MEETING_SECONDS = 0.5
 
@@ -37,7 +37,7 @@ def test_whoever_says_to_wait_for_long_keeps_nobody_from_looking_on(waits_for, m
     """Until when in seconds from now; of the one who leads everybody hears a moment later."""
     me, leader, now = PeerID(b"me"), PeerID(b"another who leads"), get_dht_time()
     liars = [PeerID(b"one who lies, %d" % number) for number in range(len(waits_for))]
-    monkeypatch.setattr("spes_p2p.swarm.averaging.meeting.owner_of", lambda peer: peer.to_base58())
+    monkeypatch.setattr("spes_p2p.swarm.averaging.matchmaking.owner_of", lambda peer: peer.to_base58())
 
     class Found(SimpleNamespace):
         looks = 0

@@ -8,9 +8,9 @@ from virtual import peer_id
 
 from spes_p2p.codecs import Segment
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.wire import Vectors
-from spes_p2p.swarm.base import Contribution
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
 

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.codecs import Segment
+from spes_p2p.swarm.averaging.encoding import Wire
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, judge
-from spes_p2p.swarm.averaging.wire import Wire
-from spes_p2p.swarm.base import Contribution
+from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.roster import Member, derive_groups, slot_name
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spes_p2p.swarm.pacing import BURST_SECONDS, LEAST_BURST_BYTES, PAYLOAD_SHARE, Pace
+from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, LEAST_BURST_BYTES, PAYLOAD_SHARE, Pace
 
 MBIT = 80.0
 BYTES_PER_SECOND = PAYLOAD_SHARE * MBIT * 1e6 / 8

@@ -10,7 +10,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import runtime_pb2
 
-from spes_p2p.swarm.processes import BoundP2P, WholeMessages
+from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P, WholeMessages
 
 
 class Echo(ServicerBase):

@@ -10,7 +10,7 @@ from hivemind.dht.routing import DHTID
 from hivemind.dht.validation import DHTRecord
 
 from spes_p2p.errors import ConfigError, RecordError
-from spes_p2p.swarm.identity import Identity, is_signed_by, peer_id_of
+from spes_p2p.swarm.p2p.identity import Identity, is_signed_by, peer_id_of
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, Claim, Metrics, Progress, Seed
 from spes_p2p.swarm.validation import RecordValidator, matchmaking_prefix
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.codecs import Format, Segment
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.reduce import (
+from spes_p2p.swarm.averaging.partition import (
     MESSAGE_BYTES,
     GroupPlan,
     decode_message,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from spes_p2p.swarm.exchange.rests import LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS, PROBE_SECONDS, Rests
+from spes_p2p.swarm.exchange.client import LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS, PROBE_SECONDS, Rests
 
 NOW = 1000.0
 

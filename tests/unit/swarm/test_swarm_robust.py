@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.averaging.reduce import weighted_mean
-from spes_p2p.swarm.averaging.robust import (
+from spes_p2p.swarm.averaging.audit import (
     CLIP,
     LEAST_JUDGES,
     MOST_TIMES_MEDIAN,
@@ -17,6 +16,7 @@ from spes_p2p.swarm.averaging.robust import (
     robust_weights,
     times_ours,
 )
+from spes_p2p.swarm.averaging.partition import weighted_mean
 
 NUMEL = 2000
 seeds = st.integers(0, 2**31)

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from spes_p2p.codecs import Format, Segment
-from spes_p2p.swarm.averaging.reduce import GroupPlan, encode_message, weighted_mean
-from spes_p2p.swarm.averaging.robust import MOST_TIMES_MEDIAN, OWN_CLIP
-from spes_p2p.swarm.averaging.witness import MOST_TIMES_OWN, Evidence
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.swarm.averaging.audit import MOST_TIMES_MEDIAN, MOST_TIMES_OWN, OWN_CLIP, Evidence
+from spes_p2p.swarm.averaging.partition import GroupPlan, encode_message, weighted_mean
+from spes_p2p.swarm.bans import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Trust
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import (
     MOST_TOKENS,
     NEWCOMERS_CREDIT,
@@ -19,7 +19,6 @@ from spes_p2p.swarm.roster import (
     distrusted,
     usual_tokens,
 )
-from spes_p2p.swarm.trust import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Trust
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 ODD = PEERS[2]

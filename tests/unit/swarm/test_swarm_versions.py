@@ -8,11 +8,10 @@ import torch
 
 from spes_p2p.codecs import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm.exchange import version_store
-from spes_p2p.swarm.exchange.deltas import DeltaStore
-from spes_p2p.swarm.exchange.version_store import KEEP_PER_NAME, VersionStore
+from spes_p2p.swarm.exchange import store as version_store
+from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, DeltaStore, VersionStore
 from spes_p2p.swarm.exchange.versions import MOST_REFUSED, Refused, Version
-from spes_p2p.swarm.identity import Identity
+from spes_p2p.swarm.p2p.identity import Identity
 
 
 @pytest.fixture(scope="module")

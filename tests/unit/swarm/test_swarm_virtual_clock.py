@@ -11,7 +11,7 @@ from functools import partial
 import pytest
 
 from spes_p2p.errors import SimulationError
-from spes_p2p.swarm.virtual_clock import STUCK_SECONDS, VirtualClock
+from spes_p2p.sim.clock import STUCK_SECONDS, VirtualClock
 
 pytestmark = pytest.mark.timeout(60)
 

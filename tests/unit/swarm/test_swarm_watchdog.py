@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from spes_p2p.swarm.watchdog import SILENCES, Watchdog
+from spes_p2p.swarm.p2p.watchdog import SILENCES, Watchdog
 
 
 def watchdog(*, runs=True, is_alive=True, answers=True):

@@ -10,7 +10,7 @@ from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausal
 from spes_p2p.codecs import Layout, Segment, format_of
 from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.optim.merge import merge_alpha, merge_experts
+from spes_p2p.optim.outer import merge_alpha, merge_experts
 from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
 from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
 

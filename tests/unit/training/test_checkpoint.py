@@ -22,18 +22,16 @@ from spes_p2p.codecs import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
-from spes_p2p.swarm.exchange.version_store import VersionStore
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
-from spes_p2p.swarm.identity import Identity
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
-from spes_p2p.training.passages import Update
-from spes_p2p.training.peer_state import PeerState
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, go_back, recover
+from spes_p2p.training.checkpointer import MOMENTS, Saving
+from spes_p2p.training.loop import Rounds
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.recovery import go_back, recover
-from spes_p2p.training.rounds import Rounds
-from spes_p2p.training.saving import MOMENTS, Saving
+from spes_p2p.training.round_work import Update
 from spes_p2p.training.trainer import Trainer
 
 FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "moments-shared.*.bin")

@@ -8,9 +8,9 @@ from torch import Tensor
 from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED, Groups
-from spes_p2p.training.custody import custodians
+from spes_p2p.training.fetch_plan import custodians
 
 PEERS = tuple(peer_id(index) for index in range(5))
 

@@ -12,13 +12,13 @@ from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 from spes_p2p.config import ModelConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.planner import model_size
-from spes_p2p.swarm.attacks import Attack, AttackingSwarm
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.attacks import Attack, AttackingSwarm
+from spes_p2p.sim.peer import Leaves
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training import gate as gate_module
-from spes_p2p.training.gate import MOST_CHANCE, MOST_LONGER, MOST_WORSE, PROBE_TOKENS, LossGate, public_text
+from spes_p2p.training import loss_gate as gate_module
+from spes_p2p.training.loss_gate import MOST_CHANCE, MOST_LONGER, MOST_WORSE, PROBE_TOKENS, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.virtual_peer import Leaves
 
 PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
 

@@ -9,13 +9,13 @@ import torch
 from virtual import peer_id, tiny_run
 
 from spes_p2p.config import OuterConfig
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.swarm.roster import Member as Entry
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.holdings import Holdings
-from spes_p2p.training.passages import Trained
+from spes_p2p.training.round_work import Trained
+from spes_p2p.training.slots import Holdings
 from spes_p2p.training.synchroniser import Synchroniser
 
 NUMELS = {SHARED: 5, "slot": 3}

@@ -9,7 +9,7 @@ import torch
 from virtual import VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import RoundConfig, RunConfig
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 
 ALONE = RoundConfig(mode="steps", steps=3, total=20, min_peers=1, max_seconds=60, exchange_seconds=20)
 

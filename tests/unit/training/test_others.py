@@ -10,11 +10,11 @@ from virtual import peer_id, tiny_run
 
 from spes_p2p.codecs import Layout
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.slots import Holdings
 from spes_p2p.training.synchroniser import Synchroniser
 
 FAR = 10**6

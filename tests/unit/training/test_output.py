@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.training.output import fresh_output, kept_output
+from spes_p2p.peer.output_dir import fresh_output, kept_output
 
 
 @pytest.mark.parametrize("second", [fresh_output, kept_output])

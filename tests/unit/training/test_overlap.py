@@ -17,23 +17,22 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, run_virtual, tiny_run
 
-from monitor.view import sync_share, wall_seconds
 from spes_p2p.config import MachineConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ExchangeError
-from spes_p2p.peer import _hand_over
-from spes_p2p.swarm.averaging.reduce import weighted_mean
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.monitor.view import sync_share, wall_seconds
+from spes_p2p.peer.life import _hand_over
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
-from spes_p2p.training import rounds as rounds_module
-from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.checkpoint import PeerCheckpoint
+from spes_p2p.training import loop as rounds_module
+from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
+from spes_p2p.training.checkpointer import Saving
+from spes_p2p.training.loop import Rounds
 from spes_p2p.training.overlap import Correction, Flight, ThreadTask
-from spes_p2p.training.passages import Trained, Update
-from spes_p2p.training.peer_state import PeerState
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.rounds import Rounds
-from spes_p2p.training.saving import Saving
+from spes_p2p.training.round_work import Trained, Update
 from spes_p2p.training.trainer import Trainer
 
 STEPS, STEP_TOKENS = 3, 4 * 16
@@ -120,7 +119,7 @@ def test_without_overlap_nothing_is_started_beside_the_training(monkeypatch):
         raise AssertionError("started")
 
     expected = digests(run_virtual(overlapping(0), num_peers=2, max_slots=3))
-    monkeypatch.setattr("spes_p2p.swarm.virtual_clock.VirtualClock.start", refuse)
+    monkeypatch.setattr("spes_p2p.sim.clock.VirtualClock.start", refuse)
     monkeypatch.setattr(rounds_module, "Flight", refuse)
     monkeypatch.setattr(Trainer, "shift", refuse)
     peers = run_virtual(overlapping(0), num_peers=2, max_slots=3)

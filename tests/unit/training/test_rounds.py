@@ -7,10 +7,10 @@ import torch
 from virtual import VirtualPeer, run_virtual, tiny_run
 
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
-from spes_p2p.swarm.averaging.reduce import weighted_mean
-from spes_p2p.swarm.base import RoundResult
+from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.passages import Trained
+from spes_p2p.training.round_work import Trained
 from spes_p2p.training.trainer import Trainer
 
 

@@ -12,10 +12,10 @@ from virtual import VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.codecs import digest, format_of
 from spes_p2p.config import CodecConfig, MergeConfig, OuterConfig, OuterStep, RoundConfig, RunConfig
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.roster import SHARED, kind_of
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.refresh import staleness_bound
+from spes_p2p.training.fetch_plan import staleness_bound
 
 LOSSY = CodecConfig(shared="int4", slots="int2", moments="int8", moments_interval=2)
 MIXED = OuterConfig(slots=OuterStep(optimizer="nesterov", lr=0.5))

@@ -8,8 +8,7 @@ import pytest
 from virtual import peer_id
 
 from spes_p2p.swarm.roster import SHARED, Member, derive_groups, uplinks
-from spes_p2p.training.custody import custodians
-from spes_p2p.training.routes import having_moments, preferred, relays
+from spes_p2p.training.fetch_plan import custodians, having_moments, preferred, relays
 
 PEERS = [peer_id(i) for i in range(5)]
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from virtual import VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.swarm.base import Contribution, RoundResult
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version, vector_names
-from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import SHARED, Member, slot_name
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.holdings import Holdings
+from spes_p2p.training.slots import Holdings
 
 STRANGE = 4000
 """A slot that a roster entry may name, and no model of ours has."""

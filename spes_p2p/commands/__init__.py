@@ -1,0 +1,1 @@
+"""What `spes COMMAND` runs, where a command is nothing else."""

@@ -1,0 +1,353 @@
+"""`spes local`: a swarm of peers and a monitor on this machine, each a process of its own."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import Field
+from pydantic_settings import SettingsConfigDict
+
+from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig, RunId, check_machine
+from spes_p2p.data.packing import held_out_batches, train_source
+from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.peer.output_dir import can_resume, check_output
+from spes_p2p.presentation import say
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
+
+STOP_SECONDS = 30.0
+TAIL_LINES = 12
+
+
+@dataclass
+class Child:
+    """A process, its name and its log."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end; tell whether it has come."""
+        try:
+            self.process.wait(max(seconds, 0.0))
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def is_running(self) -> bool:
+        """Tell whether it still runs.
+
+        Raises:
+            SpesError: it ended with an error of its own. A process that was killed is a fact of life, not an error.
+        """
+        code = self.process.poll()
+        if code is not None and code > 0:
+            raise SpesError(f"{self.name} failed with exit code {code}; the end of {self.log}:\n{self.tail()}")
+        return code is None
+
+    def killer(self) -> str | None:
+        """Return the name of the signal that killed it, if one did."""
+        code = self.process.poll()
+        return signal.Signals(-code).name if code is not None and code < 0 else None
+
+    def tail(self) -> str:
+        """Return the last lines of the log."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
+
+
+def start(name: str, script: Path, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> Child:
+    """Start a Python script in a session of its own, so that the terminal's Ctrl-C reaches only its parent.
+
+    It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for it.
+
+    Args:
+        name: For messages.
+        script: The script to run.
+        arguments: Its arguments.
+        log: File for its standard error, and its output unless `on_terminal`; appended to.
+        on_terminal: Let it write to this process's standard output.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPES_")}
+    environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with log.open("ab") as file:
+        process = subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=None if on_terminal else file,
+            stderr=file,
+            env=environment,
+            start_new_session=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        )
+    return Child(name, process, log)
+
+
+def stop(children: Sequence[Child]) -> None:
+    """Ask all to end, and kill those that have not after STOP_SECONDS."""
+    for child in children:
+        if child.process.poll() is None:
+            child.process.terminate()
+    deadline = time.monotonic() + STOP_SECONDS
+    for child in children:
+        if not child.wait(deadline - time.monotonic()):
+            child.process.kill()
+            child.process.wait()
+
+
+START_SECONDS = 180.0
+POLL_SECONDS = 0.5
+RUN_FILE = "run.yaml"
+
+
+class ExperimentConfig(CommandConfig, MachineConfig):
+    """A swarm on this machine: `./scripts/run_local_experiment.sh [--peers 4] [--output DIR] [--text FILE ...]`."""
+
+    model_config = SettingsConfigDict(cli_prog_name="run_local_experiment.sh")
+
+    config: Path = Path("configs/local_experiment.yaml")
+    """YAML file with the run's settings under `run` and defaults for these flags."""
+    run: RunConfig = RunConfig()
+    """The run's settings: `--run.round.total 12`, `--run.train.lr 1e-3`, ..."""
+    run_id: RunId = "local"
+    """Name of the run."""
+    peers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Peers to start."""
+    max_slots: PositiveInt | None = None
+    """Slots per peer; by default two holders for each slot."""
+    output: Path = Path("runs/local")
+    """Directory for everything that the experiment leaves behind."""
+    text: list[Path] = []
+    """Files or folders (text, jsonl, parquet) to train on instead of the embedded corpus."""
+    dataset: str | None = None
+    """A local jsonl, parquet or text file, or the name of a `datasets` data set, streamed from the hub."""
+    resume: bool = False
+    """Continue an interrupted experiment."""
+    overwrite: bool = False
+    """Delete what `output` holds and start anew."""
+    wandb: bool = False
+    """Let the monitor log to Weights & Biases, offline unless WANDB_MODE says otherwise."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where trained tokenizers and tokenised text are kept."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event in the logs."""
+
+
+def main(config: ExperimentConfig) -> int:
+    """Run the experiment; return the exit code."""
+    config = _resumed(config) if config.resume else _with_data(config)
+    num_experts = config.run.model.num_experts
+    slots = config.max_slots or min(-(-2 * num_experts // config.peers), num_experts)
+    if slots > num_experts:
+        raise ConfigError(f"max_slots={slots} exceeds model.num_experts={num_experts}; set it to {num_experts} or less")
+    check_machine(config.run, config)
+    check_output(config.output, resume=config.resume, overwrite=config.overwrite)
+    _prepare_corpus(config)
+    if config.overwrite and config.output.exists():
+        shutil.rmtree(config.output)
+    return Experiment(config, slots).run()
+
+
+def _resumed(config: ExperimentConfig) -> ExperimentConfig:
+    """Take the run, its text, its peers, their slots and how they compute from the interrupted experiment.
+
+    Not from the folders of its peers: one that was interrupted at its start has none.
+
+    Raises:
+        ConfigError: `output` holds none.
+    """
+    try:
+        kept = yaml.safe_load((config.output / RUN_FILE).read_text())
+    except OSError as error:
+        raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
+    run, text = RunConfig.model_validate(kept.pop("run")), [Path(path) for path in kept.pop("text")]
+    chosen = _chosen(config) | ({"max_slots": config.max_slots} if config.max_slots else {})
+    return config.model_copy(update={**kept, **chosen, "run": run, "text": text, "peers": run.round.min_peers})
+
+
+def _with_data(config: ExperimentConfig) -> ExperimentConfig:
+    """Fold --text and --dataset into the run's data settings."""
+    if config.dataset is None and not config.text:
+        return config
+    if config.dataset and config.text:
+        raise ConfigError("--text and --dataset exclude each other; drop one")
+    is_local = config.dataset is None or Path(config.dataset).exists()
+    text = [Path(config.dataset)] if config.dataset is not None and is_local else config.text
+    data = {"source": "files"} if is_local else {"source": "hub", "name": config.dataset}
+    run = config.run.model_copy(update={"data": config.run.data.model_copy(update=data)})
+    return config.model_copy(update={"run": run, "text": text})
+
+
+def _prepare_corpus(config: ExperimentConfig) -> None:
+    """Train the tokenizer and tokenise once, before N peers would; nothing is written yet if the corpus is bad."""
+    data, cache = config.run.data, config.cache.expanduser()
+    tokenizer = resolve_tokenizer(data, config.text, cache)
+    if data.source != "hub":
+        train_source(data, tokenizer, paths=config.text, cache=cache, order_seed=0)
+        held_out_batches(data, tokenizer, paths=config.text, cache=cache, num_sequences=8, batch_size=8, seed=0)
+
+
+class Experiment:
+    """Starts the processes, watches them, and leaves none behind.
+
+    Args:
+        config: The experiment's settings.
+        max_slots: Slots per peer.
+    """
+
+    def __init__(self, config: ExperimentConfig, max_slots: int) -> None:
+        self._config, self._max_slots = config, max_slots
+        self._peers: list[Child] = []
+        self._monitor: Child | None = None
+
+    def run(self) -> int:
+        """Run to the end; return 0 if the monitor saw the run finish."""
+        out, run = self._config.output, self._config.run
+        out.mkdir(parents=True, exist_ok=True)
+        run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
+        if not self._config.resume:
+            text = [str(path.resolve()) for path in self._config.text]
+            settings = {"run": run.model_dump(mode="json"), "text": text, "run_id": self._config.run_id}
+            settings |= {"max_slots": self._max_slots} | _chosen(self._config)
+            (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
+        try:
+            say(_opening(self._config, self._start(), self._max_slots))
+            code = self._watch()
+        except KeyboardInterrupt:
+            say("\nstopping ...")
+            code = 130
+        finally:
+            stop([*self._peers, *([self._monitor] if self._monitor else [])])
+        say(_summary(self._config, code))
+        return code
+
+    def _start(self) -> str:
+        """Start one peer, which has something to resume if any has, then the others with its address; return that."""
+        first, *others = sorted(range(self._config.peers), key=lambda index: not can_resume(self._folder(index)))
+        address_file = self._folder(first) / ADDRESS_FILE
+        address_file.unlink(missing_ok=True)
+        founds = [] if can_resume(self._folder(first)) else ["--config", str(self._config.output / RUN_FILE)]
+        founder = self._start_peer(first, founds)
+        deadline = time.monotonic() + START_SECONDS
+        while not (address_file.exists() and address_file.read_text().endswith("\n")):
+            if not founder.is_running() or time.monotonic() > deadline:
+                raise SpesError(f"the first peer did not start within {START_SECONDS:.0f} s; see {founder.log}")
+            founder.wait(POLL_SECONDS)
+        address = address_file.read_text().strip()
+        for index in others:
+            self._start_peer(index, ["--initial-peers", address])
+        self._monitor = self._start_monitor(address)
+        return address
+
+    def _folder(self, index: int) -> Path:
+        return self._config.output / f"peer-{index}"
+
+    def _start_peer(self, index: int, extra: Sequence[str]) -> Child:
+        output = self._folder(index)
+        arguments = [
+            *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
+            *("--threads", "1", "--device", "cpu", "--data-seed", str(index)),
+            "--alone",  # on one machine nobody is cut off: who does not answer is dead
+            *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
+            "--resume" if can_resume(output) else "--overwrite",  # of a start that was killed
+            *_flags(_chosen(self._config)),
+            *extra,
+        ]
+        self._peers.append(self._spawn(f"peer-{index}", "peers/run_peer.py", arguments))
+        return self._peers[-1]
+
+    def _start_monitor(self, address: str) -> Child:
+        arguments = [
+            *("--run-id", self._config.run_id, "--initial-peers", address, "--output", str(self._config.output)),
+            *("--cache", str(self._config.cache), "--threads", "1"),
+            *(["--wandb"] if self._config.wandb else []),
+            *(["--resume"] if self._config.resume else []),
+        ]
+        return self._spawn("monitor", "monitor/run_monitor.py", arguments, on_terminal=True)
+
+    def _spawn(self, name: str, script: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
+        text = [word for path in self._config.text for word in ("--text", str(path.resolve()))]
+        log = self._config.output / "logs" / f"{name}.log"
+        return start(name, _root() / script, [*arguments, *text], log, on_terminal=on_terminal)
+
+    def _watch(self) -> int:
+        """Wait for the monitor's end; note peers that die on the way."""
+        assert self._monitor is not None
+        running = list(self._peers)
+        while self._monitor.process.poll() is None:
+            for child in list(running):
+                if not child.is_running():
+                    running.remove(child)
+                    if killer := child.killer():
+                        say(f"{child.name} was killed by {killer}; the swarm goes on without it")
+            self._monitor.wait(POLL_SECONDS)
+        code = self._monitor.process.returncode
+        if code:
+            say(self._monitor.tail())
+        else:
+            for child in running:  # they leave by themselves once the monitor has archived the model
+                child.wait(STOP_SECONDS)
+        return code
+
+
+def _chosen(config: ExperimentConfig) -> dict[str, Any]:
+    """Return what was chosen about the machine."""
+    choices = {name: getattr(config, name) for name in MachineConfig.model_fields if name in config.model_fields_set}
+    return {name: value for name, value in choices.items() if value is not None}
+
+
+def _flags(choices: Mapping[str, Any]) -> list[str]:
+    """Return settings as a peer's flags."""
+    flags = []
+    for name, value in choices.items():
+        flag = name.replace("_", "-")
+        flags.append(f"--{'' if value else 'no-'}{flag}" if isinstance(value, bool) else f"--{flag}={value}")
+    return flags
+
+
+def _root() -> Path:
+    return Path(__file__).resolve().parent.parent
+
+
+def _opening(config: ExperimentConfig, address: str, slots: int) -> str:
+    out = config.output
+    text = "".join(f" --text {path}" for path in config.text)
+    return (
+        f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
+        f"join by hand:  {_python()} peers/run_peer.py --run-id {config.run_id} --initial-peers {address} "
+        f"--output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
+        f"kill a peer:   pkill -KILL -o -f 'run_peer.py.*{out / 'peer-1'} '\n"
+        "stop:          Ctrl-C\n"
+    )
+
+
+def _summary(config: ExperimentConfig, code: int) -> str:
+    out = config.output
+    resume = f"./scripts/run_local_experiment.sh --resume --output {out}"
+    if code:
+        return f"\nstopped before the run's end; continue it:  {resume}"
+    return (
+        f"\nmodel      {out / 'model'}  (an ordinary Hugging Face checkpoint)\n"
+        f"report     {out / 'report.html'}\nmetrics    {out / 'metrics.jsonl'}\nsettings   {out / RUN_FILE}\n\n"
+        f"evaluate:  {_python()} scripts/evaluate.py {out / 'model'}\n"
+        f"resume:    {resume}   (after an interruption)\n"
+        f"join:      while it runs, with the command printed at the start; it is in {out / 'logs' / 'peer-0.log'} too"
+    )
+
+
+def _python() -> str:
+    executable = Path(sys.executable)
+    return str(executable.relative_to(Path.cwd())) if executable.is_relative_to(Path.cwd()) else str(executable)

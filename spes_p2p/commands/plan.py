@@ -1,0 +1,140 @@
+"""The command that tells a volunteer what a run would need of a machine: `scripts/plan.py`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic_settings import SettingsConfigDict
+from tokenizers import Tokenizer
+
+from spes_p2p.config import (
+    CommandConfig,
+    DataConfig,
+    MachineConfig,
+    PositiveFloat,
+    PositiveInt,
+    RunConfig,
+    check_machine,
+)
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.planner.memory import Setup, fits, peer_memory, shortage, slots_that_fit
+from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
+from spes_p2p.planner.tables import memory_lines, model_lines, time_lines, traffic_lines
+from spes_p2p.planner.traffic import round_traffic
+from spes_p2p.presentation import say
+
+ANY_MEMORY = 2**62
+"""Bytes of a GPU of which nothing is known."""
+
+
+class PlanConfig(CommandConfig, MachineConfig):
+    """Memory, bytes and time that a run needs of one peer, before anything starts; starts nothing.
+
+    Exits with 2 where the plan does not fit `--memory-gb`.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPES_PLAN_", cli_prog_name="plan.py", cli_shortcuts={"max-slots": "slots"}
+    )
+
+    config: Path | None = None
+    """YAML file with the run's settings under `run` and a machine's choices, as peers take it."""
+    run: RunConfig = RunConfig()
+    """The run's settings: `--run.model.num-experts 32`, ..."""
+    max_slots: PositiveInt | Literal["auto"] = "auto"
+    """Slots to train; `auto`: as many as fit `memory_gb`, or else this machine's free memory."""
+    memory_gb: PositiveFloat | None = None
+    """Memory that there is, in 10^9 bytes: the machine's, or with `--device cuda` each GPU's."""
+    host_memory_gb: PositiveFloat | None = None
+    """With `--device cuda`: memory of the machine, which then holds the swarm's share; by default not looked at."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """`cpu`: one memory holds all; `cuda`: GPUs hold what is trained, and the machine the swarm's share."""
+    ranks: PositiveInt = 1
+    """Processes of the peer, as torchrun starts them; with `--device cuda` one to each GPU."""
+    peers: PositiveInt | None = None
+    """Peers of the swarm, all like this one; by default the run's `round.min_peers`, and two at least."""
+    uplink_mbit: PositiveFloat | None = None
+    """Everybody's uplink in 10^6 bits per second, this machine's as well; by default the downlink's."""
+    downlink_mbit: PositiveFloat | None = None
+    """Everybody's downlink; by default the uplink's."""
+    tokens_per_second: PositiveFloat | None = None
+    """What this machine trains, where it is known; the planner does not guess it."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""
+
+
+def main(config: PlanConfig) -> int:
+    """Print the plan; return the exit code.
+
+    Raises:
+        ConfigError: it does not fit, or cannot be made.
+        DataError: a local tokenizer cannot be read.
+    """
+    run, vocab_size = config.run, vocabulary(config.run.data)
+    check_machine(run, config, config.ranks)
+    if config.host_memory_gb and config.device != "cuda":
+        raise ConfigError("--host-memory-gb goes with --device cuda; without a GPU set --memory-gb")
+    size = model_size(run.model, vocab_size)
+    setup = Setup.of(run, config, vocab_size, num_ranks=config.ranks, on_gpu=config.device == "cuda")
+    memory, host = _available(config)
+    claimed = _claimed(config, size, setup, memory, host)
+    num_peers = config.peers or max(2, run.round.min_peers)
+    traffic = round_traffic(size, claimed, num_peers, setup)
+    links = config.uplink_mbit or config.downlink_mbit, config.downlink_mbit or config.uplink_mbit
+    lines = [
+        *model_lines(run, size, setup, claimed, vocab_size),
+        *memory_lines(setup, peer_memory(size, claimed, setup)),
+        *traffic_lines(traffic, num_peers, size, claimed),
+        *time_lines(run, traffic, num_peers, links, config.tokens_per_second),
+    ]
+    say("\n".join(lines))
+    is_limited = config.memory_gb or config.host_memory_gb
+    if is_limited and not fits(size, claimed, setup, memory, host):
+        raise ConfigError(shortage(size, claimed, setup, memory, host))
+    if memory < ANY_MEMORY:
+        say(f"\n{_most(size, setup, memory, host)}")
+    return 0
+
+
+def vocabulary(data: DataConfig) -> int:
+    """Return the entries of a run's tokenizer: counted where it lies in a local folder, else as the settings say.
+
+    Raises:
+        DataError: the folder's tokenizer cannot be read.
+    """
+    file = Path(data.tokenizer or "") / "tokenizer.json"
+    if data.tokenizer is None or not file.is_file():
+        return data.vocab_size
+    try:
+        return Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
+    except Exception as error:  # tokenizers raises bare Exceptions
+        raise DataError(f"cannot read {file}: {error}; name a folder with a tokenizer.json") from error
+
+
+def _available(config: PlanConfig) -> tuple[int, int | None]:
+    """Return the bytes where the peer trains, and on a GPU's host, if they are known."""
+    host = int(config.host_memory_gb * 1e9) if config.host_memory_gb else None
+    if config.memory_gb:
+        return int(config.memory_gb * 1e9), host
+    return ANY_MEMORY if config.device == "cuda" else free_memory_bytes(), host
+
+
+def _claimed(config: PlanConfig, size: ModelSize, setup: Setup, memory: int, host: int | None) -> int:
+    if config.max_slots == "auto":
+        if memory == ANY_MEMORY:
+            raise ConfigError("--device cuda needs to know how much memory a GPU has; set --memory-gb, or --slots")
+        return slots_that_fit(size, setup, memory, host)
+    if config.max_slots > size.num_slots:
+        raise ConfigError(
+            f"--slots {config.max_slots} exceeds model.num_experts={size.num_slots}; set it to {size.num_slots} or less"
+        )
+    return config.max_slots
+
+
+def _most(size: ModelSize, setup: Setup, memory: int, host: int | None) -> str:
+    there = f"a {'GPU' if setup.on_gpu else 'machine'} with {memory / 1e9:.3g} GB free"
+    try:
+        return f"{there} can train {slots_that_fit(size, setup, memory, host)} of {size.num_slots} slots at most"
+    except ConfigError as error:
+        return f"{there} can train none: {error}"

@@ -1,0 +1,1 @@
+"""Watching a run: what its peers report, its model, and where that is shown."""

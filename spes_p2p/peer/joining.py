@@ -1,0 +1,280 @@
+"""How a peer gets into a run: checks, manifest, swarm, first download."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+from transformers import PreTrainedTokenizerBase
+
+import spes_p2p
+from spes_p2p.codecs import digest
+from spes_p2p.config import PeerConfig, RunConfig, check_machine
+from spes_p2p.data.packing import train_source
+from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
+from spes_p2p.errors import ConfigError, JoinError, RecordError
+from spes_p2p.model.build import check_build, hf_config
+from spes_p2p.planner import (
+    ModelSize,
+    Setup,
+    free_memory_bytes,
+    model_size,
+    peer_bytes,
+    round_traffic,
+    slots_that_fit,
+)
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.manifest import (
+    Manifest,
+    check_founder,
+    declare_manifest,
+    fetch_manifest,
+    find_manifests,
+    guest_list,
+    publish_manifest,
+    read_manifest,
+)
+from spes_p2p.swarm.p2p import peerstore
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.peerstore import KnownPeers
+from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.roster import SHARED
+from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.checkpoint import Found, recover
+from spes_p2p.training.process_group import ProcessGroup
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+SAY_SECONDS = 5.0
+
+
+def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
+    """Show, beside everything else, how much has come, until this peer takes part: a bar, or lines where none fits.
+
+    Args:
+        swarm: Which downloads.
+        num_bytes: What is to come; nothing shows nothing.
+    """
+    if num_bytes:
+        work = _bar if sys.stderr.isatty() else _lines
+        threading.Thread(target=work, args=(swarm, num_bytes), name="download", daemon=True).start()
+
+
+def _is_over(swarm: HivemindSwarm, num_bytes: int) -> bool:
+    if swarm.wait(LOOK_SECONDS) or swarm.exchange.bytes_in >= num_bytes:
+        return True
+    mine = swarm.read(Claim).get(swarm.peer_id)
+    return mine is not None and mine.state == "active"  # type: ignore[attr-defined]
+
+
+def _lines(swarm: HivemindSwarm, num_bytes: int) -> None:
+    began = said = time.monotonic()
+    while not _is_over(swarm, num_bytes):
+        now, come = time.monotonic(), swarm.exchange.bytes_in
+        if now - said >= SAY_SECONDS:
+            said, rate = now, come / (now - began)
+            log.info("downloaded %.1f of %.1f MB, %.1f MB/s", come / 1e6, num_bytes / 1e6, rate / 1e6)
+
+
+def _bar(swarm: HivemindSwarm, num_bytes: int) -> None:
+    columns = "downloading", BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=num_bytes)
+        while not _is_over(swarm, num_bytes):
+            progress.update(task, completed=swarm.exchange.bytes_in)
+
+
+MAX_JOINED = 3
+"""Addresses in the command that joins this peer: one that answers is enough."""
+ADDRESS_FILE = "address"
+"""In a peer's output: a multiaddr that others join by, there once the peer is in the swarm."""
+
+
+@dataclass(frozen=True)
+class Admission:
+    """What every rank must know once the leader has joined.
+
+    Attributes:
+        manifest: The run's.
+        max_slots: Slots this peer can train.
+        data_seed: Seed of its data order.
+        found: Its checkpoint, after a restart.
+    """
+
+    manifest: Manifest
+    max_slots: int
+    data_seed: int
+    found: Found | None
+
+
+@contextlib.contextmanager
+def joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
+    """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
+    if config.initial_peers and config.run is not None:
+        raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
+    if config.client_mode and not (config.initial_peers or config.resume):
+        raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
+    run = config.run or RunConfig()
+    if not config.initial_peers:
+        _check_choices(config, run)
+    kept, found = _kept(config)
+    founded = None if config.initial_peers or config.resume else _found(config, run)
+    swarm = _swarm(config, client_mode=config.client_mode)
+    try:
+        if not (config.client_mode or config.announce or swarm.can_be_called()):
+            log.warning(
+                "nobody can open a connection to this peer (TCP port %d): it calls the others, trains and averages, "
+                "and they take what it publishes over its calls; to be called, set --host and --port, or --announce",
+                swarm.node.port,
+            )
+            swarm.close()
+            swarm = _swarm(config, client_mode=True)
+        manifest = _manifest(config, swarm, founded, kept)
+        yield swarm, _enter(config, swarm, manifest, found)
+    finally:
+        swarm.close()
+
+
+def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
+    """Start what talks to the others."""
+    node = Node(
+        Identity(config.identity or config.output / "identity.key"),
+        config.run_name,
+        initial_peers=config.initial_peers,
+        known=KnownPeers(config.output / peerstore.FILE),
+        host=config.host,
+        port=config.port,
+        announce=config.announce,
+        client_mode=client_mode,
+    )
+    return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
+
+
+def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
+    """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
+    cache = config.cache.expanduser()
+    tokenizer = resolve_tokenizer(run.data, config.text, cache)
+    hf_config(run.model, len(tokenizer), run.data.sequence_length)
+    if run.data.source != "hub":
+        train_source(run.data, tokenizer, paths=config.text, cache=cache, order_seed=0)
+    return run, tokenizer
+
+
+def _kept(config: PeerConfig) -> tuple[Manifest | None, Found | None]:
+    """Return the manifest of the run that a resumed peer was in, and its checkpoint, before anything is started."""
+    if not config.resume:
+        return None, None
+    try:
+        store, found = recover(config.output, config.run_name)
+        manifest = read_manifest(store.read)
+    except (JoinError, RecordError) as error:
+        raise JoinError(
+            f"--output {config.output} cannot go on with run {config.run_id!r}: {error}; "
+            f"set --run-id to its run, or name another --output"
+        ) from error
+    check_founder(manifest, config.founder)
+    return manifest, found
+
+
+def _manifest(
+    config: PeerConfig,
+    swarm: HivemindSwarm,
+    founded: tuple[RunConfig, PreTrainedTokenizerBase] | None,
+    kept: Manifest | None,
+) -> Manifest:
+    """Return the run's manifest: the founder's own, the swarm's, or the one kept from before a restart."""
+    if founded is not None:
+        run, tokenizer = founded
+        document = tokenizer_bytes(tokenizer)
+        manifest = Manifest(
+            run_id=config.run_name,
+            founder=swarm.peer_id,
+            software=spes_p2p.__version__,
+            config=run,
+            vocab_size=len(tokenizer),
+            tokenizer_digest=digest(document),
+        )
+        check_founder(manifest, config.founder)
+        publish_manifest(swarm, manifest, document)
+        return manifest
+    if not config.initial_peers:
+        assert kept is not None
+        return kept
+    if kept is not None and kept.digest not in (found := find_manifests(swarm)):
+        raise JoinError(
+            f"--output {config.output} belongs to another run {config.run_id!r} (manifest {kept.digest[:12]}, "
+            f"the swarm's is {found[0][:12]}); name another --output"
+        )
+    return kept or fetch_manifest(swarm, config.founder)[0]
+
+
+def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None) -> Admission:
+    run = manifest.config
+    _check_choices(config, run)
+    size = model_size(run.model, manifest.vocab_size)
+    group = ProcessGroup(config.device)
+    on_gpu = group.device.type == "cuda"
+    setup = Setup.of(run, config, manifest.vocab_size, num_ranks=group.world_size, on_gpu=on_gpu)
+    max_slots = config.max_slots
+    if max_slots == "auto":
+        max_slots = slots_that_fit(size, replace(setup, on_gpu=False), free_memory_bytes())
+    numels = {SHARED: size.shared_params, "slot": size.slot_params}
+    anchors = Anchors(run, numels)
+    guests = guest_list(swarm, manifest, config.invite or "")
+    if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
+        raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
+    swarm.enter(run.round, anchors.vectors(), max_slots=max_slots, guests=guests)
+    declare_manifest(swarm, manifest)
+    run_id = manifest.run_id
+    log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
+    log.info("this peer is %s and trains up to %d of %d slots", swarm.peer_id, max_slots, run.model.num_experts)
+    _say_cost(swarm, size, max_slots, setup)
+    addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_JOINED]
+    (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")
+    text = " --text PATH" if run.data.source == "files" else ""
+    log.info(
+        "others join with: python peers/run_peer.py --run-id %s@%s --initial-peers %s%s",
+        *(run_id, manifest.founder, " ".join(addresses), text),
+    )
+    seed = hashlib.sha256(swarm.peer_id.encode()).digest()
+    data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
+    return Admission(manifest, max_slots, data_seed, found)
+
+
+def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup) -> None:
+    """Say what taking part costs this machine, before it does."""
+    num_peers = max(2, len(swarm.read(Claim)) + 1)
+    traffic = round_traffic(size, max_slots, num_peers, setup)
+    download = 0 if SHARED in swarm.versions() or not swarm.seeds() else 4 * size.total_params
+    show_download(swarm, download)
+    log.info(
+        "it needs %s of memory, downloads %s at first, and sends and receives about %s in a round of %d such peers",
+        *(_size(peer_bytes(size, max_slots, setup)), _size(download), _size(traffic.total), num_peers),
+    )
+
+
+def _size(num_bytes: float) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
+def _check_choices(config: PeerConfig, run: RunConfig) -> None:
+    """Refuse what was chosen for this machine as soon as the run is known."""
+    group = ProcessGroup(config.device)
+    check_machine(run, config, group.world_size)
+    if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
+        check_build(run.model, config.storage or run.frozen_storage, config.kernel)
+    if config.max_slots != "auto" and config.max_slots > run.model.num_experts:
+        raise ConfigError(
+            f"max_slots={config.max_slots} exceeds model.num_experts={run.model.num_experts}; "
+            f"set it to {run.model.num_experts} or less"
+        )

@@ -1,0 +1,156 @@
+"""One peer's life: found or join a run, train its rounds, keep serving for a while, leave."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from spes_p2p.config import PeerConfig
+from spes_p2p.data.packing import train_sources
+from spes_p2p.data.tokenizer import tokenizer_from_bytes
+from spes_p2p.errors import DataError
+from spes_p2p.peer import restart
+from spes_p2p.peer.joining import Admission, joined
+from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.records import Archived
+from spes_p2p.swarm.roster import SHARED
+from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
+from spes_p2p.training.checkpoint import checkpoint_of
+from spes_p2p.training.loop import Rounds
+from spes_p2p.training.loss_gate import LossGate, public_text
+from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.trainer import Trainer
+
+log = logging.getLogger(__name__)
+
+
+def main(config: PeerConfig) -> int:
+    """Run a peer to the end of its run; return the exit code."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    group = ProcessGroup(config.device)
+    if not group.is_leader:
+        _train(config, group, None)
+        return 0
+    check_output(config.output, resume=config.resume, overwrite=config.overwrite)
+    output = kept_output if config.resume else fresh_output
+    try:
+        with (
+            output(config.output) as keep,
+            joined(config) as (swarm, admission),
+            restart.when_daemons_die(config, swarm),
+        ):
+            try:
+                _train(config, group, (swarm, admission), keep)
+            except KeyboardInterrupt:
+                if swarm.watchdog.death:
+                    raise
+                log.info("leaving; continue later with --resume --output %s", config.output)
+                return 130
+    except restart.DaemonDied as died:
+        restart.restart(config, died, num_ranks=group.world_size)
+    return 0
+
+
+# ---------------------------------------------------------------------- training
+
+
+def _nothing() -> None:
+    """Keep the output of a resumed peer, which is kept anyway."""
+
+
+def _train(
+    config: PeerConfig,
+    group: ProcessGroup,
+    joined: tuple[HivemindSwarm, Admission] | None,
+    keep_output: Callable[[], None] = _nothing,
+) -> None:
+    """Train on this rank; `joined` on the leader only. Until its data are read, a start may still fail."""
+    group.connect()
+    sync: Synchroniser | None = None
+    trainer: Trainer | None = None
+    rounds: Rounds | None = None
+    try:
+        admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
+        run = admission.manifest.config
+        source = train_sources(run.data, _tokenizer(config), paths=config.text, cache=config.cache.expanduser())
+        data = source(admission.data_seed)
+        trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
+        keep_output()
+        swarm = joined[0] if joined else None
+        checkpoint = checkpoint_of(config.output)
+        saved = checkpoint.load(admission.found) if admission.found is not None else None
+        initial = None
+        if swarm is not None:
+            sync = _synchroniser(config, swarm, admission, trainer)
+            if SHARED not in swarm.versions() and saved is None:
+                initial = partial(build_initial, run, admission.manifest.vocab_size, sync, trainer)
+        gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
+        rounds = Rounds(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id)
+        rounds.open(initial, saved)
+        del saved  # as large as the model, and not needed again
+        rounds.run()
+        if swarm is not None:
+            _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
+            log.info("the run is finished")
+    except KeyboardInterrupt:
+        if joined and sync is not None and not joined[0].watchdog.death:
+            _hand_over(sync, rounds, joined[1].manifest.config.round.exchange_seconds)
+        raise
+    finally:
+        if sync is not None:
+            sync.holdings.leave()
+        if trainer is not None:
+            trainer.close()
+        group.close()
+
+
+def _unreachable() -> Admission:
+    raise AssertionError("the leader has joined before it connects")
+
+
+def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:
+    """Rebuild the run's tokenizer from the version that this machine has verified."""
+    found = sorted((config.output / "versions").glob("tokenizer.*.bin"))
+    if not found:
+        raise DataError(f"no tokenizer in {config.output / 'versions'}; join again with --overwrite")
+    return tokenizer_from_bytes(found[0].read_bytes(), config.output / "tokenizer")
+
+
+def _synchroniser(config: PeerConfig, swarm: HivemindSwarm, admission: Admission, trainer: Trainer) -> Synchroniser:
+    run, run_id = admission.manifest.config, admission.manifest.run_id
+    sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots, machine=config)
+    if admission.found is not None:
+        sync.holdings.resume(admission.found.state.slots)
+    return sync
+
+
+def _hand_over(sync: Synchroniser, rounds: Rounds | None, seconds: float) -> None:
+    """Give the slots back, and leave once others have what only this peer has, or time is up.
+
+    A round that is synchronised beside the training may be the others' already: who did not wait for it would take the
+    newest versions along.
+    """
+    if rounds is not None and sync.holdings.others():
+        rounds.settle(seconds)
+    log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", seconds)
+    if lacking := sync.holdings.hand_over(seconds):
+        log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
+
+
+def _serve_for_a_while(swarm: HivemindSwarm, last_round: int, seconds: float) -> None:
+    """Keep the final versions within reach until a monitor has archived them, or `seconds` have passed."""
+    log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if any(record.round >= last_round for record in swarm.read(Archived).values()):  # type: ignore[attr-defined]
+            return
+        if swarm.wait(1.0):
+            return

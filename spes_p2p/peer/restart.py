@@ -1,0 +1,110 @@
+"""A peer whose p2pd has died starts itself anew, under its old id and address, from its last checkpoint.
+
+The DHT and the averager hold that p2pd's socket, and a fork of a process that uses a GPU cannot use it: so nothing less
+than the whole peer is started again, in the same process and with the same command line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from spes_p2p.config import PeerConfig
+from spes_p2p.errors import JoinError
+from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+
+log = logging.getLogger(__name__)
+
+LEAST_SECONDS = 10.0
+"""A peer whose p2pd dies sooner than that after it has joined does not start again: it would do so for ever."""
+
+
+class DaemonDied(Exception):
+    """Ends a peer whose p2pd or DHT process has died.
+
+    Args:
+        what: What died.
+        address: By which others joined.
+        port: Where p2pd listened.
+        seconds: For how long the peer had been in the swarm.
+    """
+
+    def __init__(self, what: str, address: str, port: int, seconds: float) -> None:
+        super().__init__(what)
+        self.address, self.port, self.seconds = address, port, seconds
+
+
+@contextlib.contextmanager
+def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm) -> Iterator[None]:
+    """Interrupt the block when p2pd or the DHT dies, and raise that whatever else the block raised because of it.
+
+    Raises:
+        DaemonDied: it has.
+    """
+    began, main = time.monotonic(), threading.main_thread().ident
+    address, port = (config.output / ADDRESS_FILE).read_text(), swarm.node.port
+    assert main is not None
+    swarm.watchdog.when_dead(lambda: signal.pthread_kill(main, signal.SIGINT))
+    try:
+        yield
+    except BaseException as error:
+        # Training may have met the dead p2pd before the watchdog did.
+        if (isinstance(error, KeyboardInterrupt) and not swarm.watchdog.death) or not swarm.watchdog.check():
+            raise
+        raise DaemonDied(swarm.watchdog.death, address, port, time.monotonic() - began) from error
+    finally:
+        swarm.watchdog.stop()
+
+
+def restart(config: PeerConfig, died: DaemonDied, *, num_ranks: int) -> None:
+    """Become a new process of the same command that resumes; return never.
+
+    Raises:
+        JoinError: it would not help, or this rank is not the whole peer.
+    """
+    file = config.output / ADDRESS_FILE  # not this peer's where its start had not yet replaced what was there before
+    is_kept = file.is_file() and file.read_text() == died.address
+    if num_ranks > 1 or died.seconds < LEAST_SECONDS or not is_kept:
+        raise JoinError(f"{died}; start this peer again with --resume --output {config.output}") from died
+    log.warning("%s; starting again with what this peer has kept in %s", died, config.output)
+    start_again(died.port)
+
+
+def start_again(port: int | None = None) -> NoReturn:
+    """Become a new process of the same command that resumes.
+
+    Args:
+        port: Where p2pd listened; None for a command that has no `--port`.
+    """
+    words = resuming_words(sys.orig_argv[1:], port)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, *words])
+
+
+def resuming_words(words: Sequence[str], port: int | None) -> list[str]:
+    """Return a command line that goes on with what this one has begun, at the port that others know.
+
+    Args:
+        words: The command line.
+        port: The port; None for a command that has none.
+    """
+    kept: list[str] = []
+    drops_next = False
+    for word in words:
+        if drops_next:
+            drops_next = False
+        elif word == "--port":
+            drops_next = True
+        elif word.split("=")[0] not in ("--port", "--resume", "--no-resume", "--overwrite", "--no-overwrite"):
+            kept.append(word)
+    return [*kept, "--resume", "--no-overwrite", *([] if port is None else ["--port", str(port)])]

@@ -1,0 +1,1 @@
+"""Virtual peers in one process: a swarm in memory, a virtual clock, attackers, scenarios."""

@@ -1,0 +1,220 @@
+"""What a simulation is to be of: a run, its virtual peers, and what befalls them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from random import Random
+from typing import Annotated, Literal
+
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
+
+from spes_p2p.config import Frozen, PositiveFloat, PositiveInt, RunConfig, RunId
+from spes_p2p.sim.attacks import Attack
+from spes_p2p.swarm.records import PeerId
+
+PEER_ID: TypeAdapter[str] = TypeAdapter(PeerId)
+
+
+class Event(Frozen):
+    """A virtual peer comes, goes, or stands still for a while."""
+
+    peer: Annotated[int, Field(ge=0)]
+    """Which, from 0."""
+    kind: Literal["join", "leave", "kill", "pause"]
+    """`leave` gives the slots back; a killed peer says nothing, and its records expire. A paused one is as a process
+    that was stopped: it neither trains nor answers, and its records expire too if it takes longer than a lease; only
+    a synchronisation that overlaps with its training goes on."""
+    round: Annotated[int, Field(ge=0)]
+    """Once this round is committed; who is killed or paused is so in the middle of the next one's training."""
+    after_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Of `kill` and `pause`: at the end of the first batch that ends so long after that round, in virtual seconds."""
+    seconds: PositiveFloat | None = None
+    """Of `pause`: how long it lasts, in virtual seconds."""
+
+    @model_validator(mode="after")
+    def _check_seconds(self) -> Event:
+        if (self.kind == "pause") != (self.seconds is not None):
+            raise ValueError(
+                f"event {self.kind} of peer {self.peer} has seconds={self.seconds}; give them to pauses and to no other"
+            )
+        return self
+
+
+class Churn(Frozen):
+    """Newcomers replace peers all the time, one after the other; whom and when is drawn from the scenario's seed."""
+
+    present: Annotated[int, Field(ge=2)]
+    """Peers at a time. They are there from the start; the rest of `peers` are newcomers."""
+    share: Annotated[float, Field(gt=0, le=1)] = 0.3
+    """Share of them that is replaced in every `rounds` rounds: half of those are killed, half leave."""
+    rounds: PositiveInt = 10
+    """See `share`."""
+    within_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """A killed peer dies so many virtual seconds after the round before at most."""
+
+    def num_newcomers(self, total: int) -> int:
+        """Return how many peers are replaced in a run of `total` rounds."""
+        return math.ceil(self.share * self.present * total / self.rounds)
+
+    def events(self, seed: int, total: int) -> list[Event]:
+        """Return who comes and goes in a run of `total` rounds; a newcomer comes when the one before it has gone."""
+        draw, number = Random(f"churn-{seed}"), self.num_newcomers(total)
+        kinds: list[Literal["kill", "leave"]] = [("kill", "leave")[index % 2] for index in range(number)]
+        draw.shuffle(kinds)
+        joined, events = dict.fromkeys(range(self.present), 0), list[Event]()
+        for index, kind in enumerate(kinds):
+            interval = self.rounds / (self.share * self.present)
+            round = min(1 + int((index + draw.random()) * interval), total - 2)
+            peer = draw.choice([peer for peer, since in joined.items() if since < round])
+            seconds = draw.uniform(0.0, self.within_seconds) if kind == "kill" else 0.0
+            newcomer, join = self.present + index, round + (kind == "kill")
+            events.append(Event(peer=peer, kind=kind, round=round, after_seconds=seconds))
+            events.append(Event(peer=newcomer, kind="join", round=join))
+            joined = {**{other: since for other, since in joined.items() if other != peer}, newcomer: join}
+        return events
+
+
+class Scenario(Frozen):
+    """One simulation; on CPUs of one kind equal scenarios give equal results, bit by bit."""
+
+    run: RunConfig = RunConfig()
+    """The run's settings. `round.min_peers` is replaced by the number of peers that are there from the start."""
+    peers: PositiveInt = 4
+    """Virtual peers, those that join later included."""
+    max_slots: PositiveInt | list[PositiveInt] = 8
+    """Slots that a peer can train; one number for all, or one for each."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Seed of the peers' data orders and ids; the initial weights go by `run.seed`."""
+    speeds: PositiveFloat | list[PositiveFloat] = 1000.0
+    """Virtual tokens per second of training, of all or of each."""
+    starts: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = []
+    """Virtual seconds after which each peer starts; all at once by default."""
+    peer_ids: list[str] = []
+    """Ids of the peers, such as real peers have; drawn from `seed` by default."""
+    data_seeds: list[int] = []
+    """Seeds of the peers' data orders; drawn from `seed` by default."""
+    slots: list[list[Annotated[int, Field(ge=0)]]] = []
+    """Slots that each peer claims when it starts, as one that comes back does; by default all are allocated."""
+    run_id: RunId = "simulation"
+    """Seeds the lots by which slots are allocated."""
+    events: list[Event] = []
+    """What befalls whom; whoever has no `join` is there from the start."""
+    churn: Churn | None = None
+    """Draws `events` instead of listing them."""
+    attacks: list[Attack] = []
+    """Who cheats."""
+    evaluate_rounds: PositiveInt = 1
+    """Measure the held-out loss after every so many rounds, and after the last."""
+    held_out_tokens: PositiveInt = 32_768
+    """Tokens to measure it on at most; the same ones in all scenarios of one tokenizer and corpus."""
+    split: Literal["held_out", "tuning"] = "held_out"
+    """Half of the run's held-out documents: one to report, the other to choose settings by."""
+    text: list[Path] = []
+    """Files and folders of the source `files`."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where all peers train."""
+    threads: PositiveInt | None = None
+    """CPU threads; by default PyTorch's choice."""
+
+    @field_validator("peer_ids")
+    @classmethod
+    def _check_ids(cls, ids: list[str]) -> list[str]:
+        for peer_id in ids:
+            try:
+                PEER_ID.validate_python(peer_id)
+            except ValidationError as error:
+                raise ValueError(
+                    f"peer_ids holds {peer_id!r}, which is no peer id; copy one from a run (40 to 64 characters "
+                    f"of base58, such as Qm...), or leave peer_ids out"
+                ) from error
+            if ids.count(peer_id) > 1:
+                raise ValueError(f"peer_ids holds {peer_id} twice; give every peer its own")
+        return ids
+
+    @model_validator(mode="after")
+    def _check_peers(self) -> Scenario:
+        for name in ("max_slots", "speeds", "starts", "peer_ids", "data_seeds", "slots"):
+            value = getattr(self, name)
+            if isinstance(value, list) and value and len(value) != self.peers:
+                raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")
+        for slots in self.max_slots if isinstance(self.max_slots, list) else [self.max_slots]:
+            if slots > self.run.model.num_experts:
+                raise ValueError(
+                    f"max_slots={slots} exceeds run.model.num_experts={self.run.model.num_experts}; "
+                    f"set it to {self.run.model.num_experts} or less"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_churn(self) -> Scenario:
+        if self.churn is None:
+            return self
+        if self.events or self.run.round.total < 3:
+            raise ValueError(
+                f"churn draws the events of a run of 3 rounds or more, and there are {len(self.events)} events beside "
+                f"it and {self.run.round.total} rounds; leave out one of the two"
+            )
+        needed = self.churn.present + self.churn.num_newcomers(self.run.round.total)
+        if self.peers != needed:
+            raise ValueError(
+                f"churn of {self.churn.present} peers over {self.run.round.total} rounds takes {needed} peers, "
+                f"newcomers included, and peers={self.peers}; set it to {needed}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_events(self) -> Scenario:
+        for peer in [*(event.peer for event in self.events), *(attack.peer for attack in self.attacks)]:
+            if peer >= self.peers:
+                raise ValueError(f"peer {peer} is not one of peers={self.peers}; number them from 0")
+        for event in self.schedule:
+            first = 0 if event.kind == "join" else 1
+            if not first <= event.round < self.run.round.total:
+                raise ValueError(
+                    f"peer {event.peer} cannot {event.kind} at round {event.round} of {self.run.round.total}; "
+                    f"choose from {first} to {self.run.round.total - 1}"
+                )
+        for peer in range(self.peers):
+            joins, ends = (
+                [event.round for event in self.schedule if event.peer == peer and event.kind in kinds]
+                for kinds in (("join",), ("leave", "kill"))
+            )
+            if len(joins) > 1 or len(ends) > 1 or (joins and ends and ends[0] <= joins[0]):
+                raise ValueError(
+                    f"peer {peer} joins at rounds {joins} and goes at {ends}; let it join once, then go once, "
+                    f"and come back as another peer"
+                )
+        for attack in self.attacks:
+            if attack.from_round >= self.run.round.total:
+                raise ValueError(
+                    f"the attack of peer {attack.peer} begins in round {attack.from_round} of {self.run.round.total}; "
+                    f"let it begin before"
+                )
+        for held in self.slots:
+            if sorted(set(held)) != held or (held and held[-1] >= self.run.model.num_experts):
+                raise ValueError(
+                    f"slots={held} of a peer; list each once, ascending, up to {self.run.model.num_experts - 1}"
+                )
+        if not self.founders:
+            raise ValueError("every peer joins later, so there is nobody to join; let one start without an event")
+        return self
+
+    @property
+    def schedule(self) -> list[Event]:
+        """What befalls whom, listed or drawn."""
+        return self.events if self.churn is None else self.churn.events(self.seed, self.run.round.total)
+
+    @property
+    def founders(self) -> list[int]:
+        """Peers that are there from the start."""
+        return [peer for peer in range(self.peers) if self.event_round(peer, "join") is None]
+
+    def strikes(self, peer: int) -> list[Event]:
+        """Return a peer's pauses and its death, by round."""
+        own = [event for event in self.schedule if event.peer == peer and event.kind in ("kill", "pause")]
+        return sorted(own, key=lambda event: event.round)
+
+    def event_round(self, peer: int, kind: str) -> int | None:
+        """Return the first round of a peer's events of a kind; None if it has none."""
+        return min((event.round for event in self.schedule if event.peer == peer and event.kind == kind), default=None)

@@ -1,0 +1,506 @@
+"""The swarm without a network: peers of one process meet in a hub. Same groups, same means, same digests."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs import Format, digest
+from spes_p2p.errors import ExchangeError, SimulationError
+from spes_p2p.sim.clock import VirtualClock
+from spes_p2p.swarm.averaging.audit import Evidence
+from spes_p2p.swarm.averaging.encoding import Vectors, Wire
+from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, entering, judge
+from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_message, reduce_message
+from spes_p2p.swarm.bans import Trust
+from spes_p2p.swarm.exchange.versions import Refused, Version
+from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
+from spes_p2p.swarm.roster import SHARED, Member, derive_groups
+
+Lie = Callable[[Format, Message, Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a peer brings to a meeting.
+
+    Attributes:
+        member: Its roster entry.
+        encoded: Its vectors as they travel.
+        wire: How they do.
+        errors: What earlier means have left over with it, by group.
+        lie: Makes other bytes of the means that it reduces, of a dishonest peer, which blames nobody; else None.
+    """
+
+    member: Member
+    encoded: Mapping[str, Tensor]
+    wire: Wire
+    errors: dict[str, Tensor]
+    lie: Lie | None = None
+
+    def error(self, name: str, numel: int) -> Tensor:
+        """Return what is left over of a group's delta; nothing, at first."""
+        return self.errors.setdefault(name, torch.zeros(numel))
+
+
+class MemoryHub:
+    """Where the peers of one process meet, one of them running at a time.
+
+    Args:
+        run_id: Names the run in versions.
+        matchmaking_seconds: How long peers wait for others beyond a round's start.
+        lease_seconds: How long records outlive a peer that has vanished.
+        clock: Virtual time; a new one by default.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        matchmaking_seconds: float = 3.0,
+        lease_seconds: float = 30.0,
+        clock: VirtualClock | None = None,
+    ) -> None:
+        self.run_id, self.matchmaking_seconds, self.lease_seconds = run_id, matchmaking_seconds, lease_seconds
+        self.clock = clock or VirtualClock()
+        self.records: dict[type[Record], dict[str, tuple[Record, float]]] = {}
+        self.bundles: dict[str, dict[str, tuple[Version, Tensor]]] = {}
+        self.bytes_out: dict[str, int] = {}
+        self.deltas: dict[str, tuple[str, int]] = {}
+        self._flats: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
+        self._waiting: dict[str, Entry] = {}
+        self._attempts: dict[str, Attempt] = {}
+
+    def copy(self, flat_N: Tensor, digest: str) -> Tensor:
+        """Return a copy to keep, one for all who publish the same."""
+        kept = self._flats.get(digest)
+        if kept is None:
+            kept = self._flats[digest] = flat_N.clone()
+        return kept
+
+    def transfer_bytes(self, version: Version, have: str, keyframe_rounds: int) -> int:
+        """Return what it takes to send a version to a peer that has the one with the digest `have`."""
+        digest, num_bytes = version.digest, 0
+        for _ in range(keyframe_rounds):
+            if digest == have or digest not in self.deltas:
+                break
+            digest, delta_bytes = self.deltas[digest]
+            num_bytes += delta_bytes
+        return min(num_bytes, version.num_bytes) if digest == have else version.num_bytes
+
+    def meet(self, entry: Entry, expected: int, deadline: float) -> Attempt:
+        """Wait until `expected` peers are here, or `deadline` (virtual seconds); return this peer's outcome."""
+        me, began = entry.member.peer_id, self.clock.now()
+        self._waiting[me] = entry
+        while me not in self._attempts:
+            if len(self._waiting) >= expected or self.clock.now() >= deadline:
+                self._assemble()
+            else:
+                self.clock.wait(deadline - self.clock.now())
+        return replace(self._attempts.pop(me), matchmaking_seconds=self.clock.now() - began)
+
+    def _assemble(self) -> None:
+        met, self._waiting = self._waiting, {}
+        if len(met) == 1:
+            self._attempts |= {peer: Attempt(failure="no roster: nobody came") for peer in met}
+        else:
+            self._attempts |= average_entries(met)
+        self.clock.notify_all()
+
+
+def average_entries(met: Mapping[str, Entry]) -> dict[str, Attempt]:
+    """Return what each of those who met gets out of it, by peer; the entries are left as they are.
+
+    A reducer that is caught lying is left out of a second attempt, as everywhere.
+    """
+    attempts = _attempt(met)
+    liars = {peer for attempt in attempts.values() for peer in attempt.lost}
+    rest = {peer: entry for peer, entry in met.items() if peer not in liars}
+    if not liars or len(rest) < 2:
+        return attempts
+    failure = f"lost {' and '.join(sorted(liars))}"
+    second = {
+        peer: replace(attempt, evidence={**attempts[peer].evidence, **attempt.evidence})
+        for peer, attempt in average_entries(rest).items()
+    }
+    return second | {peer: Attempt(failure=failure) for peer in liars}
+
+
+def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
+    roster = tuple(met[peer].member for peer in sorted(met))
+    groups = derive_groups(roster)
+    status: dict[str, dict[str, str]] = {peer: {} for peer in met}
+    averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
+    lefts: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
+    evidence: dict[str, dict[str, Evidence]] = {peer: {} for peer in met}
+    lost: dict[str, set[str]] = {peer: set() for peer in met}
+    for name, members in groups.members.items():
+        format = met[members[0]].wire.format(name, groups.round + 1)
+        plan = GroupPlan.in_roster(roster, members, format)
+        work = GroupMean(plan, name, met)
+        reason = work.reduce() if any(plan.weights) else "nobody trained"
+        for peer in members:
+            status[peer][name] = reason
+            evidence[peer] |= work.witnesses[peer].evidence()
+            if reason.startswith("lost") and name == SHARED:
+                lost[peer] |= set(work.witnesses[peer].liars())
+            if not reason:
+                averaged[peer][name] = work.mean
+                if peer in work.left:
+                    lefts[peer][name] = work.left[peer]
+    return {
+        peer: Attempt(
+            roster,
+            status=status[peer],
+            averaged=averaged[peer],
+            left=lefts[peer],
+            lost=frozenset(lost[peer]),
+            evidence=evidence[peer],
+        )
+        for peer in met
+    }
+
+
+class GroupMean:
+    """One group's reduction, all of its members in one place.
+
+    Args:
+        plan: Who reduces what.
+        name: The group.
+        met: What everybody brings.
+
+    Attributes:
+        mean: Encoded, once it is reduced.
+        left: What encoding it has left over with each of its reducers.
+        witnesses: The members' eyes.
+    """
+
+    def __init__(self, plan: GroupPlan, name: str, met: Mapping[str, Entry]) -> None:
+        self._plan, self._name, self._met = plan, name, met
+        self._senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
+        self.mean = torch.empty(plan.format.num_bytes, dtype=torch.uint8)
+        self.left: dict[str, tuple[int, Tensor]] = {}
+        self.witnesses = {peer: plan.witness(peer) for peer in plan.peers}
+
+    def reduce(self) -> str:
+        """Reduce every slice; return why that failed, or ""."""
+        plan = self._plan
+        if len(plan.peers) == 1:
+            self.mean = self._met[plan.peers[0]].encoded[self._name]
+            return ""
+        try:
+            for reducer, messages in zip(plan.peers, plan.slices, strict=True):
+                self._reduce_slice(reducer, messages)
+        except (ValueError, ExchangeError) as error:
+            return f"the mean cannot be sent: {error}"
+        liars = {peer: seen for witness in self.witnesses.values() for peer, seen in witness.liars().items()}
+        return "; ".join(f"lost {peer}: {seen.reason}" for peer, seen in liars.items())
+
+    def _reduce_slice(self, reducer: str, messages: Sequence[Message]) -> None:
+        plan, entry = self._plan, self._met[reducer]
+        start, stop = plan.span(reducer)
+        errors = entry.error(self._name, plan.delta_numel)
+        new_errors = errors[start:stop].clone()
+        for message in messages:
+            span = slice(*(min(edge, plan.delta_numel) for edge in (message[0].start, message[-1].stop)))
+            place = slice(message[0].byte_start, message[-1].byte_stop)
+            kept = errors[span] if span.start < span.stop else None
+            decoded = [self._sent(reducer, peer, message, place) for peer, _ in self._senders]
+            weights = [weight for _, weight in self._senders]
+            witness = self.witnesses[reducer]
+            encoded, rest = reduce_message(plan.format, message, decoded, weights, kept, witness)
+            self.mean[place] = encoded if entry.lie is None else entry.lie(plan.format, message, encoded)
+            if rest is not None:
+                new_errors[span.start - start : span.stop - start] = rest
+            self._show(reducer, message, place)
+        if not plan.format.is_exact:
+            self.left[reducer] = start, new_errors
+
+    def _sent(self, reducer: str, peer: str, message: Message, place: slice) -> Tensor | None:
+        """Return what a member sends of a message; None where nobody can read it, but there are enough others."""
+        try:
+            return decode_message(self._plan.format, message, self._met[peer].encoded[self._name][place])
+        except ExchangeError as error:
+            witness = self.witnesses[reducer]
+            witness.proves(self._plan.peers.index(peer), f"sent what is no delta: {error}")
+            if not witness.can_judge:
+                raise
+            return None
+
+    def _show(self, reducer: str, message: Message, place: slice) -> None:
+        """Let all others look at a mean."""
+        index, mean_N = self._plan.peers.index(reducer), decode_message(self._plan.format, message, self.mean[place])
+        for peer, witness in self.witnesses.items():
+            if peer != reducer and self._met[peer].lie is None:
+                witness.receive(index, message, mean_N, self._met[peer].encoded[self._name])
+
+
+MAX_FRUITLESS_ROUNDS = 20
+"""Rounds dropped in a row after which a swarm is taken to be unable to go on."""
+
+
+class MemorySwarm:
+    """One virtual peer's view of a hub; implements `Swarm`. Versions are not signed: there are no strangers here.
+
+    Args:
+        hub: Where the others are.
+        peer_id: This peer's.
+    """
+
+    def __init__(self, hub: MemoryHub, peer_id: str) -> None:
+        self._hub, self.clock, self.peer_id = hub, hub.clock, peer_id
+        self._mine: dict[str, tuple[Version, Tensor]] = {}
+        self._before: dict[str, tuple[Version, Tensor]] = {}
+        self._pulled_bytes = self._averaged_bytes = 0
+        self._wire, self._errors = Wire({}), dict[str, Tensor]()
+        self._held: tuple[int, ...] = ()
+        self._vectors = Vectors(keyframe_rounds=1)
+        self._fruitless, self.trust = 0, Trust()
+        self.accused: set[tuple[int, str]] = set()
+        """Rounds, and peers of which this one held something against what they did in them."""
+        self._closed, self._refused = False, Refused()
+        hub.bytes_out[peer_id] = 0
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    # ------------------------------------------------------------------ records
+
+    def announce(self, *records: Record) -> None:
+        self._store(records, math.inf)
+
+    def report(self, record: Record) -> None:
+        self._store([record], self.now() + MAX_LIFETIME_SECONDS)
+
+    def _store(self, records: Sequence[Record], expires_at: float) -> None:
+        for record in records:
+            self._hub.records.setdefault(type(record), {})[self.peer_id] = (record, expires_at)
+        self.clock.notify_all()
+
+    def read(self, kind: type[Record]) -> Mapping[str, Record]:
+        now, stored = self.now(), self._hub.records.get(kind, {})
+        return {peer: record for peer, (record, expires_at) in stored.items() if expires_at > now}
+
+    def wait(self, seconds: float) -> bool:
+        if not self._closed:
+            self.clock.wait(seconds)
+        return self._closed
+
+    # ------------------------------------------------------------------ rounds
+
+    def enter(self, vectors: Vectors) -> None:
+        """Become able to average.
+
+        Args:
+            vectors: What the run averages and publishes.
+        """
+        self._wire, self._vectors = Wire(vectors.segments), vectors
+
+    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+        contribution = self.trust.enter(entering(contribution, expected), self.read(Claim))
+        member, encoded = self._encode(contribution)
+        if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
+            self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
+            self._held = member.slots
+        if expected <= 1:
+            attempt = alone(member, encoded)
+        else:
+            patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
+            entry = Entry(member, encoded, self._wire, self._errors, self._lie(member.round))
+            attempt = self._hub.meet(entry, expected, self.now() + patience)
+            self.trust.note(member.round, [attempt.evidence])
+            self.accused |= {(member.round, peer) for peer in attempt.evidence}
+        result = judge(attempt, contribution, self._wire)
+        self.trust.meet(result)
+        if result.is_behind:
+            self._wire.forget()
+            self._errors.clear()
+        else:
+            self._wire.settle(result.committed)
+            for name, (start, error) in attempt.left.items():
+                if name in result.committed:
+                    self._errors[name][start : start + error.numel()] = error
+        self._averaged_bytes += averaged_bytes(result, self._wire)
+        self._check_progress(contribution, result)
+        return result
+
+    def _check_progress(self, contribution: Contribution, result: RoundResult) -> None:
+        is_fruitless = SHARED not in result.committed and not result.is_behind
+        self._fruitless = self._fruitless + 1 if is_fruitless else 0
+        if self._fruitless >= MAX_FRUITLESS_ROUNDS:
+            raise SimulationError(
+                f"round {contribution.member.round + 1} was dropped {self._fruitless} times in a row: "
+                f"{result.dropped.get(SHARED, 'nobody trained a token')}; lower run.train.lr if the loss diverged, "
+                f"or see the attacks and events"
+            )
+
+    def remainders(self) -> Mapping[str, Tensor]:
+        return self._wire.remainders()
+
+    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
+        self._wire.take_up(remainders)
+
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
+        return self._wire.encode(contribution)
+
+    def _lie(self, round: int) -> Lie | None:
+        """Return what a peer makes of the means that it reduces in a round; an honest one nothing."""
+        return None
+
+    # ------------------------------------------------------------------ versions
+
+    def publish(
+        self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
+    ) -> Mapping[str, Version]:
+        data = {name: self._vectors.encode(name, flat_N) for name, flat_N in bundles.items()}
+        described = {name: self._describe(name, round, data[name]) for name in bundles}
+        coded = [name for name in bundles if described[name].codec == "coded"]
+        bundles = {**bundles, **{name: self._vectors.decode(name, bytes(data[name])) for name in coded}}
+        for name, delta in (deltas or {}).items():
+            if name in self._mine and self._mine[name][0].digest != described[name].digest:
+                self._hub.deltas[described[name].digest] = self._mine[name][0].digest, len(delta)
+        self._keep({n: (described[n], self._hub.copy(flat_N, described[n].digest)) for n, flat_N in bundles.items()})
+        return described
+
+    def _describe(self, name: str, round: int, data: memoryview) -> Version:
+        return Version(
+            run_id=self._hub.run_id,
+            name=name,
+            round=round,
+            digest=digest(data),
+            num_bytes=data.nbytes,
+            codec=self._vectors.codec(name),
+            author=self.peer_id,
+            public_key="",
+        )
+
+    def versions(self) -> Mapping[str, Version]:
+        return {name: version for name, (version, _) in self._mine.items()}
+
+    def go_back(self, files: Mapping[Path, Version]) -> None:
+        raise SimulationError("versions in memory have no files; a virtual peer cannot be resumed")
+
+    def load(self, name: str, *, before: bool = False) -> Tensor:
+        kept = self._before if before else self._mine
+        if name not in kept:
+            raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
+        return kept[name][1].clone()
+
+    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
+        round = self._mine[name][0].round - 1
+        self._refused.add(self._mine[name][0].digest)
+        self._mine[name] = self._hub.bundles[self.peer_id][name] = self._before.pop(name)
+        self.trust.suspect(round, suspects)
+        self.accused |= {(round, peer) for peer in suspects}
+
+    def pull(
+        self,
+        wanted: Mapping[str, Sequence[str]],
+        *,
+        min_round: int,
+        timeout: float,
+        relays: Mapping[str, Sequence[str]] | None = None,
+        uplinks: Mapping[str, float] | None = None,
+        authors: Mapping[str, Collection[str]] | None = None,
+    ) -> Mapping[str, str]:
+        deadline, failures = self.now() + timeout, self._vectors.strange(wanted)
+        for name, peers in wanted.items():
+            if name in failures:
+                continue
+            peer = self._wait_for(name, peers, min_round, deadline, (authors or {}).get(name, ()))
+            if peer is None:
+                failures[name] = "nobody has it"
+                continue
+            found = self._hub.bundles[peer][name]
+            have = self._mine[name][0].digest if name in self._mine else ""
+            num_bytes = self._hub.transfer_bytes(found[0], have, self._vectors.keyframe_rounds)
+            self._pulled_bytes += num_bytes
+            self._hub.bytes_out[peer] += num_bytes
+            self._keep({name: found})
+        return failures
+
+    def _wait_for(
+        self, name: str, peers: Sequence[str], min_round: int, deadline: float, authors: Collection[str]
+    ) -> str | None:
+        """Return who has the newest version, and of several the one that has sent least; None if it never came."""
+        while True:
+            offers = {peer: self._hub.bundles[peer][name][0] for peer in peers if self._has(peer, name)}
+            # As in a real swarm, whoever offers something else than is wanted is asked no more.
+            peers = [p for p in peers if p not in offers or not self._is_bad(offers[p], min_round, authors)]
+            rounds = {peer: version.round for peer, version in offers.items() if peer in peers}
+            if offers and not peers:
+                return None
+            if rounds and max(rounds.values()) >= min_round:
+                newest = [peer for peer, round in rounds.items() if round == max(rounds.values())]
+                return min(newest, key=lambda peer: (self._hub.bytes_out[peer], peer))
+            if self.now() >= deadline:
+                return None
+            self.clock.wait(deadline - self.now())
+
+    def _is_bad(self, version: Version, min_round: int, authors: Collection[str]) -> bool:
+        is_anothers = len(authors) > 0 and version.author not in authors
+        return version.round >= min_round and (
+            version.digest in self._refused  # guard: memory-refused
+            or is_anothers
+        )
+
+    def _has(self, peer: str, name: str) -> bool:
+        return name in self._hub.bundles.get(peer, {})
+
+    def _keep(self, items: Mapping[str, tuple[Version, Tensor]]) -> None:
+        for name, (version, _) in items.items():
+            if name in self._mine and self._mine[name][0].round != version.round:
+                self._before[name] = self._mine[name]
+        self._mine |= items
+        self._hub.bundles.setdefault(self.peer_id, {}).update(items)
+        self.clock.notify_all()
+
+    def seeds(self) -> Mapping[str, Sequence[str]]:
+        """Return nobody: in memory, whoever has versions has claims."""
+        return {}
+
+    def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
+        found = {peer: self._hub.bundles[peer].items() for peer in peers if peer in self._hub.bundles}
+        return {
+            p: {n: v for n, (v, _) in items if v.digest not in self._refused}  # guard: memory-inventory
+            for p, items in found.items()
+        }
+
+    # ------------------------------------------------------------------ the end
+
+    def traffic(self) -> tuple[int, int]:
+        sent = self._hub.bytes_out[self.peer_id]
+        return self._pulled_bytes + self._averaged_bytes, sent + self._averaged_bytes
+
+    def close(self) -> None:
+        """Leave. The heart stops: records live on for a lease, as in any swarm."""
+        if not self._closed:
+            self._closed = True
+            self._stand_still()
+            self.clock.notify_all()
+
+    def pause(self, seconds: float) -> None:
+        """Do nothing for so long, as a process that was stopped: no heartbeat, and no answer to anybody who pulls."""
+        bundles = self._hub.bundles.get(self.peer_id, {})
+        renewed = {kind: of[self.peer_id] for kind, of in self._hub.records.items() if self.peer_id in of}
+        self._stand_still()
+        self.clock.advance(seconds)
+        self._hub.bundles[self.peer_id] = bundles
+        for kind, stored in renewed.items():
+            self._hub.records[kind][self.peer_id] = stored
+        self.clock.notify_all()
+
+    def _stand_still(self) -> None:
+        """Let what the heart would renew run out, and serve nothing."""
+        expires_at = self.now() + self._hub.lease_seconds
+        for records in self._hub.records.values():
+            if self.peer_id in records:
+                record, until = records[self.peer_id]
+                records[self.peer_id] = (record, min(until, expires_at))
+        self._hub.bundles.pop(self.peer_id, None)

@@ -1,0 +1,1 @@
+"""Many simulations: their settings, workers, results and report."""

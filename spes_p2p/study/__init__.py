@@ -1,1 +1,0 @@
-"""The convergence lab: many scenarios, each with several seeds, run side by side, compared and reported."""

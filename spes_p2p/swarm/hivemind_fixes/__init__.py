@@ -1,0 +1,1 @@
+"""Every subclass and patch of hivemind's internals."""

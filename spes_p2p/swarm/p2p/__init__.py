@@ -1,0 +1,1 @@
+"""One peer's identity, its p2pd and DHT node, and the peers that it can reach."""

@@ -1,0 +1,109 @@
+"""Whether others can open a connection to this peer: it asks some of them to try.
+
+Whom a peer has called can talk to it anyway; but whoever knows only its address, as every newcomer does, cannot.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.utils.multiaddr import Multiaddr
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spes_p2p.errors import SpesError
+from spes_p2p.swarm.exchange.protocol import Channel
+from spes_p2p.swarm.p2p.node import Node
+
+log = logging.getLogger(__name__)
+
+ASK_SECONDS = 10.0
+DIAL_SECONDS = 4.0
+MAX_ASKED = 3
+MAX_AT_ONCE = 4
+
+
+class _Question(BaseModel):
+    """Can you open a connection to this port of mine?"""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    port: int = Field(ge=1, le=65535)
+
+
+class _Answer(BaseModel):
+    """Whether it could; None where the asker's address is not known."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    is_reached: bool | None
+
+
+class DialBack:
+    """Answers those who ask whether they can be called, and asks others.
+
+    Only the address from which the asker's own connection comes is dialled, so that nobody can have a third machine
+    called.
+
+    Args:
+        node: The peer's host; it answers at once.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self._node, self._service = node, f"{node.run_id}::dialback"
+        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        if not node.client_mode:
+            node.run(node.p2p.add_binary_stream_handler(self._service, self._answer), ASK_SECONDS)
+
+    def is_reachable(self, peers: Sequence[str]) -> bool:
+        """Return False if some of these peers have tried to call this one and none could."""
+        question = _Question(port=self._node.port)
+        answers = self._node.run(self._ask_all(peers[:MAX_ASKED], question), 2 * ASK_SECONDS)
+        return any(answers) or False not in answers
+
+    async def _ask_all(self, peers: Iterable[str], question: _Question) -> list[bool | None]:
+        return await asyncio.gather(*(self._ask(peer, question) for peer in peers))
+
+    async def _ask(self, peer: str, question: _Question) -> bool | None:
+        try:
+            async with asyncio.timeout(ASK_SECONDS):
+                channel = await Channel.open(self._node, peer, self._service, ASK_SECONDS)
+                with contextlib.closing(channel):
+                    await channel.send_text(question.model_dump_json())
+                    return _Answer.model_validate_json(await channel.receive_text()).is_reached
+        except Exception as error:  # noqa: BLE001 - it may be another version, or gone: then it has no say
+            log.debug("%s does not say whether it can call us: %r", peer, error)
+            return None
+
+    async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel = Channel(reader, writer, ASK_SECONDS)
+        with contextlib.closing(channel):
+            try:
+                question = _Question.model_validate_json(await channel.receive_text())
+                async with self._turns:
+                    hosts = await self._hosts_of(info.peer_id.to_base58())
+                    reached = [await _can_connect(host, question.port) for host in hosts[:2]]
+                answer = _Answer(is_reached=any(reached) if reached else None)
+                await channel.send_text(answer.model_dump_json())
+                await channel.wait_for_hang_up()
+            except (SpesError, ValidationError, TimeoutError) as error:
+                log.info("did not call %s back: %s", info.peer_id.to_base58()[-6:], error)
+
+    async def _hosts_of(self, peer: str) -> list[str]:
+        """Return the addresses from which a peer's connections come."""
+        peers = await self._node.p2p.list_peers()
+        addresses = [Multiaddr(str(a)) for p in peers if p.peer_id.to_base58() == peer for a in p.addrs]
+        return sorted({str(a["ip4"]) for a in addresses if str(a).startswith("/ip4/") and "p2p-circuit" not in str(a)})
+
+
+async def _can_connect(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(DIAL_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -1,0 +1,146 @@
+"""From a run's settings to one peer's trainer and synchroniser, and from published versions to the whole model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs import Layout
+from spes_p2p.config import MachineConfig, RunConfig, check_machine
+from spes_p2p.data.packing import TokenSource
+from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.swarm.interface import Swarm
+from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.training.anchors import Anchors, initial_bundles
+from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.slots import Holdings
+from spes_p2p.training.synchroniser import Synchroniser
+from spes_p2p.training.trainer import Trainer
+
+
+def build_trainer(
+    run: RunConfig,
+    vocab_size: int,
+    data: TokenSource,
+    group: ProcessGroup,
+    *,
+    machine: MachineConfig | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Trainer:
+    """Return a trainer of the run's model, which holds no slot yet.
+
+    Args:
+        run: The run's settings.
+        vocab_size: Entries of the run's tokenizer.
+        data: Batches.
+        group: This peer's ranks.
+        machine: How this machine computes; by default as the run says.
+        clock: Tells the seconds that pass.
+
+    Raises:
+        ConfigError: this machine cannot compute so.
+    """
+    machine = machine or MachineConfig()
+    check_machine(run, machine, group.world_size)
+    model = build_slot_model(
+        run.model,
+        vocab_size=vocab_size,
+        sequence_length=run.data.sequence_length,
+        seed=run.seed,
+        claimed=(),
+        storage=machine.storage or run.frozen_storage,
+        kernel=machine.kernel,
+        device=group.device,
+    )
+    return Trainer(model, run.train, data, group, machine, clock=clock)
+
+
+def build_synchroniser(
+    swarm: Swarm,
+    run: RunConfig,
+    trainer: Trainer,
+    *,
+    run_id: str,
+    max_slots: int,
+    machine: MachineConfig | None = None,
+) -> Synchroniser:
+    """Return a synchroniser without anchors or claims, in the trainer's time.
+
+    Args:
+        swarm: The peer's swarm.
+        run: The run's settings.
+        trainer: The leader's.
+        run_id: The run's name.
+        max_slots: Slots this peer can train.
+        machine: What this machine may send and fetch; by default all there is.
+    """
+    machine = machine or MachineConfig()
+    anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
+    holdings = Holdings(
+        swarm,
+        run,
+        run_id=run_id,
+        anchors=anchors,
+        max_slots=max_slots,
+        refresh_slots=machine.refresh_slots,
+        clock=trainer.clock,
+    )
+    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
+
+
+def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> dict[str, Tensor]:
+    """Return the bundles of `shared` and every slot at the run's start, as the run's seed draws them."""
+    stock = stock_model(run.model, vocab_size, run.data.sequence_length, run.seed)
+    return initial_bundles(sync.anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)
+
+
+class WholeModel:
+    """Every parameter in fp32, at first as the run's seed draws it: the anchor of round 0.
+
+    Args:
+        run: The run's settings.
+        vocab_size: Entries of the run's tokenizer.
+        device: Where it lies.
+    """
+
+    def __init__(self, run: RunConfig, vocab_size: int, device: torch.device | None = None) -> None:
+        self._num_slots = run.model.num_experts
+        self._model = build_slot_model(
+            run.model,
+            vocab_size=vocab_size,
+            sequence_length=run.data.sequence_length,
+            seed=run.seed,
+            claimed=(),
+            storage="fp32",
+        )
+        self.module = torch.nn.Module.to(self._model.module, device)
+        self._layouts = {SHARED: Layout(self._model.shared_shapes()), "slot": Layout(self._model.slot_shapes())}
+
+    @property
+    def numels(self) -> dict[str, int]:
+        """Elements of the weights of `shared` and of a `slot`."""
+        return {kind: layout.numel for kind, layout in self._layouts.items()}
+
+    def load(self, swarm: Swarm) -> dict[int, int]:
+        """Load the versions that a peer has, and return each slot's round; slots that it lacks stay, and have round 0.
+
+        Raises:
+            ExchangeError: it lacks `shared`, or a file is damaged.
+        """
+        versions = swarm.versions()
+        slots = [slot for slot in range(self._num_slots) if slot_name(slot) in versions]
+        flats = {name: swarm.load(name) for name in [SHARED, *map(slot_name, slots)]}
+        self._model.load_shared(self._unflatten(SHARED, flats[SHARED]))
+        for slot in slots:
+            self._model.load_slot(slot, self._unflatten("slot", flats[slot_name(slot)]))
+        return {slot: versions[slot_name(slot)].round if slot in slots else 0 for slot in range(self._num_slots)}
+
+    def _unflatten(self, kind: str, bundle_N: Tensor) -> dict[str, Tensor]:
+        return self._layouts[kind].unflatten(bundle_N[: self._layouts[kind].numel])
+
+    def stock_state_dict(self) -> dict[str, Tensor]:
+        """Return a snapshot under the stock class's names; see `SlotModel.stock_state_dict`."""
+        return self._model.stock_state_dict()
