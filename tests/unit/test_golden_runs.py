@@ -115,7 +115,7 @@ def settings(changes: Mapping[str, Mapping[str, Any]]) -> Any:
 
 def simulated(folder: Path, *, run: Mapping[str, Any] | None = None, machine: Mapping[str, Any] | None = None, **rest):
     """Run a scenario; return what is to be compared."""
-    from spes_p2p.simulator import Scenario, simulate
+    from spes_p2p.sim.simulator import Scenario, simulate
 
     if machine:
         set_machine(machine)
@@ -163,7 +163,7 @@ class Kept:
         """Return the state's file, which has the digest of the tensors' file in it."""
         from safetensors.torch import save
 
-        from spes_p2p.training.peer_state import encode_state
+        from spes_p2p.training.checkpoint import encode_state
 
         return encode_state(self.state, hashlib.sha256(save(self.tensors)).hexdigest())
 
@@ -187,11 +187,11 @@ def lone_peer(
     from virtual import VOCAB, RandomTokens, peer_id
 
     from spes_p2p.config import MachineConfig
-    from spes_p2p.swarm.memory import MemoryHub, MemorySwarm
-    from spes_p2p.training.assembly import build_initial, build_synchroniser, build_trainer
+    from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+    from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
     from spes_p2p.training.checkpoint import Saved
+    from spes_p2p.training.loop import Rounds
     from spes_p2p.training.process_group import ProcessGroup
-    from spes_p2p.training.rounds import Rounds
 
     group = ProcessGroup("cpu")
     group.connect()
@@ -385,7 +385,7 @@ def warm_up() -> None:
     import torch.distributed.fsdp  # noqa: F401
     from virtual import MemoryHub, MemorySwarm, VirtualPeer, peer_id, tiny_run
 
-    import spes_p2p.simulator  # noqa: F401
+    import spes_p2p.sim.simulator  # noqa: F401
 
     VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2).initial()
     if installed("bitsandbytes"):
