@@ -37,8 +37,14 @@ BASE = "f5f8ccb"
 RESULTS = ROOT / "benchmarks" / "results"
 GOLDEN = "tests/unit/test_golden_runs.py"
 REASONS = {
-    "spes_p2p.model.kernels": "for GPUs only; the loop kernel is the reference that it must equal",
+    "spes_p2p.config.machine": "what a peer chooses for itself; config.run holds what the swarm agrees on",
+    "spes_p2p.model.export": "the Hugging Face checkpoint, which users look for by its name",
     "spes_p2p.optim.outer": "the outer step of DiLoCo, which a reader looks for by its name",
+    "spes_p2p.swarm.averaging.allreduce": "one group's exchange of vectors; the averager runs many at a time",
+    "spes_p2p.swarm.averaging.matchmaking": "how members find each other, before they exchange anything",
+    "spes_p2p.swarm.p2p.reachability": "asks peers to connect back, and needs nothing else of the swarm",
+    "spes_p2p.training.fetch_plan": "pure functions, tested without a network",
+    "spes_p2p.training.overlap": "wraps the round, which reads without it",
 }
 """Why a module with exactly one importer stands alone."""
 MAX_LANE_MINUTES, LANE_RUNS = 12, 10
