@@ -16,9 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p.config import LEAST_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS, Count, PeerId, Seconds, Slot
 
-SHARED = "shared"
 MAX_MEMBER_BYTES = 64 * 1024
 MOST_DISTRUSTED = 16
 """Peers that a member may want left out."""
@@ -37,19 +37,19 @@ MOST_TOKENS = 2**34
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
-def slot_name(slot: int) -> str:
+def slot_name(slot: int) -> VectorName:
     """Return the name of a slot's group and version."""
-    return f"slot-{slot}"
+    return VectorName.of_slot(slot)
 
 
-def moments_name(group: str) -> str:
+def moments_name(group: str) -> VectorName:
     """Return the name of the version that holds a group's averaged optimizer moments."""
-    return f"moments-{group}"
+    return VectorName(f"moments-{group}")
 
 
 def is_bundle(name: str) -> bool:
     """Tell whether a version's name is that of model weights."""
-    return name == SHARED or name.startswith("slot-")
+    return isinstance(name, VectorName) and name.is_weights
 
 
 def kind_of(name: str) -> str:

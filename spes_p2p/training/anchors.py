@@ -11,7 +11,7 @@ from spes_p2p.codecs import Layout, Segment, digest
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
 from spes_p2p.swarm.averaging.encoding import Vectors
-from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
+from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
 
 
 class Anchors:
@@ -42,7 +42,7 @@ class Anchors:
     def bundle_numel(self) -> dict[str, int]:
         """Return the elements of what is published, by kind: bundles, and moments where the run keeps any."""
         bundles = {kind: (2 if self._outers[kind].has_state else 1) * numel for kind, numel in self._numels.items()}
-        moments = {moments_name(kind): len(self._kept) * numel for kind, numel in self._numels.items()}
+        moments = {f"moments-{kind}": len(self._kept) * numel for kind, numel in self._numels.items()}
         return bundles | (moments if self._kept else {})
 
     def segments(self) -> dict[str, tuple[Segment, ...]]:
@@ -66,7 +66,7 @@ class Anchors:
         if self._codecs.moments == "fp32" or not self._kept:
             return {}
         return {
-            moments_name(kind): tuple(self._moment_segment(numel, moment) for moment in self._kept)
+            f"moments-{kind}": tuple(self._moment_segment(numel, moment) for moment in self._kept)
             for kind, numel in self._numels.items()
         }
 

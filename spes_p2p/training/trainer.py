@@ -25,7 +25,8 @@ from spes_p2p.dtensor import like
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.swarm.roster import SHARED, kind_of, moments_name, slot_name
+from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
 from spes_p2p.training.process_group import ProcessGroup
 
 
@@ -314,7 +315,7 @@ class Trainer:
             flats: By name, `shared` and any slots, trained here or frozen, and moments of what is trained here.
         """
         for name, flat in self._group.share(flats).items():
-            group = name.removeprefix(moments_name(""))
+            group = VectorName(name).weights
             layout = self.layouts[kind_of(group)]
             if name != group:
                 self.optimizer.set_moments(group, self._by_kind(flat, layout))

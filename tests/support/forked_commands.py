@@ -120,7 +120,7 @@ def run() -> None:
     from spes_p2p.cli import entry_point
     from spes_p2p.commands import local
     from spes_p2p.config import PeerConfig
-    from spes_p2p.peer.life import life as peer
+    from spes_p2p.peer import life as peer
     from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
 
     commands = {"peer": (PeerConfig, peer.main), "experiment": (local.ExperimentConfig, local.main)}

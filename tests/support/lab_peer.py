@@ -25,7 +25,7 @@ from torch import Tensor
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs import digest, to_bytes
 from spes_p2p.config import PeerConfig
-from spes_p2p.peer.life import life as peer
+from spes_p2p.peer import life as peer
 from spes_p2p.swarm.averaging.allreduce import GroupWork
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.exchange import Exchange

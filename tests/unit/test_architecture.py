@@ -60,6 +60,7 @@ DEFINING_CALLS = {
         "len",
         "range",
         "zip",
+        "VectorName",
         "float",
         "compile",
         "Struct",

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, SLOT, Refused, Version
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, Refused, Version
+from spes_p2p.swarm.names import SLOT
 
 log = logging.getLogger(__name__)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.codecs import digest
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import Count, Digest, PeerId
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 
 MAX_MANIFEST_BYTES = 4096
 MOST_REFUSED = 1024
@@ -19,19 +19,18 @@ MOST_REFUSED = 1024
 DOCUMENTS = ("manifest", "tokenizer")
 """Names whose bytes are a document; all others are vectors."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
-SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
-"""A slot's name. None has two: `slot-01`, or 1 in another script's digits, would be read as slot 1, too."""
-Name = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]  # guard: version-name
+Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]  # guard: version-name
+Name = Annotated[Text, AfterValidator(lambda name: name if name in DOCUMENTS else VectorName(name))]
 
 
-def vector_names(num_slots: int) -> frozenset[str]:
+def vector_names(num_slots: int) -> frozenset[VectorName]:
     """Return the names of a run's vectors, and so of all versions but documents: bundles, and moments of each.
 
     Args:
         num_slots: Experts per layer of its model. What is named otherwise fits no part of that, whoever has signed it.
     """
-    bundles = (SHARED, *map(slot_name, range(num_slots)))
-    return frozenset(bundles) | frozenset(map(moments_name, bundles))
+    weights = (SHARED, *map(VectorName.of_slot, range(num_slots)))
+    return frozenset(weights) | {name.moments for name in weights}
 
 
 class Version(BaseModel):

@@ -1,0 +1,62 @@
+"""Names of the vectors that peers average, publish and fetch."""
+
+from __future__ import annotations
+
+import re
+
+SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
+"""A slot has one name: `slot-01`, or 1 in another script's digits, would otherwise be read as slot 1, too."""
+_VECTOR = re.compile(rf"(moments-)?(shared|{SLOT})")
+
+
+class VectorName(str):
+    """`shared`, `slot-7`, `moments-shared` or `moments-slot-7`.
+
+    A name is a string in its wire form, so that records, files and messages carry it as it is. Names sort as strings:
+    that order decides how groups are laid out, and so belongs to the protocol.
+
+    Raises:
+        ValueError: the text names no vector.
+    """
+
+    __slots__ = ()
+
+    def __new__(cls, text: str) -> VectorName:
+        if isinstance(text, VectorName):
+            return text
+        if not _VECTOR.fullmatch(text):
+            raise ValueError(f"{text[:64]!r} names no vector; expected shared, slot-N, or moments- before one of them")
+        return super().__new__(cls, text)
+
+    @classmethod
+    def of_slot(cls, slot: int) -> VectorName:
+        """Return the name of a slot's weights."""
+        return cls(f"slot-{slot}")
+
+    @property
+    def slot(self) -> int | None:
+        """The expert slot that the vector belongs to; None for the shared parameters."""
+        return int(self.rpartition("-")[2]) if "slot-" in self else None
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether the vector holds model weights, and not optimizer moments."""
+        return not self.startswith("moments-")
+
+    @property
+    def weights(self) -> VectorName:
+        """The name of the weights that the vector holds, or holds the moments of."""
+        return self if self.is_weights else VectorName(self.removeprefix("moments-"))
+
+    @property
+    def moments(self) -> VectorName:
+        """The name of the optimizer moments of these weights."""
+        return VectorName(f"moments-{self.weights}")
+
+    @property
+    def kind(self) -> str:
+        """`shared`, `slot`, `moments-shared` or `moments-slot`: all vectors of a kind have one length and layout."""
+        return self.partition("slot-")[0] + "slot" if "slot-" in self else str(self)
+
+
+SHARED = VectorName("shared")
