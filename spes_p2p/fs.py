@@ -1,9 +1,10 @@
-"""Files that appear whole or not at all, are shared by processes of one machine, and survive a power cut."""
+"""Files that appear whole or not at all, are shared by the processes of one machine, and survive a power cut."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,10 +16,10 @@ from spes_p2p.errors import ConfigError, DataError
 
 
 def cache_folder(cache: Path, kind: str) -> Path:
-    """Returns the folder for one kind of file, made if absent.
+    """Return the cache's folder for one kind of file; make it if it is absent.
 
     Raises:
-        ConfigError: it cannot be made or written.
+        ConfigError: the folder cannot be made or written.
     """
     folder = cache.expanduser() / kind
     try:
@@ -32,10 +33,10 @@ def cache_folder(cache: Path, kind: str) -> Path:
 
 @contextlib.contextmanager
 def locked(file: Path, timeout_seconds: float) -> Iterator[None]:
-    """Holds the lock of `file` among processes; one that dies lets go of it.
+    """Hold a lock on `file` against other processes; the lock of a process that dies is released.
 
     Raises:
-        DataError: another process held it for longer than `timeout_seconds`.
+        DataError: another process held the lock for longer than `timeout_seconds`.
     """
     lock = file.with_name(f"{file.name}.lock")
     try:
@@ -48,24 +49,43 @@ def locked(file: Path, timeout_seconds: float) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def write_atomically(file: Path) -> Iterator[BinaryIO]:
-    """Opens a stream whose bytes appear under `file` when the block ends well, and nowhere if it does not."""
-    scratch = file.with_name(f".{file.name}.{uuid.uuid4().hex}")
+def scratch_path(target: Path) -> Iterator[Path]:
+    """Give the block an unused path beside `target`, whose file or folder is deleted if it is still there at the end.
+
+    A process that is killed leaves it behind, under a name that ends in `.tmp`.
+    """
+    scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
+        yield scratch
+    finally:
+        if scratch.is_dir():
+            shutil.rmtree(scratch, ignore_errors=True)
+        else:
+            scratch.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def write_atomic(file: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a stream whose bytes replace `file` when the block succeeds, and are dropped when it raises.
+
+    Args:
+        file: The file to write, in a folder that exists.
+        durable: Sync the bytes to disk first, so that a power cut leaves the old file or the new one.
+    """
+    with scratch_path(file) as scratch:
         with scratch.open("wb") as stream:
             yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
+            if durable:
+                stream.flush()
+                os.fsync(stream.fileno())
         scratch.replace(file)
-    finally:
-        scratch.unlink(missing_ok=True)
 
 
 def link_file(source: Path, target: Path) -> bool:
-    """Let a file appear under a second name without a second copy; return whether the file system can.
+    """Give a file a second name without a second copy of its bytes; return whether the file system can.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: `source` does not exist.
     """
     try:
         os.link(source, target)
@@ -77,7 +97,7 @@ def link_file(source: Path, target: Path) -> bool:
 
 
 def sync(path: Path) -> None:
-    """Return once a file's bytes, or a folder's entries, are on the disk."""
+    """Wait until a file's bytes, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 from spes_p2p.config import DataConfig
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import cache_folder, locked, write_atomically
+from spes_p2p.fs import cache_folder, locked, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
         if not file.exists():
             tokenizer = train_bpe(_sample(data, paths), data.vocab_size)
             log.info("trained a tokenizer of %d entries", len(tokenizer))
-            with write_atomically(file) as stream:
+            with write_atomic(file) as stream:
                 stream.write(tokenizer_bytes(tokenizer))
     return _decode(file.read_bytes(), str(file))
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from spes_p2p.config import DataConfig
 from spes_p2p.data.sources import Document, Part, corpus_identity, documents, is_in
 from spes_p2p.data.tokenizer import tokenizer_digest
-from spes_p2p.fs import cache_folder, locked, write_atomically
+from spes_p2p.fs import cache_folder, locked, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ def _tokenise(
     dtype = token_dtype(tokenizer)
     num_tokens = 0
     with contextlib.ExitStack() as stack:
-        streams = {part: stack.enter_context(write_atomically(files[part])) for part in reversed(list(files))}
+        streams = {part: stack.enter_context(write_atomic(files[part])) for part in reversed(list(files))}
         for batch in _batches(documents(data, paths)):
             for part, stream in streams.items():
                 for ids_N in encode(tokenizer, (document.text for document in batch if is_in(part, document, data))):

@@ -1,9 +1,8 @@
-"""What a person reads of a run: lines on the console, pictures, and the final page."""
+"""The final page of a watched run: its figures, pictures and peers."""
 
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -16,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.errors import ConfigError
+from spes_p2p.fs import write_atomic
 from spes_p2p.monitor.settings import METRICS_FILE, REPORT_FILE
 from spes_p2p.monitor.sinks import replay
 from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
@@ -24,166 +24,17 @@ from spes_p2p.presentation import ACCENT, COLOURS, INK, WIDTH_INCHES, canvas, im
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MAX_ROWS = 40
-
-
-class ConsoleSink:
-    """Shows the newest view.
-
-    Args:
-        run_id: Shown in the title.
-        mode: `live` redraws a table, `plain` prints a line per complete round and per evaluation.
-        console: Where to; by default standard output.
-        after_round: Rounds up to this one were shown before a resume.
-    """
-
-    def __init__(
-        self,
-        run_id: str,
-        mode: Literal["auto", "live", "plain"],
-        console: Console | None = None,
-        *,
-        after_round: int = 0,
-    ) -> None:
-        self._run_id = run_id
-        self._console = console or Console(highlight=False, markup=False, emoji=False)
-        self._live: Live | None = None
-        self._rounds = after_round
-        self._view: SwarmView | None = None
-        if mode == "live" or (mode == "auto" and self._console.is_terminal):
-            self._live = Live(console=self._console, refresh_per_second=2)
-            self._live.start()
-
-    def update(self, view: SwarmView) -> None:
-        if self._live is not None:
-            self._live.update(render(self._run_id, view))
-            return
-        self._view = view
-        self._print_rounds(view.published if view.is_reported(view.published) else view.published - 1)
-
-    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
-        if self._live is not None:
-            self._live.update(render(self._run_id, view))
-        else:
-            self._print(f"round {number}/{view.total_rounds}: held-out loss {loss:.4f}")
-
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
-        elif self._view is not None:
-            self._print_rounds(self._view.published)
-
-    def _print_rounds(self, last: int) -> None:
-        """Print the complete rounds up to `last`; the newest waits for the slower of its members' reports."""
-        assert self._view is not None
-        for number in sorted(self._view.rounds):
-            if self._rounds < number <= last:
-                self._rounds = number
-                self._print(round_line(self._view, number))
-
-    def _print(self, line: str) -> None:
-        # One line is one line, however narrow the terminal or log is.
-        self._console.print(Text(line), soft_wrap=True)
-
-
-def round_line(view: SwarmView, number: int) -> str:
-    """Return a complete round in one line."""
-    summary = view.rounds[number]
-    parts = [
-        f"round {number}/{view.total_rounds}",
-        f"{summary.num_peers} peers",
-        f"{summary.tokens_per_second:,.0f} tokens/s",
-        f"loss {number_or_dash(summary.loss)}",
-        f"held-out {_held_out(view)}",
-        f"coverage {_coverage(view)}",
-        *_stale(summary),
-        *(f"{peer.short_id}: {slot_ranges(peer.slots)}" for peer in view.active[:MAX_ROWS]),
-    ]
-    return "  ".join(map(printable, parts))
-
-
-def render(run_id: str, view: SwarmView) -> Group:
-    """Return the live display: the swarm's line over the table of peers."""
-    newest = view.newest
-    head = [
-        f"{run_id}  round {view.round}/{view.total_rounds}",
-        f"{len(view.active)} active",
-        f"{view.tokens:,} tokens",
-        f"{newest.tokens_per_second:,.0f} tokens/s" if newest else "",
-        f"loss {number_or_dash(newest.loss)}" if newest else "",
-        f"held-out {_held_out(view)}",
-        f"coverage {_coverage(view)}",
-        *(_stale(newest) if newest else ()),
-    ]
-    table = Table(box=box.SIMPLE_HEAD)
-    for title in ("peer", "state", "round", "loss", "tokens/s", "syncing", "seen", "slots"):
-        table.add_column(title, justify="left" if title in ("peer", "state", "slots") else "right", no_wrap=True)
-    here = [peer for peer in view.peers.values() if peer.state != "left"]
-    for peer in here[:MAX_ROWS]:
-        table.add_row(*(Text(printable(cell)) for cell in _cells(view, peer)))
-    hidden = len(here) - MAX_ROWS
-    rest = [Text(f"and {hidden} more peers")] if hidden > 0 else []
-    return Group(Text(printable("  ".join(part for part in head if part))), table, *rest)
-
-
-def slot_ranges(slots: Sequence[int]) -> str:
-    """Return ascending slots in short: `0-3,7`."""
-    spans: list[list[int]] = []
-    for slot in slots:
-        if spans and slot == spans[-1][1] + 1:
-            spans[-1][1] = slot
-        else:
-            spans.append([slot, slot])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans) or "none"
-
-
-def number_or_dash(value: float | None, digits: int = 4) -> str:
-    """Return a number for people; a dash where there is none."""
-    return "-" if value is None or not math.isfinite(value) else f"{value:.{digits}f}"
-
-
-def printable(text: str) -> str:
-    """Return text without characters that could steer a terminal."""
-    return "".join(character if character.isprintable() else "�" for character in text)
-
-
-def _cells(view: SwarmView, peer: PeerView) -> list[str]:
-    report = peer.report
-    numbers = ["-"] * 3
-    if report is not None:
-        numbers = [number_or_dash(report.loss), f"{report.tokens_per_second:,.0f}", f"{sync_share(report):.0%}"]
-    seen = f"{max(0.0, view.now - peer.last_seen):.0f} s"
-    return [peer.short_id, peer.state, str(peer.round), *numbers, seen, slot_ranges(peer.slots)]
-
-
-def _held_out(view: SwarmView) -> str:
-    if not view.held_out:
-        return "-"
-    number, loss = max(view.held_out.items())
-    return f"{loss:.4f} (round {number})"
-
-
-def _stale(summary: RoundSummary) -> list[str]:
-    """Return how old others' slots are where a peer does not fetch all of them in every round."""
-    return [f"slots up to {summary.stale_rounds} rounds old"] if summary.stale_rounds else []
-
-
-def _coverage(view: SwarmView) -> str:
-    covered = view.num_slots - len(view.orphans)
-    orphans = f", orphans {slot_ranges(view.orphans[:16])}" if view.orphans and view.active else ""
-    return f"{covered}/{view.num_slots}{orphans}"
-
-
+REPORT_FILE = "report.html"
 Baselines = Mapping[str, Sequence[tuple[int, float]]]
-
+"""Held-out loss over tokens of other ways to train the same model, by name."""
 PHASE_COLOURS = dict(zip(PHASES, (ACCENT, "#e69f00", "#d55e00", "#009e73", "#999999"), strict=True))
 MAX_LEGEND = 12
 MAX_MATRIX_PEERS = 60
+HOLDINGS_TITLE = "Slots by peer"
 
 
 def training_loss(view: SwarmView) -> bytes | None:
-    """Training loss of each peer, and the swarm's mean, over the swarm's tokens; None before the first round."""
+    """Draw the training loss of each peer and the swarm's mean over the swarm's tokens; None before the first round."""
     if not view.rounds:
         return None
     figure, axes = canvas("swarm tokens", "training loss (nats per token)", large="x")
@@ -202,7 +53,7 @@ def training_loss(view: SwarmView) -> bytes | None:
 
 
 def held_out_loss(view: SwarmView, baselines: Baselines) -> bytes | None:
-    """Held-out loss of the swarm's model over its tokens, beside baselines; None before the first evaluation."""
+    """Draw the swarm's held-out loss over its tokens, beside baselines; None before the first evaluation."""
     points = [(view.tokens_until(n), loss) for n, loss in view.held_out.items() if math.isfinite(loss)]
     if not points:
         return None
@@ -223,7 +74,7 @@ def held_out_loss(view: SwarmView, baselines: Baselines) -> bytes | None:
 
 
 def throughput(view: SwarmView) -> bytes | None:
-    """Tokens per second of the swarm by round, with and without the time spent synchronising."""
+    """Draw the swarm's tokens per second by round, with and without the time spent synchronising."""
     if not view.rounds:
         return None
     figure, axes = canvas("round", "tokens per second", large="y")
@@ -242,7 +93,7 @@ def throughput(view: SwarmView) -> bytes | None:
 
 
 def phases(view: SwarmView) -> bytes | None:
-    """Where the rounds' time went: the median peer's seconds by phase."""
+    """Draw the median peer's seconds by phase for each round."""
     if not view.rounds:
         return None
     figure, axes = canvas("round", "seconds (median peer)")
@@ -259,7 +110,7 @@ def phases(view: SwarmView) -> bytes | None:
 
 
 def holdings(view: SwarmView) -> bytes | None:
-    """Who trained which slot: rounds by peer and slot, with a dot where the claim still stands."""
+    """Draw how many rounds each peer trained each slot, with a dot where the claim still stands."""
     trained: dict[str, dict[int, int]] = {peer: {} for peer in view.peers}
     for (_, peer), report in view.reports.items():
         for slot in report.slots:
@@ -289,7 +140,7 @@ def holdings(view: SwarmView) -> bytes | None:
 
 
 def _rgba(share: float) -> tuple[float, float, float, float]:
-    """ACCENT's colour, the stronger the larger the share."""
+    """Return the accent colour, more opaque for a larger share."""
     red, green, blue = (int(ACCENT[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red, green, blue, 0.25 + 0.75 * share
 
@@ -317,10 +168,10 @@ def write_report(
     """Write `report.html` and return its path.
 
     Args:
-        directory: Where to; an older report there is replaced.
+        directory: Receives the report, in place of an older one.
         metrics: The watch's events; by default `metrics.jsonl` in `directory`.
-        facts: More rows for the page's head, such as the run's end.
-        baselines: Held-out loss over tokens of other ways to train the same model, by name, in nats per token.
+        facts: More rows for the page's head, such as how the run ended.
+        baselines: Curves to compare with, in nats per token.
 
     Raises:
         DataError: `metrics` cannot be read.
@@ -331,17 +182,16 @@ def write_report(
     about = {"model": _model_line(run), **(facts or {})}
     content = _page(title, about, view, baselines or {})
     path = directory / REPORT_FILE
-    scratch = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        scratch.write_text(content, encoding="utf-8")
-        scratch.replace(path)
+        with write_atomic(path, durable=False) as file:
+            file.write(content.encode())
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}; choose a writable --output") from error
     return path
 
 
 def summary(view: SwarmView) -> dict[str, str]:
-    """Return the run in a few figures, each with its name."""
+    """Return the run's key figures by name."""
     held_out = [loss for loss in view.held_out.values() if math.isfinite(loss)]
     whole = [report for (number, _), report in view.reports.items() if number <= view.published]
     agreed = sum(1 for round in view.rounds.values() if round.agreement == 1.0)
@@ -369,7 +219,7 @@ def _sections(view: SwarmView, baselines: Baselines) -> Iterator[str]:
     pictures = (
         (
             "Held-out loss",
-            "The swarm's model, pulled by the monitor and evaluated on text that nobody trains on.",
+            "The swarm's model, pulled by the monitor and evaluated on text that no peer trains on.",
             held_out_loss(view, baselines),
         ),
         (
@@ -384,18 +234,18 @@ def _sections(view: SwarmView, baselines: Baselines) -> Iterator[str]:
             phases(view),
         ),
         (
-            "Who holds what",
-            "Rounds that a peer trained a slot: the stronger, the more. A dot marks claims that stood at the end.",
+            HOLDINGS_TITLE,
+            "Rounds in which a peer trained a slot: a stronger colour means more. A dot marks a claim at the end.",
             holdings(view),
         ),
     )
     for title, caption, picture in pictures:
         if picture is not None:
-            yield section(title, image(title, picture), caption=caption, wide=title == "Who holds what")
+            yield section(title, image(title, picture), caption=caption, wide=title == HOLDINGS_TITLE)
 
 
 def _peers(view: SwarmView) -> str:
-    """One row per peer that ever reported or claimed."""
+    """Return a table with a row for each peer that ever reported or claimed."""
     reports: dict[str, list] = {peer: [] for peer in view.peers}
     for (number, peer), report in sorted(view.reports.items()):
         if number <= view.published:

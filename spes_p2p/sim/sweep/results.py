@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError
 from spes_p2p import __version__
 from spes_p2p.config import Frozen, MachineConfig
 from spes_p2p.errors import ConfigError, SimulationError
-from spes_p2p.fs import write_atomically
+from spes_p2p.fs import write_atomic
 from spes_p2p.planner import ModelSize, Setup, peer_memory
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import SimulationResult
@@ -32,7 +32,7 @@ class Point(Frozen):
     round: int
     """Rounds committed."""
     tokens_per_peer: int
-    """Trained until then, the peers' mean."""
+    """RoundWork until then, the peers' mean."""
     committed_tokens: int | None = None
     """Of all peers, that are in the model; those of dropped rounds and of the dead are not. None in older results."""
     bytes_out_per_peer: float
@@ -45,7 +45,7 @@ class PeerAccount(Frozen):
     """What one virtual peer gave and needed."""
 
     tokens: int
-    """Trained."""
+    """RoundWork."""
     begun_rounds: int | None = None
     """Times that it began to train a round; None in older results."""
     committed_rounds: int | None = None
@@ -322,7 +322,7 @@ def write_file(file: Path, content: bytes) -> None:
     """
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with write_atomically(file) as stream:
+        with write_atomic(file) as stream:
             stream.write(content)
     except OSError as error:
         raise ConfigError(f"cannot write {file}: {error.strerror}; choose a writable --output") from error

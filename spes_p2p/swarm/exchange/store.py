@@ -6,9 +6,9 @@ them, and the last copy of a dead peer's expert survives with everybody who pull
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
-import os
 import re
 import shutil
 import threading
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
+from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import DOCUMENTS, Refused, Version
 from spes_p2p.swarm.names import SLOT
 
@@ -72,10 +73,10 @@ class DeltaStore:
         if not self.keep:
             return
         path = self._directory / f"{name}.{digest}.from.{base}.delta"
-        temporary = draft_of(path)
-        temporary.write_bytes(data)
-        with self._lock:
-            temporary.replace(path)
+        with contextlib.ExitStack() as stack:
+            with write_atomic(path, durable=False) as file:
+                file.write(data)
+                stack.enter_context(self._lock)  # before the file appears, so that no other thread deletes it unlisted
             kept = self._deltas.setdefault(name, {})
             replaced = kept.pop(digest, None)
             kept[digest] = Delta(base, digest, path)
@@ -95,11 +96,6 @@ class DeltaStore:
                 chain.append(kept[digest])
                 digest = kept[digest].base
         return chain[::-1]
-
-
-def draft_of(path: Path) -> Path:
-    """Return where this thread writes a file until it appears, whole, under its name."""
-    return path.with_name(f"{path.name}.{os.getpid()}.{threading.get_ident()}.tmp")
 
 
 PIECE_BYTES = 2**18
@@ -312,19 +308,14 @@ def file_name(version: Version) -> str:
 
 def link_or_copy(source: Path, target: Path) -> None:
     """Let a file appear, whole, under a second name: with its bytes shared where the file system can."""
-    temporary = draft_of(target)
-    try:
-        os.link(source, temporary)
-    except OSError:
-        shutil.copyfile(source, temporary)
-    temporary.replace(target)
+    with scratch_path(target) as scratch:
+        if not link_file(source, scratch):
+            shutil.copyfile(source, scratch)
+        scratch.replace(target)
 
 
 def write_whole(path: Path, data: bytes | bytearray | memoryview) -> None:
     """Make a file appear with all its bytes, in place of any before it."""
-    temporary = draft_of(path)
-    with temporary.open("wb", buffering=0) as file, memoryview(data) as view:
-        start = 0
-        while start < len(view):
-            start += file.write(view[start : start + PIECE_BYTES])
-    temporary.replace(path)
+    with write_atomic(path, durable=False) as file, memoryview(data) as view:
+        for start in range(0, len(view), PIECE_BYTES):
+            file.write(view[start : start + PIECE_BYTES])

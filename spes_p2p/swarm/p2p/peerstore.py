@@ -12,6 +12,7 @@ from typing import Annotated
 from hivemind.utils.multiaddr import Multiaddr
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from spes_p2p.fs import write_atomic
 from spes_p2p.swarm.records import Address, PeerId, Seconds
 
 log = logging.getLogger(__name__)
@@ -76,10 +77,9 @@ class KnownPeers:
 
     def _save(self, peers: Sequence[KnownPeer]) -> None:
         assert self._path is not None
-        temporary = self._path.with_suffix(".tmp")
         try:
-            temporary.write_text(json.dumps([peer.model_dump(mode="json") for peer in peers], indent=1))
-            temporary.replace(self._path)
+            with write_atomic(self._path, durable=False) as file:
+                file.write(json.dumps([peer.model_dump(mode="json") for peer in peers], indent=1).encode())
         except OSError as error:  # a full disk must not end a peer that can train without this file
             log.warning("cannot keep the known peers in %s: %s", self._path, error.strerror)
 
