@@ -32,7 +32,7 @@ from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import simulate
 from spes_p2p.sim.sweep.report import Spread
-from spes_p2p.swarm.averaging.audit import Witness
+from spes_p2p.swarm.averaging.audit import Auditor
 from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
 from spes_p2p.training.loss_gate import LossGate
 
@@ -120,7 +120,7 @@ def measure(kind: str, seed: int) -> dict[str, Any]:
     """
     with contextlib.ExitStack() as stack:
         if kind == UNGUARDED:
-            stack.enter_context(mock.patch.object(Witness, "weigh", _plain_weights))
+            stack.enter_context(mock.patch.object(Auditor, "weigh", _plain_weights))
         if kind in (UNGUARDED, SOLE_UNGATED):
             stack.enter_context(mock.patch.object(LossGate, "load", _ungated))
         run = scenario(kind, seed)
@@ -239,8 +239,8 @@ def _figure(worse: Spread) -> str:
     return f"{worse.mean:+.2f} %" + (f" ± {worse.deviation:.2f}" if worse.deviation is not None else "")
 
 
-def _plain_weights(witness: Witness, part: object, values: list[Tensor | None]) -> list[float]:
-    senders = [weight for weight in witness._weights if weight > 0]
+def _plain_weights(auditor: Auditor, part: object, values: list[Tensor | None]) -> list[float]:
+    senders = [weight for weight in auditor._weights if weight > 0]
     return [0.0 if value is None else weight for value, weight in zip(values, senders, strict=True)]
 
 
@@ -258,7 +258,7 @@ def guard_seconds() -> float:
 
     def seconds(is_guarded: bool) -> float:
         began = time.perf_counter()
-        witness = plan.witness("0") if is_guarded else None
+        auditor = plan.auditor("0") if is_guarded else None
         for message in plan.slices[0]:
             reduce_message(
                 plan.format,
@@ -266,13 +266,13 @@ def guard_seconds() -> float:
                 [vector[message[0].start : message[-1].stop] for vector in vectors],
                 plan.weights,
                 None,
-                witness,
+                auditor,
             )
-        if witness is not None:
+        if auditor is not None:
             for index in range(1, PEERS):
                 for message in plan.slices[index]:
-                    witness.receive(index, message, vectors[1][message[0].start : message[-1].stop], source)
-            witness.evidence()
+                    auditor.observe_mean(index, message, vectors[1][message[0].start : message[-1].stop], source)
+            auditor.evidence()
         return time.perf_counter() - began
 
     return median(seconds(True) - seconds(False) for _ in range(9))

@@ -15,14 +15,14 @@ from spes_p2p.codecs import Format, digest
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.swarm.averaging.audit import Evidence
-from spes_p2p.swarm.averaging.encoding import Vectors, Wire
-from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, entering, judge
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
+from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, decide_outcome, prepare
 from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_message, reduce_message
 from spes_p2p.swarm.bans import Trust
 from spes_p2p.swarm.exchange.versions import Refused, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups
+from spes_p2p.swarm.roster import SHARED, Member, Roster
 
 Lie = Callable[[Format, Message, Tensor], Tensor]
 
@@ -34,14 +34,14 @@ class Entry:
     Attributes:
         member: Its roster entry.
         encoded: Its vectors as they travel.
-        wire: How they do.
+        encoding: How they do.
         errors: What earlier means have left over with it, by group.
         lie: Makes other bytes of the means that it reduces, of a dishonest peer, which blames nobody; else None.
     """
 
     member: Member
     encoded: Mapping[str, Tensor]
-    wire: Wire
+    encoding: DeltaEncoding
     errors: dict[str, Tensor]
     lie: Lie | None = None
 
@@ -133,23 +133,22 @@ def average_entries(met: Mapping[str, Entry]) -> dict[str, Attempt]:
 
 
 def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
-    roster = tuple(met[peer].member for peer in sorted(met))
-    groups = derive_groups(roster)
+    roster = Roster(met[peer].member for peer in sorted(met))
     status: dict[str, dict[str, str]] = {peer: {} for peer in met}
     averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
     lefts: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
     evidence: dict[str, dict[str, Evidence]] = {peer: {} for peer in met}
     lost: dict[str, set[str]] = {peer: set() for peer in met}
-    for name, members in groups.members.items():
-        format = met[members[0]].wire.format(name, groups.round + 1)
+    for name, members in roster.groups.items():
+        format = met[members[0]].encoding.format(name, roster.round + 1)
         plan = GroupPlan.in_roster(roster, members, format)
         work = GroupMean(plan, name, met)
         reason = work.reduce() if any(plan.weights) else "nobody trained"
         for peer in members:
             status[peer][name] = reason
-            evidence[peer] |= work.witnesses[peer].evidence()
+            evidence[peer] |= work.auditors[peer].evidence()
             if reason.startswith("lost") and name == SHARED:
-                lost[peer] |= set(work.witnesses[peer].liars())
+                lost[peer] |= set(work.auditors[peer].liars())
             if not reason:
                 averaged[peer][name] = work.mean
                 if peer in work.left:
@@ -178,7 +177,7 @@ class GroupMean:
     Attributes:
         mean: Encoded, once it is reduced.
         left: What encoding it has left over with each of its reducers.
-        witnesses: The members' eyes.
+        auditors: The members' eyes.
     """
 
     def __init__(self, plan: GroupPlan, name: str, met: Mapping[str, Entry]) -> None:
@@ -186,7 +185,7 @@ class GroupMean:
         self._senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
         self.mean = torch.empty(plan.format.num_bytes, dtype=torch.uint8)
         self.left: dict[str, tuple[int, Tensor]] = {}
-        self.witnesses = {peer: plan.witness(peer) for peer in plan.peers}
+        self.auditors = {peer: plan.auditor(peer) for peer in plan.peers}
 
     def reduce(self) -> str:
         """Reduce every slice; return why that failed, or ""."""
@@ -199,7 +198,7 @@ class GroupMean:
                 self._reduce_slice(reducer, messages)
         except (ValueError, ExchangeError) as error:
             return f"the mean cannot be sent: {error}"
-        liars = {peer: seen for witness in self.witnesses.values() for peer, seen in witness.liars().items()}
+        liars = {peer: seen for auditor in self.auditors.values() for peer, seen in auditor.liars().items()}
         return "; ".join(f"lost {peer}: {seen.reason}" for peer, seen in liars.items())
 
     def _reduce_slice(self, reducer: str, messages: Sequence[Message]) -> None:
@@ -213,8 +212,8 @@ class GroupMean:
             kept = errors[span] if span.start < span.stop else None
             decoded = [self._sent(reducer, peer, message, place) for peer, _ in self._senders]
             weights = [weight for _, weight in self._senders]
-            witness = self.witnesses[reducer]
-            encoded, rest = reduce_message(plan.format, message, decoded, weights, kept, witness)
+            auditor = self.auditors[reducer]
+            encoded, rest = reduce_message(plan.format, message, decoded, weights, kept, auditor)
             self.mean[place] = encoded if entry.lie is None else entry.lie(plan.format, message, encoded)
             if rest is not None:
                 new_errors[span.start - start : span.stop - start] = rest
@@ -227,18 +226,18 @@ class GroupMean:
         try:
             return decode_message(self._plan.format, message, self._met[peer].encoded[self._name][place])
         except ExchangeError as error:
-            witness = self.witnesses[reducer]
-            witness.proves(self._plan.peers.index(peer), f"sent what is no delta: {error}")
-            if not witness.can_judge:
+            auditor = self.auditors[reducer]
+            auditor.record_proof(self._plan.peers.index(peer), f"sent what is no delta: {error}")
+            if not auditor.can_tell_outliers:
                 raise
             return None
 
     def _show(self, reducer: str, message: Message, place: slice) -> None:
         """Let all others look at a mean."""
         index, mean_N = self._plan.peers.index(reducer), decode_message(self._plan.format, message, self.mean[place])
-        for peer, witness in self.witnesses.items():
+        for peer, auditor in self.auditors.items():
             if peer != reducer and self._met[peer].lie is None:
-                witness.receive(index, message, mean_N, self._met[peer].encoded[self._name])
+                auditor.observe_mean(index, message, mean_N, self._met[peer].encoded[self._name])
 
 
 MAX_FRUITLESS_ROUNDS = 20
@@ -258,7 +257,7 @@ class MemorySwarm:
         self._mine: dict[str, tuple[Version, Tensor]] = {}
         self._before: dict[str, tuple[Version, Tensor]] = {}
         self._pulled_bytes = self._averaged_bytes = 0
-        self._wire, self._errors = Wire({}), dict[str, Tensor]()
+        self._encoding, self._errors = DeltaEncoding({}), dict[str, Tensor]()
         self._held: tuple[int, ...] = ()
         self._vectors = Vectors(keyframe_rounds=1)
         self._fruitless, self.trust = 0, Trust()
@@ -300,10 +299,10 @@ class MemorySwarm:
         Args:
             vectors: What the run averages and publishes.
         """
-        self._wire, self._vectors = Wire(vectors.segments), vectors
+        self._encoding, self._vectors = DeltaEncoding(vectors.segments), vectors
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        contribution = self.trust.enter(entering(contribution, expected), self.read(Claim))
+        contribution = self.trust.enter(prepare(contribution, expected), self.read(Claim))
         member, encoded = self._encode(contribution)
         if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
@@ -312,21 +311,21 @@ class MemorySwarm:
             attempt = alone(member, encoded)
         else:
             patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
-            entry = Entry(member, encoded, self._wire, self._errors, self._lie(member.round))
+            entry = Entry(member, encoded, self._encoding, self._errors, self._lie(member.round))
             attempt = self._hub.meet(entry, expected, self.now() + patience)
             self.trust.note(member.round, [attempt.evidence])
             self.accused |= {(member.round, peer) for peer in attempt.evidence}
-        result = judge(attempt, contribution, self._wire)
+        result = decide_outcome(attempt, contribution, self._encoding)
         self.trust.meet(result)
         if result.is_behind:
-            self._wire.forget()
+            self._encoding.forget()
             self._errors.clear()
         else:
-            self._wire.settle(result.committed)
+            self._encoding.commit(result.committed)
             for name, (start, error) in attempt.left.items():
                 if name in result.committed:
                     self._errors[name][start : start + error.numel()] = error
-        self._averaged_bytes += averaged_bytes(result, self._wire)
+        self._averaged_bytes += averaged_bytes(result, self._encoding)
         self._check_progress(contribution, result)
         return result
 
@@ -340,14 +339,14 @@ class MemorySwarm:
                 f"or see the attacks and events"
             )
 
-    def remainders(self) -> Mapping[str, Tensor]:
-        return self._wire.remainders()
+    def residuals(self) -> Mapping[str, Tensor]:
+        return self._encoding.residuals()
 
-    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
-        self._wire.take_up(remainders)
+    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        self._encoding.restore_residuals(residuals)
 
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
-        return self._wire.encode(contribution)
+        return self._encoding.encode(contribution)
 
     def _lie(self, round: int) -> Lie | None:
         """Return what a peer makes of the means that it reduces in a round; an honest one nothing."""

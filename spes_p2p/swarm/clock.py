@@ -63,7 +63,7 @@ def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) ->
     )
 
 
-class Patience:
+class AdaptiveTimeout:
     """How long to wait for others, going by how long it took them before.
 
     The median of what was seen plus a multiple of the median deviation from it, within bounds. Medians, because one

@@ -14,8 +14,8 @@ from torch import Tensor
 from spes_p2p import __version__
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
-from spes_p2p.swarm.averaging.encoding import Vectors, Wire
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, entering, judge
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
+from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, decide_outcome, prepare
 from spes_p2p.swarm.bans import Trust
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
@@ -27,7 +27,7 @@ from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed, serving
-from spes_p2p.swarm.roster import SHARED, Member, missing_votes, quorum
+from spes_p2p.swarm.roster import SHARED, Member, Roster, quorum
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ class HivemindSwarm:
         self._averager: SparseAverager | None = None
         self._uplink_mbit, self._trains_alone = uplink_mbit, trains_alone
         self._rounds = RoundConfig()
-        self._vectors, self._wire = Vectors(), Wire({})
+        self._vectors, self._encoding = Vectors(), DeltaEncoding({})
         self._averaged_bytes, self._reserved_at = 0, time.monotonic()
         self._dial_back, self._bulletin = DialBack(node), Bulletin(node)
         if not node.met_somebody:
@@ -83,23 +83,23 @@ class HivemindSwarm:
             max_slots: Slots this peer may ever hold at once; 0 for a monitor, which averages nothing.
             guests: Who may take part; None for everybody.
         """
-        self._rounds, self._vectors, self._wire = rounds, vectors, Wire(vectors.segments)
+        self._rounds, self._vectors, self._encoding = rounds, vectors, DeltaEncoding(vectors.segments)
         self._bulletin.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self.exchange.expect_coded(vectors.formats)
         if (step := vectors.advance) is not None:
-            wire = self._wire
-            sizes = {kind: wire.delta_bytes(kind) for kind in vectors.segments if wire.delta_bytes(kind)}
+            encoding = self._encoding
+            sizes = {kind: encoding.delta_bytes(kind) for kind in vectors.segments if encoding.delta_bytes(kind)}
 
             def advance(name: str, bundle: Tensor, delta: bytes) -> Tensor:
-                return step(name, bundle, wire.decode_delta(name, delta))
+                return step(name, bundle, encoding.decode_delta(name, delta))
 
             self.exchange.follow_deltas(advance, sizes, vectors.keyframe_rounds)
         if max_slots:
             self._averager = SparseAverager(
                 self.node.dht,
                 run_id=self.node.run_id,
-                wire=self._wire,
+                encoding=self._encoding,
                 max_slots=max_slots,
                 deadlines=rounds,
                 uplink_mbit=self._uplink_mbit,
@@ -138,12 +138,12 @@ class HivemindSwarm:
         if expected <= 1 and self._bulletin.company and not self._trains_alone:
             self._bulletin.wait_for_company(contribution.member.round, self.watchdog)
             reason = "the swarm was out of reach"
-            return RoundResult((contribution.member,), dropped=dict.fromkeys(contribution.deltas, reason))
+            return RoundResult(Roster([contribution.member]), dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._bulletin.guests.shown if self._bulletin.guests is not None else ""
-        contribution = entering(contribution, expected, calls_only=self.node.client_mode, invite=invite)
+        contribution = prepare(contribution, expected, calls_only=self.node.client_mode, invite=invite)
         contribution = self.trust.enter(contribution, self._bulletin.last_read(Claim))
         self._put_off_strangers()
-        member, encode = self._wire.entry(contribution), self._wire.encoder(contribution)
+        member, encode = self._encoding.entry(contribution), self._encoding.encoder(contribution)
         attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
         evidence = [attempt.evidence]
         for _ in range(ATTEMPTS - 1):
@@ -153,22 +153,22 @@ class HivemindSwarm:
             expected = max(1, expected - len(attempt.lost - {self.peer_id}))
             if expected == 1 and self._bulletin.company and not self._trains_alone:
                 break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
-            if expected > 1 and missing_votes([m for m in attempt.roster if m.peer_id not in attempt.lost]):
+            if expected > 1 and attempt.roster.without(attempt.lost).missing_quorum:
                 break
             attempt, result = self._average_once(contribution, member, encode, expected, self.now(), True)
             evidence.append(attempt.evidence)
         self.trust.note(member.round, evidence)
         self.trust.meet(result)
         if result.is_behind:
-            self._wire.forget()
+            self._encoding.forget()
         else:
-            self._wire.settle(result.committed)
+            self._encoding.commit(result.committed)
         if self._averager is not None:
             if result.is_behind:
                 self._averager.places.forget_errors()
             left = {name: error for name, error in attempt.left.items() if name in result.committed}
             self._averager.places.keep_errors(left)
-        self._averaged_bytes += averaged_bytes(result, self._wire)
+        self._averaged_bytes += averaged_bytes(result, self._encoding)
         if SHARED not in result.committed:
             self.exchange.release()
         return result
@@ -199,13 +199,13 @@ class HivemindSwarm:
             )
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", member.round + 1, peer[-6:], reason)
-        return attempt, judge(attempt, contribution, self._wire)
+        return attempt, decide_outcome(attempt, contribution, self._encoding)
 
-    def remainders(self) -> Mapping[str, Tensor]:
-        return self._wire.remainders()
+    def residuals(self) -> Mapping[str, Tensor]:
+        return self._encoding.residuals()
 
-    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
-        self._wire.take_up(remainders)
+    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        self._encoding.restore_residuals(residuals)
 
     # ------------------------------------------------------------------ versions
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Metrics, Record
-from spes_p2p.swarm.roster import Member
+from spes_p2p.swarm.roster import Member, Roster
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class RoundResult:
         averaging_seconds: Time from there to the last confirmed digest.
     """
 
-    roster: tuple[Member, ...]
+    roster: Roster
     committed: Mapping[str, Tensor] = field(default_factory=dict)
     encoded: Mapping[str, bytes] = field(default_factory=dict)
     dropped: Mapping[str, str] = field(default_factory=dict)
@@ -81,11 +81,11 @@ class Swarm(Protocol):
             starts_at: DHT time at which the roster may stand without the rest.
         """
 
-    def remainders(self) -> Mapping[str, Tensor]:
+    def residuals(self) -> Mapping[str, Tensor]:
         """Return what rounding has left over of this peer's own deltas, by group, to go with a later round."""
 
-    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
-        """Go on with what `remainders` returned before a restart, if the anchors are those of then."""
+    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Go on with what `residuals` returned before a restart, if the anchors are those of then."""
 
     def publish(
         self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None

@@ -11,7 +11,7 @@ from spes_p2p.errors import DataError
 from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import Update
+from spes_p2p.training.round_work import StateUpdate
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -20,7 +20,7 @@ LAST_SECONDS = 120.0
 MOMENTS, REMAINDERS, RANDOM = "moments/", "remainders/", "random/"
 
 
-class Saving:
+class Checkpointer:
     """Saves where a peer stands, and puts it back there.
 
     Args:
@@ -48,7 +48,7 @@ class Saving:
         Args:
             round: That was committed.
             steps: Local steps when it ended.
-            total_tokens: Trained by then.
+            total_tokens: RoundWork by then.
             data: State of the token source then.
             is_last: No other follows.
         """
@@ -62,7 +62,7 @@ class Saving:
         versions = tuple(swarm.versions().values())
         state = PeerState(self._run_id, round, self._trainer.slots, steps, total_tokens, data, versions)
         tensors = {f"{MOMENTS}{name}": tensor for name, tensor in moments.items()}
-        tensors |= {f"{REMAINDERS}{name}": tensor for name, tensor in swarm.remainders().items()}
+        tensors |= {f"{REMAINDERS}{name}": tensor for name, tensor in swarm.residuals().items()}
         tensors |= {f"{RANDOM}{name}": tensor for name, tensor in self._random_state().items()}
         checkpoint.save(state, tensors)
 
@@ -71,7 +71,7 @@ class Saving:
         if self._checkpoint is not None:
             self._checkpoint.wait(LAST_SECONDS)
 
-    def take_up(self, saved: Saved, update: Update) -> None:
+    def take_up(self, saved: Saved, update: StateUpdate) -> None:
         """Go on from a checkpoint, after the model was brought to the swarm's state.
 
         Args:
@@ -89,13 +89,13 @@ class Saving:
             here = {version.name: version.digest for version in saved.state.versions}
             there = self._sync.swarm.versions()
             if there[SHARED].digest == here.get(SHARED):
-                self._sync.swarm.take_up(_under(REMAINDERS, saved.tensors))
+                self._sync.swarm.restore_residuals(_under(REMAINDERS, saved.tensors))
             # What the swarm has averaged since is worth more than this peer's own; not what a round had made that is
             # made again. Of a slot that has fallen to this peer since, it had none.
             own = {moments_name(name.split("/")[0]) for name in moments}
             newer = {
                 n: flat
-                for n, flat in update.flats.items()
+                for n, flat in update.vectors.items()
                 if n.startswith("moments-")
                 and (n not in own or (there[n].digest != here.get(n) and there[n].round <= there[SHARED].round))
             }

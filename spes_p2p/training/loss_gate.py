@@ -1,6 +1,6 @@
 """The loss gate: what others publish of their slots is kept only if it does not make this peer's model worse.
 
-A group of five or more judges its members' deltas (`swarm/averaging/witness.py`). Of a slot with one holder nobody sees
+A group of five or more judges its members' deltas (`swarm/averaging/audit.py`). Of a slot with one holder nobody sees
 the delta, and of one with two or three its length alone is bounded; what is left is to look at what comes out. All
 peers measure the same public text, each for itself: nobody's word counts.
 """
@@ -75,7 +75,7 @@ class LossGate:
         self._lengths: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=MEMORY_ROUNDS))
 
     def load(
-        self, flats: Mapping[str, Tensor] | None, sync: Synchroniser | None, adopted: Collection[str] = ()
+        self, vectors: Mapping[str, Tensor] | None, sync: Synchroniser | None, adopted: Collection[str] = ()
     ) -> None:
         """Put flat vectors into the model, as `Trainer.load` does; slots that do harm stay as they were.
 
@@ -84,15 +84,15 @@ class LossGate:
         all of its model is theirs then, and the losses of the one before say nothing of it.
 
         Args:
-            flats: By name; only the leader passes them.
+            vectors: By name; only the leader passes them.
             sync: The leader's dealings with the swarm; None on other ranks.
             adopted: Slots that this peer trains only from now on: what it begins with, others have made.
         """
         trained = set(self._trainer.names) - set(adopted)  # guard: adopted-judged
-        others = self._group.from_leader(lambda: [n for n in sorted(flats or ()) if is_bundle(n) and n not in trained])
+        others = self._group.from_leader(lambda: [n for n in sorted(vectors or ()) if is_bundle(n) and n not in trained])
         self._trainer.load(
-            {n: flat for n, flat in flats.items() if n not in others}  # guard: others-chance
-            if flats is not None
+            {n: flat for n, flat in vectors.items() if n not in others}  # guard: others-chance
+            if vectors is not None
             else None
         )
         if not others:
@@ -104,8 +104,8 @@ class LossGate:
         if self._losses and not adopted:  # what is adopted is in the model already  # guard: adopted-rise
             rise = self._measure() - self._losses[-1]
             self._rises.append(rise if rise > 0 else 0.0)
-        self._trainer.load({n: flats[n] for n in others} if flats is not None else None)
-        others = self._without_longer(others, flats, sync)
+        self._trainer.load({n: vectors[n] for n in others} if vectors is not None else None)
+        others = self._without_longer(others, vectors, sync)
         most_worse = MOST_WORSE + min(max(self._rises, default=0.0), MOST_CHANCE)  # guard: chance-bound
         loss = self._measure()
         if (  # guard: worse-slots
@@ -118,12 +118,12 @@ class LossGate:
             self._losses.append(loss)
 
     def _without_longer(
-        self, names: Sequence[str], flats: Mapping[str, Tensor] | None, sync: Synchroniser | None
+        self, names: Sequence[str], vectors: Mapping[str, Tensor] | None, sync: Synchroniser | None
     ) -> list[str]:
         """Go back to the slots as they were of which no training makes what they have become; return the others."""
 
         def lengths() -> dict[str, float]:
-            return {name: (flats or {})[name].norm().item() for name in names}
+            return {name: (vectors or {})[name].norm().item() for name in names}
 
         kept = []
         for name, length in self._group.from_leader(lengths).items():
@@ -172,21 +172,21 @@ class LossGate:
 
     def _put(self, name: str, sync: Synchroniser | None, *, before: bool = False) -> bool:
         """Put a slot's newest version into the model, or the one before it; return False where there is none."""
-        flats: dict[str, Tensor] = {}
+        vectors: dict[str, Tensor] = {}
         if sync is not None:
             try:
-                flats = {name: sync.holdings.load(name, before=before)}
+                vectors = {name: sync.held.load(name, before=before)}
             except ExchangeError:
                 log.info("%s has no version before its newest; it stays", name)
-        found = self._group.from_leader(lambda: bool(flats))
+        found = self._group.from_leader(lambda: bool(vectors))
         if found:
-            self._trainer.load(flats if sync is not None else None)
+            self._trainer.load(vectors if sync is not None else None)
         return found
 
 
 def _refuse(name: str, sync: Synchroniser, harm: str, *, is_clear: bool) -> None:
     """Refuse a version, also as an anchor; who alone has made one that does clear harm is suspect."""
-    version, makers = sync.swarm.versions()[name], sync.holdings.makers.get(name, ())
+    version, makers = sync.swarm.versions()[name], sync.held.makers.get(name, ())
     log.warning(
         "round %d: %s of %s makes this model worse: %s; keeping the version before",
         *(version.round, name, version.author[-6:], harm),

@@ -27,7 +27,7 @@ from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, tokenizer_from_bytes, train_bpe
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError, SpesError
 from spes_p2p.swarm.averaging.allreduce import read_roster
-from spes_p2p.swarm.averaging.matchmaking import Meeting, check_snapshot
+from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, check_snapshot
 from spes_p2p.swarm.averaging.partition import decode_message, slices
 from spes_p2p.swarm.exchange.protocol import Answer, Request, Wanted
 from spes_p2p.swarm.exchange.versions import Version
@@ -133,7 +133,7 @@ def test_a_leader_that_invents_a_group_is_named_and_not_followed(people, case):
     step = SimpleNamespace(data_for_gather=entries["bob"])
     follower = SimpleNamespace(peer_id=bob, step_control=step, _liars={})
     with pytest.raises(MatchmakingException, match=str(alice)):
-        asyncio.run(Meeting.follower_assemble_group(follower, alice, message))
+        asyncio.run(SwarmMatchmaking.follower_assemble_group(follower, alice, message))
     assert set(follower._liars) == {alice}
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import Segment, digest
 from spes_p2p.sim.swarm import Entry, GroupMean
-from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.roster import Member, derive_groups, kind_of
 
@@ -116,11 +116,13 @@ class History:
                 return "somebody on the roster never brought it"
             vectors = {event["peer"]: self._vector(event["deltas"][name]) for event in brought}  # type: ignore[index]
             numel = vectors[ids[0]].numel() // 3
-            wire = Wire({kind_of(name): [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]})
-            format = wire.format(name, 1)
+            encoding = DeltaEncoding(
+                {kind_of(name): [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]}
+            )
+            format = encoding.format(name, 1)
             plan = GroupPlan.in_roster(members, ids, format)
             sent = {peer: flat_N.view(torch.uint8) for peer, flat_N in vectors.items()}  # fp32, a liar's NaN too
-            met = {peer: Entry(of[peer], {name: data}, wire, {}) for peer, data in sent.items()}
+            met = {peer: Entry(of[peer], {name: data}, encoding, {}) for peer, data in sent.items()}
             work = GroupMean(plan, name, met)
             return work.reduce() or digest(format.decode(work.mean))
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.swarm import MemoryHub
 from spes_p2p.swarm import hivemind_swarm
-from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 
@@ -49,8 +49,8 @@ def live_dishonestly(kind: str, lies: Event, life: Life, pipe: Connection) -> No
 
     wrap(lab_peer, "record", record)
     if kind == "nan":
-        wrap(Wire, "entry", lambda stock, wire, contribution: contribution.member)
-        wrap(Wire, "encode", _encode)
+        wrap(DeltaEncoding, "entry", lambda stock, encoding, contribution: contribution.member)
+        wrap(DeltaEncoding, "encode", _encode)
     if kind in AVERAGES:
         gate, _ours = multiprocessing.Pipe()  # one at which it never stands
         misbehaving.open_gate(gate)
@@ -58,10 +58,10 @@ def live_dishonestly(kind: str, lies: Event, life: Life, pipe: Connection) -> No
     live(life, pipe)
 
 
-def _encode(stock: Callable, wire: Wire, contribution: Contribution) -> Any:
+def _encode(stock: Callable, encoding: DeltaEncoding, contribution: Contribution) -> Any:
     """Return what honest software refuses to write, too: fp32 travels as it is."""
     if all(bool(flat_N.isfinite().all()) for flat_N in contribution.deltas.values()):
-        return stock(wire, contribution)
+        return stock(encoding, contribution)
     return contribution.member, {name: flat_N.view(torch.uint8) for name, flat_N in contribution.deltas.items()}
 
 
@@ -86,7 +86,9 @@ class Liar:
             self._begin(swarm, contribution.member.round)
         if self._began and self._kind == "silent":
             swarm.wait(max(0.0, settings["starts_at"] - swarm.now()) + swarm._rounds.matchmaking_seconds)
-            return RoundResult((contribution.member,), dropped=dict.fromkeys(contribution.deltas, "it met nobody"))
+            return RoundResult(
+                Roster([contribution.member]), dropped=dict.fromkeys(contribution.deltas, "it met nobody")
+            )
         result = stock(swarm, self._virtual.spoiled(contribution), **settings)
         self._virtual.learn(result)
         return result

@@ -26,7 +26,7 @@ from spes_p2p.cli import entry_point
 from spes_p2p.codecs import digest, to_bytes
 from spes_p2p.config import PeerConfig
 from spes_p2p.peer import life as peer
-from spes_p2p.swarm.averaging.allreduce import GroupWork
+from spes_p2p.swarm.averaging.allreduce import GroupAllreduce
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import write_whole
@@ -227,7 +227,7 @@ def place(fate: Fate) -> None:
 
     before(HivemindSwarm, "enter", "join")
     before(Exchange, "_add", "download")
-    before(GroupWork, "_average", "all-reduce")
+    before(GroupAllreduce, "_average", "all-reduce")
     before(HivemindSwarm, "close", "exit")
     before(checkpoint, "save_file", "checkpoint")
     wrap(HivemindSwarm, "_average_once", meets)

@@ -98,7 +98,7 @@ class RogueDeclarations(matchmaking.Declarations):
         _reach(ROSTER)
 
 
-class RogueMeeting(matchmaking.Meeting):
+class RogueMatchmaking(matchmaking.SwarmMatchmaking):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         paused = self.potential_leaders.pause_search
@@ -124,8 +124,8 @@ class SparseAverager(averager.SparseAverager):
         _behaviour.value = how.encode()
 
     def run(self) -> None:
-        matchmaking.Declarations, averager.GroupWork = RogueDeclarations, RogueGroupWork
-        averager.Meeting, allreduce.Reduction = RogueMeeting, RogueReduction
+        matchmaking.Declarations, averager.GroupAllreduce = RogueDeclarations, RogueGroupAllreduce
+        averager.SwarmMatchmaking, allreduce.ButterflyAllreduce = RogueMatchmaking, RogueButterflyAllreduce
         honest = allreduce.reduce_message
 
         def reduce_message(*args):
@@ -171,7 +171,7 @@ class SparseAverager(averager.SparseAverager):
         answer = await super().rpc_confirm(request, context)
         work = self._work.get(bytes.fromhex(request.uid))
         if bytes.fromhex(request.uid).endswith(SHARED.encode()):
-            if _is(COMMITTED) and isinstance(work, RogueGroupWork):
+            if _is(COMMITTED) and isinstance(work, RogueGroupAllreduce):
                 await asyncio.wait_for(work.is_done.wait(), GATE_SECONDS)
                 _reach(COMMITTED)
             _reach(CONFIRMING)
@@ -188,7 +188,7 @@ class SparseAverager(averager.SparseAverager):
         return answer
 
 
-class RogueGroupWork(allreduce.GroupWork):
+class RogueGroupAllreduce(allreduce.GroupAllreduce):
     def __init__(self, *args) -> None:
         super().__init__(*args)
         self.is_done = asyncio.Event()
@@ -200,7 +200,7 @@ class RogueGroupWork(allreduce.GroupWork):
             self.is_done.set()
 
 
-class RogueReduction(allreduce.Reduction):
+class RogueButterflyAllreduce(allreduce.ButterflyAllreduce):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._is_shared = self._group_id.endswith(SHARED.encode())

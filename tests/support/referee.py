@@ -10,7 +10,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import Segment, digest
 from spes_p2p.sim.swarm import Entry, average_entries
-from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import Contribution, RoundResult
@@ -24,7 +24,7 @@ CODEC_ERROR = 0.05
 class _State:
     """What one peer carries from round to round."""
 
-    wire: Wire
+    encoding: DeltaEncoding
     errors: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -44,10 +44,10 @@ class Referee:
     def enters(self, item: Contribution) -> None:
         """Take note of what a peer brings to a round, before the round."""
         peer = item.member.peer_id
-        state = self._states.setdefault(peer, _State(Wire(self._segments)))
-        member, encoded = state.wire.encode(item)
+        state = self._states.setdefault(peer, _State(DeltaEncoding(self._segments)))
+        member, encoded = state.encoding.encode(item)
         errors = {name: error.clone() for name, error in state.errors.items()}
-        self._entries[peer, member.ready_at] = Entry(member, encoded, state.wire, errors), item
+        self._entries[peer, member.ready_at] = Entry(member, encoded, state.encoding, errors), item
         for key in [key for key in self._entries if key[1] < member.ready_at - 120.0]:
             del self._entries[key]
         self._means = dict(list(self._means.items())[-8:])
@@ -67,7 +67,7 @@ class Referee:
             wrong += self._check_means(item, result)
         state = self._states[me]
         if me in groups.behind:
-            state.wire.forget()
+            state.encoding.forget()
             state.errors.clear()
         else:
             self._settle(state, item, result)
@@ -105,7 +105,7 @@ class Referee:
         return self._means[key]
 
     def _digest(self, attempt: Attempt, name: str, round: int) -> str:
-        return digest(Wire(self._segments).decode(name, round + 1, attempt.averaged[name]))
+        return digest(DeltaEncoding(self._segments).decode(name, round + 1, attempt.averaged[name]))
 
     def _check_value(self, name: str, mean: Tensor, result: RoundResult) -> list[str]:
         """Hold a mean to the plain weighted mean, which knows nothing of parts, of formats, or of who reduces what."""
@@ -123,7 +123,7 @@ class Referee:
 
     def _settle(self, state: _State, item: Contribution, result: RoundResult) -> None:
         """Keep, as the peer does, what the means that it commits have left over."""
-        state.wire.settle(result.committed)
+        state.encoding.commit(result.committed)
         if not result.committed:
             return
         attempt = self._attempts(result).get(item.member.peer_id)

@@ -23,7 +23,7 @@ from benchmarks.attackers import (
 )
 from spes_p2p.errors import SimulationError
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.swarm.averaging.audit import Witness
+from spes_p2p.swarm.averaging.audit import Auditor
 from spes_p2p.training.loss_gate import LossGate
 
 
@@ -111,7 +111,7 @@ def test_a_run_that_does_not_live_is_kept_as_such(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("guarded", "unguarded"), [(LossGate.load, attackers._ungated), (Witness.weigh, attackers._plain_weights)]
+    ("guarded", "unguarded"), [(LossGate.load, attackers._ungated), (Auditor.weigh, attackers._plain_weights)]
 )
 def test_what_stands_for_a_guard_can_be_called_as_the_guard_is(
     guarded: Callable[..., object], unguarded: Callable[..., object]

@@ -23,9 +23,9 @@ from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.averaging.audit import Evidence
 from spes_p2p.swarm.averaging.buffers import Buffers
 from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_message, reduce_message
-from spes_p2p.swarm.clock import Patience
+from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.p2p.rate_limit import Pace
+from spes_p2p.swarm.p2p.rate_limit import RateLimit
 from spes_p2p.swarm.roster import SHARED, Member
 
 Stream = AsyncIterator[averaging_pb2.AveragingData]
@@ -39,7 +39,7 @@ REPLY_PATIENCE = 2.0
 """A reducer is given so much more time than a sender: it waits for senders itself, and should be the one to tell."""
 
 
-class Reduction:
+class ButterflyAllreduce:
     """One member's part in a group's all-reduce.
 
     Args:
@@ -65,8 +65,8 @@ class Reduction:
         result: Tensor,
         error: Tensor | None,
         new_error: Tensor | None,
-        patience: Patience,
-        pace: Pace,
+        patience: AdaptiveTimeout,
+        pace: RateLimit,
         open_stream: OpenStream,
     ) -> None:
         self._plan, self._me, self._group_id = plan, plan.peers.index(me), group_id
@@ -74,7 +74,7 @@ class Reduction:
         self._patience, self._pace, self._open_stream = patience, pace, open_stream
         self._mine = plan.slices[self._me]
         self._num_lanes = num_lanes(plan, self._me)
-        self.witness = plan.witness(me)
+        self.auditor = plan.auditor(me)
         self._inbox: list[dict[int, Tensor | None]] = [{} for _ in self._mine]
         loop = asyncio.get_running_loop()
         self._reduced: list[asyncio.Future[bytes]] = [loop.create_future() for _ in self._mine]
@@ -105,7 +105,7 @@ class Reduction:
             if self._failed.done():
                 self._failed.result()
             await everything
-            for peer, seen in self.witness.liars().items():  # guard: lying-mean
+            for peer, seen in self.auditor.liars().items():  # guard: lying-mean
                 self.lost = peer
                 raise AllreduceException(f"lost {peer}: {seen.reason}")
         finally:
@@ -175,10 +175,10 @@ class Reduction:
         try:
             mean_N = decode_message(self._plan.format, message, _tensor(data))
         except ExchangeError as error:
-            self.witness.proves(index, f"sent a mean that is none: {error}")
+            self.auditor.record_proof(index, f"sent a mean that is none: {error}")
             raise
         self._result[message[0].byte_start : message[-1].byte_stop] = _tensor(data)
-        self.witness.receive(index, message, mean_N, self._source)
+        self.auditor.observe_mean(index, message, mean_N, self._source)
 
     # ------------------------------------------------------------------ reducing
 
@@ -223,8 +223,8 @@ class Reduction:
         try:
             inbox[index] = decode_message(self._plan.format, message, data)
         except ExchangeError as error:
-            self.witness.proves(index, f"sent what is no delta: {error}")
-            if not self.witness.can_judge:  # guard: unreadable-part
+            self.auditor.record_proof(index, f"sent what is no delta: {error}")
+            if not self.auditor.can_tell_outliers:  # guard: unreadable-part
                 raise
             inbox[index] = None
         senders = [i for i, weight in enumerate(self._plan.weights) if weight > 0]
@@ -235,7 +235,7 @@ class Reduction:
         decoded, weights = [inbox[i] for i in senders], [self._plan.weights[i] for i in senders]
         inbox.clear()
         try:
-            encoded, left = reduce_message(self._plan.format, message, decoded, weights, kept, self.witness)
+            encoded, left = reduce_message(self._plan.format, message, decoded, weights, kept, self.auditor)
         except ValueError as error:  # every contribution is finite, their sum is not
             self.fail("", f"the mean cannot be sent: {error}")
             return
@@ -264,7 +264,7 @@ Answers = Mapping[str, bytes | BaseException]
 """Of members: the digests of their results, nothing where they failed, or why they did not answer."""
 
 
-class GroupWork:
+class GroupAllreduce:
     """One group of a roster, as one of its members works on it, or as somebody else knows of it.
 
     Args:
@@ -277,12 +277,12 @@ class GroupWork:
     def __init__(self, plan: GroupPlan, me: str, gid: bytes, ask: Callable[[str], StubBase]) -> None:
         self.plan, self.lost = plan, ""
         self.evidence: Mapping[str, Evidence] = {}
-        self.reduction: asyncio.Future[Reduction] = asyncio.get_running_loop().create_future()
+        self.reduction: asyncio.Future[ButterflyAllreduce] = asyncio.get_running_loop().create_future()
         self._me, self._gid, self._ask = me, gid, ask
         self._digest: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._is_confirmed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
-    async def run(self, buffers: Buffers, patience: Patience, silence: Patience, pace: Pace) -> str:
+    async def run(self, buffers: Buffers, patience: AdaptiveTimeout, silence: AdaptiveTimeout, pace: RateLimit) -> str:
         """Average into the buffers' result; return why that failed, or "" once all members have confirmed it."""
         try:
             if not sum(self.plan.weights):
@@ -298,8 +298,10 @@ class GroupWork:
             self.close()
         return ""
 
-    async def _average(self, buffers: Buffers, size: int, patience: Patience, silence: Patience, pace: Pace) -> None:
-        reduction = Reduction(
+    async def _average(
+        self, buffers: Buffers, size: int, patience: AdaptiveTimeout, silence: AdaptiveTimeout, pace: RateLimit
+    ) -> None:
+        reduction = ButterflyAllreduce(
             self.plan,
             self._me,
             group_id=self._gid,
@@ -319,7 +321,7 @@ class GroupWork:
         except TimeoutError as error:
             raise AllreduceException(f"not done within {patience.seconds:.1f} s") from error
         finally:
-            self.lost, self.evidence = reduction.lost, reduction.witness.evidence()
+            self.lost, self.evidence = reduction.lost, reduction.auditor.evidence()
         mine = await asyncio.to_thread(digests, self.plan, buffers.result[:size])
         self._digest.set_result(mine)
         # Two who cannot call each other both ask those whom everybody can.
@@ -366,7 +368,7 @@ class GroupWork:
                 return peer
         return ""
 
-    async def _is_confirmed_by_any(self, mine: bytes, theirs: Answers, silence: Patience) -> bool:
+    async def _is_confirmed_by_any(self, mine: bytes, theirs: Answers, silence: AdaptiveTimeout) -> bool:
         """Tell whether somebody has heard of everybody that they have this result, and so has committed it.
 
         Who then does not would make another of this round with those who have not heard it either. Nobody knows that
@@ -380,12 +382,12 @@ class GroupWork:
         answers = await self._ask_all([peer for peer in able if peer != self.lost], silence, CONFIRMED)
         return mine in answers.values()
 
-    async def _ask_all(self, peers: Sequence[str], silence: Patience, question: bytes = b"") -> Answers:
+    async def _ask_all(self, peers: Sequence[str], silence: AdaptiveTimeout, question: bytes = b"") -> Answers:
         """Return what each member answers: the digests of its result, or nothing; or why there is no answer."""
         calls = (self._call(peer, silence, question) for peer in peers)
         return dict(zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
 
-    async def _call(self, peer: str, silence: Patience, question: bytes = b"") -> bytes:
+    async def _call(self, peer: str, silence: AdaptiveTimeout, question: bytes = b"") -> bytes:
         request = runtime_pb2.ExpertRequest(uid=self._gid.hex(), metadata=question)
         return (await self._ask(peer).rpc_confirm(request, timeout=2 * silence.seconds)).metadata
 

@@ -15,32 +15,32 @@ from torch import Tensor
 
 from spes_p2p.codecs import Format, Part, Segment
 
-LEAST_JUDGES = 5
+MIN_SENDERS = 5
 """Members below which nobody can say for sure who is the odd one."""
 CLIP = 3.0
 """Median distances from the centre beyond which a vector is pulled in; honest ones are seen at 2.1 at most."""
 OWN_CLIP = 4.0
 """In smaller groups: how many times as long as the reducer's own another's may be; honest ones are seen at 2.8."""
 STEPS = 3
-LEAST_SPREAD = 1e-3
+MIN_SPREAD = 1e-3
 """Of the median length: below it, distances are rounding."""
-MOST_TIMES_MEDIAN = 4.0
+MAX_TIMES_MEDIAN = 4.0
 """Of the members' tokens: what one may weigh at most where there are judges, and what makes room for longer vectors."""
 
 
-def fair_tokens(tokens: Sequence[float]) -> list[float]:
+def capped_tokens(tokens: Sequence[float]) -> list[float]:
     """Return what members are taken to have trained: with enough judges no more than so many times the median.
 
     Tokens are a member's own word. A fast machine among laptops is cut too, and that is the price.
     """
     trained = [count for count in tokens if count > 0]
-    if len(trained) < LEAST_JUDGES:
+    if len(trained) < MIN_SENDERS:
         return list(tokens)
-    most = MOST_TIMES_MEDIAN * statistics.median(trained)
+    most = MAX_TIMES_MEDIAN * statistics.median(trained)
     return [min(count, most) for count in tokens]  # guard: weight-cap
 
 
-def times_ours(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[float]:
+def max_length_ratios(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[float]:
     """Return how many times as long as ours each member's delta may be for the tokens that it says it has trained.
 
     In a small group nobody can contradict them, so they make no more room than so many times our own tokens, which we
@@ -51,7 +51,7 @@ def times_ours(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[fl
         own: Our place.
         usual: What members of the roster usually have trained, by `usual_tokens`; 0 if that is not known.
     """
-    most = MOST_TIMES_MEDIAN * max(tokens[own], usual)
+    most = MAX_TIMES_MEDIAN * max(tokens[own], usual)
     return [max(min(count, most) / tokens[own], 1.0) for count in tokens]  # guard: untrained-tokens
 
 
@@ -70,7 +70,7 @@ def per_token(gram_nn: Tensor, tokens: Sequence[float]) -> tuple[Tensor, Tensor]
     return gram_nn / torch.outer(share_n, share_n), share_n
 
 
-def robust_weights(
+def centered_clip_weights(
     gram_nn: Tensor, weights: Sequence[float], tokens: Sequence[float], clip: float = CLIP
 ) -> list[float]:
     """Return the weights of a robust mean, to be divided by the sum of `weights`; these if nobody stands out.
@@ -85,7 +85,7 @@ def robust_weights(
 
     Args:
         gram_nn: Of the vectors.
-        weights: Positive, at least `LEAST_JUDGES`.
+        weights: Positive, at least `MIN_SENDERS`.
         tokens: With which the vectors have grown; the same of all for those that do not, as moments.
         clip: Median distances from the centre that are let pass.
     """
@@ -121,11 +121,11 @@ def distances(gram_nn: Tensor, centre_n: Tensor) -> Tensor:
 def room(gram_nn: Tensor, centre_n: Tensor, share_n: Tensor) -> Tensor:
     """Return the distance from a centre that is usual for each vector, [n]."""
     spread = distances(gram_nn, centre_n).median()
-    least = LEAST_SPREAD * gram_nn.diagonal().sqrt().median()
+    least = MIN_SPREAD * gram_nn.diagonal().sqrt().median()
     return torch.maximum(spread, least).clamp(min=1e-30) * share_n.clamp(max=1.0).rsqrt()
 
 
-def own_weights(
+def length_clipped_weights(
     gram_nn: Tensor,
     weights: Sequence[float],
     tokens: Sequence[float],
@@ -147,7 +147,7 @@ def own_weights(
         usual: What members of the roster usually have trained.
     """
     length_n = gram_nn.diagonal().sqrt()
-    times_n = torch.tensor(times_ours(tokens, own, usual), dtype=torch.float64)
+    times_n = torch.tensor(max_length_ratios(tokens, own, usual), dtype=torch.float64)
     limit_n = clip * length_n[own] * times_n
     if not length_n[own] > 0 or bool((length_n <= limit_n).all()):  # guard: length-clip
         return list(weights)
@@ -162,7 +162,7 @@ ODD = 0.2
 it at least. As a negative share: below which a mean is turned round."""
 FAR = 6.0
 """Usual distances from the centre at which a delta is no accident."""
-MOST_TIMES_OWN = 10.0
+MAX_TIMES_OWN = 10.0
 """How many times as long as one's own vector, for as many tokens, its mean may be; second moments, the square of it."""
 
 
@@ -178,7 +178,7 @@ class Evidence(NamedTuple):
     is_proof: bool
 
 
-class Witness:
+class Auditor:
     """One member's eyes in a group's all-reduce.
 
     Args:
@@ -208,9 +208,9 @@ class Witness:
         self._proofs: dict[str, Evidence] = {}
 
     @property
-    def can_judge(self) -> bool:
+    def can_tell_outliers(self) -> bool:
         """Whether so many bring something that the odd one can be told from the others."""
-        return len(self._senders) >= LEAST_JUDGES
+        return len(self._senders) >= MIN_SENDERS
 
     # ------------------------------------------------------------------ as a reducer
 
@@ -236,15 +236,17 @@ class Witness:
     def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:
         power = _power(self._format.segments[part.segment])
         tokens = [self._tokens[self._senders[place]] for place in here]
-        if len(here) >= LEAST_JUDGES:
+        if len(here) >= MIN_SENDERS:
             grown = tokens if part.segment == 0 else [1.0] * len(here)
-            return robust_weights(gram_nn, weights, grown, CLIP**power)
+            return centered_clip_weights(gram_nn, weights, grown, CLIP**power)
         own = [number for number, place in enumerate(here) if self._senders[place] == self._me]
-        return own_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, self._usual) if own else weights
+        return (
+            length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, self._usual) if own else weights
+        )
 
     # ------------------------------------------------------------------ as a receiver
 
-    def receive(self, reducer: int, message: Sequence[Part], mean_N: Tensor, source: Tensor) -> None:
+    def observe_mean(self, reducer: int, message: Sequence[Part], mean_N: Tensor, source: Tensor) -> None:
         """Take note of the mean that a reducer has sent, beside what this member brought.
 
         Args:
@@ -273,7 +275,7 @@ class Witness:
             inner, mean, own = seen[0].tolist()
             if own > 0:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
-        if len(cosines) >= LEAST_JUDGES - 1:  # guard: mean-direction
+        if len(cosines) >= MIN_SENDERS - 1:  # guard: mean-direction
             # One's own delta may be small, and mostly noise; that a mean points the other way is no accident.
             for index in odd(list(cosines.values()), -ODD):
                 peer = self._peers[list(cosines)[index]]
@@ -282,24 +284,24 @@ class Witness:
 
     def _longest_mean(self, segment: Segment) -> float:
         """Return how many times as long as our part of a segment its mean may be; few tokens make noise of moments."""
-        return MOST_TIMES_OWN ** _power(segment) * max(times_ours(self._tokens, self._me, self._usual))
+        return MAX_TIMES_OWN ** _power(segment) * max(max_length_ratios(self._tokens, self._me, self._usual))
 
     # ------------------------------------------------------------------ what it comes to
 
-    def proves(self, index: int, reason: str) -> None:
+    def record_proof(self, index: int, reason: str) -> None:
         """Take note of what no honest member does."""
         self._proofs[self._peers[index]] = Evidence(reason, True)  # guard: unreadable-proof
 
     def evidence(self) -> Mapping[str, Evidence]:
         """Return what this member holds against others, by their ids."""
-        return (self._suspects() if self.can_judge else {}) | self.liars() | self._proofs
+        return (self._suspects() if self.can_tell_outliers else {}) | self.liars() | self._proofs
 
     def _suspects(self) -> dict[str, Evidence]:
         """Return the senders whose deltas are unlike all others', or whose moments are beyond all measure."""
         found: dict[str, Evidence] = {}
         for segment, gram_nn in list(zip(self._format.segments, self._gram_snn, strict=True))[1:]:
             length_n = gram_nn.diagonal().sqrt()
-            most = MOST_TIMES_OWN ** _power(segment) * length_n.median()
+            most = MAX_TIMES_OWN ** _power(segment) * length_n.median()
             for place in (length_n > most).nonzero().flatten().tolist():  # guard: moments-strike
                 found[self._peers[self._senders[place]]] = Evidence("its moments are beyond all measure", False)
         gram_nn = self._gram_snn[0]

@@ -23,13 +23,13 @@ from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.averaging.allreduce import LANES, GroupWork, expected_of, finish_all, group_id, read_roster
-from spes_p2p.swarm.averaging.buffers import Places
-from spes_p2p.swarm.averaging.encoding import Wire
-from spes_p2p.swarm.averaging.matchmaking import Meeting
+from spes_p2p.swarm.averaging.allreduce import LANES, GroupAllreduce, expected_of, finish_all, group_id, read_roster
+from spes_p2p.swarm.averaging.buffers import BufferPool
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
+from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking
 from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
-from spes_p2p.swarm.clock import Patience
+from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, GuardedDHT
 from spes_p2p.swarm.hivemind_fixes.processes import (
     WholeMessages,
@@ -38,8 +38,8 @@ from spes_p2p.swarm.hivemind_fixes.processes import (
     outlast_signals_to_the_group,
 )
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.p2p.rate_limit import Pace
-from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, slot_name
+from spes_p2p.swarm.p2p.rate_limit import RateLimit
+from spes_p2p.swarm.roster import SHARED, Groups, Member, Roster, derive_groups, slot_name
 from spes_p2p.swarm.validation import matchmaking_prefix
 
 log = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class SparseAverager(DecentralizedAverager):
     Args:
         dht: This peer's DHT node.
         run_id: Names the matchmaking.
-        wire: How vectors travel.
+        encoding: How vectors travel.
         max_slots: Slots this peer may hold at once.
         deadlines: The run's round settings.
         uplink_mbit: What this peer's link carries, in 10^6 bits per second; None if it does not say.
@@ -75,7 +75,7 @@ class SparseAverager(DecentralizedAverager):
     _inner_pipe: Any
     _loaded: asyncio.Future[bool]
     """Whether what this peer said that it would send is in the buffers."""
-    _pace: Pace
+    _pace: RateLimit
     """Of one attempt: what a failed one did not send is not waited for."""
 
     def __init__(
@@ -83,21 +83,21 @@ class SparseAverager(DecentralizedAverager):
         dht: GuardedDHT,
         *,
         run_id: str,
-        wire: Wire,
+        encoding: DeltaEncoding,
         max_slots: int,
         deadlines: RoundConfig,
         uplink_mbit: float | None = None,
         guests: GuestList | None = None,
     ) -> None:
-        self._wire, self._guests = wire, guests
-        self.places = Places(wire, max_slots)
+        self._encoding, self._guests = encoding, guests
+        self.places = BufferPool(encoding, max_slots)
         most = deadlines.averaging_seconds
-        self._patience = Patience(LEAST_ATTEMPT_SECONDS, most)
-        self._silence = Patience(LEAST_SILENCE_SECONDS, SILENCE_SHARE * most)
+        self._patience = AdaptiveTimeout(LEAST_ATTEMPT_SECONDS, most)
+        self._silence = AdaptiveTimeout(LEAST_SILENCE_SECONDS, SILENCE_SHARE * most)
         self._most_seconds, self._uplink_mbit = most, uplink_mbit
         dht.streams_per_peer = SPARE_STREAMS + ATTEMPTS * LANES * (1 + max_slots)
-        self._work: dict[bytes, GroupWork] = {}
-        self._last_work: dict[bytes, GroupWork] = {}
+        self._work: dict[bytes, GroupAllreduce] = {}
+        self._last_work: dict[bytes, GroupAllreduce] = {}
         self._is_redone = False
         self._survivors: list[PeerID] = []
         super().__init__(
@@ -112,7 +112,7 @@ class SparseAverager(DecentralizedAverager):
             client_mode=False,  # who cannot be called answers those whom it has called; it leads no meeting (below)
         )
         # Members hold different slots, so stock's hash over all tensors would refuse everybody.
-        self.schema_hash = hashlib.sha256(f"{run_id} {wire.description}".encode()).digest()
+        self.schema_hash = hashlib.sha256(f"{run_id} {encoding.description}".encode()).digest()
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
@@ -176,9 +176,9 @@ class SparseAverager(DecentralizedAverager):
             return Attempt(failure=failure, matchmaking_seconds=get_dht_time() - started)
         places = self.places.by_name
         done = [name for name, reason in outcome["status"].items() if not reason]
-        formats = {name: self._wire.format(name, outcome["round"]) for name in done}
+        formats = {name: self._encoding.format(name, outcome["round"]) for name in done}
         return Attempt(
-            roster=tuple(Member.decode(peer, data) for peer, data in outcome["roster"]),
+            roster=Roster(Member.decode(peer, data) for peer, data in outcome["roster"]),
             refused=outcome["refused"],
             status=outcome["status"],
             averaged={name: places[name].result[: formats[name].num_bytes].clone() for name in done},
@@ -193,7 +193,7 @@ class SparseAverager(DecentralizedAverager):
 
     async def _prepare(self, is_redone: bool, least: int) -> None:
         self._is_redone, self._least, self._loaded = is_redone, least, asyncio.get_running_loop().create_future()
-        self._pace = Pace(self._uplink_mbit)
+        self._pace = RateLimit(self._uplink_mbit)
 
     async def _load(self, is_as_promised: bool) -> None:
         self._loaded.set_result(is_as_promised)
@@ -201,8 +201,8 @@ class SparseAverager(DecentralizedAverager):
     async def _step(self, *, step, future_for_init) -> None:
         hold_current_task()
         target = expected_of(step.data_for_gather)
-        if not isinstance(self._matchmaking, Meeting):
-            self._matchmaking = Meeting(
+        if not isinstance(self._matchmaking, SwarmMatchmaking):
+            self._matchmaking = SwarmMatchmaking(
                 self._p2p, self.schema_hash, self.dht, client_mode=self.dht.client_mode, **self.matchmaking_kwargs
             )
         # A group below quorum would only be thrown away, and take its members from a larger one.
@@ -225,10 +225,10 @@ class SparseAverager(DecentralizedAverager):
             for work in self._work.values():
                 work.close()
 
-    def _group_work(self, name: str, groups: Groups, roster: Sequence[Member], gid: bytes) -> GroupWork:
+    def _group_work(self, name: str, groups: Groups, roster: Sequence[Member], gid: bytes) -> GroupAllreduce:
         """Return what this peer does in a group; for groups of others, nothing but to say so."""
-        plan = GroupPlan.in_roster(roster, groups.members[name], self._wire.format(name, groups.round + 1))
-        return GroupWork(plan, self.peer_id.to_base58(), gid, self._ask)
+        plan = GroupPlan.in_roster(roster, groups.members[name], self._encoding.format(name, groups.round + 1))
+        return GroupAllreduce(plan, self.peer_id.to_base58(), gid, self._ask)
 
     async def _aggregate_with_group(self, group_info: GroupInfo, min_vector_size: int, weight: float, **kwargs) -> dict:
         met_at, began = get_dht_time(), time.monotonic()
@@ -239,7 +239,7 @@ class SparseAverager(DecentralizedAverager):
                 promised.lost = me
             raise AllreduceException("this peer's vectors cannot be encoded")
         slots = next((member.slots for member in roster if member.peer_id == me), ())
-        mine: dict[str, GroupWork] = {}
+        mine: dict[str, GroupAllreduce] = {}
         running: dict[str, asyncio.Task[str]] = {}
         for place, name in enumerate([SHARED, *map(slot_name, slots)]):
             work = self._work.get(group_id(group_info, name))
@@ -270,7 +270,7 @@ class SparseAverager(DecentralizedAverager):
     def _ask(self, peer: str) -> StubBase:
         return self.get_stub(self._p2p, PeerID.from_base58(peer), namespace=self.prefix)
 
-    async def _work_on(self, gid: bytes) -> GroupWork | None:
+    async def _work_on(self, gid: bytes) -> GroupAllreduce | None:
         """Return a group of the newest roster or of the last; who asks may have heard of the roster before us."""
         if gid not in self._work and gid not in self._last_work:
             await asyncio.wait_for(self._pending_groups_registered.wait(), self._most_seconds)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Format
-from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.roster import SHARED, slot_name
 
 
@@ -49,19 +49,21 @@ def _shared(dtype: torch.dtype, numel: int) -> Tensor:
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload]
 
 
-class Places:
+class BufferPool:
     """Buffers for every group that a peer may be in at once: first those of `shared`, then one for each slot.
 
     Args:
-        wire: How vectors travel.
+        encoding: How vectors travel.
         max_slots: Slots that the peer may hold at once.
 
     Attributes:
         all: In that order.
     """
 
-    def __init__(self, wire: Wire, max_slots: int) -> None:
-        self.all = [Buffers(format) for format in (wire.largest(SHARED), *[wire.largest(slot_name(0))] * max_slots)]
+    def __init__(self, encoding: DeltaEncoding, max_slots: int) -> None:
+        self.all = [
+            Buffers(format) for format in (encoding.largest(SHARED), *[encoding.largest(slot_name(0))] * max_slots)
+        ]
         self._slots: tuple[int, ...] = ()
 
     def assign(self, slots: tuple[int, ...]) -> None:

@@ -83,7 +83,7 @@ class Vectors:
         return from_bytes(data, self.bundle_numel[kind_of(name)]) if format is None else format.decode(data)
 
 
-class Wire:
+class DeltaEncoding:
     """Encodes one peer's contributions and decodes the swarm's means; the same for every kind of swarm.
 
     Error feedback: what rounding takes from a delta is added to the next one of the same group that is committed, so
@@ -158,7 +158,7 @@ class Wire:
             return member.model_copy(update={"tokens": 0}), zeros
         return member, encoded
 
-    def settle(self, committed: Iterable[str]) -> None:
+    def commit(self, committed: Iterable[str]) -> None:
         """Keep what was left over of the groups that were committed; the others' deltas go nowhere, with their rest."""
         for name in committed:
             error = self._pending.get(name)
@@ -166,13 +166,13 @@ class Wire:
                 self._feedback.keep(name, error)
         self._pending = {}
 
-    def remainders(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, Tensor]:
         """Return what is left over, by group, to outlive this process."""
         return self._feedback.kept()
 
-    def take_up(self, remainders: Mapping[str, Tensor]) -> None:
+    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Go on with what an earlier process had left over of the same anchors."""
-        for name, error_N in remainders.items():
+        for name, error_N in residuals.items():
             self._feedback.keep(name, error_N.clone())
 
     def forget(self) -> None:

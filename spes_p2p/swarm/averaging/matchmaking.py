@@ -129,7 +129,7 @@ class Leaders(PotentialLeaders):
                     raise
 
 
-class Meeting(Matchmaking):
+class SwarmMatchmaking(Matchmaking):
     """One peer's search for a group: of everybody in the DHT, or of those who have just failed together."""
 
     group_key_manager: Declarations

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.audit import Evidence
-from spes_p2p.swarm.averaging.encoding import Wire
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, missing_votes
+from spes_p2p.swarm.roster import SHARED, Member, Roster, derive_groups, missing_votes
 
 ATTEMPTS = 2
 
@@ -34,7 +34,7 @@ class Attempt:
         averaging_seconds: From there on.
     """
 
-    roster: tuple[Member, ...] = ()
+    roster: Roster = Roster()
     refused: Mapping[str, str] = field(default_factory=dict)
     status: Mapping[str, str] = field(default_factory=dict)
     averaged: Mapping[str, Tensor] = field(default_factory=dict)
@@ -47,14 +47,14 @@ class Attempt:
     averaging_seconds: float = 0.0
 
 
-def entering(contribution: Contribution, expected: int, **changes: object) -> Contribution:
+def prepare(contribution: Contribution, expected: int, **changes: object) -> Contribution:
     """Return a contribution as it enters a round: its author counts on those it expects, if it knows nothing better."""
     member = contribution.member
     changes["electorate"] = member.electorate or expected
     return replace(contribution, member=member.model_copy(update=changes))
 
 
-def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResult:
+def decide_outcome(attempt: Attempt, contribution: Contribution, encoding: DeltaEncoding) -> RoundResult:
     """Return what may be committed of an attempt.
 
     No mean that is not finite: a part may have come from a liar, and finite deltas may overflow in their sum.
@@ -65,7 +65,7 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
     if not attempt.roster:
         dropped = dict.fromkeys(contribution.deltas, attempt.failure or "everybody who met was refused")
         return RoundResult(
-            roster=(contribution.member,), dropped=dropped, matchmaking_seconds=attempt.matchmaking_seconds
+            roster=Roster([contribution.member]), dropped=dropped, matchmaking_seconds=attempt.matchmaking_seconds
         )
     groups = derive_groups(attempt.roster)
     me = contribution.member.peer_id
@@ -73,7 +73,7 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
     dropped = {name: reason for name, reason in attempt.status.items() if reason}
     for name, data in attempt.averaged.items():
         try:
-            committed[name] = wire.decode(name, groups.round + 1, data)
+            committed[name] = encoding.decode(name, groups.round + 1, data)
         except ExchangeError as error:
             dropped[name] = f"the mean cannot be used: {error}"
     for name in contribution.deltas:
@@ -90,7 +90,7 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
     return RoundResult(
         roster=attempt.roster,
         committed=committed,
-        encoded={name: delta for name in committed if (delta := wire.delta_of(name, attempt.averaged[name]))},
+        encoded={name: delta for name in committed if (delta := encoding.delta_of(name, attempt.averaged[name]))},
         dropped=dropped,
         is_behind=me in groups.behind,
         matchmaking_seconds=attempt.matchmaking_seconds,
@@ -101,14 +101,15 @@ def judge(attempt: Attempt, contribution: Contribution, wire: Wire) -> RoundResu
 def alone(member: Member, encoded: Mapping[str, Tensor]) -> Attempt:
     """Return the attempt of a peer that has nobody to meet: what it would send is the mean."""
     if not member.tokens:
-        return Attempt((member,), status=dict.fromkeys(encoded, "nobody trained"), is_alone=True)
-    return Attempt((member,), status=dict.fromkeys(encoded, ""), averaged=dict(encoded), is_alone=True)
+        return Attempt(Roster([member]), status=dict.fromkeys(encoded, "nobody trained"), is_alone=True)
+    return Attempt(Roster([member]), status=dict.fromkeys(encoded, ""), averaged=dict(encoded), is_alone=True)
 
 
-def averaged_bytes(result: RoundResult, wire: Wire) -> int:
+def averaged_bytes(result: RoundResult, encoding: DeltaEncoding) -> int:
     """Return what an all-reduce of the committed groups costs: a member sends, and receives, 2 (n - 1) / n of each."""
     groups = derive_groups(result.roster)
     sizes = {
-        name: (len(groups.members[name]), wire.format(name, groups.round + 1).num_bytes) for name in result.committed
+        name: (len(groups.members[name]), encoding.format(name, groups.round + 1).num_bytes)
+        for name in result.committed
     }
     return sum(int(2 * (n - 1) / n * num_bytes) for n, num_bytes in sizes.values())

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import Format, Part, encode_with_error, joined
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.audit import Witness, fair_tokens
+from spes_p2p.swarm.averaging.audit import Auditor, capped_tokens
 from spes_p2p.swarm.roster import Member, credits, uplinks, usual_tokens
 
 MESSAGE_BYTES = 2**17
@@ -100,7 +100,7 @@ def reduce_message(
     decoded: Sequence[Tensor | None],
     weights: Sequence[float],
     error: Tensor | None,
-    witness: Witness | None = None,
+    auditor: Auditor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the encoded mean of a message's parts, and what encoding them has left over.
 
@@ -111,12 +111,12 @@ def reduce_message(
             its sender had none.
         weights: Of the same senders.
         error: What was left over of these parts' deltas before; None where the codec is exact.
-        witness: Says what each part may weigh; without one, all of them weigh what they should.
+        auditor: Says what each part may weigh; without one, all of them weigh what they should.
 
     Raises:
         ValueError: the mean is not finite, or nobody sent anything.
     """
-    mean_N, start = _mean(message, decoded, weights, witness), message[0].start
+    mean_N, start = _mean(message, decoded, weights, auditor), message[0].start
     if error is None:
         return encode_message(format, message, mean_N), None
     encoded: list[Tensor] = []
@@ -133,7 +133,7 @@ def reduce_message(
 
 
 def _mean(
-    message: Message, decoded: Sequence[Tensor | None], weights: Sequence[float], witness: Witness | None
+    message: Message, decoded: Sequence[Tensor | None], weights: Sequence[float], auditor: Auditor | None
 ) -> Tensor:
     start, means = message[0].start, []
     total = sum(weight for weight, values in zip(weights, decoded, strict=True) if values is not None)
@@ -141,7 +141,7 @@ def _mean(
         raise ValueError("nobody sent a value of it")
     for part in message:
         pieces = [None if v is None else v[part.start - start : part.stop - start] for v in decoded]
-        kept = weights if witness is None else witness.weigh(part, pieces)
+        kept = weights if auditor is None else auditor.weigh(part, pieces)
         sent = [(piece, weight) for piece, weight in zip(pieces, kept, strict=True) if piece is not None]
         means.append(weighted_mean([piece for piece, _ in sent], [weight for _, weight in sent], total))
     return torch.cat(means)
@@ -204,7 +204,7 @@ class GroupPlan:
         numel = 0 if format.is_exact else format.segments[0].numel
         called = frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink)
         fair = tuple(
-            fair_tokens(tokens)  # guard: fair-weights
+            capped_tokens(tokens)  # guard: fair-weights
         )
         weights = tuple(count * credit for count, credit in zip(fair, credits or [1.0] * len(fair), strict=True))
         return cls(tuple(peers), fair, weights, format, slices(format, reduced_shares(uplinks)), called, numel, usual)
@@ -216,7 +216,7 @@ class GroupPlan:
         What their tokens are worth the whole roster says: most slots have too few holders to tell who claims too many.
         """
         credit, speeds = credits(roster), uplinks(roster)
-        fair = fair_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
+        fair = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
         tokens = dict(zip([member.peer_id for member in roster], fair, strict=True))
         return cls.of(
             peers,
@@ -227,10 +227,10 @@ class GroupPlan:
             usual_tokens(roster),
         )
 
-    def witness(self, peer: str) -> Witness:
+    def auditor(self, peer: str) -> Auditor:
         """Return a member's eyes."""
         place = self.peers.index(peer)
-        return Witness(self.peers, self.tokens, self.weights, place, self.format, self.usual_tokens)
+        return Auditor(self.peers, self.tokens, self.weights, place, self.format, self.usual_tokens)
 
     def span(self, peer: str) -> tuple[int, int]:
         """Return the elements of the delta that a member reduces and encodes anew; none where it is alone."""

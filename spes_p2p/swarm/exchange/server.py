@@ -16,7 +16,7 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.downloads import Download
 from spes_p2p.swarm.exchange.protocol import BUSY, DATA, FRAME_BYTES, Answer, Channel, CutShortError, Request, Signal
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.p2p.rate_limit import Pace
+from spes_p2p.swarm.p2p.rate_limit import RateLimit
 
 RELAYED_BYTES = FRAME_BYTES // 4
 """Bytes of an unfinished download that are passed on together."""
@@ -122,7 +122,7 @@ class Server:
 
     def __init__(self, store: VersionStore, downloads: Mapping[str, Download], uplink_mbit: float | None) -> None:
         self.bytes_out, self.changed = 0, Signal()
-        self._store, self._downloads, self._pace = store, downloads, Pace(uplink_mbit)
+        self._store, self._downloads, self._pace = store, downloads, RateLimit(uplink_mbit)
         self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
         self._streams: Counter[str] = Counter()
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)

@@ -12,7 +12,7 @@ BURST_SECONDS = 0.005
 LEAST_BURST_BYTES = 2**14
 
 
-class Pace:
+class RateLimit:
     """Lets bytes go at the rate that a link carries, first come, first served.
 
     TCP finds that rate by overflowing queues. Where everybody sends to everybody that costs a quarter of it: what one

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.clock import Patience
+from spes_p2p.swarm.clock import AdaptiveTimeout
 
 
 def observed(patience, *seconds):
@@ -13,27 +13,27 @@ def observed(patience, *seconds):
 
 
 def test_patience_is_the_most_allowed_until_something_was_seen():
-    assert observed(Patience(1.0, 30.0)) == 30.0
-    assert observed(Patience(1.0, 30.0), 2.0, 2.0) == 30.0, "twice may be chance"
+    assert observed(AdaptiveTimeout(1.0, 30.0)) == 30.0
+    assert observed(AdaptiveTimeout(1.0, 30.0), 2.0, 2.0) == 30.0, "twice may be chance"
 
 
 def test_patience_follows_what_was_seen_and_how_steady_it_was():
-    steady, unsteady = [observed(Patience(1.0, 60.0), *seen) for seen in ([6.0] * 9, [3.0, 6.0, 9.0] * 3)]
+    steady, unsteady = [observed(AdaptiveTimeout(1.0, 60.0), *seen) for seen in ([6.0] * 9, [3.0, 6.0, 9.0] * 3)]
     assert 6.0 < steady < unsteady < 60.0
 
 
 def test_one_stall_does_not_make_everybody_wait_longer():
-    assert observed(Patience(1.0, 60.0), *[2.0] * 9, 59.0) == observed(Patience(1.0, 60.0), *[2.0] * 9)
+    assert observed(AdaptiveTimeout(1.0, 60.0), *[2.0] * 9, 59.0) == observed(AdaptiveTimeout(1.0, 60.0), *[2.0] * 9)
 
 
 @given(st.floats(0.1, 10), st.floats(0.1, 100), st.lists(st.floats(0, 1e6), max_size=40))
 def test_patience_stays_within_its_bounds(least, most, seen):
-    assert min(least, most) <= observed(Patience(least, most), *seen) <= most
+    assert min(least, most) <= observed(AdaptiveTimeout(least, most), *seen) <= most
 
 
 def test_an_attempt_that_took_too_long_is_given_twice_the_time_until_one_succeeds():
     """Else a newcomer with a slow link would be late for ever: failed attempts are not observed."""
-    patience = Patience(10.0, 60.0)
+    patience = AdaptiveTimeout(10.0, 60.0)
     for _ in range(5):
         patience.observe(1.0)
     assert patience.seconds == 10.0

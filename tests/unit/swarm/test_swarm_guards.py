@@ -18,7 +18,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Meeting
+from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, SwarmMatchmaking
 from spes_p2p.swarm.hivemind_fixes import dht, streams
 from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, GuardedProtocol, node_id_of
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
@@ -157,7 +157,7 @@ def test_of_what_somebody_has_under_a_key_only_the_records_are_taken_at_their_wo
 def test_a_leader_lets_nobody_in_whose_entry_the_others_could_not_take(monkeypatch):
     """Nor, when those who have failed together redo a round, anybody else; for all others hivemind decides."""
     monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: None)
-    meeting, caller = object.__new__(Meeting), SimpleNamespace(remote_id=PEERS[0])
+    meeting, caller = object.__new__(SwarmMatchmaking), SimpleNamespace(remote_id=PEERS[0])
     meeting.group_key_manager = SimpleNamespace(survivors=None)
 
     def answer(num_bytes):

@@ -6,14 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.codecs import Segment
-from spes_p2p.swarm.averaging.encoding import Wire
-from spes_p2p.swarm.averaging.outcome import Attempt, alone, judge
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
+from spes_p2p.swarm.averaging.outcome import Attempt, alone, decide_outcome
 from spes_p2p.swarm.interface import Contribution
-from spes_p2p.swarm.roster import Member, derive_groups, slot_name
+from spes_p2p.swarm.roster import Member, Roster, slot_name
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 DIGESTS = ["0" * 16, "1" * 16]
-WIRE = Wire({"shared": (Segment(3, "fp32"),), "slot": (Segment(3, "fp32"),)})
+WIRE = DeltaEncoding({"shared": (Segment(3, "fp32"),), "slot": (Segment(3, "fp32"),)})
 
 
 def encoded(*values):
@@ -46,7 +46,7 @@ def attempts(draw):
     """A roster, one of its members, and an outcome for each group that it is in."""
     roster = draw(rosters)
     me = draw(st.sampled_from(roster))
-    mine = [name for name, peers in derive_groups(roster).members.items() if me.peer_id in peers]
+    mine = [name for name, peers in roster.groups.items() if me.peer_id in peers]
     outcomes = {name: draw(st.sampled_from(["whole", "lost", "nan"])) for name in mine}
     means = {"whole": encoded(1.0, 1.0, 1.0), "nan": encoded(1.0, float("nan"), 1.0)}
     attempt = Attempt(
@@ -67,7 +67,7 @@ def with_a_vote(roster):
 @given(attempts())
 def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
     attempt, contribution, _ = drawn
-    result = judge(attempt, contribution, WIRE)
+    result = decide_outcome(attempt, contribution, WIRE)
     assert set(result.committed) | set(result.dropped) == set(contribution.deltas)
     assert not set(result.committed) & set(result.dropped)
     assert all(result.dropped.values())
@@ -76,9 +76,9 @@ def test_every_group_is_committed_or_dropped_for_a_reason_and_never_both(drawn):
 @given(attempts())
 def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_than_half_of_the_votes(drawn):
     attempt, contribution, outcomes = drawn
-    result = judge(attempt, contribution, WIRE)
+    result = decide_outcome(attempt, contribution, WIRE)
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
-    confirming = derive_groups(attempt.roster).members["shared"]
+    confirming = attempt.roster.groups["shared"]
     present = [member for member in attempt.roster if member.peer_id in confirming]
     electorate = sorted(member.electorate for member in present)[len(present) // 2]
     may = "shared" in whole and 2 * len(with_a_vote(present)) > electorate
@@ -88,7 +88,7 @@ def test_only_whole_finite_means_are_committed_and_only_with_shared_and_more_tha
 @given(attempts())
 def test_who_differs_from_the_majority_is_behind_and_commits_nothing(drawn):
     attempt, contribution, _ = drawn
-    result = judge(attempt, contribution, WIRE)
+    result = decide_outcome(attempt, contribution, WIRE)
     heard = with_a_vote(attempt.roster) or attempt.roster
     states = [(member.round, member.anchors["shared"]) for member in heard]
     mine = (contribution.member.round, contribution.member.anchors["shared"])
@@ -125,7 +125,7 @@ def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
         sync_seconds=0.0,
     )
     contribution = Contribution(member, {"shared": torch.ones(2), "slot-2": torch.ones(2)})
-    result = judge(Attempt(failure="nobody came"), contribution, WIRE)
+    result = decide_outcome(Attempt(failure="nobody came"), contribution, WIRE)
     assert result.roster == (member,) and not result.committed and not result.is_behind
     assert result.dropped == {"shared": "nobody came", "slot-2": "nobody came"}
 
@@ -135,8 +135,8 @@ def test_whom_a_leader_has_gathered_alone_commits_only_if_nobody_else_has_a_vote
     """The leader's own entry cannot be read, so that there is nobody to average with."""
     fields = {"round": 1, "tokens": 5, "slots": (), "anchors": {}, "ready_at": 1.0, "sync_seconds": 0.0}
     member = Member(peer_id=PEERS[0], tokens_per_second=1.0, electorate=electorate, **fields)
-    attempt = Attempt((member,), {PEERS[1]: "malformed"}, {"shared": ""}, {"shared": encoded(1.0, 1.0, 1.0)})
-    result = judge(attempt, Contribution(member, {"shared": torch.zeros(3)}), WIRE)
+    attempt = Attempt(Roster([member]), {PEERS[1]: "malformed"}, {"shared": ""}, {"shared": encoded(1.0, 1.0, 1.0)})
+    result = decide_outcome(attempt, Contribution(member, {"shared": torch.zeros(3)}), WIRE)
     assert bool(result.committed) == (electorate == 1)
 
 
@@ -153,7 +153,7 @@ def test_a_peer_alone_commits_its_own_deltas_if_it_trained_and_they_are_finite(t
         sync_seconds=0.0,
     )
     contribution = Contribution(member, {"shared": torch.tensor([1.0, 2.0, 3.0 if is_finite else float("nan")])})
-    result = judge(alone(*WIRE.encode(contribution)), contribution, WIRE)
+    result = decide_outcome(alone(*WIRE.encode(contribution)), contribution, WIRE)
     if tokens and is_finite:
         assert torch.equal(result.committed["shared"], contribution.deltas["shared"])
     else:

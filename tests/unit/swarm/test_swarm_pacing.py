@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, LEAST_BURST_BYTES, PAYLOAD_SHARE, Pace
+from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, LEAST_BURST_BYTES, PAYLOAD_SHARE, RateLimit
 
 MBIT = 80.0
 BYTES_PER_SECOND = PAYLOAD_SHARE * MBIT * 1e6 / 8
 PIECE = 50_000
 
 
-async def send(pace: Pace, name: str, pieces: int, sent: list[tuple[float, str]]) -> None:
+async def send(pace: RateLimit, name: str, pieces: int, sent: list[tuple[float, str]]) -> None:
     for _ in range(pieces):
         await pace.take(PIECE)
         sent.append((time.monotonic(), name))
@@ -23,7 +23,7 @@ async def send(pace: Pace, name: str, pieces: int, sent: list[tuple[float, str]]
 @pytest.mark.parametrize("senders", [1, 4])
 def test_no_more_goes_than_the_link_carries(senders: int) -> None:
     async def run() -> list[tuple[float, str]]:
-        pace, sent = Pace(MBIT), list[tuple[float, str]]()
+        pace, sent = RateLimit(MBIT), list[tuple[float, str]]()
         await asyncio.gather(*(send(pace, f"{n}", 8 // senders, sent) for n in range(senders)))
         return sent
 
@@ -42,7 +42,7 @@ def test_whoever_asks_next_waits_until_those_before_have_sent(monkeypatch: pytes
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    pace = Pace(MBIT)
+    pace = RateLimit(MBIT)
     for _ in range(4):
         with pytest.raises(StopIteration):
             pace.take(PIECE).send(None)
@@ -51,7 +51,7 @@ def test_whoever_asks_next_waits_until_those_before_have_sent(monkeypatch: pytes
 
 def test_what_was_not_sent_while_idle_is_not_made_up_for() -> None:
     async def run() -> float:
-        pace = Pace(MBIT)
+        pace = RateLimit(MBIT)
         await pace.take(PIECE)
         await asyncio.sleep(10 * PIECE / BYTES_PER_SECOND)
         began = time.monotonic()
@@ -63,13 +63,13 @@ def test_what_was_not_sent_while_idle_is_not_made_up_for() -> None:
 
 
 def test_who_does_not_say_what_the_link_carries_is_held_back_by_nothing() -> None:
-    pace = Pace(None)
+    pace = RateLimit(None)
     with pytest.raises(StopIteration):
         pace.take(2**40).send(None)  # a coroutine that never waits
     assert pace.burst_bytes(2**18) == 2**18
 
 
 def test_slow_links_send_little_at_once() -> None:
-    assert Pace(1e5).burst_bytes(2**18) == 2**18
-    assert Pace(100.0).burst_bytes(2**18) == int(PAYLOAD_SHARE * 100e6 / 8 * BURST_SECONDS)
-    assert Pace(1.0).burst_bytes(2**18) == LEAST_BURST_BYTES
+    assert RateLimit(1e5).burst_bytes(2**18) == 2**18
+    assert RateLimit(100.0).burst_bytes(2**18) == int(PAYLOAD_SHARE * 100e6 / 8 * BURST_SECONDS)
+    assert RateLimit(1.0).burst_bytes(2**18) == LEAST_BURST_BYTES

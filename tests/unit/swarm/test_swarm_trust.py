@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spes_p2p.codecs import Format, Segment
-from spes_p2p.swarm.averaging.audit import MOST_TIMES_MEDIAN, MOST_TIMES_OWN, OWN_CLIP, Evidence
+from spes_p2p.swarm.averaging.audit import MAX_TIMES_MEDIAN, MAX_TIMES_OWN, OWN_CLIP, Evidence
 from spes_p2p.swarm.averaging.partition import GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Trust
 from spes_p2p.swarm.interface import Contribution, RoundResult
@@ -14,10 +14,7 @@ from spes_p2p.swarm.roster import (
     MOST_TOKENS,
     NEWCOMERS_CREDIT,
     Member,
-    credits,
-    derive_groups,
-    distrusted,
-    usual_tokens,
+    Roster,
 )
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
@@ -85,7 +82,7 @@ def test_the_roster_entry_says_whom_this_peer_has_banned():
 def test_whoever_most_of_the_others_distrust_is_in_no_group(votes, is_out):
     others = [peer for peer in PEERS if peer != ODD]
     roster = [member(ODD), *(member(peer, (ODD,) if n < votes else ()) for n, peer in enumerate(others))]
-    groups = derive_groups(roster)
+    roster = Roster(roster)
     for name in ("shared", "slot-1"):
         assert groups.members[name] == tuple(sorted(others if is_out else PEERS))
     assert groups.behind == ((ODD,) if is_out else ())
@@ -93,35 +90,35 @@ def test_whoever_most_of_the_others_distrust_is_in_no_group(votes, is_out):
 
 def test_a_vote_for_oneself_one_of_strangers_and_one_said_twice_count_for_nothing():
     roster = [*(member(peer, (ODD, ODD)) for peer in PEERS[:2]), *(member(peer, (peer,)) for peer in PEERS[2:])]
-    assert distrusted(roster) == frozenset()
+    assert Roster(roster).distrusted == frozenset()
     three = [member(ODD, (ODD,)), *(member(peer, (ODD,) if peer < ODD else ()) for peer in PEERS[:2] + PEERS[3:])]
-    assert distrusted([*three[:-1], member(PEERS[7], (ODD,))]) == frozenset()
+    assert Roster([*three[:-1], member(PEERS[7], (ODD,))]).distrusted == frozenset()
     stranger = f"Qm{'S' * 44}"
-    assert distrusted([member(peer, (stranger,)) for peer in PEERS]) == frozenset()
+    assert Roster([member(peer, (stranger,)) for peer in PEERS]).distrusted == frozenset()
 
 
 def test_among_four_nobody_is_left_out():
     roster = [member(PEERS[3]), *(member(peer, (PEERS[3],)) for peer in PEERS[:3])]
-    assert distrusted(roster) == frozenset()
+    assert Roster(roster).distrusted == frozenset()
 
 
 def test_half_of_a_roster_is_never_left_out():
     roster = [member(peer, tuple(other for other in PEERS if other != peer)) for peer in PEERS]
-    assert distrusted(roster) == frozenset() and derive_groups(roster).members["shared"] == tuple(PEERS)
+    assert Roster(roster).distrusted == frozenset() and Roster(roster).groups["shared"] == tuple(PEERS)
 
 
 def test_those_who_see_nothing_have_no_vote():
     voters = [*(member(peer, (ODD,)) for peer in PEERS[3:6]), member(PEERS[6])]
     others = [PEERS[0], PEERS[1], PEERS[7]]
-    assert distrusted([member(ODD), *voters, *(member(peer, calls_only=True) for peer in others)]) == {ODD}
-    assert distrusted([member(ODD), *voters, *(member(peer) for peer in others)]) == frozenset()
+    assert Roster([member(ODD), *voters, *(member(peer, calls_only=True) for peer in others)]).distrusted == {ODD}
+    assert Roster([member(ODD), *voters, *(member(peer) for peer in others)]).distrusted == frozenset()
 
 
 # ---------------------------------------------------------------------- newcomers
 
 
 def committed(*peers, tokens=100):
-    return RoundResult(tuple(member(peer, tokens=tokens) for peer in peers), committed={"shared": torch.zeros(1)})
+    return RoundResult(Roster(member(peer, tokens=tokens) for peer in peers), committed={"shared": torch.zeros(1)})
 
 
 def named_new(trust, present=PEERS, me=PEERS[0]):
@@ -160,10 +157,10 @@ def test_who_was_banned_begins_as_a_newcomer():
 def test_a_token_of_somebody_new_to_most_counts_for_less():
     old = [member(peer, newcomers=(ODD,)) for peer in PEERS[3:]]
     liars = [member(peer, newcomers=(PEERS[4],)) for peer in PEERS[:2]]
-    found = credits([member(ODD), *old, *liars])
+    found = Roster([member(ODD), *old, *liars]).weights
     assert found.pop(ODD) == NEWCOMERS_CREDIT and set(found.values()) == {1.0}
     few = [member(ODD), *(member(peer, newcomers=(ODD,)) for peer in PEERS[3:6])]
-    assert set(credits(few).values()) == {1.0}, "in a small roster nobody is outvoted"
+    assert set(Roster(few).weights.values()) == {1.0}, "in a small roster nobody is outvoted"
 
 
 # ---------------------------------------------------------------------- evidence
@@ -183,23 +180,23 @@ def plan_of(peers=PEERS, codec="fp32"):
 def judged(values, peers=PEERS, me=PEERS[0]):
     """What a reducer holds against the senders of its slice."""
     plan = plan_of(peers)
-    witness = plan.witness(me)
+    auditor = plan.auditor(me)
     for message in plan.slices[peers.index(me)]:
         for part in message:
-            witness.weigh(part, [values[peer][part.start : part.stop] for peer in peers])
-    return witness.evidence()
+            auditor.weigh(part, [values[peer][part.start : part.stop] for peer in peers])
+    return auditor.evidence()
 
 
 def lied_to(values, lie, peers=PEERS, me=PEERS[0]):
     """What a receiver holds against the reducers, of whom one tells something else than the mean."""
     plan = plan_of(peers)
-    witness, source = plan.witness(me), plan.format.encode(values[me])
+    auditor, source = plan.auditor(me), plan.format.encode(values[me])
     mean = torch.stack([values[peer] for peer in peers]).mean(0)
     for index, messages in enumerate(plan.slices):
         for message in messages if peers[index] != me else ():
             here = mean[message[0].start : message[-1].stop]
-            witness.receive(index, message, lie(here) if peers[index] == ODD else here, source)
-    return witness.liars()
+            auditor.observe_mean(index, message, lie(here) if peers[index] == ODD else here, source)
+    return auditor.liars()
 
 
 def test_honest_members_are_not_suspected(seed):
@@ -239,7 +236,7 @@ def test_a_reducer_whose_mean_cannot_be_one_is_named(seed, lie):
 
 def test_in_a_small_group_only_a_mean_of_a_wrong_size_is_a_lie(seed):
     few = PEERS[:3]
-    assert set(lied_to(deltas(seed), lambda mean: 2 * MOST_TIMES_OWN * mean, peers=few)) == {ODD}
+    assert set(lied_to(deltas(seed), lambda mean: 2 * MAX_TIMES_OWN * mean, peers=few)) == {ODD}
     assert lied_to(deltas(seed), lambda mean: -mean, peers=few) == {}
 
 
@@ -252,13 +249,13 @@ def test_a_peer_that_is_odd_itself_blames_nobody_for_it(seed):
 
 def test_what_cannot_be_read_is_proof_and_weighs_nothing(seed):
     plan, values = plan_of(), deltas(seed)
-    witness, message = plan.witness(PEERS[0]), plan.slices[0][0]
+    auditor, message = plan.auditor(PEERS[0]), plan.slices[0][0]
     pieces = [values[peer][message[0].start : message[0].stop] for peer in PEERS]
     pieces[2] = None
-    witness.proves(2, "sent NaN")
-    kept = witness.weigh(message[0], pieces)
+    auditor.record_proof(2, "sent NaN")
+    kept = auditor.weigh(message[0], pieces)
     assert kept == [0.0 if index == 2 else 100.0 for index in range(8)]
-    assert witness.evidence() == {ODD: PROOF}
+    assert auditor.evidence() == {ODD: PROOF}
     assert encode_message(plan.format, message, torch.zeros(message[-1].stop - message[0].start)).numel()
 
 
@@ -273,14 +270,14 @@ def of_two(roster):
 def met_in_a_slot(roster, mine, theirs):
     """The mean of the first member's slice, and what it holds against the second when that tells its own delta."""
     plan = of_two(roster)
-    witness, source, means = plan.witness(PEERS[0]), plan.format.encode(mine), []
+    auditor, source, means = plan.auditor(PEERS[0]), plan.format.encode(mine), []
     for message in plan.slices[0]:
         for part in message:
             pieces = [delta[part.start : part.stop] for delta in (mine, theirs)]
-            means.append(weighted_mean(pieces, witness.weigh(part, pieces), sum(plan.weights)))
+            means.append(weighted_mean(pieces, auditor.weigh(part, pieces), sum(plan.weights)))
     for message in plan.slices[1]:
-        witness.receive(1, message, theirs[message[0].start : message[-1].stop], source)
-    return torch.cat(means), witness.liars()
+        auditor.observe_mean(1, message, theirs[message[0].start : message[-1].stop], source)
+    return torch.cat(means), auditor.liars()
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
@@ -288,14 +285,14 @@ def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count)
     honest = deltas(seed)
     roster = [member(peer, tokens=MOST_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
     mean, liars = met_in_a_slot(roster, honest[PEERS[0]], 1e5 * honest[PEERS[1]])
-    most = OWN_CLIP * MOST_TIMES_MEDIAN * honest[PEERS[0]][: len(mean)].norm()
+    most = OWN_CLIP * MAX_TIMES_MEDIAN * honest[PEERS[0]][: len(mean)].norm()
     assert mean.norm() < 1.01 * most
     assert set(liars) == {PEERS[1]} and not liars[PEERS[1]].is_proof
 
 
 def test_in_a_slot_of_two_nobody_weighs_more_than_a_few_times_the_rosters_median():
     roster = [member(peer, tokens=MOST_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
-    assert of_two(roster).weights == (100.0, MOST_TIMES_MEDIAN * 104.5)
+    assert of_two(roster).weights == (100.0, MAX_TIMES_MEDIAN * 104.5)
     assert of_two(roster[::-1]).weights == of_two(roster).weights
 
 
@@ -303,7 +300,7 @@ def test_among_five_slow_holders_of_a_slot_nobody_weighs_more_than_a_few_of_them
     tokens = [10, 10, 10, 10, MOST_TOKENS, 1000, 1000, 1000]
     roster = [member(peer, tokens=count) for peer, count in zip(PEERS, tokens, strict=True)]
     plan = GroupPlan.in_roster(roster, PEERS[:5], Format([Segment(NUMEL, "fp32")]))
-    assert plan.weights == (10.0, 10.0, 10.0, 10.0, 10.0 * MOST_TIMES_MEDIAN)
+    assert plan.weights == (10.0, 10.0, 10.0, 10.0, 10.0 * MAX_TIMES_MEDIAN)
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -330,9 +327,9 @@ def test_one_of_four_cannot_say_what_is_usual():
     for count in (2, 3, 4):
         for false in (1, MOST_TOKENS):
             roster = [member(PEERS[0], tokens=false), *(member(peer) for peer in PEERS[1:count])]
-            assert usual_tokens(roster) <= 100
+            assert Roster(roster).usual_tokens <= 100
     tokens = {PEERS[0]: 1, PEERS[1]: 100, ODD: 0}
     known = [member(peer, tokens=count, voters=(PEERS[1], ODD)) for peer, count in tokens.items()]
-    assert usual_tokens(known) == 100, "who has just joined has trained next to nothing"
-    assert usual_tokens([member(peer, voters=("Qm" + "Z" * 44,)) for peer in PEERS]) == 100, "nobody here has a vote"
-    assert usual_tokens([member(PEERS[0], tokens=0)]) == 0
+    assert Roster(known).usual_tokens == 100, "who has just joined has trained next to nothing"
+    assert Roster([member(peer, voters=("Qm" + "Z" * 44,)) for peer in PEERS]).usual_tokens == 100, "nobody here has a vote"
+    assert Roster([member(PEERS[0], tokens=0)]).usual_tokens == 0

@@ -28,10 +28,10 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import SHARED, slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, go_back, recover
-from spes_p2p.training.checkpointer import MOMENTS, Saving
-from spes_p2p.training.loop import Rounds
+from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
+from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import Update
+from spes_p2p.training.round_work import StateUpdate
 from spes_p2p.training.trainer import Trainer
 
 FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "moments-shared.*.bin")
@@ -429,7 +429,7 @@ def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
     moments = {
         name: tensor for name, tensor in wrote.optimizer.state_tensors().items() if not name.endswith("exp_avg_sq")
     }
-    rounds = Rounds(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
+    rounds = TrainingLoop(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
     with pytest.raises(DataError, match="--inner-optimizer"):
         rounds._saving.load_moments(moments)
 
@@ -442,11 +442,11 @@ def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it
     versions = {name: SimpleNamespace(name=name, digest=name, round=7) for name in names}
     state = PeerState("run", 7, before.slots, 1, 999, before.data.state_dict(), tuple(versions.values()))
     tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
-    update = Update((0, 3), {"moments-slot-3": torch.full((2 * after.layouts["slot"].numel,), 0.5)})
-    after.load(update.flats)
+    update = StateUpdate((0, 3), {"moments-slot-3": torch.full((2 * after.layouts["slot"].numel,), 0.5)})
+    after.load(update.vectors)
     kept = after.moments("slot-3", ("exp_avg", "exp_avg_sq"))
     assert kept.abs().sum() > 0
-    sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, take_up=lambda remainders: None))
-    Saving(None, "run", after, ProcessGroup("cpu"), sync).take_up(Saved(state, tensors, {}), update)
+    sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, restore_residuals=lambda residuals: None))
+    Checkpointer(None, "run", after, ProcessGroup("cpu"), sync).take_up(Saved(state, tensors, {}), update)
     assert torch.equal(after.moments("slot-3", ("exp_avg", "exp_avg_sq")), kept)
     assert torch.equal(after.moments("slot-0", ("exp_avg",)), before.moments("slot-0", ("exp_avg",)))
