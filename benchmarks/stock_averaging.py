@@ -17,7 +17,7 @@ from benchmarks.testbed import Place
 from benchmarks.wan.actor import Actor, Actors, call_all
 from benchmarks.wan.floors import Payload
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.hivemind_fixes.processes import BoundDHT
+from spes_p2p.swarm.hivemind_fixes.processes import ChildDHT
 
 MATCHMAKING_SECONDS = 5.0
 REQUEST_SECONDS = 2.0
@@ -39,7 +39,7 @@ class StockPeer:
     def __init__(self, host: str, initial_peers: list[str], payload: Payload, peers: int) -> None:
         torch.set_num_threads(1)
         sizes = [payload.shared_numel] + [payload.slot_numel] * payload.slots
-        self._dht = BoundDHT(
+        self._dht = ChildDHT(
             initial_peers=initial_peers,
             start=True,
             host_maddrs=[f"/ip4/{host}/tcp/0"],

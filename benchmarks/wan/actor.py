@@ -16,7 +16,7 @@ import psutil
 
 from benchmarks.testbed import start_process
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
+from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
 Start = Callable[..., ForkProcess]
 """Runs a function with its arguments in a process: `start_process`, or `TestBed.run_in` with the peer filled in."""
@@ -158,7 +158,7 @@ def close_all(actors: Sequence[Actor]) -> None:
 
 
 def _serve(pipe: Connection, build: Callable[..., Any], args: Sequence[Any]) -> None:
-    forget_inherited_futures()
+    reset_inherited_futures()
     try:
         made = build(*args)
     except Exception as error:  # noqa: BLE001 - the parent decides what to make of it

@@ -1,7 +1,4 @@
-"""One monitor's life: join in client mode, watch the run, leave checkpoint and report behind.
-
-Not `monitor.py`: `python monitor/run_monitor.py` puts this folder on the path, where such a file hides the package.
-"""
+"""`spes monitor`: join a run in client mode, watch it to its end, leave the model and a report behind."""
 
 from __future__ import annotations
 
@@ -11,29 +8,23 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
 import torch
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
 from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.cli import EXIT_INTERRUPTED
+from spes_p2p.config import CommandConfig, NamedRun, PositiveFloat, PositiveInt
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
-from spes_p2p.monitor.archive import Archive
-from spes_p2p.monitor.report import ConsoleSink, write_report
-from spes_p2p.monitor.settings import (
-    IDENTITY_FILE,
-    METRICS_FILE,
-    MODEL_DIRECTORY,
-    VERSIONS_DIRECTORY,
-    MonitorConfig,
-    prepare_output,
-)
-from spes_p2p.monitor.sinks import JsonlSink, Sinks, WandbSink, replay
+from spes_p2p.monitor.report import REPORT_FILE, write_report
+from spes_p2p.monitor.sinks import METRICS_FILE, ConsoleSink, JsonlSink, Sinks, WandbSink, replay
 from spes_p2p.monitor.view import SwarmView
-from spes_p2p.monitor.watch import Ending, Watch
+from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import check_plotting
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -41,12 +32,84 @@ from spes_p2p.swarm.manifest import Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.peerstore import KnownPeers
+from spes_p2p.swarm.p2p.peerstore import Peerstore
 
 log = logging.getLogger(__name__)
 
+MODEL_DIRECTORY, VERSIONS_DIRECTORY, IDENTITY_FILE = "model", "versions", "identity.key"
 EVALUATION_BATCH = 8
 EXIT_CODES = {Ending.FINISHED: 0, Ending.VANISHED: 1, Ending.STOPPED: EXIT_INTERRUPTED}
+
+
+class MonitorConfig(CommandConfig, NamedRun):
+    """One monitor's choices, as flags: `--run-id r --initial-peers ADDR --output runs/monitor`."""
+
+    model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="run_monitor.py")
+
+    initial_peers: Annotated[list[str], Field(min_length=1)]
+    """Multiaddrs of peers in the swarm."""
+    output: Path = Path("runs/monitor")
+    """Directory of `metrics.jsonl`, `report.html`, `model/` and this peer's identity and versions."""
+    resume: bool = False
+    """Continue the `metrics.jsonl` in `output`."""
+    overwrite: bool = False
+    """Delete an earlier monitor's files in `output` and start anew."""
+    held_out_sequences: Annotated[int, Field(ge=0)] = 32
+    """Sequences of held-out text to evaluate the swarm's model on; 0 evaluates nothing."""
+    evaluate_every: PositiveInt = 1
+    """Rounds between evaluations; the start and the last round are always evaluated."""
+    poll_seconds: PositiveFloat = 1.0
+    """Interval of reading the swarm's records; a report of a round that lives shorter is missed."""
+    console: Literal["auto", "live", "plain", "none"] = "auto"
+    """`live`: a table that refreshes; `plain`: one line per round and per evaluation; `auto`: live on a terminal."""
+    wandb: bool = False
+    """Log to Weights & Biases; offline and without an account unless WANDB_MODE says otherwise."""
+    wandb_project: Annotated[str, Field(min_length=1)] = "spes_p2p"
+    """Project of the W&B run."""
+    text: list[Path] = []
+    """Local files or folders to evaluate on, for runs whose data source is `files`."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where tokenised text is kept."""
+    threads: PositiveInt | None = None
+    """CPU threads for evaluating; by default PyTorch's choice."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""
+
+    @model_validator(mode="after")
+    def _check_start(self) -> MonitorConfig:
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other; choose one")
+        return self
+
+
+def prepare_output(settings: MonitorConfig) -> Path:
+    """Return the output directory, ready for a new or a resumed watch.
+
+    Only a monitor's own files are checked and deleted: a launcher keeps files in the same directory.
+
+    Raises:
+        ConfigError: it holds an earlier monitor's results and neither resume nor overwrite is set, or it cannot
+            be written.
+    """
+    output = settings.output.expanduser()
+    results = [output / name for name in (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS_DIRECTORY)]
+    found = [path.name for path in results if path.exists()]
+    if found and not settings.resume and not settings.overwrite:
+        raise ConfigError(f"output {output} holds {', '.join(found)} already; pass --resume, --overwrite or another")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        _delete([*results, output / peerstore.FILE] if settings.overwrite else [])
+    except OSError as error:
+        raise ConfigError(f"cannot write output {output}: {error.strerror}; choose a writable --output") from error
+    return output
+
+
+def _delete(paths: Iterable[Path]) -> None:
+    for path in paths:
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def main(settings: MonitorConfig) -> int:
@@ -54,7 +117,7 @@ def main(settings: MonitorConfig) -> int:
 
     Returns:
         0 after the last round, 1 if all peers went away before it, 130 if interrupted. If its own p2pd or DHT process
-        dies, it does not return, but starts itself anew.
+        dies, the call does not return: the monitor starts anew.
 
     Raises:
         ConfigError, DataError, JoinError: it cannot start, or its results cannot be written.
@@ -63,22 +126,14 @@ def main(settings: MonitorConfig) -> int:
     output = prepare_output(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    kept = {name for name in (IDENTITY_FILE, VERSIONS_DIRECTORY) if (output / name).exists()}
+    new = [path for name in (IDENTITY_FILE, VERSIONS_DIRECTORY) if not (path := output / name).exists()]
     try:
         return _join_and_watch(settings, output)
     except SpesError:
-        # A start that failed must not stand in the way of the corrected one.
+        # What a failed start leaves would make the next one, with corrected flags, demand --resume or --overwrite.
         if not (output / METRICS_FILE).exists():
-            _delete({IDENTITY_FILE, VERSIONS_DIRECTORY} - kept, output)
+            _delete(new)
         raise
-
-
-def _delete(names: Iterable[str], output: Path) -> None:
-    for path in (output / name for name in names):
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
@@ -86,7 +141,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         Identity(output / IDENTITY_FILE),
         settings.run_name,
         initial_peers=settings.initial_peers,
-        known=KnownPeers(output / peerstore.FILE),
+        known=Peerstore(output / peerstore.FILE),
         client_mode=True,
     )
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
@@ -99,10 +154,14 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         entered = time.monotonic()
 
         def save() -> None:
-            _save(archive, output / MODEL_DIRECTORY, tokenizer)
+            try:
+                archive.save(output / MODEL_DIRECTORY, tokenizer)
+            except OSError as error:
+                where = output / MODEL_DIRECTORY
+                raise ConfigError(f"cannot write {where}: {error}; make room and start again with --resume") from error
 
         ending = _watch(settings, output, swarm, manifest, archive, save)
-        _say_goodbye(ending, archive, save)
+        _conclude(ending, archive, save)
         write_report(output, facts={"run": ending.value})
     finally:
         swarm.close()
@@ -112,22 +171,15 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
 
 
 def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
-    """Start anew what has died; what the watch has seen and pulled is on the disk.
+    """Restart this process after its p2pd or DHT has died; the watch continues from the files in `output`.
 
     Raises:
-        JoinError: it died so soon after the start that it would do so for ever.
+        JoinError: it died so soon after the start that every restart would end the same way.
     """
     if seconds < LEAST_SECONDS:
         raise JoinError(f"{death}; start this monitor again with --resume --output {output}")
     log.warning("%s; starting again with what this monitor has in %s", death, output)
     start_again()
-
-
-def _save(archive: Archive, directory: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    try:
-        archive.save(directory, tokenizer)
-    except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error}; make room and start again with --resume") from error
 
 
 def _watch(
@@ -155,7 +207,6 @@ def _watch(
         return Watch(
             *(swarm, rounds, archive, sinks, view),
             save=save,
-            watchdog=swarm.watchdog,
             evaluate_every=settings.evaluate_every,
             poll_seconds=settings.poll_seconds,
         ).run()
@@ -165,8 +216,8 @@ def _watch(
         sinks.close()
 
 
-def _say_goodbye(ending: Ending, archive: Archive, save: Callable[[], None]) -> None:
-    """Save what there is of a run that was lost sight of, and say how it ended."""
+def _conclude(ending: Ending, archive: Archive, save: Callable[[], None]) -> None:
+    """Log how the watch ended; save the newest model of a run that did not reach its last round."""
     if ending not in (Ending.VANISHED, Ending.CUT_OFF):
         log.info("%s", ending.value)
         return
@@ -184,10 +235,10 @@ def _say_goodbye(ending: Ending, archive: Archive, save: Callable[[], None]) -> 
 
 def _held_out(
     settings: MonitorConfig, manifest: Manifest, tokenizer: PreTrainedTokenizerBase
-) -> Callable[[], Sequence[LongTensor]] | None:
+) -> Callable[[], Sequence[LongTensor]]:
     run = manifest.config
     if not settings.held_out_sequences:
-        return None
+        return list
     if run.data.source == "files" and not settings.text:
         raise ConfigError(
             f"run {manifest.run_id!r} trains on files; name held-out text with --text, or pass --held-out-sequences 0"
@@ -204,7 +255,7 @@ def _held_out(
 
 
 def _facts(manifest: Manifest) -> Mapping[str, Any]:
-    """Fields of the `run` event."""
+    """Return the fields of the `run` event."""
     run = manifest.config
     return {
         "run_id": manifest.run_id,

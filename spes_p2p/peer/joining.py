@@ -45,7 +45,7 @@ from spes_p2p.swarm.manifest import (
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.peerstore import KnownPeers
+from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
@@ -151,7 +151,7 @@ def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
         Identity(config.identity or config.output / "identity.key"),
         config.run_name,
         initial_peers=config.initial_peers,
-        known=KnownPeers(config.output / peerstore.FILE),
+        known=Peerstore(config.output / peerstore.FILE),
         host=config.host,
         port=config.port,
         announce=config.announce,

@@ -52,7 +52,7 @@ def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm) -> Iterator[None]
     began, main = time.monotonic(), threading.main_thread().ident
     address, port = (config.output / ADDRESS_FILE).read_text(), swarm.node.port
     assert main is not None
-    swarm.watchdog.when_dead(lambda: signal.pthread_kill(main, signal.SIGINT))
+    swarm.watchdog.on_death(lambda: signal.pthread_kill(main, signal.SIGINT))
     try:
         yield
     except BaseException as error:

@@ -19,7 +19,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, decide_outcome, prepare
 from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_message, reduce_message
 from spes_p2p.swarm.bans import Trust
-from spes_p2p.swarm.exchange.versions import Refused, Version
+from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
 from spes_p2p.swarm.roster import SHARED, Member, Roster
@@ -263,7 +263,7 @@ class MemorySwarm:
         self._fruitless, self.trust = 0, Trust()
         self.accused: set[tuple[int, str]] = set()
         """Rounds, and peers of which this one held something against what they did in them."""
-        self._closed, self._refused = False, Refused()
+        self._closed, self._refused = False, RefusedVersions()
         hub.bytes_out[peer_id] = 0
 
     def now(self) -> float:

@@ -63,7 +63,7 @@ class HivemindSwarm:
         self._vectors, self._encoding = Vectors(), DeltaEncoding({})
         self._averaged_bytes, self._reserved_at = 0, time.monotonic()
         self._dial_back, self._bulletin = DialBack(node), Bulletin(node)
-        if not node.met_somebody:
+        if not node.has_met_peers:
             self._bulletin.expect(node.known.addresses())
         self.watchdog, self.trust = Watchdog(node), Trust()
 
@@ -86,7 +86,7 @@ class HivemindSwarm:
         self._rounds, self._vectors, self._encoding = rounds, vectors, DeltaEncoding(vectors.segments)
         self._bulletin.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
-        self.exchange.expect_coded(vectors.formats)
+        self.exchange.accept_formats(vectors.formats)
         if (step := vectors.advance) is not None:
             encoding = self._encoding
             sizes = {kind: encoding.delta_bytes(kind) for kind in vectors.segments if encoding.delta_bytes(kind)}
@@ -94,7 +94,7 @@ class HivemindSwarm:
             def advance(name: str, bundle: Tensor, delta: bytes) -> Tensor:
                 return step(name, bundle, encoding.decode_delta(name, delta))
 
-            self.exchange.follow_deltas(advance, sizes, vectors.keyframe_rounds)
+            self.exchange.accept_deltas(advance, sizes, vectors.keyframe_rounds)
         if max_slots:
             self._averager = SparseAverager(
                 self.node.dht,
@@ -245,7 +245,7 @@ class HivemindSwarm:
         return self._store.newest()
 
     def go_back(self, files: Mapping[Path, Version]) -> None:
-        self._store.take_back(files)
+        self._store.restore(files)
         self._store.keep_only(self._vectors.names)  # guard: strange-checkpoint
         self._declare()
 

@@ -349,12 +349,12 @@ def recover(output: Path, run_id: str) -> tuple[VersionStore, Found | None]:
     found = checkpoint_of(output).find(run_id)
     store = _store(output / "versions", run_id, found)
     files = found.files if found is not None else {}
-    store.mend()
+    store.repair()
     there = store.newest()
     lacking = {file: version for file, version in files.items() if version.name not in there}
     if lacking:
         log.warning("taking %s from the checkpoint", ", ".join(sorted(version.name for version in lacking.values())))
-        store.take_back(lacking)
+        store.restore(lacking)
     return store, found
 
 

@@ -15,7 +15,7 @@ from hivemind.proto import averaging_pb2, dht_pb2, runtime_pb2
 from peer_server import RUN_ID
 from real_peers import PeerProcess
 
-from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 from spes_p2p.swarm.validation import matchmaking_prefix
 
 SECONDS, SILENCE_SECONDS = 30.0, 4.0
@@ -61,7 +61,7 @@ class Attacker:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
         self.p2p: P2P = self.run(
-            BoundP2P.create(initial_peers=victim.addresses, use_relay=False, dht_mode="client"), 2 * SECONDS
+            DaemonP2P.create(initial_peers=victim.addresses, use_relay=False, dht_mode="client"), 2 * SECONDS
         )
         self.node = _YesNode()
         self.run(self.node.add_p2p_handlers(self.p2p))

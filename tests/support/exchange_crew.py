@@ -34,7 +34,7 @@ def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_r
     node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
     swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
     swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS), max_slots=0)
-    swarm.exchange.follow_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
+    swarm.exchange.accept_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
     return swarm
 
 

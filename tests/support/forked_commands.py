@@ -121,13 +121,13 @@ def run() -> None:
     from spes_p2p.commands import local
     from spes_p2p.config import PeerConfig
     from spes_p2p.peer import life as peer
-    from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
+    from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
     commands = {"peer": (PeerConfig, peer.main), "experiment": (local.ExperimentConfig, local.main)}
     gc.freeze()
     request = serve()
     if request is not None:
-        forget_inherited_futures()
+        reset_inherited_futures()
         os.environ.update(request["environment"])
         sys.argv = [request["command"], *request["argv"]]
         try:

@@ -30,7 +30,7 @@ from spes_p2p.swarm.averaging.allreduce import GroupAllreduce
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import write_whole
-from spes_p2p.swarm.hivemind_fixes.processes import forget_inherited_futures
+from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.training import checkpoint
 from spes_p2p.training.trainer import Trainer
@@ -122,7 +122,7 @@ def live(life: Life, pipe: Connection) -> None:
     os.dup2(descriptor, 2)
     os.setsid()
     multiprocessing.set_start_method("fork", force=True)  # as in a process that no server forked
-    forget_inherited_futures()
+    reset_inherited_futures()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs inherit that it is ignored
     scribe, fate = Scribe(life.history, pipe), Fate(pipe, life.phase)
     threading.Thread(target=fate.listen, daemon=True).start()

@@ -23,7 +23,7 @@ from spes_p2p.codecs import Segment
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt
-from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, forget_inherited_futures
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, reset_inherited_futures
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import SHARED
@@ -99,7 +99,7 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         enter_namespace(setting.namespace)
     from spes_p2p.swarm import hivemind_swarm
 
-    forget_inherited_futures()
+    reset_inherited_futures()
     multiprocessing.set_start_method("fork", force=True)  # hivemind's processes are forks, of a child of any kind
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(process)d %(name)s: %(message)s")
     torch.set_num_threads(1)
@@ -158,13 +158,13 @@ def _start(setting: Setting, client_mode: bool):
     """Return a swarm over a node of its own."""
     from spes_p2p.swarm import hivemind_swarm
     from spes_p2p.swarm.p2p.node import Node
-    from spes_p2p.swarm.p2p.peerstore import FILE, KnownPeers
+    from spes_p2p.swarm.p2p.peerstore import FILE, Peerstore
 
     node = Node(
         Identity(setting.directory / "key"),
         RUN_ID,
         initial_peers=setting.initial_peers,
-        known=KnownPeers(setting.directory / FILE) if setting.known_peers else None,
+        known=Peerstore(setting.directory / FILE) if setting.known_peers else None,
         host=setting.host,
         client_mode=client_mode,
     )

@@ -21,7 +21,7 @@ from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.peerstore import KnownPeers
+from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 
@@ -78,9 +78,9 @@ def dead_address(folder):
 
 
 def known(folder, *addresses):
-    peers = KnownPeers(folder / "known_peers.json")
+    peers = Peerstore(folder / "known_peers.json")
     peers.note({address.rsplit("/", 1)[-1]: [address] for address in addresses})
-    return KnownPeers(folder / "known_peers.json")
+    return Peerstore(folder / "known_peers.json")
 
 
 def test_where_no_initial_peer_answers_a_known_one_is_enough(four, tmp_path):
@@ -88,7 +88,7 @@ def test_where_no_initial_peer_answers_a_known_one_is_enough(four, tmp_path):
     node = Node(
         Identity(tmp_path / "key"), "run", initial_peers=[dead_address(tmp_path)], known=known(tmp_path, *addresses)
     )
-    assert node.met_somebody
+    assert node.has_met_peers
     node.close()
 
 
@@ -162,7 +162,7 @@ def test_one_whose_own_clock_is_wrong_sends_nobody_away_from_the_others(four, tm
         addresses = [four[0].addresses[0], four[1].addresses[0], wrong.addresses()[0]]
         node = Node(Identity(tmp_path / "key"), "run", initial_peers=addresses)
         try:
-            assert node.met_somebody and node.store(progress(node), 60.0)
+            assert node.has_met_peers and node.store(progress(node), 60.0)
         finally:
             node.close()
     finally:
@@ -203,9 +203,9 @@ def test_a_peer_keeps_the_addresses_that_others_announce(four, tmp_path):
     with_cache = PeerProcess(tmp_path, four[0].addresses, known_peers=True).wait_until_ready()
     deadline = threading.Event()
     for _ in range(200):
-        if set(KnownPeers(tmp_path / "known_peers.json").addresses()) >= {peer.peer_id for peer in four}:
+        if set(Peerstore(tmp_path / "known_peers.json").addresses()) >= {peer.peer_id for peer in four}:
             break
         deadline.wait(0.1)
     else:
-        pytest.fail(f"knows only {KnownPeers(tmp_path / 'known_peers.json').addresses()}")
+        pytest.fail(f"knows only {Peerstore(tmp_path / 'known_peers.json').addresses()}")
     with_cache.close()

@@ -43,7 +43,7 @@ def test_who_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatc
     """It has to fetch it first, which may take longer than a caller is kept waiting; who makes it has it or never."""
     maker, relay, puller = trio
     monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.1)
-    monkeypatch.setattr("spes_p2p.swarm.exchange.client.PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr("spes_p2p.swarm.exchange.client.OFFER_SECONDS", 0.2)
     declined, decline = threading.Event(), server.Server._decline
 
     async def watched(server, channel, state):

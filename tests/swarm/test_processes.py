@@ -14,7 +14,7 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from real_peers import PeerProcess
 
 from spes_p2p.errors import ConfigError, JoinError
-from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 
@@ -110,7 +110,7 @@ def test_one_initial_peer_that_answers_is_enough(node, tmp_path):
 @pytest.fixture(scope="module")
 def no_dht(node):
     """The address of a peer that runs something else: it is reached, but has no DHT."""
-    other = node.run(BoundP2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_relay=False, auto_nat=False), 30)
+    other = node.run(DaemonP2P.create(host_maddrs=["/ip4/127.0.0.1/tcp/0"], use_relay=False, auto_nat=False), 30)
     yield str(node.run(other.get_visible_maddrs(), 30)[0])
     node.run(other.shutdown(), 30)
 

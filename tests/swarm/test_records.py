@@ -14,11 +14,11 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.membership import Bulletin
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.peerstore import KnownPeers
+from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.slots import Holdings
+from spes_p2p.training.slots import HeldSlots
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -100,7 +100,7 @@ def test_leaving_frees_the_slots_at_once(trio):
     alice, bob, _ = trio
     run = RunConfig(model=ModelConfig(num_experts=2))
     holdings = [
-        Holdings(swarm, run, run_id="run", anchors=Anchors(run, {"shared": 1, "slot": 1}), max_slots=1)
+        HeldSlots(swarm, run, run_id="run", anchors=Anchors(run, {"shared": 1, "slot": 1}), max_slots=1)
         for swarm in (alice, bob)
     ]
     for held, slot in zip(holdings, (0, 1), strict=True):
@@ -121,7 +121,7 @@ class SlowNode:
     peer_id, run_id = "Qm" + "P" * 44, "run"
 
     def __init__(self):
-        self.known = KnownPeers()
+        self.known = Peerstore()
         self.stored, self.is_storing, self.let_go, self.has_stored = [], *(threading.Event() for _ in range(3))
 
     def store(self, record, lifetime_seconds):

@@ -37,7 +37,7 @@ from benchmarks.wan.swarm_crew import SwarmCrew
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CodecConfig
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 
 needs_bed = pytest.mark.skipif(available() is not None, reason=f"no test bed: {available()}")
 PORT = 4000
@@ -318,7 +318,7 @@ class Dialer:
         self._loop = asyncio.new_event_loop()
         asyncio.set_event_loop(self._loop)
         reach = {"host_maddrs": [f"/ip4/{host}/tcp/0"], "dht_mode": "client", "use_relay": False}
-        self._p2p = self._loop.run_until_complete(BoundP2P.create(auto_nat=False, nat_port_map=False, **reach))
+        self._p2p = self._loop.run_until_complete(DaemonP2P.create(auto_nat=False, nat_port_map=False, **reach))
 
     def introduce(self) -> tuple[str, list[str]]:
         addresses = self._loop.run_until_complete(self._p2p.get_visible_maddrs())

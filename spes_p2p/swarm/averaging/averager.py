@@ -30,12 +30,12 @@ from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking
 from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.clock import AdaptiveTimeout
-from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, GuardedDHT
+from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, SwarmDHT
 from spes_p2p.swarm.hivemind_fixes.processes import (
-    WholeMessages,
+    BlockingConnection,
     die_with_parent,
-    hold_current_task,
-    outlast_signals_to_the_group,
+    keep_current_task_alive,
+    leave_process_group,
 )
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
@@ -80,7 +80,7 @@ class SparseAverager(DecentralizedAverager):
 
     def __init__(
         self,
-        dht: GuardedDHT,
+        dht: SwarmDHT,
         *,
         run_id: str,
         encoding: DeltaEncoding,
@@ -116,10 +116,10 @@ class SparseAverager(DecentralizedAverager):
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
-        outlast_signals_to_the_group()
+        leave_process_group()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        self._inner_pipe = WholeMessages(self._inner_pipe)
+        self._inner_pipe = BlockingConnection(self._inner_pipe)
         super().run()
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
@@ -199,7 +199,7 @@ class SparseAverager(DecentralizedAverager):
         self._loaded.set_result(is_as_promised)
 
     async def _step(self, *, step, future_for_init) -> None:
-        hold_current_task()
+        keep_current_task_alive()
         target = expected_of(step.data_for_gather)
         if not isinstance(self._matchmaking, SwarmMatchmaking):
             self._matchmaking = SwarmMatchmaking(

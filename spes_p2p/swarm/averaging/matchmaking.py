@@ -18,7 +18,7 @@ from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.swarm.hivemind_fixes.dht import GuardedDHT
+from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS
 from spes_p2p.swarm.validation import owner_of
 
@@ -41,7 +41,7 @@ class Declarations(GroupKeyManager):
     A DHT takes seconds to notice that one of its nodes is gone, and nothing here waits for what it stores.
     """
 
-    dht: GuardedDHT
+    dht: SwarmDHT
     leaders: Leaders
     """Of the search that this one reads for."""
     survivors: Sequence[PeerID] | None = None

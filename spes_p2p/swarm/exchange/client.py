@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download, Range, Turns, shares_of
+from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download, DownloadBudget, Range, shares_of
 from spes_p2p.swarm.exchange.protocol import (
     BUSY,
     DATA,
     MAX_WAIT_SECONDS,
     Answer,
     Channel,
-    CutShortError,
+    DisconnectedError,
     Request,
     Signal,
     Wanted,
@@ -27,13 +27,13 @@ from spes_p2p.swarm.exchange.versions import Version
 
 log = logging.getLogger(__name__)
 
-LEAST_PAUSE_SECONDS, MOST_PAUSE_SECONDS = 0.25, 5.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.25, 5.0
 """Pauses after BUSY double, and are drawn at random, so that those turned away do not return together."""
 PROBE_SECONDS = 1.0
 """How long the one that asks first after a pause is awaited before another does."""
 
 
-class Rests:
+class Backoff:
     """When busy peers may be asked again; times are the event loop's seconds.
 
     A peer that has no time for one download has none for the others either: one of them asks again, and once that gets
@@ -52,7 +52,7 @@ class Rests:
         rest = self._rests.setdefault(peer, _Rest())
         if rest.is_asked or now >= rest.until:  # else it has said so to several downloads at once
             rest.is_asked, rest.until = False, now + rest.pause * random.uniform(0.5, 1.0)
-            rest.pause = min(2 * rest.pause, MOST_PAUSE_SECONDS)
+            rest.pause = min(2 * rest.pause, MAX_PAUSE_SECONDS)
 
     def asks(self, peer: str, now: float) -> None:
         """Note that a download asks it."""
@@ -67,7 +67,7 @@ class Rests:
 @dataclass
 class _Rest:
     until: float = 0.0
-    pause: float = LEAST_PAUSE_SECONDS
+    pause: float = MIN_PAUSE_SECONDS
     is_asked: bool = False
 
 
@@ -115,14 +115,14 @@ class Candidate:
     num_bytes: int = 0
 
 
-class Station(Protocol):
+class PullContext(Protocol):
     """Where a pull takes place: what it needs of the exchange."""
 
     peer_id: str
     run_id: str
-    turns: Turns
+    turns: DownloadBudget
     """Limits how many versions are fetched at a time, and so the memory they take."""
-    rests: Rests
+    rests: Backoff
     """Which peers were busy, for all versions together."""
 
     async def connect(self, peer: str) -> Channel:
@@ -160,7 +160,7 @@ class Fetch:
         changed: Fires when there is an offer.
     """
 
-    def __init__(self, wanted: Wanted, have: str, station: Station) -> None:
+    def __init__(self, wanted: Wanted, have: str, station: PullContext) -> None:
         self.wanted, self.have, self._station = wanted, have, station
         self.max_deltas = wanted.max_deltas if have else 0
         self.relays = wanted.relays if station.peer_id in wanted.relays and len(wanted.relays) > 1 else ()
@@ -202,7 +202,7 @@ class Fetch:
         Raises:
             BusyError: it has no time.
             AbsentError: it does not have what is wanted.
-            CutShortError: it broke off, or must be asked anew.
+            DisconnectedError: it broke off, or must be asked anew.
             TimeoutError: it was silent for too long.
             ExchangeError: it refuses to answer, or sends something else.
             RecordError: its version is not what its author signed.
@@ -278,7 +278,7 @@ class Fetch:
             if offered == (known.version.digest, known.answer.state, known.num_bytes):
                 return known
             if not known.is_hopeless(deadline):
-                raise CutShortError("offers another version than those before")
+                raise DisconnectedError("offers another version than those before")
             self.drop()
         links, me = self.wanted.uplinks, self._station.peer_id
         shares = shares_of(self.relays, me, candidate.peer, links) if self.relays else None
@@ -335,12 +335,12 @@ class Fetch:
                 self._station.count(len(data))
                 download.take(range, data)
                 if download.is_over or range.start == range.stop < range.requested:
-                    raise CutShortError("was overtaken")
+                    raise DisconnectedError("was overtaken")
 
 
 MAX_SEEDS = 4
 """Peers that one version comes from at a time, where it is large."""
-PATIENCE_SECONDS = 2.0
+OFFER_SECONDS = 2.0
 """Time for a peer to make an offer before the next one is asked as well."""
 RELAY_SECONDS = 5.0
 """Time for a relay to begin to pass on its share before that may come from others."""
@@ -360,7 +360,7 @@ class Pull:
         station: Where.
     """
 
-    def __init__(self, wanted: Wanted, peers: Sequence[str], have: str, station: Station) -> None:
+    def __init__(self, wanted: Wanted, peers: Sequence[str], have: str, station: PullContext) -> None:
         self._wanted, self._station, me = wanted, station, station.peer_id
         self._fetch = Fetch(wanted, have, station)
         self._peers = [Candidate(peer) for peer in dict.fromkeys(peers) if peer != me]
@@ -400,7 +400,7 @@ class Pull:
                 self._ask(now, deadline)
                 idle = [self._rests_until(c) for c in self._everybody() if c.task is None]
                 resting = [until for until in idle if until > now]
-                await self._fetch.changed.wait(min([deadline, now + PATIENCE_SECONDS / 2, *resting]) - now)
+                await self._fetch.changed.wait(min([deadline, now + OFFER_SECONDS / 2, *resting]) - now)
         finally:
             await self._stop()
 
@@ -414,7 +414,7 @@ class Pull:
     def _ask(self, now: float, deadline: float) -> None:
         """Ask more peers where those asked are too few, or slow to answer."""
         asked = [c for c in self._peers if c.task is not None]
-        promising = [c for c in asked if c.has_offered or now - c.asked < PATIENCE_SECONDS]
+        promising = [c for c in asked if c.has_offered or now - c.asked < OFFER_SECONDS]
         idle = [c for c in self._peers if c.task is None and self._rests_until(c) <= now]
         for candidate in idle[: max(0, min(self._num_wanted() - len(promising), MAX_SEEDS - len(asked)))]:
             self._start(candidate, now, deadline)
@@ -463,10 +463,10 @@ class Pull:
                 self._fetch.download.release(candidate.peer)
             if isinstance(error, BusyError):
                 self._station.rests.was_busy(candidate.peer, now)
-            elif isinstance(error, CutShortError) and candidate.breaks < MAX_BREAKS:
+            elif isinstance(error, DisconnectedError) and candidate.breaks < MAX_BREAKS:
                 candidate.not_before = now + BREAK_SECONDS
             elif isinstance(error, AbsentError) and self._passes_on(candidate):
-                candidate.not_before = now + PATIENCE_SECONDS
+                candidate.not_before = now + OFFER_SECONDS
             else:
                 self._exclude({candidate.peer})
 

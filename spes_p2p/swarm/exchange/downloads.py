@@ -21,7 +21,7 @@ LEAST_FROM_ONE, BYTES_FROM_ONE = 2, 2**24
 TURN_SECONDS = 5.0
 
 
-class Turns:
+class DownloadBudget:
     """Bounds the downloads under way: a few at a time in any case, and more of them as long as they are small."""
 
     def __init__(self) -> None:

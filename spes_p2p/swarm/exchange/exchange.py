@@ -15,8 +15,8 @@ from torch import Tensor
 
 from spes_p2p.codecs import Format, digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm.exchange.client import Pull, Rests
-from spes_p2p.swarm.exchange.downloads import Download, Turns
+from spes_p2p.swarm.exchange.client import Backoff, Pull
+from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
 from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Channel, Wanted
 from spes_p2p.swarm.exchange.server import Server
 from spes_p2p.swarm.exchange.store import VersionStore
@@ -33,7 +33,7 @@ MAX_NAMES = 4200
 PARALLEL_OFFERS = 16
 """Versions asked for at a time; as long as nobody has them yet, they cost nothing."""
 
-Advance = Callable[[str, Tensor, bytes], Tensor]
+ApplyDelta = Callable[[str, Tensor, bytes], Tensor]
 """From a name, its bundle, and an encoded mean delta, the bundle that follows."""
 
 
@@ -52,9 +52,9 @@ class Exchange:
     ) -> None:
         self.serves, self.peer_id, self.run_id = serve, node.peer_id, node.run_id
         self.bytes_in = 0
-        self.turns, self.rests, self._offers = Turns(), Rests(), asyncio.Semaphore(PARALLEL_OFFERS)
+        self.turns, self.rests, self._offers = DownloadBudget(), Backoff(), asyncio.Semaphore(PARALLEL_OFFERS)
         self._node, self._store = node, store
-        self._advance: Advance | None = None
+        self._advance: ApplyDelta | None = None
         self._delta_bytes: Mapping[str, int] = {}
         self._formats: Mapping[str, Format] = {}
         self._downloads: dict[str, Download] = {}
@@ -76,7 +76,7 @@ class Exchange:
         """Payload bytes sent."""
         return self._server.bytes_out
 
-    def follow_deltas(self, advance: Advance, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
+    def accept_deltas(self, advance: ApplyDelta, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
         """Fetch deltas in place of whole versions where that is less, and keep them for others.
 
         Args:
@@ -86,7 +86,7 @@ class Exchange:
         """
         self._advance, self._delta_bytes, self._store.deltas.keep = advance, delta_bytes, keyframe_rounds
 
-    def expect_coded(self, formats: Mapping[str, Format]) -> None:
+    def accept_formats(self, formats: Mapping[str, Format]) -> None:
         """Fetch vectors of these kinds as these formats write them, and no others."""
         self._formats = formats
 
@@ -222,7 +222,7 @@ class Exchange:
 
     async def accept(self, version: Version, download: Download | None) -> None:
         if download is None:
-            work = functools.partial(self._store.relist, version)
+            work = functools.partial(self._store.store_known_bytes, version)
         else:
             work = functools.partial(self._add, version, download)
         await asyncio.get_running_loop().run_in_executor(None, work)

@@ -148,7 +148,7 @@ _HEADER = struct.Struct("!cI")
 _SPAN = struct.Struct("!QQ")
 
 
-class CutShortError(ExchangeError):
+class DisconnectedError(ExchangeError):
     """The other side hung up, or the way to it broke."""
 
 
@@ -186,12 +186,12 @@ class Channel:
         """Send a message once the one before it is on its way.
 
         Raises:
-            CutShortError: the other side is gone.
+            DisconnectedError: the other side is gone.
             TimeoutError: it takes nothing.
         """
         async with self._in_time():
             if self._writer.transport.is_closing():  # uvloop takes writing to it for a bug
-                raise CutShortError("hung up")
+                raise DisconnectedError("hung up")
             self._writer.write(_HEADER.pack(kind, len(data)))
             if data:
                 self._writer.write(data)
@@ -211,7 +211,7 @@ class Channel:
         """Return the next message's kind and length.
 
         Raises:
-            CutShortError: there is no next one.
+            DisconnectedError: there is no next one.
             TimeoutError: nothing came in time.
         """
         async with self._in_time():
@@ -222,7 +222,7 @@ class Channel:
         async with self._in_time():
             data = await self._reader.read(num_bytes)
         if not data:
-            raise CutShortError("hung up amid a message")
+            raise DisconnectedError("hung up amid a message")
         return data
 
     async def receive_text(self) -> bytes:
@@ -283,9 +283,9 @@ class _InTime:
         except TimeoutError as late:
             raise TimeoutError(f"was silent for {self._seconds:.0f} s") from late
         if isinstance(error, asyncio.IncompleteReadError):
-            raise CutShortError("hung up") from error
+            raise DisconnectedError("hung up") from error
         if isinstance(error, OSError):
-            raise CutShortError(f"connection broke: {error}") from error
+            raise DisconnectedError(f"connection broke: {error}") from error
 
 
 def _hang_up(dialled: asyncio.Future) -> None:

@@ -14,7 +14,16 @@ from typing import Protocol
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.downloads import Download
-from spes_p2p.swarm.exchange.protocol import BUSY, DATA, FRAME_BYTES, Answer, Channel, CutShortError, Request, Signal
+from spes_p2p.swarm.exchange.protocol import (
+    BUSY,
+    DATA,
+    FRAME_BYTES,
+    Answer,
+    Channel,
+    DisconnectedError,
+    Request,
+    Signal,
+)
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
 
@@ -180,7 +189,7 @@ class Server:
             while True:
                 try:
                     start, stop = await channel.receive_range()
-                except CutShortError:
+                except DisconnectedError:
                     return None  # the caller has what it wanted
                 if not start < stop <= payload.num_bytes:  # guard: range-served
                     raise ExchangeError(f"asked for bytes {start} to {stop} of {payload.num_bytes}")

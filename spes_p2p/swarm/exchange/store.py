@@ -23,7 +23,7 @@ from torch import Tensor
 from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, Refused, Version
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, RefusedVersions, Version
 from spes_p2p.swarm.names import SLOT
 
 log = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class VersionStore:
         self._directory, self._run_id = directory, run_id
         self._lock = threading.RLock()
         self._versions: dict[str, list[Version]] = {}
-        self.refused = Refused()
+        self.refused = RefusedVersions()
         self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
         self._index, self._num_lines = directory / INDEX, 0
@@ -165,7 +165,7 @@ class VersionStore:
             self._append_to_index([version for version, _ in items.values()])
         self._tell()
 
-    def relist(self, version: Version) -> None:
+    def store_known_bytes(self, version: Version) -> None:
         """Store a version whose bytes this peer has already, from an older one.
 
         Raises:
@@ -178,7 +178,7 @@ class VersionStore:
             self._append_to_index([version])
         self._tell()
 
-    def take_back(self, files: Mapping[Path, Version]) -> None:
+    def restore(self, files: Mapping[Path, Version]) -> None:
         """Have versions as the newest again, from files elsewhere that were verified."""
         with self._lock:
             for file, version in files.items():
@@ -193,14 +193,14 @@ class VersionStore:
         for name in set(self.newest()) - {*names, *DOCUMENTS}:
             while (version := self.find(name)) is not None:
                 log.warning("%s of %s is no part of this run; it is deleted", name, version.author)
-                self.discard(version)
+                self.delete(version)
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Forget versions whose bytes are damaged, and delete what a peer that was killed had half written."""
         for name in list(self._versions):
             while (version := self.find(name)) is not None and not self._is_whole(version):
                 log.warning("%s is damaged; it is deleted, and taken from elsewhere", self.path(version))
-                self.discard(version)
+                self.delete(version)
         listed = {self.path(version) for kept in self._versions.values() for version in kept}
         for stray in [*self._directory.glob("*.tmp"), *(set(self._directory.glob("*.bin")) - listed)]:
             stray.unlink()
@@ -226,9 +226,9 @@ class VersionStore:
     def refuse(self, version: Version) -> None:
         """Forget a version that turned out bad, and remember that it did, until this process ends."""
         self.refused.add(version.digest)  # guard: refused-remembered
-        self.discard(version)
+        self.delete(version)
 
-    def discard(self, version: Version) -> None:
+    def delete(self, version: Version) -> None:
         """Forget a version that turned out damaged, or is of no use; it can be pulled again."""
         with self._lock:
             others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
@@ -251,7 +251,7 @@ class VersionStore:
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
         if digest(data) != version.digest:  # guard: disk-digest
-            self.discard(version)
+            self.delete(version)
             raise ExchangeError(f"{self.path(version)} was damaged and is deleted; it can be pulled again")
         return data
 

@@ -14,7 +14,7 @@ from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import Count, Digest, PeerId
 
 MAX_MANIFEST_BYTES = 4096
-MOST_REFUSED = 1024
+MAX_REFUSED = 1024
 """Versions that a peer remembers to have refused."""
 DOCUMENTS = ("manifest", "tokenizer")
 """Names whose bytes are a document; all others are vectors."""
@@ -103,7 +103,7 @@ class Version(BaseModel):
         return version
 
 
-class Refused:
+class RefusedVersions:
     """Digests of the versions that a peer has refused, the last of them: whoever offers their bytes is not heard."""
 
     def __init__(self) -> None:
@@ -112,7 +112,7 @@ class Refused:
     def add(self, digest: str) -> None:
         """Remember one, in place of the oldest where there are too many."""
         self._digests[digest] = None
-        for oldest in list(self._digests)[:-MOST_REFUSED]:  # guard: refused-memory
+        for oldest in list(self._digests)[:-MAX_REFUSED]:  # guard: refused-memory
             del self._digests[oldest]
 
     def __contains__(self, digest: object) -> bool:

@@ -18,9 +18,9 @@ from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.hivemind_fixes.processes import BoundDHT
+from spes_p2p.swarm.hivemind_fixes.processes import ChildDHT
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
-from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER, GuardedP2P
+from spes_p2p.swarm.hivemind_fixes.streams import MAX_STREAMS_PER_PEER, LimitedP2P
 from spes_p2p.swarm.validation import RecordValidator
 
 log = logging.getLogger(__name__)
@@ -77,7 +77,7 @@ def _forget_replaced(storage: TimedStorage) -> None:
         storage.expiration_heap = sorted(storage.key_to_heap.values())
 
 
-class GuardedProtocol(DHTProtocol):
+class SwarmDHTProtocol(DHTProtocol):
     """hivemind's DHT protocol, which decodes no bombs, and takes peers for neighbours only where they belong."""
 
     serializer = ShallowSerializer  # guard: dht-serializer
@@ -159,10 +159,10 @@ def _records_of(found: Found) -> Found:
     return ValueWithExpiration(records, records.latest_expiration_time) if records.data else None
 
 
-class GuardedNode(DHTNode):
+class SwarmDHTNode(DHTNode):
     """hivemind's DHT node, which no single one of those it starts with can send away."""
 
-    protocol: GuardedProtocol
+    protocol: SwarmDHTProtocol
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
@@ -190,7 +190,7 @@ def _check_keys(keys: Collection[bytes], context: P2PContext) -> None:
         raise RecordError(f"{len(keys)} keys in one request, at most {MAX_KEYS}")
 
 
-class GuardedDHT(BoundDHT):
+class SwarmDHT(ChildDHT):
     """The DHT process of a peer among strangers.
 
     Args:
@@ -213,12 +213,12 @@ class GuardedDHT(BoundDHT):
 
     def run(self) -> None:
         # Stock builds them by these names, in this process and nowhere else.
-        stock_dht.DHTNode, stock_node.DHTProtocol = GuardedNode, GuardedProtocol
+        stock_dht.DHTNode, stock_node.DHTProtocol = SwarmDHTNode, SwarmDHTProtocol
         stock_protocol.DHTLocalStorage = BoundedStorage
         super().run()
 
-    async def replicate_p2p(self) -> GuardedP2P:
+    async def replicate_p2p(self) -> LimitedP2P:
         """Return a connection of this process to the peer's host; asked for once in each process."""
-        p2p = await GuardedP2P.replicate(self._daemon_listen_maddr)
+        p2p = await LimitedP2P.replicate(self._daemon_listen_maddr)
         p2p.streams.most = self.streams_per_peer
         return p2p

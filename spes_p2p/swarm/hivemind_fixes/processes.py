@@ -25,7 +25,7 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from hivemind.utils.multiaddr import Multiaddr
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.hivemind_fixes.streams import MAX_CALL_BYTES_PER_PEER, MAX_CALLS_PER_PEER, Allowance, GuardedP2P
+from spes_p2p.swarm.hivemind_fixes.streams import MAX_CALL_BYTES_PER_PEER, MAX_CALLS_PER_PEER, LimitedP2P, PeerQuota
 
 _PR_SET_PDEATHSIG = 1
 _ANSWER_SECONDS = 5.0
@@ -48,7 +48,7 @@ _EXEC = (
 )
 
 
-def interruptible_locks() -> None:
+def make_locks_interrupt_safe() -> None:
     """Give hivemind's futures locks that no interrupt leaves behind, before anything is forked. Idempotent.
 
     Python code enters and leaves stock's, and Ctrl-C can end that code after the lock was taken, or before it was given
@@ -60,17 +60,17 @@ def interruptible_locks() -> None:
             setattr(owner, name, lock._semlock)  # type: ignore[attr-defined]
 
 
-def forget_inherited_futures() -> None:
+def reset_inherited_futures() -> None:
     """Begin anew with hivemind's futures, in a fork that is a peer of its own.
 
     The locks of before are its parent's and all other forks': whoever is killed amid an answer keeps them.
     """
     MPFuture.reset_backend()
-    interruptible_locks()
+    make_locks_interrupt_safe()
 
 
 @functools.cache
-def patient_sharing() -> None:
+def retry_memory_sharing() -> None:
     """Have torch ask its manager of shared memory again where that is silent for a second. Idempotent.
 
     hivemind shares some bytes for every 16 futures, for each averaging, and wherever one of them goes to another
@@ -100,7 +100,7 @@ def _asking_again(stock: Callable[..., Any]) -> Callable[..., Any]:
 _held: set[asyncio.Task] = set()
 
 
-def hold_current_task() -> None:
+def keep_current_task_alive() -> None:
     """Let no garbage collection end the current task.
 
     A loop holds only those that something it holds will wake. What hivemind starts for a call from another process may
@@ -124,7 +124,7 @@ def die_with_parent(parent_pid: int) -> None:
             os._exit(1)
 
 
-def outlast_signals_to_the_group() -> None:
+def leave_process_group() -> None:
     """Leave the parent's process group, to which torchrun sends SIGTERM: without this process nobody says goodbye."""
     os.setpgid(0, 0)
 
@@ -136,7 +136,7 @@ class _UnansweredCalls(dict):
         return super().__contains__(call_id) and not self[call_id].done()
 
 
-class PatientControlClient(ControlClient):
+class LimitedControlClient(ControlClient):
     """hivemind's connection to p2pd, which outlives an answer that comes the moment its caller gives up.
 
     Stock sets the result of the cancelled call; that kills, silently, the task that reads the connection, and with it
@@ -147,7 +147,7 @@ class PatientControlClient(ControlClient):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._pending_calls = _UnansweredCalls()
-        self.calls = Allowance(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
+        self.calls = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
 
     async def _handle_persistent_request(self, call_id: CallID, request: p2pd_pb2.CallUnaryRequest) -> None:
         try:
@@ -162,12 +162,12 @@ class PatientControlClient(ControlClient):
             self._handler_tasks.pop(call_id, None)
 
 
-class BoundP2P(GuardedP2P):
+class DaemonP2P(LimitedP2P):
     """hivemind's P2P with a p2pd that dies with us; this process and its forks talk to p2pd patiently."""
 
     @classmethod
     async def create(cls, *args, **kwargs) -> P2P:
-        p2pclient.ControlClient = PatientControlClient
+        p2pclient.ControlClient = LimitedControlClient
         # For the probe that stock starts to see whether an identity is free, too: no router's ports are mapped for it.
         quiet = {"nat_port_map": False, "auto_nat": False}  # guard: router-ports
         return await super().create(*args, **{**quiet, **kwargs})
@@ -228,21 +228,21 @@ class BoundP2P(GuardedP2P):
         return [sys.executable, "-I", "-S", "-c", _EXEC, *command] if sys.platform == "linux" else command
 
 
-class BoundDHT(DHT):
+class ChildDHT(DHT):
     """hivemind's DHT process, dying with us."""
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
-        outlast_signals_to_the_group()
+        leave_process_group()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         super().run()
 
     async def _run_coroutine(self, *args, **kwargs) -> None:
-        hold_current_task()
+        keep_current_task_alive()
         await super()._run_coroutine(*args, **kwargs)
 
     async def _get(self, *args, **kwargs) -> None:
-        hold_current_task()
+        keep_current_task_alive()
         await super()._get(*args, **kwargs)
 
     def terminate(self) -> None:
@@ -260,7 +260,7 @@ class BoundDHT(DHT):
                 MPFuture._update_lock.release()
 
 
-class WholeMessages:
+class BlockingConnection:
     """One end of a pipe that an event loop watches.
 
     To watch it, uvloop makes it non-blocking. Messages over 16 KiB are written in two pieces, and hivemind's averager

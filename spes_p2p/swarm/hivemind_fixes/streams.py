@@ -47,7 +47,7 @@ _HEAD_BYTES = 1 + P2P.HEADER_LEN
 Handler = Callable[[AsyncIterator[Any], P2PContext], AsyncIterator[Any]]
 
 
-class Allowance:
+class PeerQuota:
     """What each peer may have open or waiting at once.
 
     Args:
@@ -99,7 +99,7 @@ class Allowance:
             log.warning("%s, complaint %d: %s", peer, self._complaints[peer], what)
 
 
-class GuardedP2P(P2P):
+class LimitedP2P(P2P):
     """hivemind's P2P, for streams that strangers open.
 
     Attributes:
@@ -108,7 +108,7 @@ class GuardedP2P(P2P):
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams = Allowance(MAX_STREAMS_PER_PEER, most_in_all=MAX_STREAMS)
+        self.streams = PeerQuota(MAX_STREAMS_PER_PEER, most_in_all=MAX_STREAMS)
         self._room: dict[PeerID, asyncio.Semaphore] = {}
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:

@@ -25,10 +25,10 @@ from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.errors import ConfigError, JoinError
-from spes_p2p.swarm.hivemind_fixes.dht import GuardedDHT
-from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P, interruptible_locks, patient_sharing
+from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, retry_memory_sharing
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.peerstore import KnownPeers, Redial
+from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator, owner_of
 
@@ -71,7 +71,7 @@ class UnreachableError(JoinError):
 
 
 @dataclass(frozen=True)
-class Door:
+class ListenConfig:
     """How others reach a peer.
 
     Attributes:
@@ -87,7 +87,7 @@ class Door:
     client_mode: bool = False
 
 
-async def start_p2pd(identity: Identity, initial_peers: Sequence[str], door: Door) -> BoundP2P:
+async def start_p2pd(identity: Identity, initial_peers: Sequence[str], door: ListenConfig) -> DaemonP2P:
     """Start a libp2p host.
 
     Raises:
@@ -98,7 +98,7 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], door: Doo
     try:
         if initial_peers and not identity.is_new and await _is_taken(identity, initial_peers):  # guard: own-identity
             raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
-        p2p = await BoundP2P.create(
+        p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
             host_maddrs=None if door.client_mode else [f"/ip4/{door.host}/tcp/{door.port}"],
             announce_maddrs=list(door.announce) or None,
@@ -120,7 +120,7 @@ async def _is_taken(identity: Identity, initial_peers: Sequence[str]) -> bool:
     Raises:
         UnreachableError: nobody answers.
     """
-    stranger = await BoundP2P.create(dht_mode="client", use_relay=False, startup_timeout=STARTUP_SECONDS)
+    stranger = await DaemonP2P.create(dht_mode="client", use_relay=False, startup_timeout=STARTUP_SECONDS)
     try:
         if not await _meets(stranger, initial_peers):
             raise unreachable(initial_peers)
@@ -129,24 +129,24 @@ async def _is_taken(identity: Identity, initial_peers: Sequence[str]) -> bool:
         await stranger.shutdown()
 
 
-async def _meets(p2p: BoundP2P, addresses: Sequence[str]) -> bool:
+async def _meets(p2p: DaemonP2P, addresses: Sequence[str]) -> bool:
     """Dial peers; tell whether anybody is there.
 
     Stock has p2pd do this before it starts, and p2pd waits for each: one that stalled once it had shaken hands kept
     newcomers from all others.
     """
-    at = by_peer(addresses)
+    at = group_by_peer(addresses)
     await p2p.dial(at, DIAL_SECONDS)  # guard: dial-time
     return bool(await p2p.connected() & at.keys())
 
 
-def start_dht(p2p: BoundP2P, validator: RecordValidator, initial_peers: Sequence[str], door: Door) -> GuardedDHT:
+def start_dht(p2p: DaemonP2P, validator: RecordValidator, initial_peers: Sequence[str], door: ListenConfig) -> SwarmDHT:
     """Start a DHT node in a process of its own.
 
     Raises:
         JoinError: no initial peer answers, or this machine's clock is not theirs.
     """
-    dht = GuardedDHT(
+    dht = SwarmDHT(
         p2p,
         validator,
         initial_peers=initial_peers or None,
@@ -181,7 +181,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
 
 
-def by_peer(addresses: Sequence[str]) -> dict[str, list[str]]:
+def group_by_peer(addresses: Sequence[str]) -> dict[str, list[str]]:
     """Return multiaddrs of peers by the id of each."""
     at: dict[str, list[str]] = {}
     for address in addresses:
@@ -249,34 +249,34 @@ class Node:
         run_id: str,
         *,
         initial_peers: Sequence[str] = (),
-        known: KnownPeers | None = None,
+        known: Peerstore | None = None,
         host: str = "127.0.0.1",
         port: int = 0,
         announce: Sequence[str] = (),
         client_mode: bool = False,
     ) -> None:
         self.identity, self.run_id, self.peer_id = identity, run_id, identity.peer_id
-        self.known, self.client_mode = known if known is not None else KnownPeers(), client_mode
+        self.known, self.client_mode = known if known is not None else Peerstore(), client_mode
         check_addresses([*initial_peers, *announce])
         check_port(host, port)
         increase_file_limit()
-        interruptible_locks()
-        patient_sharing()
+        make_locks_interrupt_safe()
+        retry_memory_sharing()
         self._validator = RecordValidator(run_id, identity)
-        self._redial = Redial()
-        self._initial_peers = by_peer(initial_peers)
+        self._redial = DialBackoff()
+        self._initial_peers = group_by_peer(initial_peers)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
         self._thread.start()
         try:
-            self.met_somebody = self._connect(
-                list(initial_peers), Door(host, port, tuple(announce), client_mode=client_mode)
+            self.has_met_peers = self._connect(
+                list(initial_peers), ListenConfig(host, port, tuple(announce), client_mode=client_mode)
             )
         except BaseException:
             self.close()
             raise
 
-    def _connect(self, initial_peers: list[str], door: Door) -> bool:
+    def _connect(self, initial_peers: list[str], door: ListenConfig) -> bool:
         """Start p2pd and the DHT with whoever answers; tell whether anybody did.
 
         The initial peers first, then those known from before. Who names no initial peer can do without both.
@@ -295,7 +295,7 @@ class Node:
         self._start([], door)
         return False
 
-    def _start(self, addresses: list[str], door: Door) -> None:
+    def _start(self, addresses: list[str], door: ListenConfig) -> None:
         self.p2p = self.run(start_p2pd(self.identity, addresses, door), 2 * STARTUP_SECONDS)
         self.dht = start_dht(self.p2p, self._validator, addresses, door)
 
@@ -346,7 +346,7 @@ class Node:
         """Tell whether p2pd answers in time."""
         return self.run(self.p2p.answers(seconds), seconds + DHT_SECONDS)
 
-    def greet(self, peers: Mapping[str, Sequence[str]]) -> int:
+    def ping(self, peers: Mapping[str, Sequence[str]]) -> int:
         """Call those of the initial peers and of these that the DHT does not know or that are not connected.
 
         Args:

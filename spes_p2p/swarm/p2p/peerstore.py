@@ -21,11 +21,11 @@ FILE = "known_peers.json"
 """In a peer's output."""
 MAX_PEERS = 64
 MAX_FILE_BYTES = 2**17
-SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 3.0, 60.0
+MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 3.0, 60.0
 """Between two calls of a place where nobody answers."""
 
 
-class KnownPeer(BaseModel):
+class PeerstoreEntry(BaseModel):
     """One peer, as last seen."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -36,7 +36,7 @@ class KnownPeer(BaseModel):
     """Unix time."""
 
 
-class KnownPeers:
+class Peerstore:
     """The peers seen last, at most 64, in a file that is whole at any time.
 
     What others say of themselves is checked before it is kept, and what the file says before it is used: it is a cache,
@@ -69,13 +69,13 @@ class KnownPeers:
                     if leads_to(address, peer)  # guard: address-names-peer
                 )[:4]
             ):
-                self._peers = {**self._peers, peer: KnownPeer(peer_id=peer, addresses=usable, seen=time.time())}
+                self._peers = {**self._peers, peer: PeerstoreEntry(peer_id=peer, addresses=usable, seen=time.time())}
         newest = sorted(self._peers.values(), key=lambda peer: -peer.seen)[:MAX_PEERS]
         self._peers = {peer.peer_id: peer for peer in newest}
         if self._path is not None and self._peers != before:
             self._save(newest)
 
-    def _save(self, peers: Sequence[KnownPeer]) -> None:
+    def _save(self, peers: Sequence[PeerstoreEntry]) -> None:
         assert self._path is not None
         try:
             with write_atomic(self._path, durable=False) as file:
@@ -84,7 +84,7 @@ class KnownPeers:
             log.warning("cannot keep the known peers in %s: %s", self._path, error.strerror)
 
 
-class Redial:
+class DialBackoff:
     """How often places where nobody answers are called: ever less, whoever names them.
 
     A stranger's record may name a third machine. However many do, each place is called once at a time, and, as long as
@@ -108,11 +108,11 @@ class Redial:
                 place = _place_of(address)
                 if self._not_before.get(place, now) > now:  # guard: third-machine
                     continue
-                pause = min(2 * self._pauses.get(place, SHORTEST_PAUSE_SECONDS / 2), LONGEST_PAUSE_SECONDS)
+                pause = min(2 * self._pauses.get(place, MIN_PAUSE_SECONDS / 2), MAX_PAUSE_SECONDS)
                 self._pauses[place] = pause
                 self._not_before[place] = now + pause
                 due.setdefault(peer, []).append(address)
-        for place in [place for place, then in self._not_before.items() if then < now - LONGEST_PAUSE_SECONDS]:
+        for place in [place for place, then in self._not_before.items() if then < now - MAX_PAUSE_SECONDS]:
             del self._pauses[place], self._not_before[place]
         return due
 
@@ -136,11 +136,11 @@ def leads_to(address: str, peer: str) -> bool:
     return str(parsed).rsplit("/p2p/", 1)[-1] == peer
 
 
-def _load(path: Path) -> list[KnownPeer]:
+def _load(path: Path) -> list[PeerstoreEntry]:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError("too large")
-        peers = TypeAdapter(list[KnownPeer]).validate_json(path.read_bytes())
+        peers = TypeAdapter(list[PeerstoreEntry]).validate_json(path.read_bytes())
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ PAYLOAD_SHARE = 0.95
 """Of a link's bits: headers and acknowledgements were measured to take another 3 to 4 % of them."""
 BURST_SECONDS = 0.005
 """Of sending at once; more of it from several peers overflows the queue in front of a receiver's link."""
-LEAST_BURST_BYTES = 2**14
+MIN_BURST_BYTES = 2**14
 
 
 class RateLimit:
@@ -30,7 +30,7 @@ class RateLimit:
         """Return how many bytes to send at once: few where the link is slow, so that all streams share it evenly."""
         if self._bytes_per_second is None:
             return most
-        return min(max(int(self._bytes_per_second * BURST_SECONDS), LEAST_BURST_BYTES), most)
+        return min(max(int(self._bytes_per_second * BURST_SECONDS), MIN_BURST_BYTES), most)
 
     async def take(self, num_bytes: int) -> None:
         """Wait until `num_bytes` may go."""

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 INTERVAL_SECONDS = 4.0
 """Between two looks; one that dials in vain takes 3 s more, so a peer that is lost is called about every 5 s."""
 STOP_SECONDS = 1.0
-SILENCES = 3
+MAX_SILENT_CHECKS = 3
 """Looks in a row at which p2pd runs but does not answer, until it counts as dead: a busy machine skips one or two."""
 
 
@@ -45,7 +45,7 @@ class Watchdog:
         """Begin to look; not before the averager has been forked, for a fork of a thread's locks stays locked."""
         self._thread.start()
 
-    def when_dead(self, act: Callable[[], None]) -> None:
+    def on_death(self, act: Callable[[], None]) -> None:
         """Call `act`, in the watchdog's thread, when p2pd or the DHT has died, whether it does later or already has."""
         self._on_death = act
         if self.death:
@@ -87,11 +87,11 @@ class Watchdog:
         if not self._node.dht.is_alive():  # guard: dht-death
             return "this peer's DHT process has died"
         self._silences = 0 if self._node.p2pd_answers(INTERVAL_SECONDS) else self._silences + 1
-        return "p2pd does not answer any more" if self._silences >= SILENCES else ""  # guard: daemon-silence
+        return "p2pd does not answer any more" if self._silences >= MAX_SILENT_CHECKS else ""  # guard: daemon-silence
 
     def _look_around(self) -> None:
         try:
-            self.neighbours = self._node.greet(self._node.known.addresses())
+            self.neighbours = self._node.ping(self._node.known.addresses())
         except OSError:
             return  # the DHT's process is too busy to say, or p2pd has died since: the next look tells
         if self.neighbours:

@@ -20,9 +20,9 @@ from hivemind.utils.timed_storage import ValueWithExpiration
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, SwarmMatchmaking
 from spes_p2p.swarm.hivemind_fixes import dht, streams
-from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, GuardedProtocol, node_id_of
+from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, node_id_of
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
-from spes_p2p.swarm.hivemind_fixes.streams import Allowance, Inbox, receive
+from spes_p2p.swarm.hivemind_fixes.streams import Inbox, PeerQuota, receive
 
 KEY, OTHER = DHTID.generate(source="key"), DHTID.generate(source="other")
 
@@ -127,7 +127,7 @@ def test_neighbours_that_others_name_are_taken_only_where_they_belong(monkeypatc
         return {KEY: (None, {node_id_of(PEERS[0]): PEERS[0], DHTID(int(KEY) ^ 1): PEERS[1]})}
 
     monkeypatch.setattr(DHTProtocol, "call_find", call_find)
-    asked = GuardedProtocol.call_find(object.__new__(GuardedProtocol), PEERS[2], [KEY])
+    asked = SwarmDHTProtocol.call_find(object.__new__(SwarmDHTProtocol), PEERS[2], [KEY])
     assert asyncio.run(asked) == {KEY: (None, {node_id_of(PEERS[0]): PEERS[0]})}
 
 
@@ -144,7 +144,7 @@ def test_of_what_somebody_has_under_a_key_only_the_records_are_taken_at_their_wo
         return {KEY: (ValueWithExpiration(said, lives_until), {}), OTHER: (ValueWithExpiration(empty, lives_until), {})}
 
     monkeypatch.setattr(DHTProtocol, "call_find", call_find)
-    found = asyncio.run(GuardedProtocol.call_find(object.__new__(GuardedProtocol), PEERS[2], [KEY, OTHER]))
+    found = asyncio.run(SwarmDHTProtocol.call_find(object.__new__(SwarmDHTProtocol), PEERS[2], [KEY, OTHER]))
     value, expires = found[KEY][0]
     assert expires == value.latest_expiration_time == now + 60 and value.maxsize == float("inf")
     assert value.get(b"owner").value == b"value"
@@ -281,7 +281,7 @@ def test_an_error_in_place_of_a_message_is_returned_as_one():
 
 
 def test_a_peer_has_so_much_at_once_and_gets_it_back(caplog):
-    allowance = Allowance(most=2, most_bytes=100, most_in_all=3)
+    allowance = PeerQuota(most=2, most_bytes=100, most_in_all=3)
     with allowance.take("alice", "streams", 50), allowance.take("alice", "streams", 50):
         for _ in itertools.repeat(None, 5):
             with pytest.raises(ExchangeError), allowance.take("alice", "streams"):

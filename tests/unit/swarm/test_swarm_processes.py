@@ -10,7 +10,7 @@ from hivemind.p2p import P2P, P2PContext, PeerID, ServicerBase
 from hivemind.p2p.p2p_daemon_bindings.control import ControlClient
 from hivemind.proto import runtime_pb2
 
-from spes_p2p.swarm.hivemind_fixes.processes import BoundP2P, WholeMessages
+from spes_p2p.swarm.hivemind_fixes.processes import BlockingConnection, DaemonP2P
 
 
 class Echo(ServicerBase):
@@ -27,8 +27,8 @@ def test_an_answer_to_a_cancelled_call_does_not_end_all_calls(monkeypatch):
     """The answer comes while the caller is still telling the daemon that it has given up."""
 
     async def scenario() -> bytes:
-        server = await BoundP2P.create()
-        client = await BoundP2P.create(initial_peers=await server.get_visible_maddrs())
+        server = await DaemonP2P.create()
+        client = await DaemonP2P.create(initial_peers=await server.get_visible_maddrs())
         try:
             await Echo().add_p2p_handlers(server, namespace="test")
             control = client._client.control
@@ -77,4 +77,4 @@ def test_a_message_that_comes_in_two_pieces_through_a_watched_pipe_arrives_whole
             loop.remove_reader(end.fileno())
             await rest
 
-    assert asyncio.run(receive(WholeMessages(theirs))) == message
+    assert asyncio.run(receive(BlockingConnection(theirs))) == message

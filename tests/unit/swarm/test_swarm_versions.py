@@ -10,7 +10,7 @@ from spes_p2p.codecs import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, DeltaStore, VersionStore
-from spes_p2p.swarm.exchange.versions import MOST_REFUSED, Refused, Version
+from spes_p2p.swarm.exchange.versions import MAX_REFUSED, RefusedVersions, Version
 from spes_p2p.swarm.p2p.identity import Identity
 
 
@@ -214,10 +214,10 @@ def test_a_version_with_known_bytes_needs_none_and_gone_ones_cannot_be_listed(tm
     version, data = make("slot-1", 1)
     store.add({"slot-1": (version, data)})
     later = Version.sign(identities[0], "run", "slot-1", 2, data, "fp32")
-    store.relist(later)
+    store.store_known_bytes(later)
     assert store.newest() == {"slot-1": later} and store.read("slot-1") == data
     with pytest.raises(ExchangeError, match="gone"):
-        store.relist(make("slot-1", 3)[0])
+        store.store_known_bytes(make("slot-1", 3)[0])
     assert_whole(store)
 
 
@@ -240,16 +240,16 @@ def test_a_refused_version_is_forgotten_and_remembered_and_a_damaged_one_is_only
     store.refuse(bad[0])
     assert store.newest() == {"slot-1": old[0]} == VersionStore(tmp_path, "run").newest()
     assert bad[0].digest in store.refused
-    store.discard(old[0])
+    store.delete(old[0])
     assert old[0].digest not in store.refused and good[0].digest not in store.refused
 
 
 def test_only_the_last_refusals_are_remembered():
-    refused = Refused()
-    for number in range(MOST_REFUSED + 3):
+    refused = RefusedVersions()
+    for number in range(MAX_REFUSED + 3):
         refused.add(name_of(number))
         refused.add(name_of(number))
-    assert [name_of(number) in refused for number in (0, 2, 3, MOST_REFUSED + 2)] == [False, False, True, True]
+    assert [name_of(number) in refused for number in (0, 2, 3, MAX_REFUSED + 2)] == [False, False, True, True]
 
 
 def name_of(number):

@@ -2,7 +2,7 @@
 
 from types import SimpleNamespace
 
-from spes_p2p.swarm.p2p.watchdog import SILENCES, Watchdog
+from spes_p2p.swarm.p2p.watchdog import MAX_SILENT_CHECKS, Watchdog
 
 
 def watchdog(*, runs=True, is_alive=True, answers=True):
@@ -25,12 +25,12 @@ def test_a_dht_that_has_ended_is_dead():
 
 def test_a_p2pd_that_does_not_answer_is_dead_after_some_looks_and_not_at_the_first():
     silent = watchdog(answers=False)
-    looks = [silent.check() for _ in range(SILENCES)]
-    assert looks[:-1] == [""] * (SILENCES - 1) and "does not answer" in looks[-1]
+    looks = [silent.check() for _ in range(MAX_SILENT_CHECKS)]
+    assert looks[:-1] == [""] * (MAX_SILENT_CHECKS - 1) and "does not answer" in looks[-1]
 
 
 def test_whoever_asks_late_is_told_of_a_death_at_once():
     dead, heard = watchdog(runs=False), []
     dead.check()
-    dead.when_dead(lambda: heard.append("dead"))
+    dead.on_death(lambda: heard.append("dead"))
     assert heard == ["dead"]

@@ -273,7 +273,7 @@ class Company:
 
     def __init__(self, store: VersionStore, others: dict[str, dict[str, Version]]) -> None:
         self._store, self._others = store, others
-        self.versions, self.go_back = store.newest, store.take_back
+        self.versions, self.go_back = store.newest, store.restore
 
     def inventory(self, peers):
         return {peer: self._others[peer] for peer in peers}

@@ -7,7 +7,7 @@ import pytest
 
 from spes_p2p.swarm.membership import still_here
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
-from spes_p2p.swarm.p2p.peerstore import LONGEST_PAUSE_SECONDS, MAX_PEERS, KnownPeers, Redial
+from spes_p2p.swarm.p2p.peerstore import MAX_PAUSE_SECONDS, MAX_PEERS, DialBackoff, Peerstore
 from spes_p2p.swarm.records import Claim
 
 PEERS = [hashed_peer_id(bytes([number])) for number in range(MAX_PEERS + 5)]
@@ -20,21 +20,21 @@ def address(peer, port=4000):
 
 def test_what_was_noted_is_there_on_the_next_start(tmp_path):
     relayed = f"/ip4/203.0.113.9/tcp/4001/p2p/{PEERS[2]}/p2p-circuit/p2p/{PEERS[1]}"
-    KnownPeers(tmp_path / "known").note({PEERS[0]: [address(PEERS[0])], PEERS[1]: [relayed, address(PEERS[1])]})
-    known = KnownPeers(tmp_path / "known").addresses()
+    Peerstore(tmp_path / "known").note({PEERS[0]: [address(PEERS[0])], PEERS[1]: [relayed, address(PEERS[1])]})
+    known = Peerstore(tmp_path / "known").addresses()
     assert known == {PEERS[0]: (address(PEERS[0]),), PEERS[1]: (relayed, address(PEERS[1]))}
 
 
 def test_those_seen_longest_ago_make_room(tmp_path, monkeypatch):
-    known, now = KnownPeers(tmp_path / "known"), time.time()
+    known, now = Peerstore(tmp_path / "known"), time.time()
     for number, peer in enumerate(PEERS):
         monkeypatch.setattr(time, "time", lambda number=number: now + number)
         known.note({peer: [address(peer)]})
-    assert list(KnownPeers(tmp_path / "known").addresses()) == PEERS[:4:-1]
+    assert list(Peerstore(tmp_path / "known").addresses()) == PEERS[:4:-1]
 
 
 def test_an_address_that_leads_to_somebody_else_is_not_kept(tmp_path):
-    known = KnownPeers(tmp_path / "known")
+    known = Peerstore(tmp_path / "known")
     known.note({PEERS[0]: [address(PEERS[1]), "/ip4/999.0.0.1/tcp/1/p2p/" + PEERS[0], "x", ""]})
     assert known.addresses() == {} and not (tmp_path / "known").exists()
 
@@ -54,20 +54,20 @@ def test_an_address_that_leads_to_somebody_else_is_not_kept(tmp_path):
 )
 def test_a_damaged_file_counts_as_empty(tmp_path, content):
     (tmp_path / "known").write_bytes(content)
-    known = KnownPeers(tmp_path / "known")
+    known = Peerstore(tmp_path / "known")
     assert not known.addresses()
     known.note({PEERS[0]: [address(PEERS[0])]})
-    assert list(KnownPeers(tmp_path / "known").addresses()) == PEERS[:1]
+    assert list(Peerstore(tmp_path / "known").addresses()) == PEERS[:1]
 
 
 def test_an_address_of_the_file_that_leads_elsewhere_is_not_used(tmp_path):
     entry = {"peer_id": PEERS[0], "addresses": [address(PEERS[1])], "seen": 1.0}
     (tmp_path / "known").write_text(json.dumps([entry]))
-    assert not KnownPeers(tmp_path / "known").addresses()
+    assert not Peerstore(tmp_path / "known").addresses()
 
 
 def test_a_full_disk_is_no_reason_to_end(tmp_path, monkeypatch, caplog):
-    known = KnownPeers(tmp_path / "absent" / "known")
+    known = Peerstore(tmp_path / "absent" / "known")
     known.note({PEERS[0]: [address(PEERS[0])]})
     assert list(known.addresses()) == PEERS[:1] and "cannot keep" in caplog.text
 
@@ -101,21 +101,21 @@ def test_who_comes_later_takes_the_place_of_those_long_gone():
 
 def test_a_third_machine_is_called_ever_less_however_many_name_it():
     """Sixty strangers name one place, and a watchdog looks every four seconds for ten minutes."""
-    redial = Redial()
+    redial = DialBackoff()
     named = {peer: [f"/ip4/192.0.2.1/tcp/4000/p2p/{peer}"] for peer in PEERS}
     calls = [sum(map(len, redial.due(named, 4.0 * look).values())) for look in range(150)]
     assert max(calls) == 1 and sum(calls[:4]) >= 2
-    assert sum(calls) <= 600 / LONGEST_PAUSE_SECONDS + 8
+    assert sum(calls) <= 600 / MAX_PAUSE_SECONDS + 8
 
 
 def test_a_place_that_is_silent_for_weeks_is_still_called_once_a_minute():
-    redial, peer = Redial(), {PEERS[0]: [address(PEERS[0])]}
-    calls = [bool(redial.due(peer, look * LONGEST_PAUSE_SECONDS)) for look in range(5000)]
+    redial, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
+    calls = [bool(redial.due(peer, look * MAX_PAUSE_SECONDS)) for look in range(5000)]
     assert all(calls)
 
 
 def test_who_has_answered_is_called_at_once_when_it_is_lost():
-    redial, peer = Redial(), {PEERS[0]: [address(PEERS[0])]}
+    redial, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
     assert [bool(redial.due(peer, now)) for now in (0.0, 1.0, 4.0, 5.0)] == [True, False, True, False]
     redial.answered(peer[PEERS[0]])
     assert redial.due(peer, 6.0) == peer

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, LEAST_BURST_BYTES, PAYLOAD_SHARE, RateLimit
+from spes_p2p.swarm.p2p.rate_limit import BURST_SECONDS, MIN_BURST_BYTES, PAYLOAD_SHARE, RateLimit
 
 MBIT = 80.0
 BYTES_PER_SECOND = PAYLOAD_SHARE * MBIT * 1e6 / 8
@@ -72,4 +72,4 @@ def test_who_does_not_say_what_the_link_carries_is_held_back_by_nothing() -> Non
 def test_slow_links_send_little_at_once() -> None:
     assert RateLimit(1e5).burst_bytes(2**18) == 2**18
     assert RateLimit(100.0).burst_bytes(2**18) == int(PAYLOAD_SHARE * 100e6 / 8 * BURST_SECONDS)
-    assert RateLimit(1.0).burst_bytes(2**18) == LEAST_BURST_BYTES
+    assert RateLimit(1.0).burst_bytes(2**18) == MIN_BURST_BYTES
