@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -112,7 +113,8 @@ class Member(BaseModel):
         """Return round and digest of the anchor of each slot."""
         rounds = self.slot_rounds or (0,) * len(self.slots)
         return {
-            slot: (round, self.anchors.get(slot_name(slot), "")) for slot, round in zip(self.slots, rounds, strict=True)
+            slot: (round, self.anchors.get(VectorName.of_slot(slot), ""))
+            for slot, round in zip(self.slots, rounds, strict=True)
         }
 
     @classmethod
@@ -133,75 +135,167 @@ class Member(BaseModel):
         return member
 
 
-@dataclass(frozen=True)
-class Groups:
-    """The derived groups of one roster.
+class Roster(tuple[Member, ...]):
+    """The members of one round, and everything that follows from their entries, identically on all of them.
 
-    Attributes:
-        round: The anchor's round that the majority holds.
-        behind: Members whose shared anchor is not the majority's, or whom the others distrust; they catch up, their
-            deltas do not count.
-        members: Member ids by group name, ascending, at least one each.
+    Build it once per round and pass it on: each property is computed at its first use and kept.
     """
 
-    round: int
-    behind: tuple[str, ...]
-    members: Mapping[str, tuple[str, ...]]
+    @cached_property
+    def round(self) -> int:
+        """Round of the anchor that the majority holds."""
+        return self._majority[0]
+
+    @cached_property
+    def groups(self) -> Mapping[VectorName, tuple[str, ...]]:
+        """Ids of the members that average each vector, ascending, at least one per group.
+
+        `shared` holds every trusted member with the majority's shared anchor. `slot-e` holds those of them that bring
+        slot e with its `newest` anchor; a member that adopted the slot without its newest version sits the round out.
+        A slot has no group if all its anchors are ahead of the model, or if most other members have a newer version.
+        If no holder of a slot can be called, only the first counts, because they could not average.
+        """
+        current = sorted(
+            (member for member in self._trusted if _shared_anchor(member) == self._majority),
+            key=lambda member: member.peer_id,
+        )
+        groups = {SHARED: tuple(member.peer_id for member in current)}
+        holders: dict[int, dict[str, tuple[int, str]]] = {}
+        for member in current:
+            for slot, start in member.starts().items():
+                holders.setdefault(slot, {})[member.peer_id] = start
+        callable_ids = {member.peer_id for member in current if not member.calls_only}
+        for slot, starts in sorted(holders.items()):
+            chosen = newest(list(starts.values()), self.round)
+            if chosen is None:
+                continue
+            lag = self.round - chosen[0]
+            if (  # guard: slot-not-older
+                not lag or not _is_outdated(slot, lag, [member for member in current if member.peer_id not in starts])
+            ):
+                agreed = tuple(peer for peer, (_, digest) in starts.items() if digest == chosen[1])
+                groups[VectorName.of_slot(slot)] = agreed if callable_ids & set(agreed) else agreed[:1]
+        return groups
+
+    @cached_property
+    def behind(self) -> tuple[str, ...]:
+        """Ids of the members in no group, ascending: distrusted, or without the majority's shared anchor.
+
+        Their deltas do not count; they catch up.
+        """
+        return tuple(sorted({member.peer_id for member in self} - set(self.groups[SHARED])))
+
+    @cached_property
+    def distrusted(self) -> frozenset[str]:
+        """Ids of the members that more than half of the others want left out; none if that were half of the roster."""
+        out = _named_by_most(self, lambda member: member.distrusts)
+        return out if 2 * len(out) < len(self) else frozenset()  # guard: half-left-out
+
+    @cached_property
+    def weights(self) -> Mapping[str, float]:
+        """Aggregation weight of one token of each member: lower for members that are new to most others."""
+        new = _named_by_most(self, lambda member: member.newcomers)
+        return {
+            member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0  # guard: newcomer-credit
+            for member in self
+        }
+
+    @cached_property
+    def uplinks(self) -> Mapping[str, float]:
+        """Upload rate of each member, in 10^6 bits per second; the fastest stated one for members that state none.
+
+        Members in client mode have 0: two of them could not even connect to each other.
+        """
+        stated = [member.uplink_mbit for member in self if member.uplink_mbit is not None]
+        fastest = max(stated, default=1.0)
+        rates = {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in self}
+        return {member.peer_id: 0.0 if member.calls_only else rates[member.peer_id] for member in self}
+
+    @cached_property
+    def usual_tokens(self) -> float:
+        """Median of the tokens that voters have trained, or that all members have if no voter has; 0 if none has.
+
+        The lower of two medians, so that one of up to four members cannot raise it above what an honest one trained.
+        Newcomers are left out, because their first round may be a single step.
+        """
+        trained = [member for member in self if member.tokens]
+        voters = [member for member in _with_a_vote(self) if member.tokens] or trained
+        return (
+            float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0
+        )  # guard: usual-tokens
+
+    @cached_property
+    def missing_quorum(self) -> str:
+        """Why this roster has no quorum; empty if more than half of the voters are on it.
+
+        The electorate is the median of what members know from records: peers that saw different records must decide
+        alike, otherwise some would commit a round that others repeat. A peer that has committed nothing has no vote:
+        otherwise two newcomers and two of five peers would make a second version of what the other three committed.
+        Only members with the majority's anchor count. They confirm each other's results over their own connections,
+        which members that a leader has invented cannot. No member has a vote by its own word.
+        """
+        if not self:
+            return "nobody is left"
+        confirming = self.groups[SHARED]
+        present = [member for member in self if member.peer_id in confirming]  # guard: invented-members
+        electorate = statistics.median_high(member.electorate for member in present)  # guard: electorate-median
+        votes = len(
+            _with_a_vote(present)  # guard: newcomer-votes
+        )
+        return "" if votes >= quorum(electorate) else f"only {votes} of {electorate} peers with a vote met"
+
+    def members_of(self, name: str) -> tuple[str, ...]:
+        """Return the ids of the members that average a vector, ascending; empty if it has no group."""
+        return self.groups.get(VectorName(name), ())
+
+    def without(self, peers: Collection[str]) -> Roster:
+        """Return the roster that the other members would form."""
+        return Roster(member for member in self if member.peer_id not in peers)
+
+    @cached_property
+    def _trusted(self) -> list[Member]:
+        return [member for member in self if member.peer_id not in self.distrusted]  # guard: distrusted-out
+
+    @cached_property
+    def _majority(self) -> tuple[int, str]:
+        """Round and digest of the shared anchor that most voters hold; a tie: later round, then smaller digest."""
+        voters = _with_a_vote(self._trusted) or self._trusted  # guard: majority-voters
+        counts = Counter(_shared_anchor(member) for member in voters)
+        best = max((count, state[0]) for state, count in counts.items())
+        return min(state for state, count in counts.items() if (count, state[0]) == best)
 
 
-def uplinks(members: Sequence[Member]) -> dict[str, float]:
-    """Return what each member may send; who states nothing is taken to be as fast as the fastest that does.
+def quorum(electorate: int) -> int:
+    """Return how many voters must meet for a round to count: more than half of them."""
+    return electorate // 2 + 1
 
-    Nothing is asked of those who cannot be called: two of them could not even talk to each other.
+
+def lag_of(round: int | None, model_round: int) -> int:
+    """Return what an entry's `lags` states of a slot whose newest version is of this round, or of none."""
+    return MOST_LAG if round is None or round > model_round else min(model_round - round, MOST_LAG)
+
+
+def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:
+    """Select the version of a slot that training continues from: its round and digest, or None if none qualifies.
+
+    The latest round wins; within a round the most frequent digest, then the smaller one. A version ahead of the model
+    does not qualify: it stems from the losing side of a partition. Therefore a round's result always has a higher
+    number than its start, and no version wins over its own successor.
+
+    Args:
+        states: Round and digest of the version that each of several peers has.
+        model_round: Round of the `shared` version that the slot is to go with.
     """
-    stated = [member.uplink_mbit for member in members if member.uplink_mbit is not None]
-    fastest = max(stated, default=1.0)
-    rates = {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in members}
-    return {member.peer_id: 0.0 if member.calls_only else rates[member.peer_id] for member in members}
+    votes = Counter(state for state in states if state[0] <= model_round)  # guard: slot-ahead
+    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]), default=None)
 
 
-def credits(roster: Sequence[Member]) -> dict[str, float]:
-    """Return what a token of each member counts in means: less of one that is new to most others."""
-    new = _named_by_most(roster, lambda member: member.newcomers)
-    return {
-        member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0  # guard: newcomer-credit
-        for member in roster
-    }
-
-
-def usual_tokens(roster: Sequence[Member]) -> float:
-    """Return what a roster's members usually have trained: the middle one of those with a vote, if any such has.
-
-    Of two in the middle the lower one, so that one of up to four cannot raise it above what an honest one has trained.
-    A newcomer's first round may be a step long, which is nothing to measure the others' by.
-    """
-    trained = [member for member in roster if member.tokens]
-    voters = [member for member in _with_a_vote(roster) if member.tokens] or trained
-    return float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0  # guard: usual-tokens
-
-
-def missing_votes(roster: Sequence[Member]) -> str:
-    """Return what keeps a roster's round from counting; nothing if more than half of those who have a vote are on it.
-
-    How many have one is what members know from records, by the median: peers that saw different records must not decide
-    differently, or some would commit what the others make again. And whoever has committed nothing yet has no vote: two
-    newcomers, with two who are left of five, would make a second version of what the other three have committed.
-    Only those count whose anchor is the majority's: they confirm each other's results over their own connections, and
-    whom a leader has invented cannot. Nor does anybody's own word for it that it has a vote.
-    """
-    if not roster:
-        return "nobody is left"
-    confirming = derive_groups(roster).members[SHARED]
-    present = [member for member in roster if member.peer_id in confirming]  # guard: invented-members
-    electorate = statistics.median_high(member.electorate for member in present)  # guard: electorate-median
-    votes = len(
-        _with_a_vote(present)  # guard: newcomer-votes
-    )
-    return "" if votes >= quorum(electorate) else f"only {votes} of {electorate} peers with a vote met"
+def _shared_anchor(member: Member) -> tuple[int, str]:
+    return member.round, member.anchors.get(SHARED, "")
 
 
 def _with_a_vote(members: Sequence[Member]) -> list[Member]:
-    """Return those who have a vote by what more than half of them know; all, where nobody says anything of it."""
+    """Return the members that more than half of them name as voters; all of them if none names any."""
     named = Counter(peer for member in members for peer in set(member.voters))
     return [
         member
@@ -210,21 +304,10 @@ def _with_a_vote(members: Sequence[Member]) -> list[Member]:
     ]
 
 
-def quorum(electorate: int) -> int:
-    """Return how many must meet for a round to count: more than half of the peers that have a vote."""
-    return electorate // 2 + 1
-
-
-def distrusted(roster: Sequence[Member]) -> frozenset[str]:
-    """Return the members that more than half of the others want left out; nobody if that were half of the roster."""
-    out = _named_by_most(roster, lambda member: member.distrusts)
-    return out if 2 * len(out) < len(roster) else frozenset()  # guard: half-left-out
-
-
 def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
-    """Return the members whom more than half of the others name; nobody in a small roster.
+    """Return the members that more than half of the others name; none in a small roster.
 
-    Those who cannot be called have no vote: they reduce nothing, and so see nothing of what members bring.
+    Members in client mode have no vote: they reduce nothing, and so see nothing of what others send.
     """
     if len(roster) < LEAST_VOTERS:  # guard: small-roster
         return frozenset()
@@ -239,73 +322,51 @@ def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[
     return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], LEAST_VOTERS - 1))
 
 
-def derive_groups(roster: Sequence[Member]) -> Groups:
-    """Return the groups of a roster.
-
-    `shared` is everyone whose shared anchor is the majority's, of those who have a vote if any has; a tie goes to the
-    later round, then to the smaller digest. `slot-e` is every one of those that brings slot e with the `newest` anchor:
-    whoever has adopted it without reaching its newest version sits it out. Where all anchors are ahead of the model, or
-    most others have a newer version, there is no such group. Of holders none of whom can be called, only the first
-    counts, since they could not average. Whoever is distrusted is in none.
-    """
-    out = distrusted(roster)
-    trusted = [member for member in roster if member.peer_id not in out]  # guard: distrusted-out
-    voters = _with_a_vote(trusted) or trusted  # guard: majority-voters
-    majority = _majority([(member.round, member.anchors.get(SHARED, "")) for member in voters])
-    current = sorted(
-        (member for member in trusted if (member.round, member.anchors.get(SHARED, "")) == majority),
-        key=lambda member: member.peer_id,
-    )
-    groups = {SHARED: tuple(member.peer_id for member in current)}
-    holders: dict[int, dict[str, tuple[int, str]]] = {}
-    for member in current:
-        for slot, start in member.starts().items():
-            holders.setdefault(slot, {})[member.peer_id] = start
-    callable_ids = {member.peer_id for member in current if not member.calls_only}
-    for slot, starts in sorted(holders.items()):
-        chosen = newest(list(starts.values()), majority[0])
-        if chosen is None:
-            continue
-        lag = majority[0] - chosen[0]
-        if (  # guard: slot-not-older
-            not lag or not _is_outdated(slot, lag, [member for member in current if member.peer_id not in starts])
-        ):
-            agreed = tuple(peer for peer, (_, digest) in starts.items() if digest == chosen[1])
-            groups[slot_name(slot)] = agreed if callable_ids & set(agreed) else agreed[:1]
-    behind = tuple(sorted({member.peer_id for member in roster} - set(groups[SHARED])))
-    return Groups(round=majority[0], behind=behind, members=groups)
-
-
-def lag_of(round: int | None, model_round: int) -> int:
-    """Return what a roster entry says of a slot's newest version there, of some round or none."""
-    return MOST_LAG if round is None or round > model_round else min(model_round - round, MOST_LAG)
-
-
 def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
-    """Tell whether most who do not hold a slot have a version of it that lies less far behind the model than `lag`.
+    """Tell whether most members that do not hold a slot have a version of it that lags less than `lag` rounds.
 
-    Else what all have taken would be lost with its holder, where the next one begins without having reached anybody.
+    Otherwise a new holder that has not reached those members would discard the progress of the old one.
     """
     newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MOST_LAG) for member in others)
     return 2 * newer > len(others)  # guard: one-newer-slot
 
 
-def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:
-    """Return the (round, digest) of a slot's version that goes on, of several; None if none may.
-
-    The latest counts; of several of one round what most have, then the smaller digest. A version that is ahead of the
-    model may not: it is of the side of a partition that the majority has not followed. So whatever a round makes has a
-    higher number than what it was made from, and no version wins over its own successor.
-
-    Args:
-        states: Versions as several peers have them.
-        model_round: Round of the `shared` version that the slot is to go with.
-    """
-    votes = Counter(state for state in states if state[0] <= model_round)  # guard: slot-ahead
-    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]), default=None)
+# Until averaging/ and training/ take what they need from a `Roster`.
 
 
-def _majority(states: Sequence[tuple[int, str]]) -> tuple[int, str]:
-    counts = Counter(states)
-    best = max((count, state[0]) for state, count in counts.items())
-    return min(state for state, count in counts.items() if (count, state[0]) == best)
+@dataclass(frozen=True)
+class Groups:
+    """The derived groups of one roster, as `Roster` has them."""
+
+    round: int
+    behind: tuple[str, ...]
+    members: Mapping[str, tuple[str, ...]]
+
+
+def _as_roster(members: Sequence[Member]) -> Roster:
+    return members if isinstance(members, Roster) else Roster(members)
+
+
+def derive_groups(roster: Sequence[Member]) -> Groups:
+    known = _as_roster(roster)
+    return Groups(known.round, known.behind, {name: peers for name, peers in known.groups.items()})
+
+
+def uplinks(members: Sequence[Member]) -> Mapping[str, float]:
+    return _as_roster(members).uplinks
+
+
+def credits(roster: Sequence[Member]) -> Mapping[str, float]:
+    return _as_roster(roster).weights
+
+
+def usual_tokens(roster: Sequence[Member]) -> float:
+    return _as_roster(roster).usual_tokens
+
+
+def missing_votes(roster: Sequence[Member]) -> str:
+    return _as_roster(roster).missing_quorum
+
+
+def distrusted(roster: Sequence[Member]) -> frozenset[str]:
+    return _as_roster(roster).distrusted

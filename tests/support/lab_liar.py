@@ -25,6 +25,7 @@ from spes_p2p.swarm import hivemind_swarm
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.roster import Roster
 
 FACTOR = 100.0
 BRINGS = ("sign_flip", "scale", "nan", "stale", "copy", "silent")

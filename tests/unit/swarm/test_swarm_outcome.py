@@ -38,7 +38,7 @@ def members(draw, peer):
     )
 
 
-rosters = st.integers(1, 8).flatmap(lambda count: st.tuples(*(members(peer) for peer in PEERS[:count])))
+rosters = st.integers(1, 8).flatmap(lambda count: st.tuples(*(members(peer) for peer in PEERS[:count])).map(Roster))
 
 
 @st.composite
@@ -102,15 +102,14 @@ def test_who_differs_from_the_majority_is_behind_and_commits_nothing(drawn):
 
 @given(rosters)
 def test_all_members_of_a_group_share_its_anchor_and_nobody_is_forgotten(roster):
-    groups = derive_groups(roster)
     by_id = {member.peer_id: member for member in roster}
-    for name, peers in groups.members.items():
+    for name, peers in roster.groups.items():
         assert list(peers) == sorted(set(peers)) and peers
         assert len({by_id[peer].anchors[name] for peer in peers}) == 1
-        assert {by_id[peer].round for peer in peers} == {groups.round}
-    assert set(groups.behind) | set(groups.members["shared"]) == set(by_id)
-    current = [by_id[peer] for peer in groups.members["shared"]]
-    assert {slot_name(slot) for member in current for slot in member.slots} == set(groups.members) - {"shared"}
+        assert {by_id[peer].round for peer in peers} == {roster.round}
+    assert set(roster.behind) | set(roster.groups["shared"]) == set(by_id)
+    current = [by_id[peer] for peer in roster.groups["shared"]]
+    assert {slot_name(slot) for member in current for slot in member.slots} == set(roster.groups) - {"shared"}
 
 
 def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import MOST_LAG, Member, derive_groups, lag_of, missing_votes, newest, uplinks
+from spes_p2p.swarm.roster import MOST_LAG, Member, Roster, lag_of, newest
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 
@@ -43,92 +43,95 @@ def member(
 
 
 def test_shared_is_averaged_with_everyone_and_slots_with_their_holders():
-    groups = derive_groups([member(2, slots=(1, 5)), member(0, slots=(0, 1)), member(1, slots=())])
-    assert groups.members == {
+    roster = Roster([member(2, slots=(1, 5)), member(0, slots=(0, 1)), member(1, slots=())])
+    assert roster.groups == {
         "shared": tuple(PEERS[:3]),
         "slot-0": (PEERS[0],),
         "slot-1": (PEERS[0], PEERS[2]),
         "slot-5": (PEERS[2],),
     }
-    assert groups.round == 3 and groups.behind == ()
+    assert roster.round == 3 and roster.behind == ()
 
 
 @given(st.permutations(range(5)))
 def test_groups_do_not_depend_on_the_order_of_the_roster(order):
-    roster = [member(i, round=3 + (i == 4), slots=(i % 3, 3)) for i in range(5)]
-    assert derive_groups([roster[i] for i in order]) == derive_groups(roster)
+    roster = Roster(member(i, round=3 + (i == 4), slots=(i % 3, 3)) for i in range(5))
+    shuffled = Roster(roster[i] for i in order)
+    assert (shuffled.round, shuffled.behind, shuffled.groups) == (roster.round, roster.behind, roster.groups)
 
 
 def test_a_member_with_another_anchor_is_behind_and_its_slots_do_not_count():
-    groups = derive_groups([member(0), member(1), member(2, round=2, shared="c" * 16)])
-    assert groups.behind == (PEERS[2],)
-    assert all(PEERS[2] not in peers for peers in groups.members.values())
+    roster = Roster([member(0), member(1), member(2, round=2, shared="c" * 16)])
+    assert roster.behind == (PEERS[2],)
+    assert all(PEERS[2] not in peers for peers in roster.groups.values())
 
 
 def test_a_tie_goes_to_the_later_round():
-    groups = derive_groups([member(0, round=3), member(1, round=4, shared="c" * 16)])
-    assert groups.round == 4 and groups.behind == (PEERS[0],)
+    roster = Roster([member(0, round=3), member(1, round=4, shared="c" * 16)])
+    assert roster.round == 4 and roster.behind == (PEERS[0],)
 
 
 def test_newcomers_do_not_outvote_those_who_have_committed():
     voters = tuple(PEERS[:3])
     ahead = [member(i, round=4, shared="c" * 16, voters=voters) for i in range(2)]
     left, newcomers = [member(2, voters=voters)], [member(i, voters=voters) for i in (3, 4)]
-    assert derive_groups([*ahead, *left, *newcomers]).behind == tuple(PEERS[2:5])
-    assert derive_groups([*left, *newcomers]).behind == ()
-    assert derive_groups(newcomers).behind == ()
+    assert Roster([*ahead, *left, *newcomers]).behind == tuple(PEERS[2:5])
+    assert Roster([*left, *newcomers]).behind == ()
+    assert Roster(newcomers).behind == ()
 
 
 @pytest.mark.parametrize(
     ("electorates", "says"), [((6, 5, 5), ""), ((5, 6, 6), "only 3 of 6 peers with a vote met"), ((1, 5, 2**16), "")]
 )
 def test_peers_that_have_counted_differently_decide_alike_and_one_liar_decides_nothing(electorates, says):
-    assert missing_votes([member(i, electorate=count) for i, count in enumerate(electorates)]) == says
+    assert Roster([member(i, electorate=count) for i, count in enumerate(electorates)]).missing_quorum == says
 
 
 def test_newcomers_do_not_make_up_for_missing_votes():
     """Of five, three have committed a round and two are left: with two newcomers they are four, and still only two."""
     known = {"electorate": 5, "voters": tuple(PEERS[:5])}
     left, newcomers = [member(i, **known) for i in range(2)], [member(i, **known) for i in (5, 6)]
-    assert missing_votes([*left, *newcomers]) == "only 2 of 5 peers with a vote met"
-    assert not missing_votes([*left, *newcomers, member(2, **known)])
+    assert Roster([*left, *newcomers]).missing_quorum == "only 2 of 5 peers with a vote met"
+    assert not Roster([*left, *newcomers, member(2, **known)]).missing_quorum
 
 
 def test_nobody_has_a_vote_by_its_own_word():
     """Of five voters two are left out of the others' round: whoever claims to be a third makes no other of it."""
     left = [member(i, electorate=5, voters=tuple(PEERS[:5])) for i in range(2)]
     liar = member(6, electorate=5, voters=tuple(PEERS))
-    assert missing_votes([*left, liar]) == "only 2 of 5 peers with a vote met"
-    assert derive_groups([*left, liar]).behind == ()
+    assert Roster([*left, liar]).missing_quorum == "only 2 of 5 peers with a vote met"
+    assert Roster([*left, liar]).behind == ()
 
 
 def test_whoever_cannot_confirm_does_not_make_up_for_missing_votes():
     """A leader may have invented them: that their anchors are others' keeps them out of the group."""
     present = [member(i, electorate=5) for i in range(2)]
     invented = member(3, shared="c" * 16, electorate=0)
-    assert missing_votes([*present, invented]) == "only 2 of 5 peers with a vote met"
-    assert missing_votes([present[0]]) == "only 1 of 5 peers with a vote met"
+    assert Roster([*present, invented]).missing_quorum == "only 2 of 5 peers with a vote met"
+    assert Roster([present[0]]).missing_quorum == "only 1 of 5 peers with a vote met"
 
 
 def test_of_two_who_have_counted_differently_the_one_that_knows_of_more_is_believed():
-    assert missing_votes([member(0, electorate=4), member(1, electorate=3)]) == "only 2 of 4 peers with a vote met"
+    assert (
+        Roster([member(0, electorate=4), member(1, electorate=3)]).missing_quorum == "only 2 of 4 peers with a vote met"
+    )
 
 
 def test_whoever_holds_the_newest_version_of_a_slot_is_not_outvoted_by_stale_adopters():
     stale = [member(i, slots=(0,), slot_rounds=(1,), slot_digest="a" * 16) for i in (1, 2)]
-    groups = derive_groups([member(0, slots=(0,), slot_rounds=(3,)), *stale])
-    assert groups.members["slot-0"] == (PEERS[0],) and groups.behind == ()
-    assert derive_groups(stale).members["slot-0"] == (PEERS[1], PEERS[2]), "an orphan goes on from what is left"
+    roster = Roster([member(0, slots=(0,), slot_rounds=(3,)), *stale])
+    assert roster.groups["slot-0"] == (PEERS[0],) and roster.behind == ()
+    assert Roster(stale).groups["slot-0"] == (PEERS[1], PEERS[2]), "an orphan goes on from what is left"
 
 
 def test_a_slot_that_is_ahead_of_its_members_model_does_not_count():
     """Its side of a partition has lost; nobody wins by naming a high number, and what is made here supersedes all."""
     ahead = member(0, slots=(0,), slot_rounds=(9,), slot_digest="a" * 16)
-    groups = derive_groups([ahead, member(1, slots=(0,), slot_rounds=(2,))])
-    assert groups.members["slot-0"] == (PEERS[1],)
-    alone = derive_groups([ahead])
-    assert "slot-0" not in alone.members, "its successor of round 4 would lose to other copies of it"
-    assert alone.members["shared"] == (PEERS[0],)
+    roster = Roster([ahead, member(1, slots=(0,), slot_rounds=(2,))])
+    assert roster.groups["slot-0"] == (PEERS[1],)
+    alone = Roster([ahead])
+    assert "slot-0" not in alone.groups, "its successor of round 4 would lose to other copies of it"
+    assert alone.groups["shared"] == (PEERS[0],)
 
 
 @pytest.mark.parametrize(
@@ -148,7 +151,7 @@ def test_a_slot_goes_on_from_no_older_version_than_most_others_have(lags, goes_o
     """Its holder has died, and whoever took its place has not reached those who have what it made last."""
     heir = member(0, slots=(0,), slot_rounds=(1,), lags=(2,))
     others = [member(1 + index, slots=(), lags=known) for index, known in enumerate(lags)]
-    assert ("slot-0" in derive_groups([heir, *others]).members) == goes_on
+    assert ("slot-0" in Roster([heir, *others]).groups) == goes_on
 
 
 def test_a_version_ahead_of_the_model_or_none_at_all_is_nothing_to_go_on_from():
@@ -166,9 +169,9 @@ def test_no_version_of_a_slot_wins_over_its_own_successor(states, round):
 
 
 def test_a_holder_with_another_anchor_of_a_slot_is_left_out_of_that_slot_alone():
-    groups = derive_groups([member(0), member(1), member(2, slots=(1,), slot_digest="d" * 16)])
-    assert groups.members["slot-1"] == (PEERS[0], PEERS[1])
-    assert PEERS[2] in groups.members["shared"]
+    roster = Roster([member(0), member(1), member(2, slots=(1,), slot_digest="d" * 16)])
+    assert roster.groups["slot-1"] == (PEERS[0], PEERS[1])
+    assert PEERS[2] in roster.groups["shared"]
 
 
 @pytest.mark.parametrize(
@@ -240,11 +243,11 @@ def hidden(index, **changes):
 
 
 def test_of_holders_none_of_whom_can_be_called_only_the_first_counts():
-    groups = derive_groups([hidden(1, slots=(4,)), hidden(0, slots=(4, 5)), member(2, slots=(5,))])
-    assert groups.members["slot-4"] == (PEERS[0],)
-    assert groups.members["slot-5"] == (PEERS[0], PEERS[2])
-    assert groups.members["shared"] == tuple(PEERS[:3])
+    roster = Roster([hidden(1, slots=(4,)), hidden(0, slots=(4, 5)), member(2, slots=(5,))])
+    assert roster.groups["slot-4"] == (PEERS[0],)
+    assert roster.groups["slot-5"] == (PEERS[0], PEERS[2])
+    assert roster.groups["shared"] == tuple(PEERS[:3])
 
 
 def test_nothing_is_to_be_sent_by_those_who_cannot_be_called():
-    assert uplinks([member(0), hidden(1)]) == {PEERS[0]: 1.0, PEERS[1]: 0.0}
+    assert Roster([member(0), hidden(1)]).uplinks == {PEERS[0]: 1.0, PEERS[1]: 0.0}

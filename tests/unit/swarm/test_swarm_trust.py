@@ -84,8 +84,8 @@ def test_whoever_most_of_the_others_distrust_is_in_no_group(votes, is_out):
     roster = [member(ODD), *(member(peer, (ODD,) if n < votes else ()) for n, peer in enumerate(others))]
     roster = Roster(roster)
     for name in ("shared", "slot-1"):
-        assert groups.members[name] == tuple(sorted(others if is_out else PEERS))
-    assert groups.behind == ((ODD,) if is_out else ())
+        assert roster.groups[name] == tuple(sorted(others if is_out else PEERS))
+    assert roster.behind == ((ODD,) if is_out else ())
 
 
 def test_a_vote_for_oneself_one_of_strangers_and_one_said_twice_count_for_nothing():
@@ -331,5 +331,7 @@ def test_one_of_four_cannot_say_what_is_usual():
     tokens = {PEERS[0]: 1, PEERS[1]: 100, ODD: 0}
     known = [member(peer, tokens=count, voters=(PEERS[1], ODD)) for peer, count in tokens.items()]
     assert Roster(known).usual_tokens == 100, "who has just joined has trained next to nothing"
-    assert Roster([member(peer, voters=("Qm" + "Z" * 44,)) for peer in PEERS]).usual_tokens == 100, "nobody here has a vote"
+    assert Roster([member(peer, voters=("Qm" + "Z" * 44,)) for peer in PEERS]).usual_tokens == 100, (
+        "nobody here has a vote"
+    )
     assert Roster([member(PEERS[0], tokens=0)]).usual_tokens == 0

@@ -9,8 +9,8 @@ from virtual import VirtualPeer, run_virtual, tiny_run
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import RoundResult
-from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.round_work import Trained
+from spes_p2p.swarm.roster import SHARED, Roster, slot_name
+from spes_p2p.training.round_work import RoundWork
 from spes_p2p.training.trainer import Trainer
 
 
@@ -56,7 +56,7 @@ def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.
     initial = alone.initial()
     alone.trainer.set_slots(peer.slots, {slot_name(s): initial[slot_name(s)] for s in peer.slots})
     for step in range(3):
-        alone.trainer.step(*alone.rounds._rates(step / 3))
+        alone.trainer.step(*alone.loop._rates(step / 3))
     return alone.trainer, initial
 
 
@@ -109,9 +109,9 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
 def test_who_was_left_out_and_then_meets_nobody_knows_when_its_next_round_ends():
     rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
     peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
-    entry = peer.sync._contribution(Trained({}, 0, 100.0, 0.0), peer.swarm.now(), [peer.swarm.peer_id]).member
-    peer.sync.holdings.distrusted = frozenset({entry.peer_id})
-    seconds = peer.sync._next_end(RoundResult((entry,)), expected=2) - peer.swarm.now()
+    entry = peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), peer.swarm.now(), [peer.swarm.peer_id]).member
+    peer.sync.held.distrusted = frozenset({entry.peer_id})
+    seconds = peer.sync._next_end(RoundResult(Roster([entry])), expected=2) - peer.swarm.now()
     assert rounds.min_seconds <= seconds <= rounds.max_seconds + rounds.exchange_seconds
 
 
@@ -120,10 +120,12 @@ def test_who_has_caught_up_trains_until_the_round_of_the_others_ends(monkeypatch
     rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
     peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
     ends_at = peer.swarm.now() + 1.5
-    missed = RoundResult((peer.sync._contribution(Trained({}, 0, 100.0, 0.0), 0.0, []).member,), is_behind=True)
+    missed = RoundResult(
+        Roster([peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), 0.0, []).member]), is_behind=True
+    )
     monkeypatch.setattr(peer.sync, "_average", lambda *_: missed)
     monkeypatch.setattr(peer.sync, "_find_place", lambda routed: ({}, ends_at))
-    assert peer.sync.finish(Trained({}, 0, 100.0, 0.0), starts_at=0.0).ends_at == ends_at
+    assert peer.sync.synchronise(RoundWork({}, 0, 100.0, 0.0), starts_at=0.0).ends_at == ends_at
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
