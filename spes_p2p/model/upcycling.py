@@ -7,35 +7,176 @@ from __future__ import annotations
 
 import json
 import shutil
-import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import torch
 from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spes_p2p.config import CommandConfig, Fraction, PositiveFloat, PositiveInt
+from spes_p2p.config import Fraction, Frozen, PositiveFloat, PositiveInt
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.planner.tables import params_text
-from spes_p2p.presentation import say
+from spes_p2p.fs import scratch_path
 
 INDEX = "model.safetensors.index.json"
-"""Where a checkpoint of several files says which tensor is in which."""
+"""Of a checkpoint in several files: maps each tensor to its file."""
+MLP = ("gate_proj", "up_proj", "down_proj")
+"""The three matrices of a dense SwiGLU, by their stock names."""
+KEPT_FIELDS = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
+    *("rms_norm_eps", "use_cache", "tie_word_embeddings", "rope_parameters", "attention_dropout", "pad_token_id"),
+    *("bos_token_id", "eos_token_id", "dtype"),
+)
+"""Fields that the mixture's configuration copies from the dense model's."""
+KEPT_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
+    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
+)
+"""Files that are copied if they exist."""
+
+
+class UpcycleSettings(Frozen):
+    """What to make of which checkpoint."""
+
+    source: Path
+    """Folder of the dense checkpoint, its weights as safetensors."""
+    output: Path
+    """Folder to write; must be empty or not exist."""
+    num_experts: PositiveInt
+    """Experts of every layer."""
+    top_k: PositiveInt
+    """Experts each token is routed to; their weights are normalised."""
+    router_std: PositiveFloat = 0.02
+    """Standard deviation of the routers' weights. Small but not 0: ties would send every token to the same experts."""
+    noise_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Standard deviation of noise on the experts' weights, which makes them differ from the start."""
+    noise_fraction: Fraction = 0.0
+    """Share of each expert's weights that get noise."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Of routers and noise; equal seeds give equal files."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """A dense architecture, and the mixture that it becomes.
+
+    Attributes:
+        dense: Class of the dense model.
+        mixture: Class of the mixture.
+        block: Module of a layer that holds the router and the experts.
+        matrices: The experts' matrices on disk, in the order of `MLP`.
+        refused: Settings of the dense model that the mixture cannot express.
+        configure: Makes the mixture's configuration from the dense one, the number of experts and `top_k`.
+    """
+
+    dense: str
+    mixture: str
+    block: str
+    matrices: tuple[str, str, str]
+    refused: tuple[str, ...]
+    configure: Callable[[PretrainedConfig, int, int], PretrainedConfig]
+
+
+def _qwen3_moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
+    return Qwen3MoeConfig(
+        **_kept_fields(dense),
+        attention_bias=dense.attention_bias,
+        use_sliding_window=False,
+        num_experts=num_experts,
+        num_experts_per_tok=top_k,
+        norm_topk_prob=True,
+        moe_intermediate_size=dense.intermediate_size,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+    )
+
+
+def _mixtral_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
+    # Mixtral always normalises the chosen experts' weights.
+    return MixtralConfig(
+        **_kept_fields(dense), num_local_experts=num_experts, num_experts_per_tok=top_k, sliding_window=None
+    )
+
+
+def _kept_fields(dense: PretrainedConfig) -> dict[str, Any]:
+    return {name: getattr(dense, name) for name in KEPT_FIELDS} | {"output_router_logits": False}
+
+
+FAMILIES = {
+    "qwen3": Family(
+        dense="Qwen3ForCausalLM",
+        mixture="Qwen3MoeForCausalLM",
+        block="mlp",
+        matrices=MLP,
+        refused=("use_sliding_window",),
+        configure=_qwen3_moe_config,
+    ),
+    "llama": Family(
+        dense="LlamaForCausalLM",
+        mixture="MixtralForCausalLM",
+        block="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
+        refused=("attention_bias", "mlp_bias"),
+        configure=_mixtral_config,
+    ),
+}
+"""By the dense model's type."""
+
+
+def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
+    """Write the mixture, whole or not at all.
+
+    The chosen experts' weights add up to 1 and all experts are equal, so the mixture's logits are the dense model's
+    until training or noise makes the experts differ. Only one layer is in memory at a time.
+
+    Source: Sparse Upcycling (https://arxiv.org/abs/2212.05055); SPES's `upcycling_qwen3_to_olmoe.py`, but to a target
+    that keeps Qwen3's attention.
+
+    Returns:
+        The mixture's architecture, and its number of parameters.
+
+    Raises:
+        ConfigError: the settings contradict each other, no mixture here can express the dense model, or the output
+            cannot be written.
+        DataError: the checkpoint is missing, damaged or of another kind.
+    """
+    _check_settings(settings)
+    dense = read_config(settings.source)
+    family = _family_of(dense, settings.source)
+    config = family.configure(dense, settings.num_experts, settings.top_k)
+    config.architectures = [family.mixture]
+    target = settings.output.resolve()
+    try:
+        with scratch_path(target) as scratch:
+            with ExitStack() as stack:
+                weights = DenseWeights(settings.source, dense, stack)
+                scratch.mkdir(parents=True)
+                num_params = _write_weights(scratch, weights, family, settings)
+            config.save_pretrained(scratch)
+            for name in KEPT_FILES:
+                if (settings.source / name).is_file():
+                    shutil.copyfile(settings.source / name, scratch / name)
+            if target.exists():
+                target.rmdir()
+            scratch.rename(target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
+    return family.mixture, num_params
 
 
 def read_config(source: Path) -> PretrainedConfig:
-    """Returns a checkpoint's configuration.
+    """Read a checkpoint's configuration.
 
     Raises:
-        DataError: there is none, or it cannot be understood.
+        DataError: it is missing, or transformers cannot read it.
     """
     if not (source / "config.json").is_file():
         raise DataError(f"{source} is no checkpoint (no config.json); give --from a folder written by save_pretrained")
@@ -47,12 +188,7 @@ def read_config(source: Path) -> PretrainedConfig:
 
 
 class DenseWeights:
-    """A dense checkpoint's tensors, read one at a time.
-
-    Args:
-        source: Folder of the checkpoint.
-        dense: Its configuration.
-        stack: Keeps its files open.
+    """A dense checkpoint's tensors, read one at a time from files that `stack` keeps open.
 
     Raises:
         DataError: a file or tensor is missing or damaged, or a shape is not the configuration's.
@@ -83,10 +219,10 @@ class DenseWeights:
             raise DataError(f"{self._source}: tensor {name} {state}; give --from a whole checkpoint")
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as it is on disk.
+        """Read one tensor in its stored precision.
 
         Raises:
-            DataError: it holds NaN or infinity, or is no floating point.
+            DataError: it holds NaN or infinity, or is not floating-point.
         """
         tensor: Tensor = self._files[name].get_tensor(name)
         if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
@@ -109,172 +245,25 @@ def _weight_files(source: Path) -> list[Path]:
     return [source / name for name in names]
 
 
-MLP = ("gate_proj", "up_proj", "down_proj")
-"""The three matrices of a dense SwiGLU, by their stock names."""
-KEPT_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
-    *("rms_norm_eps", "use_cache", "tie_word_embeddings", "rope_parameters", "attention_dropout", "pad_token_id"),
-    *("bos_token_id", "eos_token_id", "dtype"),
-)
-"""What a mixture's configuration takes over as it is."""
-KEPT_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
-"""Files that are copied where there are any."""
-
-
-class UpcycleConfig(CommandConfig):
-    """A mixture of experts from a dense checkpoint: Qwen3-MoE from Qwen3, Mixtral from Llama."""
-
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_UPCYCLE_", cli_prog_name="upcycle.py", cli_shortcuts={"source": "from"}
-    )
-
-    source: Path
-    """Folder of the dense checkpoint, its weights as safetensors."""
-    output: Path
-    """Folder to write; must be empty or not exist."""
-    num_experts: PositiveInt
-    """Experts of every layer."""
-    top_k: PositiveInt
-    """Experts each token is routed to; their weights are normalised."""
-    router_std: PositiveFloat = 0.02
-    """Standard deviation of the routers' weights. Small but not 0: ties would send every token to the same experts."""
-    noise_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Standard deviation of noise on the experts' weights, which makes them differ from the start."""
-    noise_fraction: Fraction = 0.0
-    """Share of each expert's weights that get noise."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of routers and noise; equal seeds give equal files."""
-
-
-def main(config: UpcycleConfig) -> int:
-    """Upcycle a checkpoint; return the exit code."""
-    written = upcycle(config)
-    say(f"wrote {config.output}: {written}")
-    return 0
-
-
-class Family:
-    """A dense architecture, and how its mixture is spelled on disk."""
-
-    source: ClassVar[str]
-    """Class of the dense model."""
-    target: ClassVar[str]
-    """Class of the mixture."""
-    block: ClassVar[str]
-    """Of a layer, the module with router and experts."""
-    names: ClassVar[tuple[str, str, str]]
-    """The experts' matrices, in the order of `MLP`."""
-    refused: ClassVar[tuple[str, ...]]
-    """Settings that the mixture cannot express."""
-
-    @classmethod
-    def mixture(cls, dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
-        """The mixture's configuration."""
-        raise NotImplementedError
-
-    @classmethod
-    def _kept(cls, dense: PretrainedConfig) -> dict[str, Any]:
-        fields = {name: getattr(dense, name) for name in KEPT_FIELDS}
-        return fields | {"output_router_logits": False, "architectures": [cls.target]}
-
-
-class Qwen3(Family):
-    source, target = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"
-    block, names = "mlp", MLP
-    refused = ("use_sliding_window",)
-
-    @classmethod
-    def mixture(cls, dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
-        return Qwen3MoeConfig(
-            **cls._kept(dense),
-            attention_bias=dense.attention_bias,
-            use_sliding_window=False,
-            num_experts=num_experts,
-            num_experts_per_tok=top_k,
-            norm_topk_prob=True,
-            moe_intermediate_size=dense.intermediate_size,
-            decoder_sparse_step=1,
-            mlp_only_layers=[],
-        )
-
-
-class Llama(Family):
-    source, target = "LlamaForCausalLM", "MixtralForCausalLM"
-    block, names = "block_sparse_moe", ("w1", "w3", "w2")
-    refused = ("attention_bias", "mlp_bias")
-
-    @classmethod
-    def mixture(cls, dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
-        # Mixtral always normalises the chosen experts' weights.
-        return MixtralConfig(
-            **cls._kept(dense), num_local_experts=num_experts, num_experts_per_tok=top_k, sliding_window=None
-        )
-
-
-FAMILIES: dict[str, type[Family]] = {"qwen3": Qwen3, "llama": Llama}
-"""By the dense model's type."""
-
-
-def upcycle(config: UpcycleConfig) -> str:
-    """Writes the mixture, whole or not at all, and returns what it is in a few words.
-
-    Since the chosen experts' weights add up to 1 and all experts are equal, the mixture's logits are the dense model's
-    until training or noise makes the experts differ. No more than one layer is in memory.
-
-    Source: Sparse Upcycling (https://arxiv.org/abs/2212.05055); SPES's `upcycling_qwen3_to_olmoe.py`, but to a target
-    that keeps Qwen3's attention.
-
-    Raises:
-        ConfigError: settings that contradict each other, a dense model that no mixture here can express, or an output
-            that cannot be written.
-        DataError: the checkpoint is missing, damaged or of another kind.
-    """
-    _check_settings(config)
-    dense = read_config(config.source)
-    family = _check_model(dense, config.source)
-    mixture = family.mixture(dense, config.num_experts, config.top_k)
-    target = config.output.resolve()
-    scratch = target.with_name(f".{target.name}.{uuid.uuid4().hex}")
-    try:
-        with ExitStack() as stack:
-            weights = DenseWeights(config.source, dense, stack)
-            scratch.mkdir(parents=True)
-            num_params = _write_weights(scratch, weights, family, config)
-        mixture.save_pretrained(scratch)
-        for name in KEPT_FILES:
-            if (config.source / name).is_file():
-                shutil.copyfile(config.source / name, scratch / name)
-        if target.exists():
-            target.rmdir()
-        scratch.rename(target)
-    except OSError as error:
-        raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return f"{family.target} with {config.num_experts} experts, {params_text(num_params)} parameters"
-
-
-# ---------------------------------------------------------------------- checks
-
-
-def _check_settings(config: UpcycleConfig) -> None:
-    if config.top_k > config.num_experts:
-        raise ConfigError(f"--top-k {config.top_k} exceeds --num-experts {config.num_experts}; lower it")
-    if bool(config.noise_std) != bool(config.noise_fraction):
+def _check_settings(settings: UpcycleSettings) -> None:
+    if settings.top_k > settings.num_experts:
+        raise ConfigError(f"--top-k {settings.top_k} exceeds --num-experts {settings.num_experts}; lower it")
+    if bool(settings.noise_std) != bool(settings.noise_fraction):
         raise ConfigError(
-            f"--noise-std {config.noise_std:g} and --noise-fraction {config.noise_fraction:g} make no noise; "
+            f"--noise-std {settings.noise_std:g} and --noise-fraction {settings.noise_fraction:g} make no noise; "
             f"set both, or neither"
         )
-    if config.output.exists() and (not config.output.is_dir() or any(config.output.iterdir())):
-        raise ConfigError(f"--output {config.output} exists and is not empty; choose another folder")
+    if settings.output.exists() and (not settings.output.is_dir() or any(settings.output.iterdir())):
+        raise ConfigError(f"--output {settings.output} exists and is not empty; choose another folder")
 
 
-def _check_model(dense: PretrainedConfig, source: Path) -> type[Family]:
-    known = {family.source: family for family in FAMILIES.values()}
+def _family_of(dense: PretrainedConfig, source: Path) -> Family:
+    """Look up the family of a dense model.
+
+    Raises:
+        ConfigError: no family has its architecture, or the mixture cannot express one of its settings.
+    """
+    known = {family.dense: family for family in FAMILIES.values()}
     architectures = list(dense.architectures or ["a model without a name"])
     family = known.get(architectures[0])
     if family is None or FAMILIES.get(dense.model_type) is not family:
@@ -284,26 +273,26 @@ def _check_model(dense: PretrainedConfig, source: Path) -> type[Family]:
     for setting in family.refused:
         if getattr(dense, setting, False):
             raise ConfigError(
-                f"{source} has {setting}={getattr(dense, setting)}, which {family.target} cannot express; "
+                f"{source} has {setting}={getattr(dense, setting)}, which {family.mixture} cannot express; "
                 f"give --from a checkpoint without"
             )
     rope = (dense.rope_parameters or {}).get("rope_type", "default")
     if rope != "default" and rope not in ROPE_INIT_FUNCTIONS:
         raise ConfigError(
-            f"{source} has rope_type={rope!r}, which {family.target} cannot express; "
+            f"{source} has rope_type={rope!r}, which {family.mixture} cannot express; "
             f"give --from a checkpoint with one of default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
         )
     return family
 
 
-def _write_weights(folder: Path, weights: DenseWeights, family: type[Family], config: UpcycleConfig) -> int:
-    """Writes a file for every layer and one for the rest, with their index; returns the number of parameters."""
-    generator = torch.Generator().manual_seed(config.seed)
+def _write_weights(folder: Path, weights: DenseWeights, family: Family, settings: UpcycleSettings) -> int:
+    """Write a file for each layer, one for the rest, and their index; return the number of parameters."""
+    generator = torch.Generator().manual_seed(settings.seed)
     where: dict[str, str] = {}
     num_bytes = num_params = 0
     parts = [
-        _rest(weights),
-        *(_layer(weights, layer, family, config, generator) for layer in range(weights.num_layers)),
+        _outside_layers(weights),
+        *(_layer(weights, layer, family, settings, generator) for layer in range(weights.num_layers)),
     ]
     for number, part in enumerate(parts, 1):
         tensors = dict(part)
@@ -318,35 +307,35 @@ def _write_weights(folder: Path, weights: DenseWeights, family: type[Family], co
     return num_params
 
 
-def _rest(weights: DenseWeights) -> Iterator[tuple[str, Tensor]]:
-    """Everything outside the layers."""
+def _outside_layers(weights: DenseWeights) -> Iterator[tuple[str, Tensor]]:
+    """Yield every tensor outside the layers."""
     for name in weights.names:
         if not name.startswith("model.layers."):
             yield name, weights.read(name)
 
 
 def _layer(
-    weights: DenseWeights, layer: int, family: type[Family], config: UpcycleConfig, generator: torch.Generator
+    weights: DenseWeights, layer: int, family: Family, settings: UpcycleSettings, generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor]]:
-    """One layer: what is not its MLP as it is, a router, and the MLP once for every expert."""
+    """Yield one layer: its tensors outside the MLP, a new router, and the MLP once for each expert."""
     prefix = f"model.layers.{layer}."
     for name in weights.names:
         if name.startswith(prefix) and not name.startswith(f"{prefix}mlp."):
             yield name, weights.read(name)
     dense = {name: weights.read(f"{prefix}mlp.{name}.weight") for name in MLP}
     gate_ID = dense["gate_proj"]
-    router_ED = torch.randn(config.num_experts, gate_ID.shape[1], generator=generator) * config.router_std
+    router_ED = torch.randn(settings.num_experts, gate_ID.shape[1], generator=generator) * settings.router_std
     yield f"{prefix}{family.block}.gate.weight", router_ED.to(gate_ID.dtype)
-    for expert in range(config.num_experts):
-        for name, stored in zip(MLP, family.names, strict=True):
-            weight = _with_noise(dense[name], config, generator)
+    for expert in range(settings.num_experts):
+        for name, stored in zip(MLP, family.matrices, strict=True):
+            weight = _with_noise(dense[name], settings, generator)
             yield f"{prefix}{family.block}.experts.{expert}.{stored}.weight", weight
 
 
-def _with_noise(weight: Tensor, config: UpcycleConfig, generator: torch.Generator) -> Tensor:
-    """A copy of a matrix; where there is to be noise, on a random share of its elements."""
-    if not config.noise_std:
+def _with_noise(weight: Tensor, settings: UpcycleSettings, generator: torch.Generator) -> Tensor:
+    """Copy a matrix, and add noise to a random share of its elements if the settings ask for noise."""
+    if not settings.noise_std:
         return weight.clone()
-    chosen = torch.rand(weight.shape, generator=generator) < config.noise_fraction
-    noise = torch.randn(weight.shape, generator=generator).mul_(config.noise_std)
+    chosen = torch.rand(weight.shape, generator=generator) < settings.noise_fraction
+    noise = torch.randn(weight.shape, generator=generator).mul_(settings.noise_std)
     return (weight.float() + noise.mul_(chosen)).to(weight.dtype)

@@ -25,11 +25,11 @@ from transformers import (
 )
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands.upcycle import UpcycleConfig, main
 from spes_p2p.config import ModelConfig
 from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.model.build import hf_config
-from spes_p2p.model.upcycling import UpcycleConfig, main
 
 ROOT = Path(__file__).resolve().parents[3]
 VOCAB = 300
