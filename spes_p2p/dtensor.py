@@ -1,4 +1,4 @@
-"""Tensors of which each of a peer's ranks keeps a part (FSDP2), and whole ones, seen alike."""
+"""Plain tensors and tensors sharded over a peer's ranks (FSDP2's DTensor), handled alike."""
 
 from __future__ import annotations
 
@@ -6,17 +6,20 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
-def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor. Where ranks keep parts of it they exchange them, so all of them must ask."""
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the unsharded tensor. For a sharded one this is a collective: all ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, other: Tensor) -> Tensor:
-    """Return a whole tensor on the device of `other`, and this rank's part of it where ranks keep parts of `other`.
+def distribute_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """Move an unsharded tensor to the device of `other`, and shard it if `other` is sharded.
 
     Args:
-        tensor: The same on every rank.
-        other: Of the same shape.
+        tensor: Tensor that is equal on every rank.
+        other: Tensor of the same shape.
+
+    Returns:
+        The tensor on the device of `other`: whole, or this rank's shard of it.
     """
     on_device = tensor.to(other.device)
     if not isinstance(other, DTensor):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spes_p2p.dtensor import whole
+from spes_p2p.dtensor import full_tensor
 from spes_p2p.errors import ExchangeError
 
 
@@ -82,7 +82,7 @@ class Layout:
         for piece, (name, shape) in zip(flat_N.split(self.sizes), self.shapes.items(), strict=True):
             if tuple(tensors[name].shape) != shape:
                 raise ValueError(f"{name} has shape {tuple(tensors[name].shape)}, the layout says {shape}")
-            piece.copy_(whole(tensors[name].detach()).reshape(-1))
+            piece.copy_(full_tensor(tensors[name].detach()).reshape(-1))
         return flat_N
 
     def unflatten(self, flat_N: Tensor) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The experts of one layer, a few of them trained here and the rest frozen.
+"""The experts of one layer: this peer trains the claimed ones and keeps the rest frozen.
 
 Shape legend: T tokens, D model width, K chosen experts per token, E experts, O output features, I input features of
 one expert's weight.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spes_p2p.dtensor import like, whole
+from spes_p2p.dtensor import distribute_like, full_tensor
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore, Weight
 from spes_p2p.model.kernels import Kernel, RoutedExperts, Routing
@@ -21,11 +21,7 @@ _STOCK_LAYOUT = {"is_transposed": False, "has_bias": False, "is_concatenated": T
 
 
 class ClaimedExperts(nn.Module):
-    """The experts of a bank that are trained here. FSDP splits and gathers them as one, around `forward`.
-
-    Args:
-        slots: Parameters of each, by stock name.
-    """
+    """A bank's trained experts, by slot; FSDP shards and gathers them as one unit around `forward`."""
 
     def __init__(self, slots: Mapping[int, nn.ParameterDict]) -> None:
         super().__init__()
@@ -39,30 +35,30 @@ class ClaimedExperts(nn.Module):
         x_TD: Tensor,
         scores_TK: Tensor,
     ) -> Tensor:
-        """As `RoutedExperts.forward`."""
+        """See `RoutedExperts.forward`."""
         claimed = [getattr(params, name) for params in self.slots.values() for name in WEIGHT_NAMES]
         return RoutedExperts.apply(kernel, routing, frozen, x_TD, scores_TK, *claimed)
 
 
 class ExpertBank(nn.Module):
-    """Drop-in for the `...Experts` module of a stock Hugging Face model.
+    """Drop-in replacement for the `...Experts` module of a stock Hugging Face model.
 
-    Claimed experts are leaf parameters, one pair per expert, so that an optimizer can take and drop them one slot at a
-    time; the others sit in a `FrozenStore`. Gradients flow through frozen experts, but none is computed for them.
-    Rebuild a DDP wrapper after `adopt` and `release`: it does not see parameters that come later, and ranks would
-    drift apart without an error.
+    Claimed experts are leaf parameters, one pair per expert, so that an optimizer can add and remove one slot at a
+    time; the others are in a `FrozenStore`. Gradients flow through frozen experts, but none is computed for them.
+    Rebuild a DDP wrapper after `adopt` and `release`: DDP does not see parameters added later, and ranks would
+    diverge without an error.
 
     A new bank is on the CPU and has no weights: `load` every expert, whole or one tensor at a time.
 
     Args:
-        stock: The experts module to stand in for, of which only the shapes are read: its `gate_up_proj` is
-            `[E, 2I, D]`, its `down_proj` `[E, D, I]`.
+        stock: Experts module to replace; only its shapes are read: `gate_up_proj` is `[E, 2I, D]`, `down_proj`
+            `[E, D, I]`.
         claimed: Experts to train.
         storage: Precision of the frozen experts, see `FrozenStore`.
-        kernel: How the grouped products are computed.
+        kernel: Implementation of the grouped products.
 
     Raises:
-        ConfigError: `stock` is made in another way, or this machine cannot use `storage`.
+        ConfigError: the layout of `stock` is not supported, or this machine cannot use `storage`.
     """
 
     def __init__(self, stock: nn.Module, claimed: Iterable[int], storage: str, kernel: Kernel) -> None:
@@ -78,26 +74,26 @@ class ExpertBank(nn.Module):
 
     @property
     def claimed(self) -> tuple[int, ...]:
-        """Experts trained here, ascending."""
+        """Trained experts, ascending."""
         return tuple(self._claimed)
 
     def parameters_of(self, slot: int) -> dict[str, nn.Parameter]:
-        """Trainable weights `[O, I]` of one claimed expert, by stock name."""
+        """Return the trainable weights `[O, I]` of one claimed expert, by stock name."""
         params = self.trained.slots[str(slot)]
         return {name: getattr(params, name) for name in WEIGHT_NAMES}
 
     def weights_of(self, slot: int) -> dict[str, Tensor]:
-        """Detached fp32 copies `[O, I]` of one expert's weights, claimed or frozen."""
+        """Return detached fp32 copies `[O, I]` of one expert's weights, claimed or frozen."""
         if slot in self.frozen:
             return self.frozen.get(slot, torch.float32)
         params = self.parameters_of(slot)
-        return {name: whole(param.detach()).to(torch.float32, copy=True) for name, param in params.items()}
+        return {name: full_tensor(param.detach()).to(torch.float32, copy=True) for name, param in params.items()}
 
     def load(self, slot: int, weights_OI: Mapping[str, Tensor]) -> None:
-        """Overwrites one expert, or those of its weights that are given, in place where it is claimed.
+        """Overwrite one expert, or only the given weights of it; in place if it is claimed.
 
         Raises:
-            ValueError: a value is not finite and the storage cannot hold it; nothing was changed.
+            ValueError: a value is not finite and the storage cannot hold it; nothing has changed.
         """
         if str(slot) not in self.trained.slots:
             self.frozen.put(slot, weights_OI)
@@ -105,10 +101,10 @@ class ExpertBank(nn.Module):
         params = self.parameters_of(slot)
         with torch.no_grad():
             for name, weight_OI in weights_OI.items():
-                params[name].copy_(like(weight_OI, params[name]))
+                params[name].copy_(distribute_like(weight_OI, params[name]))
 
     def adopt(self, slot: int, weights_OI: Mapping[str, Tensor] | None = None) -> None:
-        """Turns a frozen expert into a claimed one, starting from `weights_OI` or else from the stored weights."""
+        """Make a frozen expert trainable, from `weights_OI` or else from its stored weights."""
         assert str(slot) not in self.trained.slots, f"slot {slot} is claimed already"
         weights_OI = weights_OI or self.weights_of(slot)
         self.frozen.remove(slot)
@@ -117,7 +113,7 @@ class ExpertBank(nn.Module):
         self._rank_experts()
 
     def release(self, slot: int) -> None:
-        """Turns a claimed expert into a frozen one, rounded to the storage's precision.
+        """Freeze a claimed expert, rounded to the storage's precision.
 
         Raises:
             ValueError: as `load`.
@@ -128,31 +124,30 @@ class ExpertBank(nn.Module):
         self._rank_experts()
 
     def gather(self) -> None:
-        """Makes the claimed experts' parameters whole again, new ones, where ranks keep parts; on all ranks."""
+        """Replace the claimed experts' sharded parameters by new, unsharded ones; call it on all ranks."""
         claimed = {slot: self.weights_of(slot) for slot in self._claimed}
         self.trained = ClaimedExperts({slot: self._new_parameters() for slot in claimed})
         for slot, weights_OI in claimed.items():
             self.load(slot, weights_OI)
 
     def forward(self, hidden_states_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
-        """Weighted sum over each token's chosen experts, `[T, D]` in the dtype of `hidden_states_TD`."""
+        """Sum each token's chosen experts by their weights: `[T, D]` in the dtype of `hidden_states_TD`."""
         routing = Routing.of(self._rank_E[top_k_index_TK], self.num_experts)
         frozen = [{name: self.frozen.stored(slot, name) for name in WEIGHT_NAMES} for slot in self._frozen]
         x_TD = hidden_states_TD.to(_compute_dtype(hidden_states_TD))
         return self.trained(self.kernel, routing, frozen, x_TD, top_k_weights_TK).to(hidden_states_TD.dtype)
 
     def _new_parameters(self) -> nn.ParameterDict:
-        """Uninitialised parameters of one expert."""
         return nn.ParameterDict(
             {name: nn.Parameter(torch.empty(shape, device=self.frozen.device)) for name, shape in self.shapes.items()}
         )
 
     def _rank_experts(self) -> None:
-        """Ranks claimed experts first, so that their rows come as one block."""
+        """Give the claimed experts the first ranks, so that their rows form one block."""
         slots = self.trained.slots
         self._claimed = sorted(int(key) for key in slots)
-        # DDP pairs parameters across ranks by their order and all slots have equal shapes: ranks whose slots came in
-        # another order would silently mix them up.
+        # DDP matches parameters across ranks by their order, and all slots have equal shapes: different orders on two
+        # ranks would silently average different experts.
         for slot in self._claimed:
             slots[str(slot)] = slots.pop(str(slot))
         self._frozen = [slot for slot in range(self.num_experts) if slot not in self._claimed]
@@ -161,7 +156,7 @@ class ExpertBank(nn.Module):
         self._rank_E = rank_E.to(self.frozen.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Carries what is no parameter along on device moves; a change of dtype leaves the stored precision alone."""
+        """Move tensors that are not parameters too; a change of dtype does not change the stored precision."""
         super()._apply(fn, recurse)
         device = fn(self._rank_E).device
         self._rank_E = self._rank_E.to(device)
@@ -170,13 +165,13 @@ class ExpertBank(nn.Module):
 
 
 def is_stock_experts(module: nn.Module) -> bool:
-    """Whether `module` is a stock experts module: fused three-dimensional weights under the usual names."""
+    """Tell whether `module` is a stock experts module: fused three-dimensional weights under the stock names."""
     weights = [getattr(module, name, None) for name in WEIGHT_NAMES]
     return all(isinstance(weight, Tensor) and weight.dim() == 3 for weight in weights)
 
 
 def check_layout(stock: nn.Module) -> None:
-    """Refuses experts modules that a bank cannot stand in for, such as gpt-oss's.
+    """Refuse experts modules that a bank cannot replace, such as gpt-oss's.
 
     Raises:
         ConfigError: the weights are transposed, interleaved, have biases or no gate, or the activation is not SiLU.
@@ -193,6 +188,6 @@ def check_layout(stock: nn.Module) -> None:
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, else that of the activations."""
+    """Return autocast's dtype if autocast is on, else the activations' dtype."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

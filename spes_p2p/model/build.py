@@ -1,4 +1,4 @@
-"""From a run's ModelConfig to a stock Hugging Face model, and to one with expert banks.
+"""Builds a stock Hugging Face model, and one with expert banks, from a run's ModelConfig.
 
 Shape legend: E experts, O output features, I input features of one expert's weight.
 """
@@ -30,19 +30,19 @@ from spes_p2p.model.kernels import choose_kernel, kernel_named
 from spes_p2p.model.slot_model import SlotModel
 
 DRAW_BLOCK = 16
-"""Numbers that PyTorch's normal_ draws at a time, on CPUs, for a tensor of as many or more."""
+"""Numbers that PyTorch's `normal_` draws at a time on CPUs, in tensors of at least as many elements."""
 
 
 def initialise(module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBank] | None = None) -> None:
-    """Gives a model on the meta device its stock initial weights, on the CPU.
+    """Give a model on the meta device its stock initial weights, on the CPU.
 
-    Equal seeds give equal weights, with banks or without. Draws come from torch's CPU generator; the caller's random
-    state is left as it was.
+    Equal seeds give equal weights, with banks or without. The caller's random state does not change.
 
     Args:
         module: The stock model.
         seed: Seed of the weights.
-        banks: By name, what takes an experts module's weights in its stead; that module stays on the meta device.
+        banks: Banks that receive the weights of the experts modules of these names; those modules stay on the meta
+            device.
     """
     banks = banks or {}
     state = torch.Generator().manual_seed(seed).get_state()
@@ -62,7 +62,7 @@ def initialise(module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBan
 
 @contextlib.contextmanager
 def _drawing_from(state: Tensor) -> Iterator[None]:
-    """Has torch's CPU generator draw from `state`, which is brought up to date, and go on as before afterwards."""
+    """Draw from `state` within the block, update `state`, then restore torch's CPU generator."""
     generator = torch.random.default_generator
     outer = generator.get_state()
     generator.set_state(state)
@@ -74,15 +74,15 @@ def _drawing_from(state: Tensor) -> Iterator[None]:
 
 
 def _fill(bank: ExpertBank, module: PreTrainedModel, experts: nn.Module) -> None:
-    """Draws the weights of an experts module as stock does, and loads them into a bank.
+    """Draw the weights of an experts module as stock does, and load them into a bank.
 
-    Stock draws all experts' tensors of one name at once. Drawing them one by one gives the same numbers where each is a
-    multiple of `DRAW_BLOCK`, as in any model of use; of others, all of one name are drawn at once.
+    Stock draws all experts' tensors of one name at once. Drawing one expert at a time gives the same numbers if its
+    size is a multiple of `DRAW_BLOCK`, as in any useful model; otherwise all experts are drawn at once.
     """
     for name, on_meta_EOI in [(name, getattr(experts, name)) for name in WEIGHT_NAMES]:
         num_experts, *shape = on_meta_EOI.shape
         at_once = num_experts if on_meta_EOI[0].numel() % DRAW_BLOCK else 1
-        drawn_EOI = nn.Parameter(torch.empty(at_once, *shape))  # one for all: heaps of holes are not given back
+        drawn_EOI = nn.Parameter(torch.empty(at_once, *shape))  # reused: freed tensors would fragment the heap
         setattr(experts, name, drawn_EOI)
         for start in range(0, num_experts, at_once):
             module._init_weights(experts)
@@ -99,13 +99,13 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
 
 
 def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> PretrainedConfig:
-    """The stock configuration of `model`.
+    """Return the stock configuration of `model`.
 
-    Special tokens are left unset, since the stock defaults may lie outside a small vocabulary, and so is the stock
-    balance loss, which pools the layers.
+    Special tokens stay unset, because the stock defaults may lie outside a small vocabulary. The stock balance loss
+    stays off, because it pools the layers.
 
     Raises:
-        ConfigError: heads of odd width, which rotary position embeddings cannot halve.
+        ConfigError: the heads have an odd width, which rotary position embeddings cannot halve.
     """
     head_dim = model.hidden_size // model.num_heads
     if head_dim % 2:
@@ -136,7 +136,7 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
 
 
 def _family_fields(model: ModelConfig, head_dim: int) -> dict[str, Any]:
-    """What the families spell differently."""
+    """Return the fields that the families name differently."""
     if model.family == "mixtral":
         return {"num_local_experts": model.num_experts, "head_dim": head_dim, "sliding_window": None}
     fields: dict[str, Any] = {"num_experts": model.num_experts, "norm_topk_prob": model.norm_topk_prob}
@@ -151,9 +151,9 @@ def _family_fields(model: ModelConfig, head_dim: int) -> dict[str, Any]:
 
 
 def stock_model(model: ModelConfig, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
-    """The stock model with stock initial weights, drawn from `seed` alone; the caller's random state is left as it was.
+    """Build the stock model with stock initial weights; equal seeds give the weights of `build_slot_model`.
 
-    Equal seeds give equal weights to those of `build_slot_model`, whatever is claimed there.
+    The caller's random state does not change.
     """
     module = _meta_model(model, vocab_size, sequence_length)
     initialise(module, seed)
@@ -171,24 +171,24 @@ def build_slot_model(
     kernel: str = "loop",
     device: torch.device | str | None = None,
 ) -> SlotModel:
-    """The model with an `ExpertBank` in every layer, on the CPU.
+    """Build the model with an `ExpertBank` in every layer, on the CPU.
 
-    It is made on the meta device and given its weights tensor by tensor: beyond what it keeps, building it takes the
-    memory of less than two dense experts of one layer.
+    The model is made on the meta device and filled tensor by tensor: beyond its own size, building takes less memory
+    than two dense experts of one layer.
 
     Args:
         model: Shape of the model.
         vocab_size: Entries of the tokenizer.
         sequence_length: Longest sequence in tokens.
-        seed: Seed of the initial weights; equal seeds give equal weights, whatever is claimed.
+        seed: Seed of the initial weights; equal seeds give equal weights for any `claimed`.
         claimed: Slots to train; may be empty, or all.
-        storage: Precision of the others: `fp32`, `bf16`, `int8` or `nf4`.
+        storage: Precision of the frozen slots: `fp32`, `bf16`, `int8` or `nf4`.
         kernel: Name of the expert kernel, or `auto`.
-        device: Where the model will be moved, for which the kernel is chosen; by default a CUDA device if there is one.
+        device: Device that the model will run on, for the choice of the kernel; by default a CUDA device if one exists.
 
     Raises:
-        ConfigError: a claimed slot lies outside the model or comes twice, or `storage` or `kernel` is unknown or cannot
-            be used here.
+        ConfigError: a claimed slot lies outside the model or is listed twice, or `storage` or `kernel` is unknown or
+            cannot be used here.
     """
     _check_claimed(model, claimed)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -204,7 +204,7 @@ def build_slot_model(
 
 
 def check_build(model: ModelConfig, storage: str, kernel: str) -> None:
-    """Refuses for a CPU what `build_slot_model` would, by shapes and names alone.
+    """Refuse, without building, a storage or kernel that `build_slot_model` would refuse on a CPU.
 
     Raises:
         ConfigError: `storage` or `kernel` is unknown or cannot be used here.
@@ -228,7 +228,7 @@ def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:
 
 def _meta_model(model: ModelConfig, vocab_size: int, sequence_length: int) -> PreTrainedModel:
     config = hf_config(model, vocab_size, sequence_length)
-    # A stock model's default grouped kernel refuses rows that are not aligned to 16 bytes, also on CPUs.
+    # The stock default, a grouped kernel, refuses rows that are not aligned to 16 bytes, on CPUs too.
     config._experts_implementation = "eager"
     with torch.device("meta"):
         return FAMILIES[model.family][1](config)

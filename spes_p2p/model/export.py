@@ -50,7 +50,7 @@ def save_checkpoint(
             stock.save_pretrained(scratch, state_dict=dict(state_dict))
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
-        _apply_umask(scratch)
+        apply_umask(scratch)
         _replace(target, scratch)
 
 
@@ -65,11 +65,12 @@ def _replace(target: Path, scratch: Path) -> None:
     shutil.rmtree(old)
 
 
-def _apply_umask(folder: Path) -> None:
-    """Give a folder's files the mode that the umask gave the folder; safetensors writes them readable by the owner only."""
+def apply_umask(folder: Path) -> None:
+    """Give a folder's files the access rights that the umask gave the folder; safetensors leaves its files at 0600."""
     mode = folder.stat().st_mode & 0o666
-    for path in folder.iterdir():
-        path.chmod(mode)
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(mode)
 
 
 def _is_empty(path: Path) -> bool:

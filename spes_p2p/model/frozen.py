@@ -1,4 +1,4 @@
-"""Where the experts live that this peer does not train.
+"""Compact storage of the experts that this peer does not train.
 
 Shape legend: O output features, I input features of one expert's weight, N = O * I, B blocks that share a scale.
 """
@@ -26,26 +26,26 @@ WEIGHT_NAMES = (GATE_UP, DOWN)
 """Stock names of an expert's weights, in the order in which stock draws them."""
 NF4_BLOCK = 64
 NF4_PIECE = 2**16
-"""Elements to pack at a time: on CPUs bitsandbytes takes some ten times their memory for it."""
+"""Elements packed at a time: on CPUs bitsandbytes needs about ten times their memory."""
 
 
 class Weight(Protocol):
-    """One expert's weight `[O, I]` however it is kept. It is never written to once it is in use, only replaced."""
+    """One expert's weight `[O, I]` in some precision; replaced as a whole, never modified in place."""
 
     PARTS: ClassVar[tuple[str, ...]]
-    """The tensors that it consists of, by name."""
+    """Names of the fields that hold its tensors."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """`(O, I)`."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight `[O, I]` in `dtype`, for reading only and for a moment; no copy where it is kept so."""
+        """Return the weight `[O, I]` in `dtype`, read-only; without a copy if it is stored in that dtype."""
 
 
 @dataclass(frozen=True)
 class Plain:
-    """A weight kept as it is."""
+    """A dense weight."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("weight_OI",)
     weight_OI: Tensor
@@ -60,7 +60,7 @@ class Plain:
 
 @dataclass(frozen=True)
 class Int8:
-    """A weight in 8 bits per element, and 32 per block of 128 for the scale."""
+    """A weight in 8 bits per element, plus an fp32 scale per block of 128."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("values_N", "scales_B")
     values_N: Tensor
@@ -77,7 +77,7 @@ class Int8:
 
 @dataclass(frozen=True)
 class Nf4:
-    """A weight in 4 bits per element, and 32 per block of 64 for the scale; the last block is filled up.
+    """A weight in 4 bits per element, plus an fp32 scale per block of 64; the last block is padded.
 
     Source: QLoRA, section 3 (https://arxiv.org/abs/2305.14314), by bitsandbytes.
     """
@@ -105,7 +105,7 @@ class Nf4:
         functional = _bitsandbytes()
         state = functional.QuantState(
             absmax=self.scales_B,
-            # One row per block: bitsandbytes 0.50 on CPUs silently mixes up rows that are no multiple of a block.
+            # One row per block: bitsandbytes 0.50 on CPUs silently mixes up rows that are not a multiple of a block.
             shape=torch.Size((len(self.scales_B), NF4_BLOCK)),
             code=_nf4_code(self.packed.device),
             blocksize=NF4_BLOCK,
@@ -118,8 +118,8 @@ class Nf4:
 
 @functools.cache
 def _bitsandbytes() -> ModuleType:
-    """bitsandbytes' functions; it is optional and slow to import."""
-    # On a CPU it warns that a matrix product of its own, which is not used here, needs another package.
+    """Import bitsandbytes, which is optional and slow to import."""
+    # On a CPU it warns about a missing package for a matrix product that is not used here.
     noisy = logging.getLogger("bitsandbytes.backends.cpu.ops")
     noisy.addFilter(lambda record: "gemm_4bit_forward" not in record.getMessage())
     import bitsandbytes.functional
@@ -129,7 +129,7 @@ def _bitsandbytes() -> ModuleType:
 
 @functools.cache
 def _nf4_code(device: torch.device) -> Tensor:
-    """The 16 values that 4 bits stand for, times the scale."""
+    """Return the 16 values that 4 bits encode, before scaling."""
     return _bitsandbytes().get_4bit_type("nf4", device=device)
 
 
@@ -139,24 +139,24 @@ ENCODERS: dict[str, Callable[[Tensor], Weight]] = {
     "int8": Int8.of,
     "nf4": Nf4.of,
 }
-"""How a dense weight is kept, by precision; none shares memory with it."""
+"""Encode a dense weight, by precision; the result shares no memory with it."""
 
 
 def moved(weight: W, device: torch.device) -> W:
-    """The weight on `device`, as it is kept."""
+    """Return the weight on `device`, in its stored precision."""
     return replace(weight, **{part: getattr(weight, part).to(device) for part in weight.PARTS})  # type: ignore[type-var]
 
 
 class FrozenStore:
-    """Keeps each frozen expert's weights `[O, I]` small, outside a module's parameters and buffers.
+    """Stores each frozen expert's weights `[O, I]` in few bits, outside a module's parameters and buffers.
 
-    A stored weight is never written to, only replaced: a backward pass under way keeps the weights of its forward pass.
+    A stored weight is replaced, never modified in place: a backward pass under way keeps its forward pass's weights.
     Bytes per element are 4 for `fp32`, 2 for `bf16`, 1 + 4/128 for `int8` and 1/2 + 4/64 for `nf4`. Storing what was
     read from a store gives the same bytes.
 
     Args:
         precision: `fp32`, `bf16`, `int8` (by blocks, see `codecs.quantise_int8`) or `nf4` (by bitsandbytes).
-        device: Where the experts are kept.
+        device: Device of the stored tensors.
 
     Raises:
         ConfigError: `precision` is unknown, or this machine cannot use it.
@@ -178,38 +178,38 @@ class FrozenStore:
         return len(self._experts)
 
     def put(self, expert: int, tensors: Mapping[str, Tensor]) -> None:
-        """Stores rounded copies of tensors of one expert, in place of those of these names.
+        """Store rounded copies of an expert's tensors, in place of older ones of the same names.
 
         Raises:
-            ValueError: a value is not finite and `int8` or `nf4` cannot hold it; nothing was changed.
+            ValueError: a value is not finite and `int8` or `nf4` cannot hold it; nothing has changed.
         """
         encode = ENCODERS[self.precision]
         encoded = {name: encode(tensor.detach().to(self.device)) for name, tensor in tensors.items()}
         self._experts[expert] = self._experts.get(expert, {}) | encoded
 
     def get(self, expert: int, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Copies of one expert's tensors in `dtype`."""
+        """Return copies of one expert's tensors in `dtype`."""
         return {name: weight.dense(dtype).clone() for name, weight in self._experts[expert].items()}
 
     def stored(self, expert: int, name: str) -> Weight:
-        """One weight as it is kept."""
+        """Return one weight in its stored precision."""
         return self._experts[expert][name]
 
     def remove(self, expert: int) -> None:
-        """Forgets one expert.
+        """Drop one expert.
 
         Raises:
-            KeyError: the expert is not here.
+            KeyError: the expert is not stored.
         """
         del self._experts[expert]
 
     def nbytes(self) -> int:
-        """Bytes of all stored weights, their scales included."""
+        """Return the bytes of all stored weights and their scales."""
         stored = (weight for weights in self._experts.values() for weight in weights.values())
         return sum(getattr(weight, part).nbytes for weight in stored for part in weight.PARTS)
 
     def to(self, device: torch.device) -> None:
-        """Moves every expert to `device`, in its stored precision."""
+        """Move every expert to `device`, in its stored precision."""
         self.device = device
         self._experts = {
             expert: {name: moved(weight, device) for name, weight in weights.items()}
@@ -218,7 +218,7 @@ class FrozenStore:
 
 
 def unavailable(precision: str) -> str | None:
-    """None where this machine can keep experts in `precision`, else what is missing and what to do."""
+    """Return why this machine cannot store experts in `precision`, with the remedy; None if it can."""
     if precision != "nf4":
         return None
     try:

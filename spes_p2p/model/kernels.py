@@ -1,16 +1,8 @@
-"""The experts' kernels behind one interface, the choice among them, and what autograd sees of them.
+"""The kernels that compute a layer's experts, the choice among them, and the autograd function around them.
 
-Shape legend: T tokens, K chosen experts per token, R = T * K routed rows sorted by expert, D model width, O, I output
-and input features of one expert's weight, G its gate and up features.
-
-Shape legend: T tokens, K chosen experts per token, E experts, R = T * K routed rows sorted by expert, D model width,
-I intermediate width of an expert, G = 2 * I its gate and up features.
-
-Shape legend: T tokens, R routed rows sorted by expert, N rows of one expert, D model width, I intermediate width of an
-expert, G = 2 * I its gate and up features.
-
-Shape legend: T tokens, R routed rows sorted by expert, E experts, C claimed ones of them, D model width, I intermediate
-width of an expert, G = 2 * I its gate and up features, O output features of any weight.
+Shape legend: T tokens, K chosen experts per token, E experts, C claimed ones of them, R = T * K routed rows sorted by
+expert, N rows of one expert, D model width, I intermediate width of an expert, G = 2 * I its gate and up features. Of
+any weight, O and I are the output and input features.
 """
 
 from __future__ import annotations
@@ -36,14 +28,14 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Routing:
-    """Which row is whose; the rows are sorted by their experts' ranks.
+    """The assignment of rows to experts and tokens; rows are sorted by their experts' ranks.
 
     Attributes:
-        token_R: For every row its token.
-        order_R: For every row its place among the choices `[T * K]`.
-        place_TK: For every choice its row.
-        ends_E: For every expert the end of its rows, which begin where the one's before end; int32.
-        counts: For every expert the number of its rows, on the host.
+        token_R: Token of each row.
+        order_R: Index of each row among the choices `[T * K]`.
+        place_TK: Row of each choice.
+        ends_E: End of each expert's rows, which begin at the previous expert's end; int32.
+        counts: Number of each expert's rows, on the host.
     """
 
     token_R: Tensor
@@ -54,7 +46,7 @@ class Routing:
 
     @classmethod
     def of(cls, rank_TK: Tensor, num_experts: int) -> Routing:
-        """Sorts the choices `[T, K]` of experts, given by rank."""
+        """Sort the chosen experts' ranks, `[T, K]`."""
         rank_R, order_R = torch.sort(rank_TK.reshape(-1), stable=True)
         place_R = torch.empty_like(order_R)
         place_R[order_R] = torch.arange(order_R.numel(), device=order_R.device)
@@ -68,17 +60,17 @@ class Routing:
         )
 
     def split(self, *tensors_R: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
-        """Every expert that has rows, with its part of each tensor."""
+        """Yield every expert that has rows, with its part of each tensor."""
         parts = zip(*(tensor_R.split(self.counts) for tensor_R in tensors_R), strict=True)
         return ((expert, views) for expert, views in enumerate(parts) if self.counts[expert])
 
     def sum_by_token(self, y_RD: Tensor) -> Tensor:
-        """Every token's sum over its rows, `[T, D]`; unlike index_add, it adds in the same order on every device."""
+        """Sum the rows of each token to `[T, D]`; unlike index_add, in the same order on every device."""
         return F.embedding_bag(self.place_TK, y_RD, mode="sum")
 
 
 def swiglu(gate_up_RG: Tensor, scores_R1: Tensor, out_RI: Tensor) -> Tensor:
-    """Writes `silu(gate) * up * score` to `out_RI` and returns it."""
+    """Write `silu(gate) * up * score` to `out_RI` and return it."""
     gate_RI, up_RI = gate_up_RG.chunk(2, dim=-1)
     torch.ops.aten.silu.out(gate_RI, out=out_RI)
     return out_RI.mul_(up_RI).mul_(scores_R1)
@@ -92,15 +84,15 @@ def swiglu_back(
     grad_gate_up_RG: Tensor,
     grad_scores_R1: Tensor,
 ) -> None:
-    """The gradients of `swiglu`, in as few passes and buffers as they need.
+    """Compute the gradients of `swiglu` in as few passes and buffers as possible.
 
     Args:
-        gate_up_RG: As given to `swiglu`.
-        scores_R1: As given to `swiglu`.
-        grad_RI: Gradient of what it returned; destroyed.
-        hidden_RI: Here goes what it returned, once more.
-        grad_gate_up_RG: Here goes the gradient of `gate_up_RG`.
-        grad_scores_R1: Here goes the gradient of `scores_R1`.
+        gate_up_RG: As in `swiglu`, like `scores_R1`.
+        scores_R1: Scores.
+        grad_RI: Gradient of the output; overwritten.
+        hidden_RI: Receives the output, computed again.
+        grad_gate_up_RG: Receives the gradient of `gate_up_RG`.
+        grad_scores_R1: Receives the gradient of `scores_R1`.
     """
     gate_RI, up_RI = gate_up_RG.chunk(2, dim=-1)
     grad_gate_RI, grad_up_RI = grad_gate_up_RG.chunk(2, dim=-1)
@@ -114,10 +106,10 @@ def swiglu_back(
 
 
 class LoopKernel:
-    """Each expert's whole SwiGLU before the next one's: the reference, and the fastest on CPUs.
+    """Computes one expert's whole SwiGLU after the other: the reference, and the fastest on CPUs.
 
-    An expert's rows then stay in the cache from one product to the next, in buffers that all experts share. Of weights
-    that are kept otherwise than they are used, one at a time is made dense.
+    An expert's rows stay in the cache from one product to the next, in buffers that all experts share. Only one stored
+    weight at a time is made dense.
     """
 
     name = "loop"
@@ -175,34 +167,30 @@ class LoopKernel:
 
 
 def _zeros_to_sum(like_TD: Tensor) -> Tensor:
-    """Zeros to add experts' outputs to: in fp32, or each addition would round."""
+    """Return zeros that accumulate experts' outputs, in fp32: otherwise each addition would round."""
     return torch.zeros_like(like_TD, dtype=torch.promote_types(like_TD.dtype, torch.float32))
 
 
 def _buffers(routing: Routing, like: Tensor, *widths: int) -> list[Tensor]:
-    """Memory for the rows of one expert, whichever, of each width."""
+    """Allocate buffers of each width for the rows of any one expert."""
     most = max(routing.counts)
     return [like.new_empty(most, width) for width in widths]
 
 
 def _grads(routing: Routing, weights: Sequence[Weight], like: Tensor) -> list[Tensor]:
-    """Memory for the gradients of the first experts' weights, zeros for one without rows."""
+    """Allocate the gradients of the first experts' weights, zeros for an expert without rows."""
     counted = zip(weights, routing.counts, strict=False)
     return [like.new_empty(weight.shape) if count else like.new_zeros(weight.shape) for weight, count in counted]
 
 
 ALIGNMENT = 8
-"""Elements to which `grouped_mm` needs a row aligned: 16 bytes in bf16."""
+"""Row alignment that `grouped_mm` needs, in elements: 16 bytes in bf16."""
 MIN_CAPABILITY = (8, 0)
-"""Oldest CUDA devices that `grouped_mm` runs on."""
+"""Oldest CUDA compute capability that `grouped_mm` runs on."""
 
 
 class StackedKernel:
-    """Base of kernels that take all experts' weights as one tensor.
-
-    It is stacked for each product, in the dtype of the rows, and dropped after it: what is kept of a weight is what its
-    owner keeps.
-    """
+    """Base of kernels that take all experts' weights as one tensor, stacked for each product and then dropped."""
 
     def forward(
         self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
@@ -242,7 +230,7 @@ class StackedKernel:
         return routing.sum_by_token(grad_x_RD), grad_scores_R1, grads
 
     def _times(self, rows: Tensor, routing: Routing, weights: Sequence[Weight], *, transposed: bool) -> Tensor:
-        """Every row times its expert's weight, or that transposed."""
+        """Multiply every row by its expert's weight, or by its transpose."""
         out_features, in_features = weights[0].shape
         if not len(rows):
             return rows.new_empty(0, out_features if transposed else in_features)
@@ -252,7 +240,7 @@ class StackedKernel:
         return self._rows_times(rows, routing, stacked_EOI, transposed)
 
     def _weight_grads(self, grad_RO: Tensor, x_RI: Tensor, routing: Routing, num_claimed: int) -> list[Tensor]:
-        """The gradients `[O, I]` of the claimed experts' weights, zeros for one without rows."""
+        """Return the gradients `[O, I]` of the claimed experts' weights, zeros for an expert without rows."""
         if not len(grad_RO):
             return [grad_RO.new_zeros(grad_RO.shape[1], x_RI.shape[1]) for _ in range(num_claimed)]
         grads_OI = self._columns_times(grad_RO, x_RI, routing, num_claimed).unbind(0)
@@ -268,7 +256,7 @@ class StackedKernel:
 
 
 class GroupedMMKernel(StackedKernel):
-    """`torch.nn.functional.grouped_mm`: one launch per product on CUDA devices in bf16; a loop of its own elsewhere."""
+    """`torch.nn.functional.grouped_mm`: one launch per product on CUDA devices in bf16; elsewhere torch loops."""
 
     name = "grouped_mm"
 
@@ -292,7 +280,7 @@ class GroupedMMKernel(StackedKernel):
 
 
 class MegablocksKernel(StackedKernel):
-    """megablocks' products, from its package `grouped_gemm`; docs/kernels.md says how to install it.
+    """megablocks' grouped products, from the package `grouped_gemm`; docs/kernels.md tells how to install it.
 
     Source: MegaBlocks (https://arxiv.org/abs/2211.15841).
     """
@@ -321,15 +309,15 @@ class MegablocksKernel(StackedKernel):
 
 @functools.cache
 def _grouped_gemm() -> ModuleType:
-    """The package's products without its autograd."""
+    """Import the package's products without its autograd."""
     return importlib.import_module("grouped_gemm.backend")
 
 
 def _bf16(rows: Tensor) -> Tensor:
-    """The rows, which are in bf16.
+    """Return the rows.
 
     Raises:
-        ConfigError: they are not.
+        ConfigError: they are not in bf16.
     """
     if rows.dtype != torch.bfloat16:
         raise ConfigError(
@@ -339,7 +327,7 @@ def _bf16(rows: Tensor) -> Tensor:
 
 
 class Kernel(Protocol):
-    """One way of computing what a layer's experts do; autograd does not look inside.
+    """One way to compute a layer's experts, opaque to autograd.
 
     Weights come by stock name, one per expert in order of rank, claimed experts first.
     """
@@ -347,18 +335,18 @@ class Kernel(Protocol):
     name: str
 
     def available(self, device: torch.device) -> str | None:
-        """None where this machine can use the kernel on `device`, else the reason why not."""
+        """Return why this machine cannot use the kernel on `device`; None if it can."""
 
     def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
-        """None where the kernel can take weights of these shapes `(O, I)`, else the reason why not."""
+        """Return why the kernel cannot take weights of these shapes `(O, I)`; None if it can."""
 
     def forward(
         self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Every token's sum over its experts, `down(swiglu(gate_up(x)) * score)`.
+        """Sum `down(swiglu(gate_up(x)) * score)` over each token's experts.
 
         Returns:
-            The sums `[T, D]`, and of every row what `gate_up` gave, `[R, G]`, in the dtype of `x_TD`.
+            The sums `[T, D]`, and the outputs `[R, G]` of `gate_up`, in the dtype of `x_TD`.
         """
 
     def backward(
@@ -371,29 +359,29 @@ class Kernel(Protocol):
         gate_up_RG: Tensor,
         grad_TD: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
-        """The gradients, given that of the sums.
+        """Compute the gradients from `grad_TD`, the gradient of the sums.
 
         Args:
-            routing: As in `forward`.
-            weights: As in `forward`.
-            num_claimed: So many experts, the first, get gradients.
+            routing: As in `forward`, like `weights` and `scores_R1`.
+            weights: Weights by name.
+            num_claimed: Number of experts, from the first, whose weights get gradients.
             x_TD: As in `forward`; None if no expert is claimed.
-            scores_R1: As in `forward`.
-            gate_up_RG: As `forward` returned it.
-            grad_TD: Gradient of the sums.
+            scores_R1: Scores.
+            gate_up_RG: Second result of `forward`.
+            grad_TD: Gradient of the first result of `forward`.
 
         Returns:
-            Those of `x_TD` and `scores_R1`, and by name those of the claimed experts' weights, zeros without rows: DDP
-            would wait forever for one that is missing.
+            The gradients of `x_TD` and `scores_R1`, and those of the claimed experts' weights by name, zeros without
+            rows: DDP would wait forever for a missing one.
         """
 
 
 class RoutedExperts(torch.autograd.Function):
-    """Every token's weighted sum over its experts' outputs, `[T, D]` in the dtype of `x_TD`.
+    """Each token's weighted sum over its experts' outputs, `[T, D]` in the dtype of `x_TD`.
 
-    Routing weights multiply what goes into the down projection, not what comes out: their gradient then needs no
-    output. What is kept for the backward pass is gate and up of every row, the input of every token if an expert is
-    claimed, and of weights nothing but themselves, as they are stored.
+    Routing weights multiply the input of the down projection, not its output: their gradient then needs no output.
+    The backward pass keeps gate and up of every row, the input of every token if an expert is claimed, and the weights
+    only in their stored precision.
     """
 
     @staticmethod
@@ -406,20 +394,22 @@ class RoutedExperts(torch.autograd.Function):
         scores_TK: Tensor,
         *claimed: Tensor,
     ) -> Tensor:
-        """Computes it.
+        """Compute the sums.
 
         Args:
-            ctx: Autograd's.
-            kernel: By which.
-            routing: Of the tokens.
-            frozen: Weights by name of the experts that rank behind the claimed ones.
+            ctx: Autograd's context.
+            kernel: Kernel to use.
+            routing: Assignment of the tokens.
+            frozen: Weights by name of each frozen expert, which rank after the claimed ones.
             x_TD: Tokens.
             scores_TK: Routing weights.
-            *claimed: Weights of the claimed experts, of each in order of `WEIGHT_NAMES`.
+            *claimed: Weights of the claimed experts, each in the order of `WEIGHT_NAMES`.
         """
         scores_R1 = scores_TK.reshape(-1, 1)[routing.order_R].to(x_TD.dtype)
         y_TD, gate_up_RG = kernel.forward(routing, _by_name(claimed, frozen), x_TD, scores_R1)
-        ctx.kernel, ctx.routing, ctx.frozen = kernel, routing, frozen
+        ctx.kernel = kernel
+        ctx.routing = routing
+        ctx.frozen = frozen
         ctx.save_for_backward(gate_up_RG, scores_R1, x_TD if claimed else None, *claimed)
         return y_TD
 
@@ -448,19 +438,19 @@ KERNELS: dict[str, type[Kernel]] = {
     MegablocksKernel.name: MegablocksKernel,
 }
 PREFERRED = {"cpu": ("loop",), "cuda": ("grouped_mm", "loop")}
-"""What `auto` tries in turn, by kind of device; on CPUs `loop` measures faster than `grouped_mm`."""
+"""Kernels that `auto` tries in turn, by type of device."""
 
 
 def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> Kernel:
-    """The kernel called `name`; for `auto` the fastest that can be used, and a line in the log that says why.
+    """Return the kernel called `name`, or for `auto` the fastest usable one, and log the reason.
 
     Args:
         name: `auto`, or one of `KERNELS`.
-        device: Where the experts will be.
-        shapes: Of an expert's weights.
+        device: Device of the experts.
+        shapes: Shapes of an expert's weights.
 
     Raises:
-        ConfigError: no such kernel, or it cannot be used here.
+        ConfigError: the kernel is unknown, or cannot be used here.
     """
     if name == "auto":
         return _automatic(device, shapes)
@@ -470,7 +460,7 @@ def choose_kernel(name: str, device: torch.device, shapes: Sequence[tuple[int, .
 
 
 def kernel_named(name: str, device: torch.device, shapes: Sequence[tuple[int, ...]]) -> Kernel:
-    """As `choose_kernel`, without `auto` and without a word."""
+    """Return the kernel called `name`, as `choose_kernel` but without `auto` and without a log line."""
     if name not in KERNELS:
         raise ConfigError(f"kernel={name!r} is unknown; choose auto or one of {', '.join(KERNELS)}")
     found = KERNELS[name]()

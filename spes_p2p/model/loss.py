@@ -1,8 +1,7 @@
-"""What a training step minimises, and what the held-out set measures.
+"""The training loss (cross entropy and the router's losses) and the held-out loss.
 
-Shape legend: B sequences, T tokens of a sequence, V vocabulary entries.
-
-Shape legend: B sequences, S tokens of a sequence, T = BS tokens, E experts, K experts per token.
+Shape legend: B sequences, S tokens of a sequence, T = B S tokens of a batch, E experts, X = S K choices of a sequence,
+V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -28,31 +27,30 @@ def balance_loss(
     claimed_factor: float = 1.0,
     routed_E: Tensor | None = None,
 ) -> Tensor:
-    """Load-balance loss, the mean over layers and sequences of `E * sum_e f_e P_e`.
+    """Compute the load-balance loss, the mean over layers and sequences of `E * sum_e f_e P_e`.
 
-    `f_e` is expert e's share of a sequence's routed rows and `P_e` its mean router probability there. 1 when balanced,
-    `E / top_k` when all tokens go to the same experts. Counted over a batch, `f_e` would be known only after the last
-    microbatch's forward pass; counted over a sequence, the loss is a mean over sequences, and does not depend on how
-    a batch is split. Stock transformers adds up the layers before multiplying, and so calls it balanced when each
-    layer collapses onto other experts.
+    `f_e` is expert e's share of a sequence's routed rows and `P_e` its mean router probability there. The loss is 1
+    when balanced, and `E / top_k` when all tokens go to the same experts. Counts are per sequence, so that the loss
+    does not depend on how a batch is split into microbatches. Stock transformers pools the layers before it multiplies,
+    and so calls a model balanced in which each layer collapses onto different experts.
 
     Source: Switch Transformers, equations 4-6 (https://arxiv.org/abs/2101.03961), per layer as in megablocks and per
     sequence as in DeepSeek-V3, equations 17-20 (https://arxiv.org/abs/2412.19437); the factor is SPES's
     `decayed_load_balance_loss.py` (https://arxiv.org/abs/2602.11543).
 
     Args:
-        router_logits: One `[T, E]` per layer, the tokens of each sequence in one piece.
+        router_logits: One `[T, E]` per layer, the tokens of each sequence contiguous.
         top_k: Experts per token.
         num_sequences: B, which divides T.
         claimed: Experts that this peer trains.
         claimed_factor: Multiplies the counts of `claimed`; below 1 it makes routing to them cheaper.
-        routed_E: To this is added how many tokens chose each expert, over all layers; integers.
+        routed_E: Accumulates the number of tokens that chose each expert, over all layers; integers.
 
     Returns:
         A scalar in fp32.
 
     Raises:
-        ValueError: no layers.
+        ValueError: `router_logits` is empty.
     """
     _require_layers(router_logits)
     losses = []
@@ -72,18 +70,12 @@ def balance_loss(
 
 
 def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
-    """Mean over layers and tokens of the router's squared log-partition: keeps its logits small.
+    """Return the mean over layers and tokens of the squared log-partition of `[T, E]` logits, which keeps them small.
 
     Source: ST-MoE, equation 5 (https://arxiv.org/abs/2202.08906).
 
-    Args:
-        router_logits: One `[T, E]` per layer.
-
-    Returns:
-        A scalar in fp32.
-
     Raises:
-        ValueError: no layers.
+        ValueError: `router_logits` is empty.
     """
     _require_layers(router_logits)
     return torch.stack([logits_TE.float().logsumexp(dim=-1).square().mean() for logits_TE in router_logits]).mean()
@@ -95,10 +87,10 @@ def _require_layers(router_logits: Sequence[Tensor]) -> None:
 
 
 class LossParts(NamedTuple):
-    """Scalars of one forward pass in fp32; a tuple, because DDP and FSDP look for tensors in tuples only."""
+    """fp32 scalars of one forward pass, in a tuple because DDP and FSDP look for tensors in tuples only."""
 
     total: Tensor
-    """Weighted sum of the others; the one that carries a graph."""
+    """Weighted sum of the others; the only one with a graph."""
     cross_entropy: Tensor
     """Mean over tokens, in nats."""
     balance: Tensor
@@ -108,15 +100,15 @@ class LossParts(NamedTuple):
 
 
 class TrainingLoss(nn.Module):
-    """The model and its loss as one module: what DDP wraps, since it reduces gradients of its own forward pass only.
+    """The model and its loss as one module for DDP, which reduces only the gradients of its own forward pass.
 
     Args:
-        slot_model: The model to train; its claims are read at every call.
+        slot_model: Model to train; its claims are read at every call.
         train: Precision and loss coefficients.
 
     Attributes:
-        routed_E: Tokens that have chosen each expert, over layers and calls, on the device, so that counting waits for
-            nothing; None before the first call, and whoever reads it may set it back to that.
+        routed_E: Tokens that have chosen each expert, over layers and calls, on the device, so that counting never
+            synchronises; None before the first call, and a reader may reset it to None.
     """
 
     def __init__(self, slot_model: SlotModel, train: TrainConfig) -> None:
@@ -126,13 +118,13 @@ class TrainingLoss(nn.Module):
         self.train_config = train
         self.routed_E: Tensor | None = None
 
-    def forward(self, tokens_BT1: LongTensor, claimed_factor: float = 1.0) -> LossParts:
-        """`causal_lm_loss` of `[B, T + 1]` tokens."""
+    def forward(self, tokens_BS1: LongTensor, claimed_factor: float = 1.0) -> LossParts:
+        """Return `causal_lm_loss` of `[B, S + 1]` tokens."""
         if self.routed_E is None:
-            self.routed_E = torch.zeros(self.slot_model.num_slots, dtype=torch.int64, device=tokens_BT1.device)
+            self.routed_E = torch.zeros(self.slot_model.num_slots, dtype=torch.int64, device=tokens_BS1.device)
         return causal_lm_loss(
             self.module,
-            tokens_BT1,
+            tokens_BS1,
             train=self.train_config,
             top_k=self.slot_model.config.num_experts_per_tok,
             claimed=self.slot_model.claimed,
@@ -143,7 +135,7 @@ class TrainingLoss(nn.Module):
 
 def causal_lm_loss(
     module: nn.Module,
-    tokens_BT1: LongTensor,
+    tokens_BS1: LongTensor,
     *,
     train: TrainConfig,
     top_k: int,
@@ -151,26 +143,26 @@ def causal_lm_loss(
     claimed_factor: float = 1.0,
     routed_E: Tensor | None = None,
 ) -> LossParts:
-    """Next-token cross entropy plus the router's losses, under autocast where `train.precision` says bf16.
+    """Compute next-token cross entropy plus the router's losses, under autocast if `train.precision` is bf16.
 
-    Each part is a mean over sequences, so that parts of a batch, weighted by their sequences, add up to the whole.
+    Each part is a mean over sequences, so that microbatches, weighted by their sequences, add up to the batch.
 
     Args:
-        module: A Hugging Face mixture-of-experts model.
-        tokens_BT1: `[B, T + 1]`; the first T are the input, the last T the targets.
+        module: Hugging Face mixture-of-experts model.
+        tokens_BS1: `[B, S + 1]`; the first S are the input, the last S the targets.
         train: Precision and loss coefficients.
-        top_k: Experts per token.
+        top_k: As in `balance_loss`, like `claimed`, `claimed_factor` and `routed_E`.
         claimed: Experts that this peer trains.
-        claimed_factor: SPES's factor on their counts in the balance loss.
-        routed_E: As in `balance_loss`.
+        claimed_factor: Multiplies the counts of `claimed`.
+        routed_E: Accumulates the number of tokens that chose each expert.
     """
-    with torch.autocast(tokens_BT1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
-        output = module(input_ids=tokens_BT1[:, :-1], output_router_logits=True, use_cache=False)
-    cross_entropy = _cross_entropy(output.logits, tokens_BT1)
+    with torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
+        output = module(input_ids=tokens_BS1[:, :-1], output_router_logits=True, use_cache=False)
+    cross_entropy = _cross_entropy(output.logits, tokens_BS1)
     balance = balance_loss(
         output.router_logits,
         top_k,
-        num_sequences=len(tokens_BT1),
+        num_sequences=len(tokens_BS1),
         claimed=claimed,
         claimed_factor=claimed_factor,
         routed_E=routed_E,
@@ -181,10 +173,10 @@ def causal_lm_loss(
 
 
 def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
-    """Mean cross entropy in nats per token over `[B, T + 1]` batches of any sizes, in evaluation mode.
+    """Return the mean cross entropy in nats per token over `[B, S + 1]` batches of any sizes, in evaluation mode.
 
     Raises:
-        DataError: no batches.
+        DataError: `batches` is empty.
     """
     device = next(module.parameters()).device
     was_training = module.training
@@ -192,11 +184,11 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     nats, num_tokens = 0.0, 0
     try:
         with torch.no_grad():
-            for batch_BT1 in batches:
-                tokens_BT1 = batch_BT1.to(device)
-                logits_BTV = module(input_ids=tokens_BT1[:, :-1], use_cache=False).logits
-                count = tokens_BT1[:, 1:].numel()
-                nats += _cross_entropy(logits_BTV, tokens_BT1).item() * count
+            for batch_BS1 in batches:
+                tokens_BS1 = batch_BS1.to(device)
+                logits_BSV = module(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
+                count = tokens_BS1[:, 1:].numel()
+                nats += _cross_entropy(logits_BSV, tokens_BS1).item() * count
                 num_tokens += count
     finally:
         module.train(was_training)
@@ -205,5 +197,5 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     return nats / num_tokens
 
 
-def _cross_entropy(logits_BTV: Tensor, tokens_BT1: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BTV.float().flatten(0, 1), tokens_BT1[:, 1:].flatten())
+def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor) -> Tensor:
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""The whole model seen as shared parameters and expert slots.
+"""The model as shared parameters and expert slots.
 
 Shape legend: E experts, O output features, I input features of one expert's weight.
 """
@@ -7,32 +7,32 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from spes_p2p.dtensor import like
+from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.frozen import WEIGHT_NAMES
+
+V = TypeVar("V")
 
 
 class SlotModel:
     """A Hugging Face model whose experts modules are `ExpertBank`s, addressed by slot.
 
-    Slot e is expert e of every layer. Its tensors go by the stock fused names, for instance
-    `model.layers.0.mlp.experts.gate_up_proj`, with the shape `[O, I]` of that one expert. All dictionaries are sorted
-    by name.
+    Slot e is expert e of every layer. Its tensors have the stock fused names, for instance
+    `model.layers.0.mlp.experts.gate_up_proj`, and the shape `[O, I]` of one expert. Dictionaries are sorted by name.
 
     Args:
-        module: The model, its banks in place; what DDP wraps, what generates text.
+        module: The model with its banks in place; DDP wraps it, and it generates text.
         banks: The banks by their name within `module`.
 
     Attributes:
-        module: As given.
         config: The model's stock configuration.
         num_slots: Experts per layer.
     """
@@ -48,43 +48,43 @@ class SlotModel:
 
     @property
     def claimed(self) -> tuple[int, ...]:
-        """Slots trained here, ascending."""
+        """Trained slots, ascending."""
         return next(iter(self._banks.values())).claimed
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Every parameter outside the experts by its stock name, tied ones once."""
+        """Return every parameter outside the experts by its stock name, tied ones once."""
         inside = tuple(f"{bank}." for bank in self._banks)
         return {name: p for name, p in sorted(self.module.named_parameters()) if not name.startswith(inside)}
 
     def slot_parameters(self, slot: int) -> dict[str, nn.Parameter]:
-        """Trainable parameters of one claimed slot.
+        """Return the trainable parameters of one claimed slot.
 
         Raises:
             ValueError: the slot is not claimed.
         """
         if slot not in self.claimed:
             raise ValueError(f"slot {slot} is not claimed, only {list(self.claimed)} are; adopt it first")
-        return dict(sorted(self._by_name({prefix: bank.parameters_of(slot) for prefix, bank in self._banks.items()})))
+        return self._by_name(lambda bank: bank.parameters_of(slot))
 
     def shared_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of `shared_parameters`."""
+        """Return the shapes of `shared_parameters`."""
         return {name: tuple(parameter.shape) for name, parameter in self.shared_parameters().items()}
 
     def slot_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one slot's tensors, the same for every slot."""
-        return dict(sorted(self._by_name({prefix: bank.shapes for prefix, bank in self._banks.items()})))
+        """Return the shapes of one slot's tensors, equal for all slots."""
+        return self._by_name(lambda bank: bank.shapes)
 
     def slot_weights(self, slot: int) -> dict[str, Tensor]:
-        """Detached fp32 copies of one slot's weights; of a frozen slot as its storage rounded them.
+        """Return detached fp32 copies of one slot's weights; a frozen slot's are rounded by its storage.
 
         Raises:
-            ValueError: no such slot.
+            ValueError: the slot does not exist.
         """
         self._check_slot(slot)
-        return dict(sorted(self._by_name({prefix: bank.weights_of(slot) for prefix, bank in self._banks.items()})))
+        return self._by_name(lambda bank: bank.weights_of(slot))
 
     def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrites the shared parameters in place, all or nothing.
+        """Overwrite the shared parameters in place, all or nothing.
 
         Raises:
             DataError: names or shapes differ from `shared_shapes`, or a value is not finite.
@@ -92,26 +92,25 @@ class SlotModel:
         check_tensors("shared", tensors, self.shared_shapes())
         with torch.no_grad():
             for name, parameter in self.shared_parameters().items():
-                parameter.copy_(like(tensors[name], parameter))
+                parameter.copy_(distribute_like(tensors[name], parameter))
 
     def load_slot(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
-        """Overwrites one slot, all or nothing: in place where it is claimed, rounded to storage where it is frozen.
+        """Overwrite one slot, all or nothing: in place if it is claimed, rounded to storage if it is frozen.
 
         Raises:
-            ValueError: no such slot.
+            ValueError: the slot does not exist.
             DataError: names or shapes differ from `slot_shapes`, or a value is not finite.
         """
-        self._check_slot(slot)
         for prefix, weights_OI in self._by_bank(slot, tensors).items():
             self._banks[prefix].load(slot, weights_OI)
 
     def adopt(self, slot: int, weights: Mapping[str, Tensor] | None = None) -> None:
-        """Makes a frozen slot trainable, from `weights` or else from what its storage kept.
+        """Make a frozen slot trainable, from `weights` or else from its stored weights.
 
         The new parameters need an optimizer group, and DDP a new wrapper.
 
         Raises:
-            ValueError: no such slot, or it is claimed already.
+            ValueError: the slot does not exist, or is claimed already.
             DataError: as `load_slot`.
         """
         self._check_slot(slot)
@@ -122,11 +121,11 @@ class SlotModel:
             bank.adopt(slot, by_bank.get(prefix))
 
     def release(self, slot: int) -> None:
-        """Freezes a claimed slot, rounded to storage, all or nothing; take `slot_weights` first if exact ones matter.
+        """Freeze a claimed slot, rounded to storage, all or nothing; read `slot_weights` first if you need exact ones.
 
         Raises:
             ValueError: the slot is not claimed.
-            DataError: a weight is not finite, which not every storage can hold.
+            DataError: a weight is not finite.
         """
         if slot not in self.claimed:
             raise ValueError(f"slot {slot} is not claimed, only {list(self.claimed)} are; nothing to release")
@@ -135,28 +134,28 @@ class SlotModel:
             bank.release(slot)
 
     def claimed_modules(self) -> list[nn.Module]:
-        """Modules within which the claimed slots' parameters are used, one per layer."""
+        """Return the modules that use the claimed slots' parameters, one per layer."""
         return [bank.trained for bank in self._banks.values()]
 
     def gather(self) -> None:
-        """Makes claimed slots' parameters whole again, new ones, where ranks keep parts; on all ranks."""
+        """Replace the claimed slots' sharded parameters by new, unsharded ones; call it on all ranks."""
         for bank in self._banks.values():
             bank.gather()
 
     def stock_state_dict(self, slots: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
-        """A snapshot of the model under the stock class's own names, tied weights aliased as there.
+        """Copy the model to the CPU under the stock class's names, with experts fused to `[E, O, I]` fp32.
+
+        Tied weights stay tied.
 
         Args:
-            slots: True weights by slot, to export in place of what this peer has. Frozen slots left out come as
-                their storage rounded them.
-
-        Returns:
-            Copies on the CPU; experts fused to `[E, O, I]` fp32.
+            slots: Exact weights by slot, in place of this peer's; other frozen slots are rounded by their storage.
 
         Raises:
             ValueError, DataError: as `load_slot`.
         """
-        given = {slot: self._checked(slot, tensors) for slot, tensors in (slots or {}).items()}
+        given = slots or {}
+        for slot, tensors in given.items():
+            self._check(slot, tensors)
         inside = tuple(f"{bank}." for bank in self._banks)
         state: dict[str, Tensor] = {}
         copies: dict[int, Tensor] = {}
@@ -171,25 +170,25 @@ class SlotModel:
         if not 0 <= slot < self.num_slots:
             raise ValueError(f"slot {slot} is not in a model of {self.num_slots}; choose 0 to {self.num_slots - 1}")
 
-    def _checked(self, slot: int, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def _check(self, slot: int, tensors: Mapping[str, Tensor]) -> None:
         self._check_slot(slot)
         check_tensors(f"slot-{slot}", tensors, self.slot_shapes())
-        return tensors
 
     def _by_bank(self, slot: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-        checked = self._checked(slot, tensors)
-        return {prefix: {name: checked[f"{prefix}.{name}"] for name in WEIGHT_NAMES} for prefix in self._banks}
+        self._check(slot, tensors)
+        return {prefix: {name: tensors[f"{prefix}.{name}"] for name in WEIGHT_NAMES} for prefix in self._banks}
 
-    @staticmethod
-    def _by_name(by_bank: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Any]]:
-        return [(f"{prefix}.{name}", value) for prefix, values in by_bank.items() for name, value in values.items()]
+    def _by_name(self, read: Callable[[ExpertBank], Mapping[str, V]]) -> dict[str, V]:
+        """Return what `read` returns of every bank, under the stock names."""
+        values = {f"{prefix}.{name}": v for prefix, bank in self._banks.items() for name, v in read(bank).items()}
+        return dict(sorted(values.items()))
 
 
 def check_tensors(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuses tensors that do not fit exactly.
+    """Refuse tensors that do not match `shapes` exactly.
 
     Raises:
-        DataError: a name is missing or unknown, a shape or kind differs, or a value is not finite.
+        DataError: a name is missing or unknown, a shape differs, or a value is not floating-point or not finite.
     """
     for name in sorted(shapes.keys() ^ tensors.keys()):
         fault = "is missing" if name in shapes else "is unknown"
@@ -205,7 +204,7 @@ def check_tensors(what: str, tensors: Mapping[str, Tensor], shapes: Mapping[str,
 
 
 def _fused(prefix: str, bank: ExpertBank, given: Mapping[int, Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """One layer's experts `[E, O, I]` by stock name, `given` slots over the bank's own."""
+    """Fuse one layer's experts to `[E, O, I]` by stock name, `given` slots before the bank's own."""
     fused = {name: torch.empty(bank.num_experts, *bank.shapes[name]) for name in WEIGHT_NAMES}
     for slot in range(bank.num_experts):
         own = {} if slot in given else bank.weights_of(slot)
@@ -221,7 +220,7 @@ def _save_pretrained(
     state_dict: dict[str, Tensor] | None = None,
     **options: Any,
 ) -> None:
-    """Stands in for `save_pretrained`, which would write a checkpoint without its frozen experts, and say nothing."""
+    """Replace `save_pretrained`, which would write a checkpoint without its frozen experts and without an error."""
     if state_dict is None:
         raise ValueError(
             f"save_pretrained({os.fspath(save_directory)!r}) would leave the experts out; pass "

@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-from pydantic import Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from spes_p2p.config import Fraction, Frozen, PositiveFloat, PositiveInt
+from spes_p2p.config.commands import UpcycleSettings
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import scratch_path
+from spes_p2p.model.export import apply_umask
 
 INDEX = "model.safetensors.index.json"
 """Of a checkpoint in several files: maps each tensor to its file."""
@@ -41,27 +41,6 @@ KEPT_FILES = (
     *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
 )
 """Files that are copied if they exist."""
-
-
-class UpcycleSettings(Frozen):
-    """What to make of which checkpoint."""
-
-    source: Path
-    """Folder of the dense checkpoint, its weights as safetensors."""
-    output: Path
-    """Folder to write; must be empty or not exist."""
-    num_experts: PositiveInt
-    """Experts of every layer."""
-    top_k: PositiveInt
-    """Experts each token is routed to; their weights are normalised."""
-    router_std: PositiveFloat = 0.02
-    """Standard deviation of the routers' weights. Small but not 0: ties would send every token to the same experts."""
-    noise_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Standard deviation of noise on the experts' weights, which makes them differ from the start."""
-    noise_fraction: Fraction = 0.0
-    """Share of each expert's weights that get noise."""
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """Of routers and noise; equal seeds give equal files."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +145,7 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
                     shutil.copyfile(settings.source / name, scratch / name)
             if target.exists():
                 target.rmdir()
+            apply_umask(scratch)
             scratch.rename(target)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error

@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spes_p2p.config import OptimizerName, RunConfig, TrainConfig
-from spes_p2p.dtensor import like, whole
+from spes_p2p.dtensor import distribute_like, full_tensor
 from spes_p2p.optim.rules import MOMENTS, Rule, make_rules
 
 LEAST_SHARE = 0.25
@@ -135,7 +135,7 @@ class InnerOptimizer:
         # which slots were claimed.
         groups = [SHARED, *(_group_name(slot) for slot in self.slots)]
         params = [p for group in groups for p in self._groups[group].values() if p.grad is not None]
-        norm = whole(get_total_norm([p.grad for p in params if p.grad is not None]))
+        norm = full_tensor(get_total_norm([p.grad for p in params if p.grad is not None]))
         if not math.isfinite(norm.item()):
             return norm.item()
         clip_grads_with_norm_(params, self._clip_norm, norm)
@@ -280,7 +280,7 @@ class InnerOptimizer:
 
     def _state_of(self, params: Mapping[str, Parameter]) -> dict[str, Tensor]:
         return {
-            f"{name}/{kind}": whole(tensor).detach().to("cpu", copy=True)
+            f"{name}/{kind}": full_tensor(tensor).detach().to("cpu", copy=True)
             for name, param in params.items()
             for kind, tensor in self._rule(name, param).read(param).items()
         }
@@ -319,7 +319,7 @@ class InnerOptimizer:
 
 def _on_ranks_of(param: Parameter, tensor: Tensor) -> Tensor:
     """State beside its parameter: in parts where that is, but for what has another shape."""
-    return like(tensor, param) if tensor.shape == param.shape else tensor.to(param.device)
+    return distribute_like(tensor, param) if tensor.shape == param.shape else tensor.to(param.device)
 
 
 def _group_name(slot: int) -> str:

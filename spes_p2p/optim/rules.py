@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from spes_p2p.config import OptimizerName, TrainConfig
-from spes_p2p.dtensor import like
+from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import ConfigError
 
 
@@ -142,7 +142,7 @@ class Rule:
     def settle(self, param: Parameter, moments: Mapping[str, Tensor]) -> None:
         """Goes on from bias-corrected moments, and from its own in whatever kind is not given."""
         given = {kind: moments[kind].to(param.dtype, copy=True) for kind in self.moments if kind in moments}
-        self._put(param, {kind: like(tensor, param) for kind, tensor in given.items()})
+        self._put(param, {kind: distribute_like(tensor, param) for kind, tensor in given.items()})
 
     def settle_late(
         self, param: Parameter, moments: Mapping[str, Tensor], before: Mapping[str, Tensor], steps: int
@@ -165,10 +165,10 @@ class Rule:
         for kind in (kind for kind in self.moments if kind in moments):
             made = min(float(steps), total) if state else 0.0
             left = self._decays[kind] ** made
-            late[kind] = like(moments[kind].to(param.dtype, copy=True), param).mul_(left)
+            late[kind] = distribute_like(moments[kind].to(param.dtype, copy=True), param).mul_(left)
             if made:
                 share = left * (1.0 - self._decays[kind] ** (total - made)) if self._is_biased else left
-                since = self._decode(param, kind, state) - like(before[kind].to(param.dtype), param) * share
+                since = self._decode(param, kind, state) - distribute_like(before[kind].to(param.dtype), param) * share
                 late[kind] += since.clamp_(min=0) if kind == "exp_avg_sq" else since
         self._put(param, late)
 
