@@ -6,7 +6,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.swarm.claims import coverage
-from spes_p2p.swarm.roster import SHARED, Groups, Member, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Roster
 
 MOST_ORPHANED_SECONDS = 120.0
 """Three leases and as many heartbeats: the peer to which an orphan falls may die as well."""
@@ -130,14 +131,14 @@ class Checker:
         """Note the run's start."""
         self._models[shared] = dict(slots)
 
-    def roster(self, now: float, members: Sequence[Member], groups: Groups) -> None:
+    def roster(self, now: float, roster: Roster) -> None:
         """Check that of each slot the newest version that a current member holds is what the group starts from."""
-        current = [member for member in members if member.peer_id in groups.members[SHARED]]
+        current = [member for member in roster if member.peer_id in roster.groups[SHARED]]
         model = self._models[current[0].anchors[SHARED]]
         for slot in sorted({slot for member in current for slot in member.slots}):
-            name = slot_name(slot)
+            name = VectorName.of_slot(slot)
             anchors = {member.peer_id: member.anchors[name] for member in current if slot in member.slots}
-            group = groups.members.get(name, ())
+            group = roster.members_of(name)
             self.report.sat_out += len(anchors) - len(group)
             if not group:
                 continue

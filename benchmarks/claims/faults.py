@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from benchmarks.claims.checker import Report
 from benchmarks.claims.simulation import Simulation
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.roster import Groups, Member, derive_groups
+from spes_p2p.swarm.roster import Member, Roster
 
 LEASE_SECONDS, HEARTBEAT_SECONDS = 30.0, 10.0
 QUIET_SECONDS = 400.0
@@ -81,7 +81,7 @@ def live_through(
     peers: tuple[int, int],
     *,
     cooldown_seconds: float | None = None,
-    derive: Callable[[Sequence[Member]], Groups] = derive_groups,
+    derive: Callable[[Sequence[Member]], Roster] = Roster,
 ) -> Report:
     """Return what came of one swarm, from its founding until long after its last fault.
 
@@ -89,7 +89,7 @@ def live_through(
         seed: Decides everything.
         peers: Fewest and most peers at the start; small swarms are drawn as often as large ones.
         cooldown_seconds: The claimants'; None: their own choice.
-        derive: Makes groups of a roster.
+        derive: Makes a roster of its entries.
     """
     draw = random.Random(seed)
     num_peers = round(peers[0] * (peers[1] / peers[0]) ** draw.random())

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from spes_p2p.swarm.claims import Claimant
-from spes_p2p.swarm.quorum import State, latest, majoritys
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.quorum import State, latest, majority_of
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, Member, lag_of, slot_name
+from spes_p2p.swarm.roster import Member, lag_of
 
 
 def version_name(*parts: object) -> str:
@@ -83,11 +84,11 @@ class VirtualPeer:
             slots=self.slots,
             slot_rounds=tuple(self.versions[slot][0] for slot in self.slots),
             lags=tuple(lag_of(self.versions[slot][0], self.shared[0]) for slot in sorted(self.versions)),
-            anchors={SHARED: self.shared[1]} | {slot_name(slot): name for slot, name in self.anchors.items()},
+            anchors={SHARED: self.shared[1]} | {VectorName.of_slot(slot): name for slot, name in self.anchors.items()},
         )
 
     def adopt(self, slot: int, offers: Iterable[State]) -> None:
-        """Take the newest version of a slot that goes with its model, as `Holdings` does."""
+        """Take the newest version of a slot that goes with its model, as `HeldSlots` does."""
         self.versions[slot] = latest([self.versions[slot], *offers], self.shared[0])
 
     def catch_up(self, shared: Iterable[State], offers: Mapping[int, Iterable[State]]) -> None:
@@ -97,7 +98,7 @@ class VirtualPeer:
             shared: Everybody's models.
             offers: Versions that could be had, by slot.
         """
-        self.shared = majoritys(list(shared))
+        self.shared = majority_of(list(shared))
         for slot, versions in offers.items():
             self.adopt(slot, versions)
         self.anchors = {slot: self.versions[slot][1] for slot in self.slots}

@@ -8,8 +8,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from benchmarks.claims.peer import VirtualPeer, version_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.quorum import State
-from spes_p2p.swarm.roster import SHARED, Groups, Member, slot_name
+from spes_p2p.swarm.roster import Member, Roster
 
 if TYPE_CHECKING:
     from benchmarks.claims.simulation import Simulation
@@ -23,13 +24,13 @@ class Averaged:
     """A round's result.
 
     Attributes:
-        groups: Who averaged what.
+        roster: Of its members.
         old: Model that it started from.
         new: Model that it leads to.
         made: Version of each slot that somebody has committed.
     """
 
-    groups: Groups
+    roster: Roster
     old: str
     new: State
     made: dict[int, str] = field(default_factory=dict)
@@ -41,10 +42,10 @@ class Rounds:
     Args:
         simulation: Whose.
         seconds: Training time of a round.
-        derive: Makes groups of a roster.
+        derive: Makes a roster of its entries.
     """
 
-    def __init__(self, simulation: Simulation, seconds: float, derive: Callable[[Sequence[Member]], Groups]) -> None:
+    def __init__(self, simulation: Simulation, seconds: float, derive: Callable[[Sequence[Member]], Roster]) -> None:
         self._simulation, self._seconds, self._derive = simulation, seconds, derive
         self._generation = 0
 
@@ -81,9 +82,8 @@ class Rounds:
                 self._stand(peer, took, partial(simulation.rebalance, peer))
             return
         result = self._average(present)
-        behind = {*result.groups.behind}
         for peer in awake:
-            if peer in present and peer.peer_id not in behind:
+            if peer in present and peer.peer_id not in result.roster.behind:
                 self._stand(peer, took + draw.uniform(0, 1), partial(self._commit, peer, result), 2.0)
             else:
                 self._stand(peer, took + 2.0, partial(self._return, peer))
@@ -93,20 +93,19 @@ class Rounds:
         self._simulation.schedule(seconds, then, peer)
 
     def _average(self, present: Sequence[VirtualPeer]) -> Averaged:
-        members = [peer.member() for peer in present]
-        groups = self._derive(members)
-        self._simulation.checker.roster(self._simulation.now, members, groups)
-        old = next(member.anchors[SHARED] for member in members if member.peer_id in groups.members[SHARED])
+        roster = self._derive([peer.member() for peer in present])
+        self._simulation.checker.roster(self._simulation.now, roster)
+        old = next(member.anchors[SHARED] for member in roster if member.peer_id in roster.groups[SHARED])
         # The same members may average the same model again, after a partition; what they have trained is not the same.
-        new = (groups.round + 1, version_name(old, self._simulation.now, *groups.members[SHARED]))
-        return Averaged(groups, old, new)
+        new = (roster.round + 1, version_name(old, self._simulation.now, *roster.groups[SHARED]))
+        return Averaged(roster, old, new)
 
     def _commit(self, peer: VirtualPeer, result: Averaged) -> None:
         """Make the result a peer's own, unless it drops the round; whoever does finds itself behind in the next."""
         simulation = self._simulation
         if simulation.random.random() >= DROPPED:
-            members = result.groups.members
-            mine = [slot for slot in peer.slots if peer.peer_id in members.get(slot_name(slot), ())]
+            groups = result.roster.groups
+            mine = [slot for slot in peer.slots if peer.peer_id in groups.get(VectorName.of_slot(slot), ())]
             after = {slot: version_name(result.new[1], slot, peer.anchors[slot]) for slot in mine}
             changes = {slot: (peer.anchors[slot], name) for slot, name in after.items()}
             simulation.checker.commit(simulation.now, result.old, result.new[1], changes)
@@ -120,14 +119,14 @@ class Rounds:
         """Fetch what others have committed; whoever sat a slot out goes on from theirs."""
         draw = self._simulation.random
         if peer.shared == result.new:
-            members = result.groups.members
-            mine = {slot for slot in peer.slots if peer.peer_id in members.get(slot_name(slot), ())}
+            groups = result.roster.groups
+            mine = {slot for slot in peer.slots if peer.peer_id in groups.get(VectorName.of_slot(slot), ())}
             for slot, name in result.made.items():
                 if slot not in mine and draw.random() >= UNPULLED:
                     peer.versions[slot] = (result.new[0], name)
                     if slot in peer.anchors:
                         peer.anchors[slot] = name
-            for slot in [slot for slot in peer.slots if slot_name(slot) not in members]:
+            for slot in [slot for slot in peer.slots if VectorName.of_slot(slot) not in groups]:
                 peer.adopt(slot, [other.versions[slot] for other in self._simulation.reachable(peer)])
                 peer.anchors[slot] = peer.versions[slot][1]
         self._simulation.rebalance(peer)

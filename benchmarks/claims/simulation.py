@@ -14,7 +14,7 @@ from benchmarks.claims.rounds import Rounds
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.claims import Claimant, orphans
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import Groups, Member, derive_groups
+from spes_p2p.swarm.roster import Member, Roster
 
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 SETTLE_SECONDS = 3.0
@@ -38,7 +38,7 @@ class Simulation:
         num_slots: Experts per layer.
         round_seconds: Training time of a round.
         cooldown_seconds: The claimants'; None: their own choice.
-        derive: Makes groups of a roster.
+        derive: Makes a roster of its entries.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Simulation:
         *,
         round_seconds: float = 20.0,
         cooldown_seconds: float | None = None,
-        derive: Callable[[Sequence[Member]], Groups] = derive_groups,
+        derive: Callable[[Sequence[Member]], Roster] = Roster,
     ) -> None:
         self.random, self.settings, self.num_slots, self.now = draw, settings, num_slots, 0.0
         self.peers: dict[str, VirtualPeer] = {}
@@ -132,7 +132,7 @@ class Simulation:
         self.look_around(cause)
 
     def leave(self, peer_id: str) -> None:
-        """Have a peer give its slots back and go, as `Holdings.leave` does."""
+        """Have a peer give its slots back and go, as `HeldSlots.leave` does."""
         peer = self.peers[peer_id]
         peer.slots, peer.max_slots, peer.state = (), 0, "joining"
         self._store(peer)

@@ -1,20 +1,37 @@
-"""What one machine decides, and whether that goes with the run's settings."""
+"""What one machine decides, and whether that is compatible with the run's settings."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from spes_p2p.config.run import Frozen, OptimizerName, PositiveInt, RunConfig, Storage, TrainConfig
 from spes_p2p.errors import ConfigError
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
-LEAST_MBIT = 1e-3
-"""An uplink, in 10^6 bits per second, over which nobody trains; what a round shares out by far less is no number."""
+MIN_MBIT = 1e-3
+"""Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
+CONFIGS = Path(__file__).parents[1] / "configs"
+"""The YAML files that come with the program; in a checkout a link to `configs/` at the top."""
 RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
+def shipped(name: str) -> Path:
+    """Return the path of a YAML file that comes with the program, by its name without `.yaml`."""
+    return CONFIGS / f"{name}.yaml"
+
+
+def find_config(path: Path) -> Path:
+    """Return `path`, or, if no such file exists, the file of that name that comes with the program."""
+    packaged = shipped(path.stem)
+    is_named = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml")
+    return packaged if is_named and not path.exists() and packaged.is_file() else path
+
+
+ConfigFile = Annotated[Path, AfterValidator(find_config)]
 
 
 class CommandConfig(BaseSettings):
@@ -49,38 +66,39 @@ class MachineConfig(Frozen):
     """How one machine computes; the results that it shares have the same meaning whatever it chooses."""
 
     storage: Storage | None = None
-    """Precision of the experts this peer does not hold; by default the run's."""
+    """Precision of experts that this peer does not hold; by default the run's."""
     kernel: KernelName = "auto"
-    """Expert kernel; `auto` takes the fastest that this machine can use."""
+    """Expert kernel; `auto`: the fastest that this machine can use."""
     inner_optimizer: OptimizerName | None = None
-    """Inner optimizer of this machine; by default the run's, whose moments it must share."""
+    """Inner optimizer; by default the run's. It must have the same moments as the run's."""
     micro_batch_size: PositiveInt | None = None
-    """Sequences per forward pass; by default the whole step's share of this rank."""
+    """Sequences per forward pass; by default this rank's share of the step."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass instead of keeping its activations."""
+    """Recompute each layer in the backward pass, to save memory."""
     gradients: Literal["fp32", "bf16"] = "fp32"
-    """Precision in which gradients are kept until the step; `bf16` halves them, for the 8-bit optimizers alone."""
+    """Precision of gradients. `bf16` halves their memory; only the 8-bit optimizers take it."""
     shard: Literal["ddp", "fsdp"] = "ddp"
-    """How several ranks share the work: `ddp` copies what is trained to each, `fsdp` splits it among them."""
-    uplink_mbit: Annotated[float, Field(ge=LEAST_MBIT, le=1e7, allow_inf_nan=False)] | None = None
-    """What this peer's link carries upwards, in 10^6 bits per second. It sends at that pace, which leaves no queues in
-    which TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. Where it is about half of the
-    others' or less, they reduce in its place and pass its slots on. Who says nothing counts as the fastest who does."""
+    """How ranks share the work. `ddp` copies what is trained to each, `fsdp` splits it among them."""
+    uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None
+    """Upload rate of this peer's link, in 10^6 bits per second. It sends at that rate, which leaves no queues in which
+    TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. If the rate is about half of the
+    others' or less, they reduce in its place and pass its slots on. A peer that states no rate counts as the fastest
+    that does."""
     refresh_slots: PositiveInt | None = None
-    """Slots of others to fetch per round: the most routed-to first, the rest in turn; by default all of them."""
+    """Slots of others to fetch per round; by default all. The most routed-to come first, the rest in turn."""
 
 
 FoundedRun = Annotated[
     str, Field(max_length=129, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64})?$")
 ]
-"""A run's name, and `@` and its founder's peer id where that is known: nobody else's run of that name will do."""
+"""A run's name, then `@` and its founder's peer id where that is known; another founder's run is refused then."""
 
 
 class NamedRun(Frozen):
     """Which run a command is about."""
 
     run_id: FoundedRun
-    """Name of the run to found or to join; `NAME@FOUNDER` joins only the run that this peer founded."""
+    """Name of the run. `NAME@FOUNDER` joins only the run that the peer FOUNDER founded."""
 
     @property
     def run_name(self) -> str:
@@ -94,48 +112,49 @@ class NamedRun(Frozen):
 
 
 class PeerConfig(CommandConfig, NamedRun, MachineConfig):
-    """One machine's choices, as flags: `--run-id r --initial-peers ADDR ...`."""
+    """Join a run with --initial-peers, or found one without, and train it."""
 
-    model_config = SettingsConfigDict(cli_prog_name="run_peer.py")
+    model_config = SettingsConfigDict(cli_prog_name="spes peer")
 
-    config: Path | None = None
-    """YAML file to start a new run from, and to read this machine's choices from."""
+    config: ConfigFile | None = None
+    """YAML file with a new run's settings under `run`, and this machine's choices. The name of a file that comes with
+    the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     initial_peers: list[str] = []
-    """Multiaddrs of peers already in the swarm, of which one that answers is enough; none founds a new run."""
+    """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
     run: RunConfig | None = None
-    """The run's settings, for its founder only; everybody else takes them from the signed manifest."""
+    """Settings of the run, for its founder only. The others take them from the signed manifest."""
     output: Path = Path("runs/peer")
     """Directory of this peer's identity, versions, checkpoint and log."""
     resume: bool = False
-    """Continue from what `output` holds."""
+    """Continue with the contents of `output`."""
     overwrite: bool = False
-    """Delete what `output` holds and start anew."""
+    """Delete the contents of `output` and start anew."""
     alone: bool = False
-    """Train on when all others have vanished; by default a peer keeps its round and waits until one is within reach."""
+    """Train on when all others have vanished. By default a peer keeps its round and waits until one is reachable."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
-    """Expert slots to claim at most; `auto`: as many as this machine's free memory allows."""
+    """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
     text: list[Path] = []
-    """Local files or folders (text, jsonl, parquet) to train on, for runs whose data source is `files`."""
+    """Text, jsonl or parquet to train on, where the run's data source is `files`."""
     data_seed: int | None = None
-    """Seed of this peer's data order; by default derived from its identity."""
+    """Seed of this peer's data order; by default from its identity."""
     host: str = "127.0.0.1"
     """Address to listen on; 0.0.0.0 for every interface."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: list[str] = []
-    """Multiaddrs under which others reach this peer, where they differ from host and port."""
+    """Multiaddrs by which others reach this peer, if not host and port."""
     client_mode: bool = False
-    """Only call others, and do not listen; a peer that finds that nobody can call it does so by itself."""
+    """Call others, but do not listen. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=768)] | None = None
-    """Invite of the founder, where the run takes only invited peers; SPES_INVITE keeps it out of the process list."""
+    """The founder's invite, if the run is closed. SPES_INVITE keeps it out of the process list."""
     identity: Path | None = None
-    """File of this peer's key, made if there is none; by default in `output`."""
+    """File of this peer's key, created if missing; by default in `output`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default PyTorch's choice."""
     seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """After the run's last round, keep serving its versions for so long, or until a monitor has archived them."""
+    """Longest time to serve the versions after the last round. It ends when a monitor has archived them."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"
@@ -145,22 +164,17 @@ class PeerConfig(CommandConfig, NamedRun, MachineConfig):
 EIGHT_BIT: tuple[OptimizerName, ...] = ("adamw8bit", "lion8bit")
 """Optimizers of bitsandbytes."""
 MAX_NARROW_SUMS = 8
-"""Microbatches whose gradients may be added up in bf16: the sum is off by 0.3 % then, by 3 % with 128."""
+"""Microbatches whose gradients may be summed in bf16; more would round too much."""
 
 
 def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) -> None:
-    """Refuses choices with which a machine could not train the run, or would not make the run's steps.
+    """Refuse choices with which a machine could not train the run, or would not make the run's steps.
 
-    AdamW in 8 bits makes AdamW's steps; all others read `train.lr` in another way. LAMB's moments are AdamW's, but its
-    steps are not.
-
-    Args:
-        run: The run's settings.
-        machine: The machine's choices.
-        num_ranks: Its processes.
+    AdamW in 8 bits makes AdamW's steps; all other optimizers interpret `train.lr` differently. LAMB's moments are
+    AdamW's, but its steps are not.
 
     Raises:
-        ConfigError: the two do not go together.
+        ConfigError: the machine's choices contradict the run.
     """
     name = machine.inner_optimizer
     if name not in (None, run.train.optimizer) and {name, run.train.optimizer} != {"adamw", "adamw8bit"}:
@@ -177,7 +191,7 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
 
 
 def check_training(train: TrainConfig, machine: MachineConfig, num_ranks: int) -> None:
-    """Refuses choices that cannot be combined, whatever the run.
+    """Refuse choices that cannot be combined in any run.
 
     Raises:
         ConfigError: the batch does not split over the ranks, or an optimizer cannot take the gradients or parameters.
@@ -211,6 +225,6 @@ def check_training(train: TrainConfig, machine: MachineConfig, num_ranks: int) -
 
 
 def sequences_at_once(train: TrainConfig, machine: MachineConfig, num_ranks: int = 1) -> int:
-    """Returns the sequences of a rank's forward pass."""
+    """Return the number of sequences in a rank's forward pass."""
     share = max(1, train.batch_size // num_ranks)
     return min(machine.micro_batch_size or share, share)

@@ -18,7 +18,7 @@ from spes_p2p.swarm.averaging.audit import Evidence
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, decide_outcome, prepare
 from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_message, reduce_message
-from spes_p2p.swarm.bans import Trust
+from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
@@ -136,7 +136,7 @@ def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
     roster = Roster(met[peer].member for peer in sorted(met))
     status: dict[str, dict[str, str]] = {peer: {} for peer in met}
     averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
-    lefts: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
+    residuals: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
     evidence: dict[str, dict[str, Evidence]] = {peer: {} for peer in met}
     lost: dict[str, set[str]] = {peer: set() for peer in met}
     for name, members in roster.groups.items():
@@ -151,14 +151,14 @@ def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
                 lost[peer] |= set(work.auditors[peer].liars())
             if not reason:
                 averaged[peer][name] = work.mean
-                if peer in work.left:
-                    lefts[peer][name] = work.left[peer]
+                if peer in work.residuals:
+                    residuals[peer][name] = work.residuals[peer]
     return {
         peer: Attempt(
             roster,
             status=status[peer],
             averaged=averaged[peer],
-            left=lefts[peer],
+            residuals=residuals[peer],
             lost=frozenset(lost[peer]),
             evidence=evidence[peer],
         )
@@ -176,7 +176,7 @@ class GroupMean:
 
     Attributes:
         mean: Encoded, once it is reduced.
-        left: What encoding it has left over with each of its reducers.
+        residuals: Rounding error of the mean, by reducer: first element, and fp32 values.
         auditors: The members' eyes.
     """
 
@@ -184,7 +184,7 @@ class GroupMean:
         self._plan, self._name, self._met = plan, name, met
         self._senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
         self.mean = torch.empty(plan.format.num_bytes, dtype=torch.uint8)
-        self.left: dict[str, tuple[int, Tensor]] = {}
+        self.residuals: dict[str, tuple[int, Tensor]] = {}
         self.auditors = {peer: plan.auditor(peer) for peer in plan.peers}
 
     def reduce(self) -> str:
@@ -219,7 +219,7 @@ class GroupMean:
                 new_errors[span.start - start : span.stop - start] = rest
             self._show(reducer, message, place)
         if not plan.format.is_exact:
-            self.left[reducer] = start, new_errors
+            self.residuals[reducer] = start, new_errors
 
     def _sent(self, reducer: str, peer: str, message: Message, place: slice) -> Tensor | None:
         """Return what a member sends of a message; None where nobody can read it, but there are enough others."""
@@ -260,7 +260,7 @@ class MemorySwarm:
         self._encoding, self._errors = DeltaEncoding({}), dict[str, Tensor]()
         self._held: tuple[int, ...] = ()
         self._vectors = Vectors(keyframe_rounds=1)
-        self._fruitless, self.trust = 0, Trust()
+        self._fruitless, self.bans = 0, Bans()
         self.accused: set[tuple[int, str]] = set()
         """Rounds, and peers of which this one held something against what they did in them."""
         self._closed, self._refused = False, RefusedVersions()
@@ -302,7 +302,7 @@ class MemorySwarm:
         self._encoding, self._vectors = DeltaEncoding(vectors.segments), vectors
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        contribution = self.trust.enter(prepare(contribution, expected), self.read(Claim))
+        contribution = self.bans.enter(prepare(contribution, expected), self.read(Claim))
         member, encoded = self._encode(contribution)
         if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
@@ -313,16 +313,16 @@ class MemorySwarm:
             patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
             entry = Entry(member, encoded, self._encoding, self._errors, self._lie(member.round))
             attempt = self._hub.meet(entry, expected, self.now() + patience)
-            self.trust.note(member.round, [attempt.evidence])
+            self.bans.note(member.round, [attempt.evidence])
             self.accused |= {(member.round, peer) for peer in attempt.evidence}
         result = decide_outcome(attempt, contribution, self._encoding)
-        self.trust.meet(result)
+        self.bans.meet(result)
         if result.is_behind:
             self._encoding.forget()
             self._errors.clear()
         else:
             self._encoding.commit(result.committed)
-            for name, (start, error) in attempt.left.items():
+            for name, (start, error) in attempt.residuals.items():
                 if name in result.committed:
                     self._errors[name][start : start + error.numel()] = error
         self._averaged_bytes += averaged_bytes(result, self._encoding)
@@ -382,7 +382,7 @@ class MemorySwarm:
     def versions(self) -> Mapping[str, Version]:
         return {name: version for name, (version, _) in self._mine.items()}
 
-    def go_back(self, files: Mapping[Path, Version]) -> None:
+    def rollback(self, files: Mapping[Path, Version]) -> None:
         raise SimulationError("versions in memory have no files; a virtual peer cannot be resumed")
 
     def load(self, name: str, *, before: bool = False) -> Tensor:
@@ -395,7 +395,7 @@ class MemorySwarm:
         round = self._mine[name][0].round - 1
         self._refused.add(self._mine[name][0].digest)
         self._mine[name] = self._hub.bundles[self.peer_id][name] = self._before.pop(name)
-        self.trust.suspect(round, suspects)
+        self.bans.suspect(round, suspects)
         self.accused |= {(round, peer) for peer in suspects}
 
     def pull(
@@ -408,7 +408,7 @@ class MemorySwarm:
         uplinks: Mapping[str, float] | None = None,
         authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
-        deadline, failures = self.now() + timeout, self._vectors.strange(wanted)
+        deadline, failures = self.now() + timeout, self._vectors.unknown(wanted)
         for name, peers in wanted.items():
             if name in failures:
                 continue

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.swarm.averaging.audit import Evidence
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import MOST_DISTRUSTED, MOST_NEWCOMERS, SHARED
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_NEWCOMERS, SHARED
 
 log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ MEMORY_ROUNDS = 8
 """A strike is forgotten after so many rounds: whatever is done once in a while may be an accident."""
 BAN_ROUNDS = 16
 """The first ban's length; each further one of the same peer is twice as long as the last."""
-LONGEST_BAN_ROUNDS = 1024
+MAX_BAN_ROUNDS = 1024
 PROBATION_ROUNDS = 4
 """Rounds that a peer must have committed with another until that one is not new to it."""
 
@@ -37,7 +37,7 @@ class _Case:
     until: int = 0
 
 
-class Trust:
+class Bans:
     """One peer's own judgement of the others, by authenticated id. The clock is the run's rounds."""
 
     def __init__(self) -> None:
@@ -82,7 +82,7 @@ class Trust:
             evidence.is_proof  # guard: ban-proof
             or len(case.strikes) >= STRIKES  # guard: ban-strikes
         ):
-            length = min(BAN_ROUNDS * 2**case.bans, LONGEST_BAN_ROUNDS)  # guard: ban-doubling
+            length = min(BAN_ROUNDS * 2**case.bans, MAX_BAN_ROUNDS)  # guard: ban-doubling
             case.bans, case.until, case.strikes = case.bans + 1, round + 1 + length, ()
             del self._met[peer]  # guard: banned-newcomer
             log.warning("round %d: not averaging with %s for %d rounds", round + 1, peer[-6:], length)
@@ -94,7 +94,7 @@ class Trust:
     def enter(self, contribution: Contribution, present: Iterable[str] = ()) -> Contribution:
         """Return a contribution whose roster entry says whom this peer distrusts, and who of `present` is new to it."""
         member = contribution.member
-        distrusts = self.banned(member.round)[:MOST_DISTRUSTED]
-        newcomers = self.new_among(set(present) - {member.peer_id})[:MOST_NEWCOMERS]
+        distrusts = self.banned(member.round)[:MAX_DISTRUSTED]
+        newcomers = self.new_among(set(present) - {member.peer_id})[:MAX_NEWCOMERS]
         said = {"distrusts": distrusts, "newcomers": newcomers}
         return replace(contribution, member=member.model_copy(update=said))

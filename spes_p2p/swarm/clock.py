@@ -14,10 +14,10 @@ REMEMBERED = 16
 SPREADS = 8.0
 """Deviations from the median that are waited for: a normal variable exceeds five sigma once in two million times."""
 
-LEAST_SPREAD = 1 / 4
+MIN_SPREAD = 1 / 4
 """Of the median: what has been steady need not stay so, as when newcomers begin to download."""
 
-MOST_TIMES_MEDIAN = 4.0
+MAX_TIMES_MEDIAN = 4.0
 """Of the stated speeds: what one may count for, as for tokens in `averaging/robust.py`."""
 
 
@@ -51,7 +51,7 @@ def fair_speeds(speeds: Sequence[float]) -> list[float]:
         speeds: Tokens per second; 0 of those that have measured none.
     """
     stated = [speed for speed in speeds if speed > 0]
-    most = MOST_TIMES_MEDIAN * statistics.median(stated) if stated else 0.0
+    most = MAX_TIMES_MEDIAN * statistics.median(stated) if stated else 0.0
     return [min(speed, most) for speed in speeds]  # guard: speed-median
 
 
@@ -96,5 +96,5 @@ class AdaptiveTimeout:
             return self._most
         median = statistics.median(self._seen)
         spread = statistics.median(abs(seconds - median) for seconds in self._seen)
-        usual = max(median + SPREADS * max(spread, LEAST_SPREAD * median), self._least)
+        usual = max(median + SPREADS * max(spread, MIN_SPREAD * median), self._least)
         return min(self._stretch * usual, self._most)

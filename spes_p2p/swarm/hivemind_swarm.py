@@ -16,13 +16,13 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, decide_outcome, prepare
-from spes_p2p.swarm.bans import Trust
+from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
-from spes_p2p.swarm.membership import Bulletin
+from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
@@ -62,10 +62,10 @@ class HivemindSwarm:
         self._rounds = RoundConfig()
         self._vectors, self._encoding = Vectors(), DeltaEncoding({})
         self._averaged_bytes, self._reserved_at = 0, time.monotonic()
-        self._dial_back, self._bulletin = DialBack(node), Bulletin(node)
+        self._dial_back, self._membership = DialBack(node), Membership(node)
         if not node.has_met_peers:
-            self._bulletin.expect(node.known.addresses())
-        self.watchdog, self.trust = Watchdog(node), Trust()
+            self._membership.expect(node.peerstore.addresses())
+        self.watchdog, self.bans = Watchdog(node), Bans()
 
     def enter(
         self,
@@ -84,7 +84,7 @@ class HivemindSwarm:
             guests: Who may take part; None for everybody.
         """
         self._rounds, self._vectors, self._encoding = rounds, vectors, DeltaEncoding(vectors.segments)
-        self._bulletin.guests = guests
+        self._membership.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self.exchange.accept_formats(vectors.formats)
         if (step := vectors.advance) is not None:
@@ -107,8 +107,8 @@ class HivemindSwarm:
             )
             self._averager.run_in_background(timeout=rounds.averaging_seconds)
         self.watchdog.start()
-        self._bulletin.start(rounds)
-        self._bulletin.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
+        self._membership.start(rounds)
+        self._membership.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
 
     def can_be_called(self) -> bool:
         """Tell whether others can open connections to this peer; True where nobody could be asked."""
@@ -120,28 +120,28 @@ class HivemindSwarm:
         return get_dht_time()
 
     def announce(self, *records: Record) -> None:
-        self._bulletin.announce(*records)
+        self._membership.announce(*records)
 
     def report(self, record: Metrics | Archived) -> None:
-        self._bulletin.report(record)
+        self._membership.report(record)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        return self._bulletin.read(kind)
+        return self._membership.read(kind)
 
     def wait(self, seconds: float) -> bool:
-        return self._bulletin.stopped.wait(seconds)
+        return self._membership.stopped.wait(seconds)
 
     # ------------------------------------------------------------------ rounds
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
         """Average, once more if `shared` failed: a dead member costs its own work, not everybody's."""
-        if expected <= 1 and self._bulletin.company and not self._trains_alone:
-            self._bulletin.wait_for_company(contribution.member.round, self.watchdog)
+        if expected <= 1 and self._membership.live_peers and not self._trains_alone:
+            self._membership.wait_for_live_peers(contribution.member.round, self.watchdog)
             reason = "the swarm was out of reach"
             return RoundResult(Roster([contribution.member]), dropped=dict.fromkeys(contribution.deltas, reason))
-        invite = self._bulletin.guests.shown if self._bulletin.guests is not None else ""
+        invite = self._membership.guests.shown if self._membership.guests is not None else ""
         contribution = prepare(contribution, expected, calls_only=self.node.client_mode, invite=invite)
-        contribution = self.trust.enter(contribution, self._bulletin.last_read(Claim))
+        contribution = self.bans.enter(contribution, self._membership.last_read(Claim))
         self._put_off_strangers()
         member, encode = self._encoding.entry(contribution), self._encoding.encoder(contribution)
         attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
@@ -151,23 +151,23 @@ class HivemindSwarm:
                 break
             log.warning("round %d: %s; trying again", member.round + 1, result.dropped[SHARED])
             expected = max(1, expected - len(attempt.lost - {self.peer_id}))
-            if expected == 1 and self._bulletin.company and not self._trains_alone:
+            if expected == 1 and self._membership.live_peers and not self._trains_alone:
                 break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
             if expected > 1 and attempt.roster.without(attempt.lost).missing_quorum:
                 break
             attempt, result = self._average_once(contribution, member, encode, expected, self.now(), True)
             evidence.append(attempt.evidence)
-        self.trust.note(member.round, evidence)
-        self.trust.meet(result)
+        self.bans.note(member.round, evidence)
+        self.bans.meet(result)
         if result.is_behind:
             self._encoding.forget()
         else:
             self._encoding.commit(result.committed)
         if self._averager is not None:
             if result.is_behind:
-                self._averager.places.forget_errors()
-            left = {name: error for name, error in attempt.left.items() if name in result.committed}
-            self._averager.places.keep_errors(left)
+                self._averager.places.reset_residuals()
+            committed = {name: residual for name, residual in attempt.residuals.items() if name in result.committed}
+            self._averager.places.keep_residuals(committed)
         self._averaged_bytes += averaged_bytes(result, self._encoding)
         if SHARED not in result.committed:
             self.exchange.release()
@@ -175,7 +175,7 @@ class HivemindSwarm:
 
     def _put_off_strangers(self) -> None:
         """Serve newcomers only after the round that is about to be synchronised, or in half of the time at least."""
-        members = [peer for peer, claim in self._bulletin.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
+        members = [peer for peer, claim in self._membership.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
         began, self._reserved_at = self._reserved_at, time.monotonic()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
         self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
@@ -236,7 +236,7 @@ class HivemindSwarm:
     def _declare(self) -> None:
         """Tell newcomers, with the next heartbeat, what this peer serves."""
         if self.exchange.serves:
-            self._bulletin.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
+            self._membership.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
         return serving({peer: seed for peer, seed in self.read(Seed).items() if peer != self.peer_id})  # type: ignore[misc]
@@ -244,7 +244,7 @@ class HivemindSwarm:
     def versions(self) -> Mapping[str, Version]:
         return self._store.newest()
 
-    def go_back(self, files: Mapping[Path, Version]) -> None:
+    def rollback(self, files: Mapping[Path, Version]) -> None:
         self._store.restore(files)
         self._store.keep_only(self._vectors.names)  # guard: strange-checkpoint
         self._declare()
@@ -256,7 +256,7 @@ class HivemindSwarm:
         version = self._store.newest()[name]
         self._store.refuse(version)
         self._declare()
-        self.trust.suspect(version.round - 1, suspects)
+        self.bans.suspect(version.round - 1, suspects)
 
     def load_document(self, name: str) -> bytes:
         """Return a document that was pulled or published."""
@@ -272,12 +272,12 @@ class HivemindSwarm:
         uplinks: Mapping[str, float] | None = None,
         authors: Mapping[str, Collection[str]] | None = None,
     ) -> Mapping[str, str]:
-        strange = self._vectors.strange(wanted)  # guard: strange-pull
-        wanted = {name: peers for name, peers in wanted.items() if name not in strange}
+        unknown = self._vectors.unknown(wanted)  # guard: strange-pull
+        wanted = {name: peers for name, peers in wanted.items() if name not in unknown}
         limits = {name: self._vectors.num_bytes(name) for name in wanted}
         pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)
         try:
-            return strange | pull(wanted, relays=relays, uplinks=uplinks, authors=authors)
+            return unknown | pull(wanted, relays=relays, uplinks=uplinks, authors=authors)
         finally:
             self.exchange.release()
             self._declare()
@@ -289,7 +289,7 @@ class HivemindSwarm:
         return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes
 
     def close(self) -> None:
-        self._bulletin.stop()
+        self._membership.stop()
         self.watchdog.stop()
         if self._averager is not None and self._averager.is_alive():
             (self._averager.shutdown if self.node.p2p.is_running() else self._averager.terminate)()

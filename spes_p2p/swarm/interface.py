@@ -101,7 +101,7 @@ class Swarm(Protocol):
     def versions(self) -> Mapping[str, Version]:
         """Return the newest version of each name that this peer has, its own and pulled ones."""
 
-    def go_back(self, files: Mapping[Path, Version]) -> None:
+    def rollback(self, files: Mapping[Path, Version]) -> None:
         """Have versions as this peer's newest again, from files of its own that were verified."""
 
     def load(self, name: str, *, before: bool = False) -> Tensor:

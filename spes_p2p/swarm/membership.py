@@ -26,7 +26,7 @@ SAY_SECONDS = 20.0
 STOP_SECONDS = 1.0
 
 
-class Bulletin:
+class Membership:
     """The records of one peer and of all others, as this peer last read them.
 
     Args:
@@ -34,7 +34,7 @@ class Bulletin:
     """
 
     def __init__(self, node: Node) -> None:
-        self.company: frozenset[str] = frozenset()
+        self.live_peers: frozenset[str] = frozenset()
         """The others who took part when any were last heard of, without those who have said goodbye."""
         self.guests: GuestList | None = None
         """Who may take part; None for everybody."""
@@ -61,7 +61,7 @@ class Bulletin:
 
     def expect(self, peers: Collection[str]) -> None:
         """Count peers as company that this one was with before a restart."""
-        self.company = frozenset(peers) - {self._node.peer_id}
+        self.live_peers = frozenset(peers) - {self._node.peer_id}
 
     def announce(self, *records: Record) -> None:
         """Store records and keep renewing the latest of each kind; a claim shows this peer's invite."""
@@ -89,7 +89,7 @@ class Bulletin:
             log.warning("the DHT took too long to read %s records; going by what it said before", kind.kind)
             return self._last_read.get(kind, {})
         if kind is Claim:
-            self.company = still_here(self.company, found, self._node.peer_id)
+            self.live_peers = live_peers_of(self.live_peers, found, self._node.peer_id)
         return found
 
     def _admitted(self, kind: type[Record], records: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -107,7 +107,7 @@ class Bulletin:
         """Return what `read` last returned."""
         return self._last_read.get(kind, {})
 
-    def wait_for_company(self, round: int, watchdog: Watchdog) -> None:
+    def wait_for_live_peers(self, round: int, watchdog: Watchdog) -> None:
         """Return when somebody takes part again, or the swarm is closed; say meanwhile what this peer is doing.
 
         Whether the others are gone or only the way to them, nobody can tell from here; who trained on alone would have
@@ -134,7 +134,7 @@ class Bulletin:
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:
             is_taken = self._node.store(record, lifetime_seconds)
-            if not is_taken and self.company and not self._untaken:
+            if not is_taken and self.live_peers and not self._untaken:
                 log.warning("nobody took our %s record; records are renewed until somebody does", record.kind)
             self._untaken = self._untaken - {type(record)} if is_taken else self._untaken | {type(record)}
         except OSError:
@@ -147,10 +147,10 @@ class Bulletin:
                 with self._renewing:
                     self._store(self._renewed[kind], self._rounds.lease_seconds)
             contacts = {peer: record for peer, record in self.read(Contact).items() if peer != self._node.peer_id}
-            self._node.known.note({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
+            self._node.peerstore.update({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
 
 
-def still_here(company: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:
+def live_peers_of(company: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:
     """Return in whose company a peer is.
 
     Who is killed or cut off is missed: its claim ends without a word. Who leaves says so: from then on it can train no

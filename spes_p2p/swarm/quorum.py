@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import MOST_VOTERS, SHARED, newest
+from spes_p2p.swarm.roster import MAX_VOTERS, SHARED, newest
 
 State = tuple[int, str]
 """Round and digest of a version."""
@@ -28,10 +28,10 @@ def has_begun(claims: Mapping[str, Claim]) -> bool:
 def voters_of(claims: Mapping[str, Claim]) -> list[str]:
     """Return the active peers that have a vote: all, while none has committed a round; no more than an entry names."""
     active = sorted(active_of(claims))
-    return ([peer for peer in active if claims[peer].votes] or active)[:MOST_VOTERS]
+    return ([peer for peer in active if claims[peer].votes] or active)[:MAX_VOTERS]
 
 
-def majoritys(states: Sequence[State]) -> State:
+def majority_of(states: Sequence[State]) -> State:
     """Return the state of `shared`, or of its moments, to take over: as most have it.
 
     The run's start, which all bring who begin together, has no vote where anybody has trained. Ties go as in a roster,
@@ -78,6 +78,6 @@ def _returning(having: Having) -> Having:
     trained on without them, and counts like any other.
     """
     shared = [state_of(offers[SHARED]) for offers in having.values() if SHARED in offers]
-    most = majoritys(shared)[0] if shared else 0
+    most = majority_of(shared)[0] if shared else 0
     ahead = {peer: offers for peer, offers in having.items() if SHARED in offers and offers[SHARED].round == most + 1}
     return ahead if most and ahead else having

@@ -14,26 +14,26 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spes_p2p.config import LEAST_MBIT
+from spes_p2p.config import MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS, Count, PeerId, Seconds, Slot
 
 MAX_MEMBER_BYTES = 64 * 1024
-MOST_DISTRUSTED = 16
+MAX_DISTRUSTED = 16
 """Peers that a member may want left out."""
-MOST_NEWCOMERS = 64
+MAX_NEWCOMERS = 64
 """Peers that a member may call new."""
-NEWCOMERS_CREDIT = 0.25
+NEWCOMER_WEIGHT = 0.25
 """What a token of somebody counts whom most others call new: identities are free, and a liar's next one is new."""
-MOST_VOTERS = 1024
+MAX_VOTERS = 1024
 """Peers that a member may know to have a vote; an entry with so many is three quarters of the longest."""
-MOST_LAG = 99
+MAX_LAG = 99
 """Rounds that a version lies behind its member's model, or more; said of none, too, and nothing to go on from."""
-LEAST_VOTERS = 5
+MIN_VOTERS = 5
 """Members below which nobody is left out: of four, two could outvote one."""
-MOST_TOKENS = 2**34
+MAX_MEMBER_TOKENS = 2**34
 """More than any one peer can train between two rounds; a larger weight is a lie, or an accident."""
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
@@ -66,14 +66,14 @@ class Member(BaseModel):
     peer_id: PeerId
     round: Count
     """Round of the anchor that the deltas start from."""
-    tokens: Annotated[int, Field(ge=0, le=MOST_TOKENS)]  # guard: token-bounds
+    tokens: Annotated[int, Field(ge=0, le=MAX_MEMBER_TOKENS)]  # guard: token-bounds
     """Tokens trained since the anchor: the weight of this member's deltas, by its `credits`; 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots it brings deltas of."""
     slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
     """Round of the version that each of them starts from, in their order; one that was an orphan may lag behind, and
     one of the losing side of a partition may be ahead of the member's model."""
-    lags: tuple[Annotated[int, Field(ge=0, le=MOST_LAG)], ...] = Field(default=(), max_length=MAX_SLOTS)
+    lags: tuple[Annotated[int, Field(ge=0, le=MAX_LAG)], ...] = Field(default=(), max_length=MAX_SLOTS)
     """Rounds by which the newest version that it has of each of the model's slots lies behind its model, by slot; empty
     where it says nothing of them."""
     anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], ShortDigest] = Field(
@@ -85,7 +85,7 @@ class Member(BaseModel):
     """DHT time of entering."""
     sync_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
     """What synchronising took it last time, from entering to training again."""
-    uplink_mbit: Annotated[float, Field(ge=LEAST_MBIT, le=1e7, allow_inf_nan=False)] | None = None  # guard: uplink-min
+    uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None  # guard: uplink-min
     """What it may send, in 10^6 bits per second, if that is limited."""
     refreshes: bool = False
     """It fetches some of the others' slots in a round, not all, so that nobody counts on it to pass them on."""
@@ -93,11 +93,11 @@ class Member(BaseModel):
     """Nobody can call it, though whomever it has called can talk to it: it reduces nothing, and passes nothing on."""
     invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
     """What it shows of its invite, where the run is closed."""
-    distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MOST_DISTRUSTED)
+    distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
     """Whom it has banned, by what it has seen itself."""
-    newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MOST_NEWCOMERS)
+    newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MAX_NEWCOMERS)
     """With whom it has committed few rounds yet, though it has been here for longer itself."""
-    voters: tuple[PeerId, ...] = Field(default=(), max_length=MOST_VOTERS)
+    voters: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
     """Whose part in a round decides whether that counts, as far as it knows: who has committed one since joining, or
     all if nobody has; empty where it says nothing of it."""
     electorate: Annotated[int, Field(ge=0, le=2**16)] = 0
@@ -196,7 +196,7 @@ class Roster(tuple[Member, ...]):
         """Aggregation weight of one token of each member: lower for members that are new to most others."""
         new = _named_by_most(self, lambda member: member.newcomers)
         return {
-            member.peer_id: NEWCOMERS_CREDIT if member.peer_id in new else 1.0  # guard: newcomer-credit
+            member.peer_id: NEWCOMER_WEIGHT if member.peer_id in new else 1.0  # guard: newcomer-credit
             for member in self
         }
 
@@ -272,7 +272,7 @@ def quorum(electorate: int) -> int:
 
 def lag_of(round: int | None, model_round: int) -> int:
     """Return what an entry's `lags` states of a slot whose newest version is of this round, or of none."""
-    return MOST_LAG if round is None or round > model_round else min(model_round - round, MOST_LAG)
+    return MAX_LAG if round is None or round > model_round else min(model_round - round, MAX_LAG)
 
 
 def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:
@@ -309,7 +309,7 @@ def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[
 
     Members in client mode have no vote: they reduce nothing, and so see nothing of what others send.
     """
-    if len(roster) < LEAST_VOTERS:  # guard: small-roster
+    if len(roster) < MIN_VOTERS:  # guard: small-roster
         return frozenset()
     ids = {member.peer_id for member in roster}
     voters = [member for member in roster if not member.calls_only]  # guard: blind-votes
@@ -319,7 +319,7 @@ def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[
         for peer in set(named(member)) & (ids - {member.peer_id})  # guard: vote-once
     )
     others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
-    return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], LEAST_VOTERS - 1))
+    return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
 
 
 def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
@@ -327,7 +327,7 @@ def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
 
     Otherwise a new holder that has not reached those members would discard the progress of the old one.
     """
-    newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MOST_LAG) for member in others)
+    newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MAX_LAG) for member in others)
     return 2 * newer > len(others)  # guard: one-newer-slot
 
 

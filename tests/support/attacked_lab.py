@@ -18,7 +18,7 @@ from lab_liar import live_dishonestly
 from peer_processes import TINY, write_settings
 
 from spes_p2p.swarm.averaging.partition import weighted_mean
-from spes_p2p.swarm.roster import LEAST_VOTERS, SHARED, Member, derive_groups, distrusted
+from spes_p2p.swarm.roster import MIN_VOTERS, SHARED, Member, Roster
 
 NUM_PEERS = 6
 HONEST_ROUNDS, ROUNDS_AFTER = 2, 7
@@ -102,7 +102,7 @@ class Outcome:
     Attributes:
         verdict: Of the whole history, with the versions that honest peers have left.
         began: The first round that it lied in.
-        rounds: Rounds that honest peers have committed since.
+        rounds: TrainingLoop that honest peers have committed since.
         took_part: Those of them in one of whose groups it was, though so many had met that they could vote.
         left_out: Those in which it was on the roster, and a majority did not want it.
         accused: Honest peers of whom any honest one, in any round, has said that it distrusts them.
@@ -128,8 +128,8 @@ class AttackedHistory(History):
         took_part, accused = set(), set()
         for event, roster in self._honest_commits(liar):
             accused |= {peer for member in roster if member.peer_id != liar for peer in member.distrusts} - {liar}
-            is_in = any(liar in members for members in derive_groups(roster).members.values())
-            if is_in and len(roster) >= LEAST_VOTERS and event["round"] >= began:
+            is_in = any(liar in members for members in roster.groups.values())
+            if is_in and len(roster) >= MIN_VOTERS and event["round"] >= began:
                 took_part.add(event["round"])
         since = [(event, roster) for event, roster in self._honest_commits(liar) if event["round"] >= began]
         return Outcome(
@@ -145,21 +145,21 @@ class AttackedHistory(History):
     def left_out(self) -> list[int]:
         """Return the rounds in which the liar was on the roster, and a majority did not want it."""
         liar, _ = self._lie()
-        return sorted({event["round"] for event, roster in self._honest_commits(liar) if liar in distrusted(roster)})
+        return sorted({event["round"] for event, roster in self._honest_commits(liar) if liar in roster.distrusted})
 
     def _lie(self) -> tuple[str, int]:
         """Return who lied, and the first round in which it did."""
         [lie] = [event for event in self._events if event["event"] == "lies"]
         return lie["peer"], lie["round"]
 
-    def _honest_commits(self, liar: str) -> Iterator[tuple[dict[str, Any], list[Member]]]:
+    def _honest_commits(self, liar: str) -> Iterator[tuple[dict[str, Any], Roster]]:
         for event in self._commits:
             if event["peer"] != liar:
-                yield event, [Member.model_validate_json(json.dumps(member)) for member in event["roster"]]
+                yield event, Roster(Member.model_validate_json(json.dumps(member)) for member in event["roster"])
 
-    def _moved(self, event: dict[str, Any], roster: list[Member], liar: str) -> float:
+    def _moved(self, event: dict[str, Any], roster: Roster, liar: str) -> float:
         """Return how far a mean delta of `shared` is from the plain mean of the honest members' deltas."""
-        honest = [m for m in roster if m.peer_id in derive_groups(roster).members[SHARED] and m.peer_id != liar]
+        honest = [m for m in roster if m.peer_id in roster.groups[SHARED] and m.peer_id != liar]
         brought = [self._brought[member.peer_id, member.ready_at]["deltas"][SHARED] for member in honest]
         deltas = [self._delta(name) for name in brought]
         plain = weighted_mean(deltas, [float(member.tokens) for member in honest])

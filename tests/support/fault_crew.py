@@ -30,7 +30,7 @@ from referee import Referee
 from benchmarks.testbed import TestBed
 from spes_p2p.codecs import digest
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, derive_groups, slot_name
+from spes_p2p.swarm.roster import SHARED, slot_name
 
 
 @dataclass
@@ -96,7 +96,7 @@ class FaultCrew:
     def _catch_up(self, peer: PeerProcess, result: RoundResult) -> None:
         """Give a peer the anchors of others that were the majority's, as the exchange would."""
         mine = self._standing[peer.peer_id]
-        for name, members in derive_groups(result.roster).members.items():
+        for name, members in result.roster.groups.items():
             others = [self._standing[member] for member in members if member != peer.peer_id]
             if name in mine.anchors and others and peer.peer_id not in members:
                 mine.anchors[name] = others[0].anchors[name]

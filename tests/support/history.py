@@ -23,7 +23,7 @@ from spes_p2p.codecs import Segment, digest
 from spes_p2p.sim.swarm import Entry, GroupMean
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.partition import GroupPlan
-from spes_p2p.swarm.roster import Member, derive_groups, kind_of
+from spes_p2p.swarm.roster import Member, Roster, kind_of
 
 
 @dataclass
@@ -108,8 +108,8 @@ class History:
 
         @cache
         def replayed(name: str, roster: str) -> str:
-            members = [Member.model_validate_json(entry) for entry in json.loads(roster)]
-            ids = derive_groups(members).members.get(name, ())
+            members = Roster(Member.model_validate_json(entry) for entry in json.loads(roster))
+            ids = members.members_of(name)
             of = {member.peer_id: member for member in members}
             brought = [self._brought.get((peer, of[peer].ready_at)) for peer in ids]
             if not ids or None in brought:

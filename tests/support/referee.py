@@ -14,7 +14,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, derive_groups, kind_of
+from spes_p2p.swarm.roster import SHARED, kind_of
 
 CODEC_ERROR = 0.05
 """Of a mean's norm: what int8 may cost, at its senders and at its reducer, with what the last round left over."""
@@ -62,11 +62,10 @@ class Referee:
         wrong = [f"{name}: dropped without a reason" for name, reason in result.dropped.items() if not reason]
         if sorted([*result.committed, *result.dropped]) != sorted(item.deltas):
             wrong.append(f"committed {sorted(result.committed)} and dropped {sorted(result.dropped)}")
-        groups = derive_groups(result.roster)
         if result.committed:
             wrong += self._check_means(item, result)
         state = self._states[me]
-        if me in groups.behind:
+        if me in result.roster.behind:
             state.encoding.forget()
             state.errors.clear()
         else:
@@ -75,20 +74,19 @@ class Referee:
 
     def _check_means(self, item: Contribution, result: RoundResult) -> list[str]:
         me = item.member.peer_id
-        groups = derive_groups(result.roster)
-        if me in groups.behind:
+        if me in result.roster.behind:
             return ["committed although it is behind"]
         wrong = []
         for member in result.roster:
             entry = self._entries.get((member.peer_id, member.ready_at))
             said = member.model_copy(update={"distrusts": ()})
-            if member.peer_id in groups.members[SHARED] and (entry is None or entry[0].member != said):
+            if member.peer_id in result.roster.groups[SHARED] and (entry is None or entry[0].member != said):
                 return [f"its roster has an entry of {member.peer_id[-6:]} that this peer never made"]
         exact = self._attempts(result)
         for name, mean in result.committed.items():
-            if me not in groups.members[name]:
+            if me not in result.roster.members_of(name):
                 wrong.append(f"{name}: committed without being a member")
-            elif exact[me].status[name] or digest(mean) != self._digest(exact[me], name, groups.round):
+            elif exact[me].status[name] or digest(mean) != self._digest(exact[me], name, result.roster.round):
                 wrong.append(f"{name}: a wrong mean")
             else:
                 wrong += self._check_value(name, mean, result)
@@ -109,7 +107,7 @@ class Referee:
 
     def _check_value(self, name: str, mean: Tensor, result: RoundResult) -> list[str]:
         """Hold a mean to the plain weighted mean, which knows nothing of parts, of formats, or of who reduces what."""
-        members = derive_groups(result.roster).members[name]
+        members = result.roster.members_of(name)
         at = {member.peer_id: member.ready_at for member in result.roster}
         entries = [self._entries[peer, at[peer]] for peer in members]
         weights = [float(entry.member.tokens) for entry, _ in entries]

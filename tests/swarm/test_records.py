@@ -11,7 +11,7 @@ from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.claims import allocate
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.membership import Bulletin
+from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.peerstore import Peerstore
@@ -62,7 +62,7 @@ def test_a_heartbeat_keeps_a_claim_alive_and_without_one_it_ends_with_its_lease(
     while get_dht_time() < announced + 1.7 * ROUNDS.lease_seconds:
         assert bob.read(Claim)[alice.peer_id] == claim(alice)
         bob.wait(0.1)
-    with alice._bulletin._renewing:  # its heart stops, as a killed peer's does
+    with alice._membership._renewing:  # its heart stops, as a killed peer's does
         stopped = get_dht_time()
         while get_dht_time() <= stopped + ROUNDS.lease_seconds:
             bob.wait(0.1)
@@ -121,7 +121,7 @@ class SlowNode:
     peer_id, run_id = "Qm" + "P" * 44, "run"
 
     def __init__(self):
-        self.known = Peerstore()
+        self.peerstore = Peerstore()
         self.stored, self.is_storing, self.let_go, self.has_stored = [], *(threading.Event() for _ in range(3))
 
     def store(self, record, lifetime_seconds):
@@ -141,11 +141,11 @@ class SlowNode:
 def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true_before():
     """A DHT keeps what expires later: an old claim renewed after `leave` would hold its slots for another lease."""
     node = SlowNode()
-    bulletin = Bulletin(node)
-    bulletin.start(RoundConfig(lease_seconds=1e3, heartbeat_seconds=0.01))
-    bulletin.announce(claim(node, slots=(1,)))
+    membership = Membership(node)
+    membership.start(RoundConfig(lease_seconds=1e3, heartbeat_seconds=0.01))
+    membership.announce(claim(node, slots=(1,)))
     assert node.is_storing.wait(30)
-    leaving = threading.Thread(target=bulletin.announce, args=(claim(node, slots=()),))
+    leaving = threading.Thread(target=membership.announce, args=(claim(node, slots=()),))
     leaving.start()
     leaving.join(0.2)  # it may have to wait for the heartbeat; it must not be overtaken by it
     node.let_go.set()
@@ -153,5 +153,5 @@ def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true
     assert node.has_stored.wait(30)
     number = next(i for i, record in enumerate(node.stored) if record.slots == ())
     assert all(record.slots == () for record in node.stored[number:])
-    bulletin.announce(Progress(peer_id=node.peer_id, round=1, ends_at=0.0))
-    bulletin.stop()
+    membership.announce(Progress(peer_id=node.peer_id, round=1, ends_at=0.0))
+    membership.stop()

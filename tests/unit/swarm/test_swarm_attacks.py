@@ -14,7 +14,7 @@ from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.bans import PROBATION_ROUNDS
 from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import NEWCOMERS_CREDIT, Member, derive_groups
+from spes_p2p.swarm.roster import NEWCOMER_WEIGHT, Member
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -83,7 +83,7 @@ def test_who_attacks_is_in_no_group_two_rounds_later_and_has_spoiled_little_unti
         results, true = lab.average(round)
         assert distance(results, true, slice(0, NUMEL)) < 0.8
     results, true = lab.average(3)
-    assert lab.swarms[ATTACKER].peer_id not in derive_groups(results[0].roster).members["shared"]
+    assert lab.swarms[ATTACKER].peer_id not in results[0].roster.groups["shared"]
     assert distance(results, true) == 0 and results[ATTACKER].is_behind
     assert not any(peer != lab.swarms[ATTACKER].peer_id for swarm in lab.swarms for _, peer in swarm.accused)
 
@@ -121,7 +121,7 @@ def test_a_newcomer_weighs_less_until_most_have_met_it(seed):
         results, items = lab.meet(round)
         is_new = round < 2 * PROBATION_ROUNDS
         weight = [
-            100.0 * (NEWCOMERS_CREDIT if is_new and item.member.peer_id == newcomer.peer_id else 1.0) for item in items
+            100.0 * (NEWCOMER_WEIGHT if is_new and item.member.peer_id == newcomer.peer_id else 1.0) for item in items
         ]
         expected = weighted_mean([item.deltas["shared"] for item in items], weight)
         torch.testing.assert_close(results[0].committed["shared"], expected)

@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable
+from functools import cached_property
 
 import pytest
 
@@ -21,7 +22,8 @@ from benchmarks.claims.simulation import Simulation
 from benchmarks.claims.summary import Summary
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm import claims, quorum, roster
-from spes_p2p.swarm.roster import SHARED, Groups, Member, derive_groups, newest, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Member, Roster, newest
 
 FEW, NUM_BLOCKS, BLOCK = (4, 16), 10, 30
 MANY = (4, 64)
@@ -102,24 +104,27 @@ def test_without_orphans_first_slots_wait_for_a_holder(monkeypatch):
     assert violations("an orphan")
 
 
-def everybody_in(members: list[Member]) -> Groups:
-    """Groups without the rule that holders with other anchors sit a slot out."""
-    groups = derive_groups(members)
-    current = [member for member in members if member.peer_id in groups.members[SHARED]]
-    holders = {
-        slot_name(slot): tuple(member.peer_id for member in current if slot in member.slots)
-        for slot in sorted({slot for member in current for slot in member.slots})
-    }
-    return Groups(groups.round, groups.behind, {SHARED: groups.members[SHARED], **holders})
+class AllHolders(Roster):
+    """A roster without the rule that holders with other anchors sit a slot out."""
+
+    @cached_property
+    def groups(self) -> dict[VectorName, tuple[str, ...]]:
+        shared = Roster(self).groups[SHARED]
+        current = [member for member in self if member.peer_id in shared]
+        holders = {
+            VectorName.of_slot(slot): tuple(member.peer_id for member in current if slot in member.slots)
+            for slot in sorted({slot for member in current for slot in member.slots})
+        }
+        return {SHARED: shared, **holders}
 
 
 def test_unless_other_anchors_sit_out_a_slot_gets_two_masters():
-    assert violations("two masters", derive=everybody_in)
+    assert violations("two masters", derive=AllHolders)
 
 
-def without_rounds(members: list[Member]) -> Groups:
-    """Groups of members that do not say how old their slots are."""
-    return derive_groups([member.model_copy(update={"slot_rounds": (), "lags": ()}) for member in members])
+def without_rounds(members: list[Member]) -> Roster:
+    """A roster of members that do not state how old their slots are."""
+    return Roster(member.model_copy(update={"slot_rounds": (), "lags": ()}) for member in members)
 
 
 def test_unless_members_say_how_old_their_slots_are_an_old_version_may_win():
@@ -194,7 +199,7 @@ def test_two_rounds_of_the_same_members_are_not_taken_for_one(seed):
     first = simulation._rounds._average(peers)
     simulation.run_until(1.0)
     again = simulation._rounds._average(peers)
-    assert again.old == first.old and again.groups == first.groups and again.new != first.new
+    assert again.old == first.old and again.roster.groups == first.roster.groups and again.new != first.new
 
 
 def test_figures_are_written_as_the_swarms_go_by(tmp_path, monkeypatch):

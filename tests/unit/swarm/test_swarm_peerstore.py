@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from spes_p2p.swarm.membership import still_here
+from spes_p2p.swarm.membership import live_peers_of
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.p2p.peerstore import MAX_PAUSE_SECONDS, MAX_PEERS, DialBackoff, Peerstore
 from spes_p2p.swarm.records import Claim
@@ -20,7 +20,7 @@ def address(peer, port=4000):
 
 def test_what_was_noted_is_there_on_the_next_start(tmp_path):
     relayed = f"/ip4/203.0.113.9/tcp/4001/p2p/{PEERS[2]}/p2p-circuit/p2p/{PEERS[1]}"
-    Peerstore(tmp_path / "known").note({PEERS[0]: [address(PEERS[0])], PEERS[1]: [relayed, address(PEERS[1])]})
+    Peerstore(tmp_path / "known").update({PEERS[0]: [address(PEERS[0])], PEERS[1]: [relayed, address(PEERS[1])]})
     known = Peerstore(tmp_path / "known").addresses()
     assert known == {PEERS[0]: (address(PEERS[0]),), PEERS[1]: (relayed, address(PEERS[1]))}
 
@@ -29,13 +29,13 @@ def test_those_seen_longest_ago_make_room(tmp_path, monkeypatch):
     known, now = Peerstore(tmp_path / "known"), time.time()
     for number, peer in enumerate(PEERS):
         monkeypatch.setattr(time, "time", lambda number=number: now + number)
-        known.note({peer: [address(peer)]})
+        known.update({peer: [address(peer)]})
     assert list(Peerstore(tmp_path / "known").addresses()) == PEERS[:4:-1]
 
 
 def test_an_address_that_leads_to_somebody_else_is_not_kept(tmp_path):
     known = Peerstore(tmp_path / "known")
-    known.note({PEERS[0]: [address(PEERS[1]), "/ip4/999.0.0.1/tcp/1/p2p/" + PEERS[0], "x", ""]})
+    known.update({PEERS[0]: [address(PEERS[1]), "/ip4/999.0.0.1/tcp/1/p2p/" + PEERS[0], "x", ""]})
     assert known.addresses() == {} and not (tmp_path / "known").exists()
 
 
@@ -56,7 +56,7 @@ def test_a_damaged_file_counts_as_empty(tmp_path, content):
     (tmp_path / "known").write_bytes(content)
     known = Peerstore(tmp_path / "known")
     assert not known.addresses()
-    known.note({PEERS[0]: [address(PEERS[0])]})
+    known.update({PEERS[0]: [address(PEERS[0])]})
     assert list(Peerstore(tmp_path / "known").addresses()) == PEERS[:1]
 
 
@@ -68,11 +68,11 @@ def test_an_address_of_the_file_that_leads_elsewhere_is_not_used(tmp_path):
 
 def test_a_full_disk_is_no_reason_to_end(tmp_path, monkeypatch, caplog):
     known = Peerstore(tmp_path / "absent" / "known")
-    known.note({PEERS[0]: [address(PEERS[0])]})
+    known.update({PEERS[0]: [address(PEERS[0])]})
     assert list(known.addresses()) == PEERS[:1] and "cannot keep" in caplog.text
 
 
-# ---------------------------------------------------------------------- in whose company
+# ---------------------------------------------------------------------- live peers
 
 
 def claim(peer, state="active", max_slots=2):
@@ -85,37 +85,37 @@ def claims(*records):
 
 def test_who_is_not_heard_of_any_more_is_missed_and_who_said_goodbye_is_not():
     _, killed, left = PEERS[:3]
-    company = still_here((), claims(claim(ME), claim(killed), claim(left)), ME)
-    assert company == {killed, left}
-    company = still_here(company, claims(claim(ME), claim(left, "joining", 0)), ME)
-    assert company == {killed}
-    assert still_here(company, claims(claim(ME)), ME) == {killed}
+    live = live_peers_of((), claims(claim(ME), claim(killed), claim(left)), ME)
+    assert live == {killed, left}
+    live = live_peers_of(live, claims(claim(ME), claim(left, "joining", 0)), ME)
+    assert live == {killed}
+    assert live_peers_of(live, claims(claim(ME)), ME) == {killed}
 
 
 def test_who_comes_later_takes_the_place_of_those_long_gone():
     _, killed, newcomer = PEERS[:3]
-    company = still_here({killed}, claims(claim(ME), claim(newcomer)), ME)
-    assert company == {newcomer}
-    assert still_here(company, claims(claim(newcomer, "joining", 0)), ME) == frozenset()
+    live = live_peers_of({killed}, claims(claim(ME), claim(newcomer)), ME)
+    assert live == {newcomer}
+    assert live_peers_of(live, claims(claim(newcomer, "joining", 0)), ME) == frozenset()
 
 
 def test_a_third_machine_is_called_ever_less_however_many_name_it():
     """Sixty strangers name one place, and a watchdog looks every four seconds for ten minutes."""
-    redial = DialBackoff()
+    backoff = DialBackoff()
     named = {peer: [f"/ip4/192.0.2.1/tcp/4000/p2p/{peer}"] for peer in PEERS}
-    calls = [sum(map(len, redial.due(named, 4.0 * look).values())) for look in range(150)]
+    calls = [sum(map(len, backoff.due(named, 4.0 * look).values())) for look in range(150)]
     assert max(calls) == 1 and sum(calls[:4]) >= 2
     assert sum(calls) <= 600 / MAX_PAUSE_SECONDS + 8
 
 
 def test_a_place_that_is_silent_for_weeks_is_still_called_once_a_minute():
-    redial, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
-    calls = [bool(redial.due(peer, look * MAX_PAUSE_SECONDS)) for look in range(5000)]
+    backoff, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
+    calls = [bool(backoff.due(peer, look * MAX_PAUSE_SECONDS)) for look in range(5000)]
     assert all(calls)
 
 
 def test_who_has_answered_is_called_at_once_when_it_is_lost():
-    redial, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
-    assert [bool(redial.due(peer, now)) for now in (0.0, 1.0, 4.0, 5.0)] == [True, False, True, False]
-    redial.answered(peer[PEERS[0]])
-    assert redial.due(peer, 6.0) == peer
+    backoff, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
+    assert [bool(backoff.due(peer, now)) for now in (0.0, 1.0, 4.0, 5.0)] == [True, False, True, False]
+    backoff.reset(peer[PEERS[0]])
+    assert backoff.due(peer, 6.0) == peer

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import MOST_LAG, Member, Roster, lag_of, newest
+from spes_p2p.swarm.roster import MAX_LAG, Member, Roster, lag_of, newest
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 
@@ -143,7 +143,7 @@ def test_a_slot_that_is_ahead_of_its_members_model_does_not_count():
         ([(0,), (2,)], True),  # one's word is not enough
         ([(0,), (0,), (2,)], False),
         ([(), ()], True),
-        ([(MOST_LAG,), (MOST_LAG,)], True),
+        ([(MAX_LAG,), (MAX_LAG,)], True),
         ([], True),
     ],
 )
@@ -155,7 +155,7 @@ def test_a_slot_goes_on_from_no_older_version_than_most_others_have(lags, goes_o
 
 
 def test_a_version_ahead_of_the_model_or_none_at_all_is_nothing_to_go_on_from():
-    assert lag_of(None, 3) == lag_of(4, 3) == lag_of(0, 500) == MOST_LAG
+    assert lag_of(None, 3) == lag_of(4, 3) == lag_of(0, 500) == MAX_LAG
     assert lag_of(1, 3) == 2
 
 

@@ -8,11 +8,11 @@ import torch
 from spes_p2p.codecs import Format, Segment
 from spes_p2p.swarm.averaging.audit import MAX_TIMES_MEDIAN, MAX_TIMES_OWN, OWN_CLIP, Evidence
 from spes_p2p.swarm.averaging.partition import GroupPlan, encode_message, weighted_mean
-from spes_p2p.swarm.bans import BAN_ROUNDS, LONGEST_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Trust
+from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Bans
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import (
-    MOST_TOKENS,
-    NEWCOMERS_CREDIT,
+    MAX_MEMBER_TOKENS,
+    NEWCOMER_WEIGHT,
     Member,
     Roster,
 )
@@ -33,45 +33,45 @@ def member(peer, distrusts=(), **changes):
 
 
 def test_two_rounds_with_evidence_ban_a_peer_and_one_does_not():
-    trust = Trust()
-    trust.note(5, [{ODD: SUSPECT}, {ODD: SUSPECT}])  # two attempts at one round
-    assert trust.banned(6) == ()
-    trust.note(6, [{ODD: SUSPECT}])
-    assert trust.banned(7) == (ODD,)
+    bans = Bans()
+    bans.note(5, [{ODD: SUSPECT}, {ODD: SUSPECT}])  # two attempts at one round
+    assert bans.banned(6) == ()
+    bans.note(6, [{ODD: SUSPECT}])
+    assert bans.banned(7) == (ODD,)
 
 
 def test_proof_is_enough_once_and_an_old_strike_is_forgotten():
-    trust = Trust()
-    trust.note(5, [{ODD: SUSPECT}, {ODD: PROOF}])
-    assert trust.banned(6) == (ODD,)
-    trust = Trust()
-    trust.note(0, [{ODD: SUSPECT}])
-    trust.note(MEMORY_ROUNDS, [{ODD: SUSPECT}])
-    assert trust.banned(MEMORY_ROUNDS + 1) == ()
+    bans = Bans()
+    bans.note(5, [{ODD: SUSPECT}, {ODD: PROOF}])
+    assert bans.banned(6) == (ODD,)
+    bans = Bans()
+    bans.note(0, [{ODD: SUSPECT}])
+    bans.note(MEMORY_ROUNDS, [{ODD: SUSPECT}])
+    assert bans.banned(MEMORY_ROUNDS + 1) == ()
 
 
 def test_bans_expire_and_the_next_one_is_twice_as_long_up_to_a_bound():
-    trust, round, lengths = Trust(), 0, []
+    bans, round, lengths = Bans(), 0, []
     for _ in range(9):
-        trust.note(round, [{ODD: PROOF}])
-        length = next(n for n in range(1, 10**4) if not trust.banned(round + 1 + n))
+        bans.note(round, [{ODD: PROOF}])
+        length = next(n for n in range(1, 10**4) if not bans.banned(round + 1 + n))
         lengths.append(length)
-        assert trust.banned(round + length)
+        assert bans.banned(round + length)
         round += 1 + length
-    assert lengths == [min(BAN_ROUNDS * 2**n, LONGEST_BAN_ROUNDS) for n in range(9)]
+    assert lengths == [min(BAN_ROUNDS * 2**n, MAX_BAN_ROUNDS) for n in range(9)]
 
 
 def test_what_a_banned_peer_does_meanwhile_does_not_prolong_its_ban():
-    trust = Trust()
-    trust.note(0, [{ODD: PROOF}])
-    trust.note(3, [{ODD: PROOF}])
-    assert trust.banned(BAN_ROUNDS) and not trust.banned(BAN_ROUNDS + 1)
+    bans = Bans()
+    bans.note(0, [{ODD: PROOF}])
+    bans.note(3, [{ODD: PROOF}])
+    assert bans.banned(BAN_ROUNDS) and not bans.banned(BAN_ROUNDS + 1)
 
 
 def test_the_roster_entry_says_whom_this_peer_has_banned():
-    trust = Trust()
-    trust.note(2, [{ODD: PROOF}])
-    entered = trust.enter(Contribution(member(PEERS[0]), {}))
+    bans = Bans()
+    bans.note(2, [{ODD: PROOF}])
+    entered = bans.enter(Contribution(member(PEERS[0]), {}))
     assert entered.member.distrusts == (ODD,)
 
 
@@ -121,44 +121,44 @@ def committed(*peers, tokens=100):
     return RoundResult(Roster(member(peer, tokens=tokens) for peer in peers), committed={"shared": torch.zeros(1)})
 
 
-def named_new(trust, present=PEERS, me=PEERS[0]):
-    return trust.enter(Contribution(member(me), {}), present).member.newcomers
+def named_new(bans, present=PEERS, me=PEERS[0]):
+    return bans.enter(Contribution(member(me), {}), present).member.newcomers
 
 
 def test_who_is_new_itself_calls_nobody_new():
-    trust = Trust()
+    bans = Bans()
     for _ in range(PROBATION_ROUNDS):
-        assert named_new(trust) == ()
-        trust.meet(committed(*PEERS[:4]))
-    assert named_new(trust) == tuple(PEERS[4:])
+        assert named_new(bans) == ()
+        bans.meet(committed(*PEERS[:4]))
+    assert named_new(bans) == tuple(PEERS[4:])
 
 
 def test_a_peer_is_new_until_so_many_rounds_have_its_work():
-    trust = Trust()
+    bans = Bans()
     for _ in range(PROBATION_ROUNDS):
-        trust.meet(committed(*PEERS[:2]))
+        bans.meet(committed(*PEERS[:2]))
     for _ in range(PROBATION_ROUNDS):
-        assert named_new(trust, PEERS[:3]) == (ODD,)
-        trust.meet(committed(ODD, PEERS[0], tokens=0))  # which brought nothing
-        trust.meet(replace(committed(*PEERS[:3]), committed={}))  # which was dropped
-        trust.meet(committed(*PEERS[:3]))
-    assert named_new(trust, PEERS[:3]) == ()
+        assert named_new(bans, PEERS[:3]) == (ODD,)
+        bans.meet(committed(ODD, PEERS[0], tokens=0))  # which brought nothing
+        bans.meet(replace(committed(*PEERS[:3]), committed={}))  # which was dropped
+        bans.meet(committed(*PEERS[:3]))
+    assert named_new(bans, PEERS[:3]) == ()
 
 
 def test_who_was_banned_begins_as_a_newcomer():
-    trust = Trust()
+    bans = Bans()
     for _ in range(PROBATION_ROUNDS):
-        trust.meet(committed(*PEERS))
-    assert named_new(trust) == ()
-    trust.note(9, [{ODD: PROOF}])
-    assert named_new(trust) == (ODD,)
+        bans.meet(committed(*PEERS))
+    assert named_new(bans) == ()
+    bans.note(9, [{ODD: PROOF}])
+    assert named_new(bans) == (ODD,)
 
 
 def test_a_token_of_somebody_new_to_most_counts_for_less():
     old = [member(peer, newcomers=(ODD,)) for peer in PEERS[3:]]
     liars = [member(peer, newcomers=(PEERS[4],)) for peer in PEERS[:2]]
     found = Roster([member(ODD), *old, *liars]).weights
-    assert found.pop(ODD) == NEWCOMERS_CREDIT and set(found.values()) == {1.0}
+    assert found.pop(ODD) == NEWCOMER_WEIGHT and set(found.values()) == {1.0}
     few = [member(ODD), *(member(peer, newcomers=(ODD,)) for peer in PEERS[3:6])]
     assert set(Roster(few).weights.values()) == {1.0}, "in a small roster nobody is outvoted"
 
@@ -264,7 +264,7 @@ def test_what_cannot_be_read_is_proof_and_weighs_nothing(seed):
 
 def of_two(roster):
     """The plan of a slot that two of a roster hold."""
-    return GroupPlan.in_roster(roster, PEERS[:2], Format([Segment(NUMEL, "fp32")]))
+    return GroupPlan.in_roster(Roster(roster), PEERS[:2], Format([Segment(NUMEL, "fp32")]))
 
 
 def met_in_a_slot(roster, mine, theirs):
@@ -283,7 +283,7 @@ def met_in_a_slot(roster, mine, theirs):
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count):
     honest = deltas(seed)
-    roster = [member(peer, tokens=MOST_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
+    roster = [member(peer, tokens=MAX_MEMBER_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
     mean, liars = met_in_a_slot(roster, honest[PEERS[0]], 1e5 * honest[PEERS[1]])
     most = OWN_CLIP * MAX_TIMES_MEDIAN * honest[PEERS[0]][: len(mean)].norm()
     assert mean.norm() < 1.01 * most
@@ -291,15 +291,15 @@ def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count)
 
 
 def test_in_a_slot_of_two_nobody_weighs_more_than_a_few_times_the_rosters_median():
-    roster = [member(peer, tokens=MOST_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
+    roster = [member(peer, tokens=MAX_MEMBER_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
     assert of_two(roster).weights == (100.0, MAX_TIMES_MEDIAN * 104.5)
     assert of_two(roster[::-1]).weights == of_two(roster).weights
 
 
 def test_among_five_slow_holders_of_a_slot_nobody_weighs_more_than_a_few_of_them():
-    tokens = [10, 10, 10, 10, MOST_TOKENS, 1000, 1000, 1000]
+    tokens = [10, 10, 10, 10, MAX_MEMBER_TOKENS, 1000, 1000, 1000]
     roster = [member(peer, tokens=count) for peer, count in zip(PEERS, tokens, strict=True)]
-    plan = GroupPlan.in_roster(roster, PEERS[:5], Format([Segment(NUMEL, "fp32")]))
+    plan = GroupPlan.in_roster(Roster(roster), PEERS[:5], Format([Segment(NUMEL, "fp32")]))
     assert plan.weights == (10.0, 10.0, 10.0, 10.0, 10.0 * MAX_TIMES_MEDIAN)
 
 
@@ -325,7 +325,7 @@ def test_who_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, c
 
 def test_one_of_four_cannot_say_what_is_usual():
     for count in (2, 3, 4):
-        for false in (1, MOST_TOKENS):
+        for false in (1, MAX_MEMBER_TOKENS):
             roster = [member(PEERS[0], tokens=false), *(member(peer) for peer in PEERS[1:count])]
             assert Roster(roster).usual_tokens <= 100
     tokens = {PEERS[0]: 1, PEERS[1]: 100, ODD: 0}
