@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from spes_p2p.errors import DataError
-from spes_p2p.monitor.sinks import read_lines
+from spes_p2p.monitor.sinks import read_events
 from spes_p2p.monitor.view import PHASES, SwarmView, phase_seconds, wall_seconds
 from spes_p2p.swarm.records import Metrics
 
@@ -86,7 +86,7 @@ def observed_seconds(path: Path, rounds: tuple[int, int]) -> float | None:
     was seen at both ends.
     """
     seen: dict[str, dict[int, float]] = {}
-    for event in read_lines(path):
+    for event in read_events(path):
         if event["kind"] == "report":
             seen.setdefault(event["peer_id"], {}).setdefault(event["round"], event["time"])
     before, last = rounds[0] - 1, rounds[1]

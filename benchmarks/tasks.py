@@ -10,11 +10,10 @@ from pydantic import TypeAdapter
 from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
-from spes_p2p.commands.monitor import EVALUATION_BATCH
+from spes_p2p.commands.monitor import EVALUATION_BATCH, MonitorConfig
 from spes_p2p.config import Frozen, RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
-from spes_p2p.monitor.settings import MonitorConfig
 
 
 class Subject(Frozen):

@@ -6,19 +6,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Literal
-
-from rich import box
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
-from spes_p2p.monitor.settings import METRICS_FILE, REPORT_FILE
-from spes_p2p.monitor.sinks import replay
-from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
+from spes_p2p.monitor.sinks import METRICS_FILE, number_or_dash, replay
+from spes_p2p.monitor.view import PHASES, SwarmView, short_id, sync_share
 from spes_p2p.presentation import ACCENT, COLOURS, INK, WIDTH_INCHES, canvas, image, legend, page, png, section, table
 
 if TYPE_CHECKING:
@@ -178,9 +171,10 @@ def write_report(
         ConfigError: the report cannot be written.
     """
     view, run = replay(metrics or directory / METRICS_FILE)
-    title = str(run.get("run_id", "run"))
     about = {"model": _model_line(run), **(facts or {})}
-    content = _page(title, about, view, baselines or {})
+    lines = [f"{name}: {value}" for name, value in about.items() if value]
+    sections = [*_sections(view, baselines or {}), _peers(view)]
+    content = page(str(run.get("run_id", "run")), lines, summary(view), sections)
     path = directory / REPORT_FILE
     try:
         with write_atomic(path, durable=False) as file:
@@ -208,11 +202,6 @@ def summary(view: SwarmView) -> dict[str, str]:
         "time not training": f"{median(map(sync_share, whole)):.0%}" if whole else "-",
         "digests agreed": f"{agreed} of {len(view.rounds)}",
     }
-
-
-def _page(title: str, about: Mapping[str, object], view: SwarmView, baselines: Baselines) -> str:
-    lines = [f"{name}: {value}" for name, value in about.items() if value]
-    return page(title, lines, summary(view), [*_sections(view, baselines), _peers(view)])
 
 
 def _sections(view: SwarmView, baselines: Baselines) -> Iterator[str]:
@@ -250,7 +239,7 @@ def _peers(view: SwarmView) -> str:
     for (number, peer), report in sorted(view.reports.items()):
         if number <= view.published:
             reports.setdefault(peer, []).append(report)
-    titles = (
+    titles = [
         "peer",
         "state",
         "rounds",
@@ -261,7 +250,7 @@ def _peers(view: SwarmView) -> str:
         "dropped",
         "MB in",
         "MB out",
-    )
+    ]
     rows = []
     for peer, own in sorted(reports.items()):
         state = view.peers[peer].state if peer in view.peers else "left"

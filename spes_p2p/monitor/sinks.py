@@ -1,4 +1,4 @@
-"""Where a view goes: to `metrics.jsonl` and to Weights & Biases. The console has a module of its own."""
+"""Where a watch shows its view: `metrics.jsonl`, the console, and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -6,27 +6,89 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TextIO
+
+from rich import box
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from spes_p2p.errors import ConfigError, DataError, SpesError
-from spes_p2p.monitor.view import PeerView, SwarmView, short_id
+from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, short_id, sync_share
 from spes_p2p.swarm.records import Metrics
 
 log = logging.getLogger(__name__)
 
+METRICS_FILE = "metrics.jsonl"
+MAX_CONSOLE_PEERS = 40
+MAX_WANDB_PEERS = 100
+"""Peers with curves of their own in W&B; the swarm's curves include the others."""
 
-def append_line(file, kind: str, time: float, fields: Mapping[str, Any]) -> None:
-    """Append an event and hand it to the system; a number that is not finite becomes null, as JSON has none."""
+
+class Sink(Protocol):
+    """Receives one view after another, and remembers what it has shown."""
+
+    def update(self, view: SwarmView) -> None:
+        """Take the newest view."""
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        """Take the held-out loss after round `number`; `view` holds it already."""
+
+    def close(self) -> None:
+        """Write what is pending and release all resources. Idempotent."""
+
+
+class SinkError(SpesError):
+    """A sink has failed for good."""
+
+
+class Sinks:
+    """All sinks of a watch as one: a sink that fails is dropped with an error in the log, and the others go on.
+
+    Otherwise a full disk or a failed service would end the monitor, which has the model to save.
+    """
+
+    def __init__(self) -> None:
+        self._sinks: list[Sink] = []
+
+    def add(self, sink: Sink) -> None:
+        """Pass every later call on to a sink."""
+        self._sinks.append(sink)
+
+    def update(self, view: SwarmView) -> None:
+        self._tell(lambda sink: sink.update(view))
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        self._tell(lambda sink: sink.evaluated(view, number, loss))
+
+    def close(self) -> None:
+        self._tell(lambda sink: sink.close())
+
+    def _tell(self, tell: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                tell(sink)
+            except (OSError, SinkError) as error:
+                self._sinks.remove(sink)
+                log.error("dropping %s: %s; mend that and start again with --resume", type(sink).__name__, error)
+
+
+# ------------------------------------------------------------------ metrics.jsonl
+
+
+def _append_event(file: TextIO, kind: str, time: float, fields: Mapping[str, Any]) -> None:
+    """Append an event and flush it; a number that is not finite becomes null, since JSON has none."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
     file.write(json.dumps({"kind": kind, "time": time, **finite}, allow_nan=False) + "\n")
     file.flush()
 
 
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events of a file; a last line cut short by a crash is passed over.
+def read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a file; a last line that a crash cut short is skipped.
 
     Raises:
         DataError: the file cannot be read, or a line before the last is no event.
@@ -46,27 +108,19 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
         yield event
 
 
-def drop_unfinished_line(path: Path) -> None:
-    """Cut a last line without an end off, so that appending does not glue two events together."""
-    data = path.read_bytes()
-    if not data.endswith(b"\n"):
-        with path.open("r+b") as file:
-            file.truncate(data.rfind(b"\n") + 1)
-
-
 def replay(path: Path, start: SwarmView | None = None) -> tuple[SwarmView, dict[str, Any]]:
-    """Return the view at the end of a file, and the facts of its run.
+    """Return the view at the end of a file, and the fields of its `run` event.
 
     Args:
         path: A `metrics.jsonl`.
-        start: An empty view of the run; by default of the run that the file names.
+        start: An empty view of the run; by default it is made from the `run` event.
 
     Raises:
-        DataError: the file cannot be read, or names no run.
+        DataError: the file cannot be read, or has no `run` event.
     """
     facts: dict[str, Any] = {}
     history = _History()
-    for number, event in enumerate(read_lines(path), start=1):
+    for number, event in enumerate(read_events(path), start=1):
         try:
             if event["kind"] == "run":
                 facts = facts or {key: value for key, value in event.items() if key != "kind"}
@@ -80,10 +134,11 @@ def replay(path: Path, start: SwarmView | None = None) -> tuple[SwarmView, dict[
 
 
 class _History:
-    """Events gathered; a view is immutable, and one per event would take time quadratic in their number."""
+    """Events collected into one view; an immutable view per event would take quadratic time."""
 
     def __init__(self) -> None:
-        self._now, self._published = 0.0, 0
+        self._now = 0.0
+        self._published = 0
         self._members: dict[str, PeerView] = {}
         self._reports: dict[tuple[int, str], Metrics] = {}
         self._held_out: dict[int, float] = {}
@@ -119,122 +174,221 @@ class _History:
         )
 
 
-def round_fields(view: SwarmView, number: int) -> dict[str, Any]:
-    """Return a complete round's summary as an event."""
-    covered = sum(holders > 0 for holders in view.coverage)
-    fields = asdict(view.rounds[number]) | {"active_peers": len(view.active), "covered_slots": covered}
-    return fields | {"total_tokens": view.tokens_until(number)}
-
-
-MAX_WANDB_PEERS = 100
-"""Peers with curves of their own in W&B; the others show in the swarm's."""
-
-
-class Sink(Protocol):
-    """Takes one view after another; keeps what it needs to tell what is new."""
-
-    def update(self, view: SwarmView) -> None:
-        """Take the newest view."""
-
-    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
-        """Take the held-out loss after round `number`; `view` knows it already."""
-
-    def close(self) -> None:
-        """Write what is pending and let go. Idempotent."""
-
-
-class SinkError(SpesError):
-    """A sink takes no more."""
-
-
-class Sinks:
-    """A watch's sinks as one: who fails is dropped, loudly, and the others go on.
-
-    A full disk or another's service shall not cost the run its monitor, which takes the model home.
-    """
-
-    def __init__(self) -> None:
-        self._sinks: list[Sink] = []
-
-    def add(self, sink: Sink) -> None:
-        """Show it all that comes from now on."""
-        self._sinks.append(sink)
-
-    def update(self, view: SwarmView) -> None:
-        self._tell(lambda sink: sink.update(view))
-
-    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
-        self._tell(lambda sink: sink.evaluated(view, number, loss))
-
-    def close(self) -> None:
-        self._tell(lambda sink: sink.close())
-
-    def _tell(self, tell: Callable[[Sink], None]) -> None:
-        for sink in list(self._sinks):
-            try:
-                tell(sink)
-            except (OSError, SinkError) as error:
-                self._sinks.remove(sink)
-                log.error("dropping %s: %s; mend that and start again with --resume", type(sink).__name__, error)
-
-
 class JsonlSink:
-    """Appends events to a file, each at once.
+    """Appends events to a file and flushes each.
 
     Args:
-        path: The file; one that exists is continued.
+        path: The file; an existing one is continued.
         facts: Fields of the `run` event.
-        start: What the file tells already, as `replay` returned it.
+        start: The view that the file already holds, as `replay` returns it.
 
     Raises:
         ConfigError: the file cannot be written.
     """
 
     def __init__(self, path: Path, facts: Mapping[str, Any], start: SwarmView) -> None:
-        self._reports, self._rounds = set(start.reports), start.published
+        self._reports = set(start.reports)
+        self._rounds = start.published
         self._evaluations = set(start.held_out)
         self._members = {peer.peer_id: (peer.state, peer.slots) for peer in start.peers.values()}
         try:
             if path.exists():
-                drop_unfinished_line(path)
+                _drop_unfinished_line(path)
             self._file = path.open("a", encoding="utf-8")
-            append_line(self._file, "run", start.now, facts)
+            _append_event(self._file, "run", start.now, facts)
         except OSError as error:
             raise ConfigError(f"cannot write {path}: {error.strerror}; choose a writable --output") from error
 
     def update(self, view: SwarmView) -> None:
         for peer in view.peers.values():
-            self._write_membership(view, peer.peer_id)
+            self._write_membership(view, peer)
         for key in sorted(view.reports.keys() - self._reports):
-            append_line(self._file, "report", view.now, view.reports[key].model_dump())
+            _append_event(self._file, "report", view.now, view.reports[key].model_dump())
         self._reports |= view.reports.keys()
         for number in sorted(view.rounds):
             if number > self._rounds:
-                append_line(self._file, "round", view.now, round_fields(view, number))
+                _append_event(self._file, "round", view.now, _round_fields(view, number))
                 self._rounds = number
 
     def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
         if number not in self._evaluations:
             self._evaluations.add(number)
             fields = {"round": number, "loss": loss, "total_tokens": view.tokens_until(number)}
-            append_line(self._file, "evaluation", view.now, fields)
+            _append_event(self._file, "evaluation", view.now, fields)
 
     def close(self) -> None:
         self._file.close()
 
-    def _write_membership(self, view: SwarmView, peer_id: str) -> None:
-        peer, known = view.peers[peer_id], self._members.get(peer_id)
+    def _write_membership(self, view: SwarmView, peer: PeerView) -> None:
+        known = self._members.get(peer.peer_id)
         if known == (peer.state, peer.slots):
             return
-        self._members[peer_id] = (peer.state, peer.slots)
+        self._members[peer.peer_id] = (peer.state, peer.slots)
         was_here = known is not None and known[0] != "left"
         change = "left" if peer.state == "left" else "changed" if was_here else "joined"
-        fields = {"peer_id": peer_id, "change": change, "state": peer.state, "slots": list(peer.slots)}
-        append_line(self._file, "membership", view.now, fields)
+        fields = {"peer_id": peer.peer_id, "change": change, "state": peer.state, "slots": list(peer.slots)}
+        _append_event(self._file, "membership", view.now, fields)
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """Cut a last line without an end off; appending would otherwise glue two events together."""
+    data = path.read_bytes()
+    if not data.endswith(b"\n"):
+        with path.open("r+b") as file:
+            file.truncate(data.rfind(b"\n") + 1)
+
+
+def _round_fields(view: SwarmView, number: int) -> dict[str, Any]:
+    fields = asdict(view.rounds[number]) | {"active_peers": len(view.active), "covered_slots": view.num_covered}
+    return fields | {"total_tokens": view.tokens_until(number)}
+
+
+# ------------------------------------------------------------------ the console
+
+
+class ConsoleSink:
+    """Prints the run on a console.
+
+    Args:
+        run_id: Shown in the title.
+        mode: `live` redraws a table, `plain` prints a line per complete round and per evaluation.
+        console: Where to print; by default standard output.
+        after_round: Rounds up to this one were shown before a resume.
+    """
+
+    def __init__(
+        self,
+        run_id: str,
+        mode: Literal["auto", "live", "plain"],
+        console: Console | None = None,
+        *,
+        after_round: int = 0,
+    ) -> None:
+        self._run_id = run_id
+        self._console = console or Console(highlight=False, markup=False, emoji=False)
+        self._live: Live | None = None
+        self._rounds = after_round
+        self._view: SwarmView | None = None
+        if mode == "live" or (mode == "auto" and self._console.is_terminal):
+            self._live = Live(console=self._console, refresh_per_second=2)
+            self._live.start()
+
+    def update(self, view: SwarmView) -> None:
+        if self._live is not None:
+            self._live.update(render(self._run_id, view))
+            return
+        self._view = view
+        self._print_rounds(view.published if view.is_reported(view.published) else view.published - 1)
+
+    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
+        if self._live is not None:
+            self._live.update(render(self._run_id, view))
+        else:
+            self._print(f"round {number}/{view.total_rounds}: held-out loss {loss:.4f}")
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        elif self._view is not None:
+            self._print_rounds(self._view.published)
+
+    def _print_rounds(self, last: int) -> None:
+        """Print the complete rounds up to `last`; the newest one waits for the reports of its slower members."""
+        assert self._view is not None
+        for number in sorted(self._view.rounds):
+            if self._rounds < number <= last:
+                self._rounds = number
+                self._print(_round_line(self._view, number))
+
+    def _print(self, line: str) -> None:
+        # Soft wrap keeps one line per event, however narrow the terminal or log is.
+        self._console.print(Text(line), soft_wrap=True)
+
+
+def _round_line(view: SwarmView, number: int) -> str:
+    summary = view.rounds[number]
+    parts = [
+        f"round {number}/{view.total_rounds}",
+        f"{summary.num_peers} peers",
+        f"{summary.tokens_per_second:,.0f} tokens/s",
+        f"loss {number_or_dash(summary.loss)}",
+        f"coverage {_coverage(view)}",
+        *_staleness(summary),
+        *(f"{peer.short_id}: {slot_ranges(peer.slots)}" for peer in view.active[:MAX_CONSOLE_PEERS]),
+    ]
+    return "  ".join(map(printable, parts))
+
+
+def render(run_id: str, view: SwarmView) -> Group:
+    """Return the live display: a line about the swarm above the table of peers."""
+    newest = view.newest
+    head = [
+        f"{run_id}  round {view.round}/{view.total_rounds}",
+        f"{len(view.active)} active",
+        f"{view.tokens:,} tokens",
+        f"{newest.tokens_per_second:,.0f} tokens/s" if newest else "",
+        f"loss {number_or_dash(newest.loss)}" if newest else "",
+        "held-out {1:.4f} (round {0})".format(*max(view.held_out.items())) if view.held_out else "held-out -",
+        f"coverage {_coverage(view)}",
+        *(_staleness(newest) if newest else ()),
+    ]
+    table = Table(box=box.SIMPLE_HEAD)
+    for title in ("peer", "state", "round", "loss", "tokens/s", "syncing", "seen", "slots"):
+        table.add_column(title, justify="left" if title in ("peer", "state", "slots") else "right", no_wrap=True)
+    here = [peer for peer in view.peers.values() if peer.state != "left"]
+    for peer in here[:MAX_CONSOLE_PEERS]:
+        table.add_row(*(Text(printable(cell)) for cell in _cells(view, peer)))
+    hidden = len(here) - MAX_CONSOLE_PEERS
+    rest = [Text(f"and {hidden} more peers")] if hidden > 0 else []
+    return Group(Text(printable("  ".join(part for part in head if part))), table, *rest)
+
+
+def slot_ranges(slots: Sequence[int]) -> str:
+    """Return ascending slots in short: `0-3,7`."""
+    spans: list[list[int]] = []
+    for slot in slots:
+        if spans and slot == spans[-1][1] + 1:
+            spans[-1][1] = slot
+        else:
+            spans.append([slot, slot])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans) or "none"
+
+
+def number_or_dash(value: float | None) -> str:
+    """Return a number with four digits; a dash for None or a number that is not finite."""
+    return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"
+
+
+def printable(text: str) -> str:
+    """Replace characters that could steer a terminal."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
+def _cells(view: SwarmView, peer: PeerView) -> list[str]:
+    report = peer.report
+    numbers = ["-"] * 3
+    if report is not None:
+        numbers = [number_or_dash(report.loss), f"{report.tokens_per_second:,.0f}", f"{sync_share(report):.0%}"]
+    seen = f"{max(0.0, view.now - peer.last_seen):.0f} s"
+    return [peer.short_id, peer.state, str(peer.round), *numbers, seen, slot_ranges(peer.slots)]
+
+
+def _staleness(summary: RoundSummary) -> list[str]:
+    """Return the age of the oldest slot that a peer used, where peers do not fetch every slot in every round."""
+    return [f"slots up to {summary.stale_rounds} rounds old"] if summary.stale_rounds else []
+
+
+def _coverage(view: SwarmView) -> str:
+    orphans = f", orphans {slot_ranges(view.orphans[:16])}" if view.orphans and view.active else ""
+    return f"{view.num_covered}/{view.num_slots}{orphans}"
+
+
+# ------------------------------------------------------------------ Weights & Biases
 
 
 class WandbSink:
-    """Logs curves to Weights & Biases, offline unless the user set WANDB_MODE: no account is needed.
+    """Logs curves to Weights & Biases, offline unless WANDB_MODE is set: no account is needed.
 
     Args:
         directory: Where W&B keeps its files.
@@ -243,7 +397,7 @@ class WandbSink:
         config: The run's settings, shown beside the curves.
 
     Raises:
-        ConfigError: wandb is not installed, or refuses to start.
+        ConfigError: wandb is not installed, or does not start.
     """
 
     def __init__(self, directory: Path, *, project: str, name: str, config: Mapping[str, Any]) -> None:
@@ -284,15 +438,15 @@ class WandbSink:
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
-            self._ask(self._run.finish)
+            self._call(self._run.finish)
 
     def _log(self, values: Mapping[str, float]) -> None:
-        self._ask(lambda: self._run.log(dict(values)))
+        self._call(lambda: self._run.log(dict(values)))
 
-    def _ask(self, call: Callable[[], None]) -> None:
+    def _call(self, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:  # its own, its mailbox's, its process's: all mean that it is lost
+        except Exception as error:  # W&B raises errors of its own, its mailbox and its process: all are fatal to it
             raise SinkError(f"W&B: {error!r}") from error
 
     def _log_peer(self, view: SwarmView, key: tuple[int, str]) -> None:
@@ -313,7 +467,7 @@ def _swarm_values(view: SwarmView, number: int) -> dict[str, float]:
         "swarm/tokens_per_second": summary.tokens_per_second,
         "swarm/tokens": summary.tokens,
         "swarm/peers": summary.num_peers,
-        "swarm/covered_slots": sum(holders > 0 for holders in view.coverage),
+        "swarm/covered_slots": view.num_covered,
         "swarm/agreement": summary.agreement,
         "swarm/sync_share": summary.sync_share,
     }

@@ -1,8 +1,8 @@
-"""The swarm as its records tell it: a pure fold of snapshots into one immutable view.
+"""The swarm's state according to its records: a pure fold of snapshots into one immutable view.
 
-Records are signed, strict and bounded when they arrive here, but they are strangers' words. Nothing that one peer says
-moves the swarm's round or outweighs the others: rounds follow the majority of active peers, weights are capped, and a
-number no machine could mean drops its report.
+Records are signed, strict and bounded when they arrive here, but any peer may lie in its own. No single peer moves the
+swarm's round or outweighs the others: rounds follow the majority of active peers, weights are capped, and a report
+with an implausible number is dropped.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from spes_p2p.swarm.claims import coverage
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 MAX_PEERS = 2048
-"""Peers remembered; identities are free, memory is not."""
+"""Peers remembered: identities cost nothing, so a flood of them must not exhaust memory."""
 MAX_LOSS = 100.0
 MAX_TOKENS = 10**12
 MAX_TOKENS_PER_SECOND = 1e9
 MAX_ROUND_SECONDS = 1e6
 WEIGHT_CAP = 4
-"""A report counts for at most so many times the round's median tokens."""
+"""A report's weight is at most this many times the round's median tokens."""
 SYNCHRONISING = ("matchmaking", "averaging", "exchange")
 PHASES = ("train", *SYNCHRONISING, "other")
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Everybody's unexpired records at DHT time `now`, by peer id."""
+    """All unexpired records at DHT time `now`, by peer id."""
 
     now: float
     claims: Mapping[str, Claim] = field(default_factory=dict)
@@ -45,9 +45,9 @@ class PeerView:
     """One peer that has, or had, a claim.
 
     Attributes:
-        round: Round it is training; 0 while unknown.
-        last_seen: DHT time at which its claim was last seen unexpired.
-        report: Its newest report.
+        round: Round in training; 0 while unknown.
+        last_seen: DHT time at which the claim was last seen unexpired.
+        report: The newest report.
     """
 
     peer_id: str
@@ -59,24 +59,24 @@ class PeerView:
 
     @property
     def short_id(self) -> str:
-        """The id's end, which differs where the beginnings of all ids are alike."""
+        """The end of the id; all ids begin alike."""
         return short_id(self.peer_id)
 
 
 @dataclass(frozen=True)
 class RoundSummary:
-    """What the reports of one round add up to.
+    """Aggregate of one round's reports.
 
     Attributes:
-        tokens: Sum of capped tokens; those of peers that committed nothing are lost.
+        tokens: Sum of capped tokens, without those of peers that committed nothing.
         seconds: Median wall time.
-        tokens_per_second: Tokens over wall time: the swarm's true pace, synchronisation included.
-        loss: Mean training loss weighted by them, nats per token; NaN without tokens.
+        tokens_per_second: Tokens over wall time, synchronisation included.
+        loss: Mean training loss weighted by capped tokens, nats per token; NaN without tokens.
         agreement: Share of reports with the most common digest of the shared parameters.
         phases: Median seconds by phase.
         sync_share: Median share of the wall time not spent training.
-        dropped: Groups that their members have dropped, counted by each.
-        stale_rounds: Most rounds by which a slot of anybody's model lay behind its holders'.
+        dropped: Groups that were dropped, summed over the members that dropped them.
+        stale_rounds: Greatest age, in rounds, of a slot in any peer's model.
     """
 
     round: int
@@ -98,12 +98,12 @@ class SwarmView:
 
     Attributes:
         num_slots: Experts per layer.
-        total_rounds: Rounds in the run; later ones do not exist.
-        absence_seconds: A claim unseen for so long is gone; one failed read is not a death.
+        total_rounds: Rounds in the run.
+        absence_seconds: Time after which a claim that is no longer seen counts as gone; a single failed read does not.
         now: DHT time of the newest snapshot.
         published: Newest round that a majority of the active peers finished.
-        peers: By peer id, those that left included.
-        reports: By (round, peer id); the first report stands.
+        peers: By peer id, including peers that left.
+        reports: By (round, peer id); a second report of the same round is ignored.
         held_out: Held-out loss of the swarm's model by round.
     """
 
@@ -118,24 +118,29 @@ class SwarmView:
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:
-        """Peers that train, by peer id."""
+        """Peers that train, in the order of their ids."""
         return tuple(peer for _, peer in sorted(self.peers.items()) if peer.state == "active")
 
     @cached_property
     def round(self) -> int:
-        """Round that a majority of the active peers is training, or has passed."""
+        """Latest round that a majority of the active peers has reached."""
         return _majority_reached([peer.round for peer in self.active])
 
     @cached_property
     def coverage(self) -> tuple[int, ...]:
-        """Holders of each slot."""
+        """Number of holders of each slot."""
         held = {peer.peer_id: tuple(s for s in peer.slots if s < self.num_slots) for peer in self.active}
         return tuple(coverage(held, self.num_slots))
 
     @property
     def orphans(self) -> tuple[int, ...]:
-        """Slots that nobody holds."""
+        """Slots without a holder."""
         return tuple(slot for slot, holders in enumerate(self.coverage) if not holders)
+
+    @property
+    def num_covered(self) -> int:
+        """Number of slots with a holder."""
+        return self.num_slots - len(self.orphans)
 
     @cached_property
     def rounds(self) -> Mapping[int, RoundSummary]:
@@ -147,7 +152,7 @@ class SwarmView:
         return {number: summarise(reports) for number, reports in by_round.items()}
 
     def is_reported(self, number: int) -> bool:
-        """Tell whether all who took part in a round have reported it."""
+        """Tell whether all members of a round have reported it."""
         reports = [report for (known, _), report in self.reports.items() if known == number]
         return bool(reports) and len(reports) >= max(report.num_members for report in reports)
 
@@ -158,11 +163,11 @@ class SwarmView:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the swarm trained in its complete rounds."""
+        """Tokens trained in all complete rounds."""
         return self.tokens_until(self.published)
 
     def tokens_until(self, number: int) -> int:
-        """Tokens that the swarm trained in complete rounds up to `number`."""
+        """Return the tokens trained in complete rounds up to `number`."""
         return sum(summary.tokens for known, summary in self.rounds.items() if known <= number)
 
     def evaluated(self, number: int, loss: float) -> SwarmView:
@@ -213,7 +218,7 @@ def _fold_peer(view: SwarmView, snapshot: Snapshot, peer: str, report: Metrics |
 
 
 def is_plausible(report: Metrics, total_rounds: int) -> bool:
-    """Tell whether a machine could mean this report."""
+    """Tell whether all numbers of a report are possible for a real machine."""
     seconds = wall_seconds(report)
     return (
         1 <= report.round <= total_rounds
@@ -230,7 +235,7 @@ def is_plausible(report: Metrics, total_rounds: int) -> bool:
 
 
 def summarise(reports: list[Metrics]) -> RoundSummary:
-    """Return the summary of one round's reports, at least one."""
+    """Return the summary of one round's reports (at least one)."""
     kept = [report.tokens if report.committed else 0 for report in reports]
     cap = WEIGHT_CAP * median_low(filter(None, kept)) if any(kept) else 0
     weights = [min(tokens, cap) for tokens in kept]  # guard: report-weight
@@ -254,10 +259,10 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
 
 
 def phase_seconds(report: Metrics) -> dict[str, float]:
-    """Wall time of the reported round, by phase.
+    """Return the wall time of the reported round by phase.
 
-    Where synchronising runs beside training, its phases count by what training waited for them, in proportion; what it
-    waited beyond them, for slower peers, is in `other`.
+    Where synchronisation overlaps with training, only the time that training waited for it counts, spread over its
+    phases in proportion. Waiting beyond their total, for slower peers, counts as `other`.
     """
     seconds = {phase: getattr(report, f"{phase}_seconds") for phase in PHASES}
     if report.waited_seconds is None:
@@ -270,12 +275,12 @@ def phase_seconds(report: Metrics) -> dict[str, float]:
 
 
 def wall_seconds(report: Metrics) -> float:
-    """Wall time of the reported round."""
+    """Return the wall time of the reported round."""
     return sum(phase_seconds(report).values())
 
 
 def sync_share(report: Metrics) -> float:
-    """Share of the round's wall time that was not spent training."""
+    """Return the share of the round's wall time that was not spent training."""
     seconds = wall_seconds(report)
     return 1.0 - report.train_seconds / seconds if seconds else 0.0
 

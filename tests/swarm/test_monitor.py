@@ -17,13 +17,12 @@ from peer_processes import commands_in
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from spes_p2p.codecs import Layout, digest
-from spes_p2p.commands.monitor import main
+from spes_p2p.commands.monitor import MonitorConfig, main
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.monitor.settings import MonitorConfig
 from spes_p2p.peer.restart import LEAST_SECONDS
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -169,7 +168,9 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
         assert measured[1] == pytest.approx(reference_loss(trained, config, run, tokenizer), abs=1e-4)
     assert {event["peer_id"] for event in events(config.output, "report")} == {p.swarm.peer_id for p in peers}
     assert "finished" in (config.output / "report.html").read_text()
-    assert "round 1/1  2 peers" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "round 1/1  2 peers" in printed
+    assert printed.count(f"{measured[1]:.4f}") == 1, "an evaluation is printed once"
 
 
 def test_when_all_peers_vanish_the_last_pulled_round_is_saved(tmp_path: Path, text: Path) -> None:
@@ -201,7 +202,7 @@ def test_a_monitor_whose_p2pd_dies_starts_itself_anew_and_sees_the_run_to_its_en
         monitor = commands.start("monitor/run_monitor.py", *words)
         wait_until(lambda: monitor.process.poll() is not None or bool(events(output, "run")), 120.0)
         threading.Event().wait(LEAST_SECONDS)
-        monitor.wait_for("round 1: held-out loss")
+        wait_until(lambda: any(event["round"] == 1 for event in events(output, "evaluation")))
         (p2pd,) = (p for p in psutil.Process(monitor.pid).children(recursive=True) if p.name() == "p2pd")
         p2pd.kill()
         monitor.wait_for("p2pd.* has died.*starting again")

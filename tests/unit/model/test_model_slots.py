@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 
 import pytest
 import torch
@@ -259,3 +260,15 @@ def test_checkpoint_does_not_replace_a_folder_of_other_things(slot_model, tmp_pa
     with pytest.raises(DataError, match="is missing"):
         save_checkpoint(model.config, state, tmp_path / "new")
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_files_of_a_checkpoint_have_the_modes_that_the_umask_grants(slot_model, tmp_path, umask, mode):
+    model = slot_model([])
+    before = os.umask(umask)
+    try:
+        save_checkpoint(model.config, model.stock_state_dict(), tmp_path / "checkpoint")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "checkpoint").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {mode}

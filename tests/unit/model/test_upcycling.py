@@ -141,6 +141,8 @@ def test_a_checkpoint_in_bf16_and_in_pieces_stays_so(tmp_path: Path, seed: int) 
     tensors = [tensor for file in output.glob("*.safetensors") for tensor in load_file(file).values()]
     assert {tensor.dtype for tensor in tensors} == {torch.bfloat16}
     assert json.loads((output / "config.json").read_text())["dtype"] == "bfloat16"
+    (tmp_path / "new").touch()
+    assert {path.stat().st_mode for path in output.iterdir()} == {(tmp_path / "new").stat().st_mode}
     torch.testing.assert_close(logits(load(output)), logits(load(source)), atol=2e-5, rtol=1e-5)
 
 

@@ -13,8 +13,17 @@ import pytest
 from rich.console import Console
 
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.monitor.report import ConsoleSink, printable, render, slot_ranges
-from spes_p2p.monitor.sinks import JsonlSink, Sink, Sinks, WandbSink, replay
+from spes_p2p.monitor.sinks import (
+    ConsoleSink,
+    JsonlSink,
+    Sink,
+    Sinks,
+    WandbSink,
+    printable,
+    render,
+    replay,
+    slot_ranges,
+)
 from spes_p2p.monitor.view import SwarmView, fold, short_id
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
@@ -133,7 +142,7 @@ def test_a_console_tells_of_old_slots_where_there_are_any() -> None:
     assert "slots up to 2 rounds old" in stream.getvalue().splitlines()[-1]
 
 
-def test_a_console_that_is_no_terminal_gets_one_line_per_round_however_narrow() -> None:
+def test_a_console_that_is_no_terminal_gets_one_line_per_round_and_per_evaluation_however_narrow() -> None:
     sink, stream = plain()
     feed(sink, small_history(3))
     lines = stream.getvalue().splitlines()
@@ -143,7 +152,9 @@ def test_a_console_that_is_no_terminal_gets_one_line_per_round_however_narrow() 
     assert "coverage 3/8, orphans 3-7" in rounds[2]
     for index, slots in ((0, "0-1"), (1, "1-2")):
         assert f"{short_id(peer_id(index))}: {slots}" in rounds[2]
-    assert lines[-1] == "round 3/20: held-out loss 4.0000"
+    assert [line for line in lines if "held-out" in line] == [
+        f"round {number}/20: held-out loss {5.5 - number / 2:.4f}" for number in range(4)
+    ]
     assert "\x1b" not in stream.getvalue()
 
 

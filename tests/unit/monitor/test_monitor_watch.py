@@ -9,9 +9,8 @@ import pytest
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, ExchangeError
-from spes_p2p.monitor.archive import Pulled, plan_pull
 from spes_p2p.monitor.view import SwarmView
-from spes_p2p.monitor.watch import Ending, Watch
+from spes_p2p.monitor.watch import Ending, Watch, plan_pull
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
 from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
@@ -26,6 +25,7 @@ class ScriptedSwarm:
         self.peer_id, self.round, self.is_closed = peer_id(99), 0, False
         self.members = [0, 1]
         self.silences = 0
+        self.watchdog = ScriptedWatchdog()
         self.reported: list[Archived] = []
         self.on_wait: Callable[[int], None] = lambda polls: None
         self.polls = 0
@@ -59,12 +59,11 @@ class ScriptedArchive:
         self.round, self.pulls, self.evaluated = 0, [], []
         self.failures: list[Exception] = []
 
-    def pull(self, round: int, holders: Mapping[int, list[str]], peers: list[str]) -> Pulled:
+    def pull(self, round: int, holders: Mapping[int, list[str]], peers: list[str]) -> None:
         self.pulls.append(round)
         if self.failures:
             raise self.failures.pop(0)
         self.round = round
-        return Pulled(round, {5: 0})
 
     def evaluate(self) -> float:
         self.evaluated.append(self.round)
@@ -101,12 +100,10 @@ class Scene:
 
     def __init__(self, view: SwarmView | None = None, lease_seconds: float = 30.0, every: int = 1) -> None:
         self.swarm, self.archive, self.recorder, self.saved = ScriptedSwarm(), ScriptedArchive(), Recorder(), []
-        self.watchdog = ScriptedWatchdog()
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
         self.watch = Watch(
             *(self.swarm, rounds, self.archive, self.recorder, view or empty_view()),  # type: ignore[arg-type]
             save=lambda: self.saved.append(self.archive.round),
-            watchdog=self.watchdog,  # type: ignore[arg-type]
             evaluate_every=every,
             poll_seconds=0.0,
         )
@@ -149,7 +146,7 @@ def test_a_version_that_is_not_to_be_had_is_tried_again(monkeypatch: pytest.Monk
     monkeypatch.setattr("spes_p2p.monitor.watch.RETRY_SECONDS", 0.01)
     scene = Scene()
     scene.swarm.on_wait = scene.advance
-    scene.archive.failures = [ExchangeError("nobody has it"), TimeoutError(), OSError(28, "No space left on device")]
+    scene.archive.failures = [ExchangeError("no peer has it"), TimeoutError(), OSError(28, "No space left on device")]
     assert scene.watch.run() is Ending.FINISHED
     assert scene.archive.pulls[:4] == [1, 1, 1, 1] and scene.recorder.evaluations[-1] == (3, 3.0)
 
@@ -194,7 +191,7 @@ def test_records_that_are_only_remembered_keep_no_watch_going() -> None:
     def die(polls: int) -> None:
         scene.advance(polls)
         if scene.archive.evaluated[-1:] == [1]:
-            scene.watchdog.death = "this peer's DHT process has died"
+            scene.swarm.watchdog.death = "this peer's DHT process has died"
         assert polls < 2000, "it would go on for ever"
 
     scene.swarm.on_wait = die
@@ -206,7 +203,7 @@ def test_a_monitor_without_p2pd_does_not_take_the_swarm_for_gone() -> None:
     scene = Scene(lease_seconds=0.1)
 
     def die(polls: int) -> None:
-        scene.swarm.members, scene.watchdog.died = [], "p2pd has died"
+        scene.swarm.members, scene.swarm.watchdog.died = [], "p2pd has died"
 
     scene.swarm.on_wait = die
     assert scene.watch.run() is Ending.CUT_OFF

@@ -8,8 +8,8 @@ import pytest
 from pydantic import ValidationError
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands.monitor import MonitorConfig, prepare_output
 from spes_p2p.errors import ConfigError
-from spes_p2p.monitor.settings import MonitorConfig, prepare_output
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4000/p2p/QmQ2rWrZ2XfZ9Dzsr3HwFvfTyjBpAXnZ8LV1GNGi1aSUuM"
 REQUIRED = ["--run-id", "run", "--initial-peers", ADDRESS]
