@@ -1,10 +1,13 @@
-"""The inner optimizer over what this peer trains, one group for the shared parameters and one per slot."""
+"""The inner optimizer: its update rules, its state per shared parameter and slot, and its learning rate.
+
+A rule is one torch optimizer with the state that it keeps per parameter; `InnerOptimizer` adds and removes slots.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,26 +16,36 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spes_p2p.config import OptimizerName, RunConfig, TrainConfig
 from spes_p2p.dtensor import distribute_like, full_tensor
-from spes_p2p.optim.rules import MOMENTS, Rule, make_rules
+from spes_p2p.errors import ConfigError
 
-LEAST_SHARE = 0.25
-"""Of the rate at its round's end: with how much of it a step is made at least, in rounds that end by the clock."""
+SHARED = "shared"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""The kinds of moments, by torch's names, in the order in which they follow a delta."""
+UNBIASED_STEPS = 1e6
+"""Step count of averaged moments: they are corrected already, and at this count the correction has no effect."""
+MIN_8BIT_SIZE = 4096
+"""Parameters with fewer elements keep their state in fp32, as in bitsandbytes."""
+BLOCK_SIZE = 256
+"""Elements that share a scale in 8-bit state; fixed in bitsandbytes."""
+NOT_HIDDEN = ("embed_tokens", "lm_head")
+"""Modules whose matrices Muon leaves to AdamW, by their stock names."""
+MIN_RATE_SHARE = 0.25
+"""Smallest rate of a step in rounds that end by the clock, as a share of the rate at the round's end."""
 
 
 def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) -> float:
-    """Learning rate at one point of the run: linear warm-up, then a cosine, a plateau with a decay, or a constant.
+    """Return the learning rate at one point of the run: linear warm-up, then cosine, warm-up-stable-decay or constant.
 
-    Rounds, not steps, are the clock that all peers share: a slow peer makes fewer steps in a round, and stays on the
-    same schedule. A newcomer therefore starts in the middle of it.
+    The schedule counts rounds, not steps, because all peers share rounds: a slow peer makes fewer steps in a round.
 
     Args:
         train: Peak, warm-up, shape, decay and final share.
         rounds_elapsed: Rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
-        total_rounds: Rounds in the run. A warm-up that is longer is cut off by the run's end.
+        total_rounds: Rounds in the run; a longer warm-up is cut off there.
 
     Returns:
-        The rate for the next optimizer step: 0 at the very start if there is a warm-up, `train.lr` at the warm-up's
-        end, with `cosine` and `wsd` `train.lr * train.final_lr_ratio` at `total_rounds` and after.
+        The rate of the next step: 0 at the start of a warm-up, `train.lr` at its end, and with `cosine` and `wsd`
+        `train.lr * train.final_lr_ratio` from `total_rounds` on.
 
     Source: SGDR's cosine without restarts (https://arxiv.org/abs/1608.03983), as SPES uses it; warm-up, stable, decay
     from MiniCPM (https://arxiv.org/abs/2404.06395), with the linear decay of https://arxiv.org/abs/2405.18392.
@@ -51,51 +64,324 @@ def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) 
 
 
 def rate_of_step(run: RunConfig, rounds_elapsed: float) -> float:
-    """Learning rate of a local step, where one may be a peer's only one in its round.
+    """Return the learning rate of a local step, with a floor in rounds that end by the clock.
 
-    In a warm-up's first round such a step, at the round's beginning, would be for nothing, and so short that what the
-    others have made of the same round looks beyond all measure to who made it (docs/trust.md).
-
-    Args:
-        run: The run's settings.
-        rounds_elapsed: Rounds since the run began, a fraction within a round.
-
-    Returns:
-        That of `learning_rate`; in rounds that end by the clock a quarter of that at the round's end at least.
+    There a step may be a slow peer's only one in its round. Without the floor, the first step of a warm-up's first
+    round has rate 0, and the peer's delta is so short that it rejects the other peers' as outliers (docs/trust.md).
     """
     train, total = run.train, run.round.total
     rate = learning_rate(train, rounds_elapsed, total)
-    if run.round.mode == "steps":  # all make as many
+    if run.round.mode == "steps":  # all peers make equally many steps
         return rate
-    return max(rate, LEAST_SHARE * learning_rate(train, math.floor(rounds_elapsed) + 1, total))
+    return max(rate, MIN_RATE_SHARE * learning_rate(train, math.floor(rounds_elapsed) + 1, total))
 
 
-SHARED = "shared"
+class Lamb(torch.optim.Optimizer):
+    """AdamW whose step, decay included, is scaled to `lr` times the tensor's norm.
+
+    State and defaults are AdamW's, `step` being an fp32 scalar. If a tensor or its step is zero, the step is AdamW's.
+    The paper's `phi` is the identity, as in its experiments.
+
+    Source: LAMB, Algorithm 2 (https://arxiv.org/abs/1904.00962).
+    """
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    update = self._update(param, group)
+                    norm, update_norm = torch.linalg.vector_norm(param), torch.linalg.vector_norm(update)
+                    ratio = torch.where((norm > 0) & (update_norm > 0), norm / update_norm, 1.0)
+                    param.sub_(update.mul_(ratio * group["lr"]))
+
+    def _update(self, param: Tensor, group: Mapping[str, Any]) -> Tensor:
+        """Update the moments and return the paper's `r_t + lambda x_t`."""
+        (beta1, beta2), state = group["betas"], self.state[param]
+        if not state:
+            state["step"] = torch.zeros((), device=param.device)
+            state["exp_avg"] = torch.zeros_like(param)
+            state["exp_avg_sq"] = torch.zeros_like(param)
+        state["step"] += 1
+        step = state["step"].item()
+        state["exp_avg"].lerp_(param.grad, 1 - beta1)
+        state["exp_avg_sq"].mul_(beta2).addcmul_(param.grad, param.grad, value=1 - beta2)
+        root = (state["exp_avg_sq"] / (1 - beta2**step)).sqrt_().add_(group["eps"])
+        return (state["exp_avg"] / (1 - beta1**step)).div_(root).add_(param, alpha=group["weight_decay"])
+
+
+class Rule:
+    """A torch optimizer, with access to the state that it keeps of one parameter.
+
+    State is a dictionary of tensors by kind: the rule's moments, of the parameter's shape and dtype, and if a bias
+    correction needs it `step`, an fp32 scalar.
+
+    Args:
+        optimizer: Optimizer without parameters; add groups to it directly.
+        keys: The optimizer's own names of the kinds.
+        decays: Factor of each moment per step.
+        is_biased: Whether moments start at zero and are corrected for it on use.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        keys: Mapping[str, str],
+        decays: Mapping[str, float],
+        *,
+        is_biased: bool = True,
+    ) -> None:
+        self.optimizer = optimizer
+        self._keys = dict(keys)
+        self._decays = dict(decays)
+        self._is_biased = is_biased
+        optimizer.param_groups.clear()  # torch requires one group at construction
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Kinds of moments that this rule keeps."""
+        return tuple(kind for kind in MOMENTS if kind in self._keys)
+
+    def takes(self, name: str, param: Parameter) -> bool:
+        """Tell whether this rule updates a parameter that no earlier rule takes."""
+        return True
+
+    def layout(self, param: Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        """Return the shape and dtype of a parameter's state, by kind."""
+        step = (torch.Size([]), torch.float32)
+        return {kind: step if kind == "step" else (param.shape, param.dtype) for kind in self._keys}
+
+    def read(self, param: Parameter) -> dict[str, Tensor]:
+        """Return a parameter's state by kind, by reference; empty before its first step."""
+        state = self.optimizer.state.get(param)
+        return {kind: torch.as_tensor(state[self._keys[kind]]) for kind in self.layout(param)} if state else {}
+
+    def write(self, param: Parameter, state: Mapping[str, Tensor]) -> None:
+        """Replace a parameter's state; keep references to the tensors, which must lie on its device."""
+        self.optimizer.state[param] = {self._keys[kind]: state[kind] for kind in self.layout(param)}
+
+    def moment(self, param: Parameter, kind: str) -> Tensor:
+        """Return a copy of a moment, bias-corrected if the rule corrects; zeros before the first step."""
+        state = self.read(param)
+        if not state or kind not in self._keys:
+            return torch.zeros_like(param)
+        value = self._decode(param, kind, state)
+        if not self._is_biased:
+            return value.clone()
+        step = state["step"].item()
+        return value / (1.0 - self._decays[kind] ** step) if step else torch.zeros_like(param)
+
+    def set_moments(
+        self, param: Parameter, moments: Mapping[str, Tensor], before: Mapping[str, Tensor], steps: int
+    ) -> None:
+        """Replace the moments of the given kinds by bias-corrected ones, as of `steps` steps ago.
+
+        With decay b, n steps take a moment m to b^n m + g, where g depends on the gradients alone. So this parameter's
+        moments of then and now give g = m_now - b^n m_then, and an averaged moment a of then becomes b^n a + g.
+        `moment` returned m_then / (1 - b^t), t being the steps until then; a needs no correction. Of a second moment,
+        g is a sum of squares, and only rounding makes it negative.
+
+        Args:
+            param: Parameter whose moments change.
+            moments: Tensors by kind; other kinds stay.
+            before: Results of `moment` `steps` steps ago, of the same kinds; not read if `steps` is 0.
+            steps: Steps since; a parameter without gradients makes fewer.
+        """
+        state, values = self.read(param), {}
+        total = state["step"].item() if "step" in state else float(steps)
+        made = min(float(steps), total) if state else 0.0
+        for kind in (kind for kind in self.moments if kind in moments):
+            left = self._decays[kind] ** made
+            values[kind] = distribute_like(moments[kind].to(param.dtype, copy=True), param).mul_(left)
+            if made:
+                share = left * (1.0 - self._decays[kind] ** (total - made)) if self._is_biased else left
+                since = self._decode(param, kind, state) - distribute_like(before[kind].to(param.dtype), param) * share
+                values[kind] += since.clamp_(min=0) if kind == "exp_avg_sq" else since
+        self._put(param, values)
+
+    def _put(self, param: Parameter, values: Mapping[str, Tensor]) -> None:
+        """Write these values as corrected moments; a missing kind keeps its own value, corrected."""
+        state = {"step": torch.tensor(UNBIASED_STEPS, device=param.device)}
+        for kind in self.moments:
+            value = values[kind] if kind in values else self.moment(param, kind)
+            state |= self._encode(param, kind, value.clamp_(min=0) if kind == "exp_avg_sq" else value)
+        self.write(param, state)
+
+    def _decode(self, param: Parameter, kind: str, state: Mapping[str, Tensor]) -> Tensor:
+        return state[kind]
+
+    def _encode(self, param: Parameter, kind: str, value: Tensor) -> dict[str, Tensor]:
+        return {kind: value}
+
+
+class MuonRule(Rule):
+    """Muon for the hidden matrices: those of attention, routers and experts.
+
+    AdamW updates embeddings, head and norms, as in Moonlight. A fused gate and up projection is one matrix.
+
+    Source: Muon is Scalable for LLM Training (https://arxiv.org/abs/2502.16982).
+    """
+
+    def takes(self, name: str, param: Parameter) -> bool:
+        return param.dim() == 2 and not any(part in NOT_HIDDEN for part in name.split("."))
+
+
+class BlockwiseRule(Rule):
+    """A bitsandbytes optimizer, whose moments are 8-bit codes with a scale per block.
+
+    `exp_avg` and `exp_avg_sq` are uint8 of the parameter's shape; `exp_avg_absmax` and `exp_avg_sq_absmax` hold the
+    scales. A small parameter has fp32 moments without scales. The maps from codes to values are constants.
+
+    Source: 8-bit Optimizers via Block-wise Quantization (https://arxiv.org/abs/2110.02861).
+    """
+
+    def layout(self, param: Parameter) -> dict[str, tuple[torch.Size, torch.dtype]]:
+        layout = super().layout(param)
+        blocks = torch.Size([-(-param.numel() // BLOCK_SIZE)])
+        for kind in self.moments:
+            layout[kind] = (param.shape, torch.uint8 if _is_quantised(param) else torch.float32)
+            layout[f"{kind}_absmax"] = (blocks, torch.float32)
+        return {kind: spec for kind, spec in layout.items() if _is_quantised(param) or not kind.endswith("_absmax")}
+
+    def read(self, param: Parameter) -> dict[str, Tensor]:
+        state = super().read(param)
+        return state | {"step": state["step"].float()} if state else {}
+
+    def write(self, param: Parameter, state: Mapping[str, Tensor]) -> None:
+        super().write(param, state)
+        own = self.optimizer.state[param]
+        own["step"] = int(state["step"].item())
+        if _is_quantised(param):
+            own |= {f"qmap{number}": self._map(kind, param) for number, kind in enumerate(self.moments, 1)}
+
+    def _map(self, kind: str, param: Parameter) -> Tensor:
+        """Return the values that the 256 codes of a moment stand for."""
+        maps, name = self.optimizer.name2qmap, "dynamic" if kind == "exp_avg" else "udynamic"  # type: ignore[attr-defined]
+        maps[name] = maps[name].to(param.device)
+        return maps[name]
+
+    def _decode(self, param: Parameter, kind: str, state: Mapping[str, Tensor]) -> Tensor:
+        if not _is_quantised(param):
+            return state[kind]
+        from bitsandbytes.functional import dequantize_blockwise
+
+        code = self._map(kind, param)
+        return dequantize_blockwise(state[kind], absmax=state[f"{kind}_absmax"], code=code, blocksize=BLOCK_SIZE)
+
+    def _encode(self, param: Parameter, kind: str, value: Tensor) -> dict[str, Tensor]:
+        if not _is_quantised(param):
+            return {kind: value}
+        from bitsandbytes.functional import quantize_blockwise
+
+        numbers, scale = quantize_blockwise(value, code=self._map(kind, param), blocksize=BLOCK_SIZE)
+        return {kind: numbers, f"{kind}_absmax": scale.absmax}
+
+
+def _is_quantised(param: Parameter) -> bool:
+    return param.numel() >= MIN_8BIT_SIZE
+
+
+def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) -> tuple[Rule, ...]:
+    """Make the rules of an inner optimizer, without parameters; the first rule that takes a parameter updates it.
+
+    Args:
+        name: The inner optimizer.
+        train: Betas, epsilon and weight decay.
+        device: Device of the parameters.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or does not work on this device.
+    """
+    decays = {"exp_avg": train.beta1, "exp_avg_sq": train.beta2}
+    settings: dict[str, Any] = {"lr": train.lr, "betas": tuple(decays.values()), "weight_decay": train.weight_decay}
+    both = {kind: kind for kind in (*MOMENTS, "step")}
+    none: list[dict[str, Any]] = [{"params": []}]
+    if name == "lamb":
+        return (Rule(Lamb(none, {"eps": train.eps, **settings}), both, decays),)
+    first, step = {"exp_avg": "state1", "exp_avg_absmax": "absmax1"}, {"step": "step"}
+    if name == "adamw8bit":
+        optimizer = _blockwise("AdamW8bit", name, device)(none, eps=train.eps, **settings)
+        second = {"exp_avg_sq": "state2", "exp_avg_sq_absmax": "absmax2"}
+        return (BlockwiseRule(optimizer, first | second | step, decays),)
+    if name == "lion8bit":
+        optimizer = _blockwise("Lion8bit", name, device)(none, **settings)
+        # Lion's step weighs its momentum by beta1, but the momentum decays by beta2.
+        return (BlockwiseRule(optimizer, first | step, {"exp_avg": train.beta2}, is_biased=False),)
+    adamw = Rule(torch.optim.AdamW(none, eps=train.eps, fused=True, **settings), both, decays)
+    if name != "muon":
+        return (adamw,)
+    options: dict[str, Any] = {"lr": train.lr, "momentum": train.beta1, "weight_decay": train.weight_decay}
+    muon = torch.optim.Muon(none, adjust_lr_fn="match_rms_adamw", **options)  # so that train.lr keeps its meaning
+    return (MuonRule(muon, {"exp_avg": "momentum_buffer"}, {"exp_avg": train.beta1}, is_biased=False), adamw)
+
+
+def _blockwise(cls: str, name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
+    """Return a bitsandbytes optimizer class after a trial step on a small tensor.
+
+    Raises:
+        ConfigError: bitsandbytes is missing, or the trial failed.
+    """
+    remedy = "pip install 'bitsandbytes>=0.50', or set adamw"
+    try:
+        import bitsandbytes
+    except ImportError as error:
+        raise ConfigError(f"optimizer {name} needs bitsandbytes, which does not import ({error}); {remedy}") from error
+    trial = Parameter(torch.zeros(MIN_8BIT_SIZE, device=device))
+    trial.grad = torch.zeros_like(trial)
+    made = getattr(bitsandbytes.optim, cls)
+    try:
+        made([trial]).step()
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"optimizer {name} does not work on {device.type} here ({reason}); {remedy}") from error
+    return _widening(made)
+
+
+def _widening(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """Make a bitsandbytes optimizer accept gradients in a narrower dtype than their parameters.
+
+    Stock would read them as if they had the parameters' dtype. One gradient at a time is widened, and dropped after
+    its parameter's step.
+    """
+
+    class Widening(base):  # type: ignore[misc, valid-type]
+        def update_step(self, group: dict[str, Any], p: Parameter, gindex: int, pindex: int) -> None:
+            narrow = p.grad_dtype
+            if p.grad is None or p.grad.dtype == p.dtype:
+                super().update_step(group, p, gindex, pindex)
+                return
+            grad, p.grad = p.grad, None
+            p.grad_dtype = p.dtype
+            p.grad = grad.to(p.dtype)
+            super().update_step(group, p, gindex, pindex)
+            p.grad, p.grad_dtype = None, narrow
+
+    return Widening
 
 
 class InnerOptimizer:
-    """AdamW, or another by name, whose groups come and go with a peer's claims.
+    """AdamW, or another optimizer by name, with one group for the shared parameters and one per claimed slot.
 
-    Weight decay acts on every parameter, embeddings and norms too, as in SPES. The moments of a slot leave with it as a
-    payload of plain tensors, and a later holder who installs the payload continues bit for bit. Parameters are kept by
-    reference; state goes in and out by copy. AdamW's fused kernel is the fast one and the one without temporaries: on a
-    CPU it takes a third of the time of `foreach`, which also needs a fourth of the trained bytes more.
+    Weight decay acts on every parameter, embeddings and norms too, as in SPES. Removing a slot returns its state as
+    plain tensors; another peer that adds the slot with them continues bit for bit. Parameters are held by reference;
+    state is copied in and out. AdamW uses torch's fused kernel, which is the fastest and needs no temporaries.
 
-    State names are `<group>/<parameter>/<kind>`, the group being `shared` or `slot-<e>`, the kind as the parameter's
-    rule has it: with AdamW `exp_avg`, `exp_avg_sq` (both of the parameter's shape and dtype) and `step` (fp32 scalar).
-    A parameter that was never stepped has no state.
+    State names are `<group>/<parameter>/<kind>`: the group is `shared` or `slot-<e>`, the kind is the rule's, with
+    AdamW `exp_avg`, `exp_avg_sq` (both of the parameter's shape and dtype) and `step` (fp32 scalar). A parameter has no
+    state before its first step.
 
-    Source: AdamW (https://arxiv.org/abs/1711.05101) in `torch.optim`; hyperparameters from SPES. The others: `rules`.
+    Source: AdamW (https://arxiv.org/abs/1711.05101) in `torch.optim`; hyperparameters from SPES.
 
     Args:
-        shared: The shared parameters by name, on the device where they are trained.
-        slots: The parameters of each claimed slot by name.
-        train: Optimizer, betas, epsilon, weight decay and clipping norm; the learning rate comes with each step.
-        name: Another optimizer than `train.optimizer`.
-        gradients: Precision in which gradients are kept until the step; `bf16` for the 8-bit optimizers alone.
+        shared: Shared parameters by name, on the device that trains them.
+        slots: Parameters of each claimed slot by name.
+        train: Optimizer, betas, epsilon, weight decay and clipping norm; `step` takes the learning rate.
+        name: Optimizer in place of `train.optimizer`.
+        gradients: Precision of the gradients until the step; `bf16` only with the 8-bit optimizers.
 
     Raises:
-        ConfigError: the optimizer cannot work here.
+        ConfigError: the optimizer does not work on this machine.
     """
 
     def __init__(
@@ -116,23 +402,23 @@ class InnerOptimizer:
 
     @property
     def slots(self) -> list[int]:
-        """The slots with a group, ascending."""
+        """Slots with a group, ascending."""
         return sorted(int(group.removeprefix("slot-")) for group in self._groups if group != SHARED)
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The kinds of moments that there are, in the order in which they lie behind a delta."""
+        """Kinds of moments that any rule keeps, in the order in which they follow a delta."""
         return tuple(kind for kind in MOMENTS if any(kind in rule.moments for rule in self._rules))
 
     def step(self, lr: float) -> float:
-        """One step at rate `lr`, gradients scaled down to the clipping norm first.
+        """Clip the gradients to the clipping norm and make one step at rate `lr`.
 
         Returns:
-            The global gradient norm before clipping. If it is not finite nothing was changed: the caller counts the
-            step as skipped and goes on with `zero_grad`.
+            The global gradient norm before clipping. If it is not finite, nothing has changed: count the step as
+            skipped and call `zero_grad`.
         """
-        # Shared first, then slots ascending: the norm is a sum, and its last bits must not depend on the order in
-        # which slots were claimed.
+        # Shared first, then slots ascending: the norm is a sum, and its last bits must not depend on the order of
+        # claims.
         groups = [SHARED, *(_group_name(slot) for slot in self.slots)]
         params = [p for group in groups for p in self._groups[group].values() if p.grad is not None]
         norm = full_tensor(get_total_norm([p.grad for p in params if p.grad is not None]))
@@ -146,20 +432,20 @@ class InnerOptimizer:
         return norm.item()
 
     def zero_grad(self) -> None:
-        """Drops all gradients."""
+        """Drop all gradients."""
         for rule in self._rules:
             rule.optimizer.zero_grad(set_to_none=True)
 
     def add_slot(self, slot: int, params: Mapping[str, Parameter], payload: Mapping[str, Tensor] | None = None) -> None:
-        """Starts to train a slot.
+        """Start to train a slot.
 
         Args:
-            slot: Expert index, not yet among this optimizer's.
+            slot: Slot without a group.
             params: The slot's parameters by name.
-            payload: What `remove_slot` returned, here or on another peer; None starts with empty moments.
+            payload: Result of `remove_slot`, here or on another peer; None starts with empty moments.
 
         Raises:
-            ValueError: The payload's names, shapes, dtypes or values do not fit `params`; nothing was added.
+            ValueError: the payload's names, shapes, dtypes or values do not fit `params`; nothing was added.
         """
         group = _group_name(slot)
         assert group not in self._groups, f"slot {slot} is trained already"
@@ -181,11 +467,7 @@ class InnerOptimizer:
         return next(rule for rule in self._rules if rule.takes(name, param))
 
     def remove_slot(self, slot: int) -> dict[str, Tensor]:
-        """Stops training a slot.
-
-        Returns:
-            Its state as CPU tensors named `<parameter>/<kind>`, for whoever trains the slot next.
-        """
+        """Stop training a slot; return its state as CPU tensors named `<parameter>/<kind>`, for `add_slot`."""
         group = _group_name(slot)
         params = self._groups.pop(group)
         payload = self._state_of(params)
@@ -197,59 +479,42 @@ class InnerOptimizer:
         return payload
 
     def moments(self, group: str, kinds: Sequence[str]) -> list[dict[str, Tensor]]:
-        """The bias-corrected moments of a group by parameter, zeros where nothing was stepped and where there is none.
+        """Return a group's bias-corrected moments by parameter, one dictionary for each of `kinds`.
 
-        Corrected, the moments of peers that have made different numbers of steps have the same meaning, and so a mean.
-        The momenta of Lion and Muon count as first moments; they are used uncorrected, and stay so.
+        Correction makes the moments of peers with different numbers of steps comparable, so that they can be averaged.
+        The momenta of Lion and Muon count as first moments; they are used uncorrected, and stay so. Moments that the
+        optimizer does not keep, or has not stepped yet, are zeros.
 
         Source: Adam, Algorithm 1 (https://arxiv.org/abs/1412.6980).
-
-        Args:
-            group: `shared` or `slot-<e>`.
-            kinds: Of `MOMENTS`; one dictionary is returned for each, whatever the optimizer keeps.
         """
         params = self._groups[group]
         return [{name: self._rule(name, param).moment(param, kind) for name, param in params.items()} for kind in kinds]
 
-    def set_moments(self, group: str, moments: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Goes on from averaged, bias-corrected moments, and from its own in whatever kind was not averaged.
-
-        Args:
-            group: `shared` or `slot-<e>`.
-            moments: By kind, tensors of every parameter's shape. Second moments below zero count as zero, for a
-                low-bit mean may round there. Kinds that a parameter's rule does not keep are ignored.
-        """
-        for name, param in self._groups[group].items():
-            self._rule(name, param).settle(param, {kind: tensors[name] for kind, tensors in moments.items()})
-
-    def set_moments_late(
+    def set_moments(
         self,
         group: str,
         moments: Mapping[str, Mapping[str, Tensor]],
-        before: Mapping[str, Mapping[str, Tensor]],
-        steps: int,
+        before: Mapping[str, Mapping[str, Tensor]] | None = None,
+        steps: int = 0,
     ) -> None:
-        """Does what `set_moments` would have done `steps` steps ago; the gradients met since count as they would have.
+        """Replace a group's moments by averaged, bias-corrected ones, as if this had been called `steps` steps ago.
 
-        Exact but for rounding, and for steps in which the other moments would have led elsewhere. Whatever kind was not
-        averaged goes on from what it is now. 8-bit state is rounded once more.
+        Late moments are exact but for rounding, and for the gradients, which other moments would have changed.
 
         Args:
             group: `shared` or `slot-<e>`.
-            moments: As `set_moments` takes them.
-            before: What `moments` returned `steps` steps ago, by kind.
-            steps: Steps made since.
+            moments: Tensors by kind and parameter; other kinds stay. Second moments below zero, which a low-bit mean
+                may produce, count as zero. Kinds that a parameter's rule does not keep are ignored.
+            before: Result of `moments` `steps` steps ago, by kind; may be None if `steps` is 0.
+            steps: Steps since.
         """
         for name, param in self._groups[group].items():
-            self._rule(name, param).settle_late(
-                param,
-                {kind: tensors[name] for kind, tensors in moments.items()},
-                {kind: tensors[name] for kind, tensors in before.items()},
-                steps,
-            )
+            given = {kind: tensors[name] for kind, tensors in moments.items()}
+            own = {kind: tensors[name] for kind, tensors in (before or {}).items()}
+            self._rule(name, param).set_moments(param, given, own, steps)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """All state, as copies on the CPU, under flat names that safetensors takes."""
+        """Copy all state to the CPU, under flat names for safetensors."""
         return {
             f"{group}/{name}": tensor
             for group, params in self._groups.items()
@@ -257,10 +522,10 @@ class InnerOptimizer:
         }
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Replaces all state by `state_tensors()` of an optimizer over the same names and shapes.
+        """Replace all state by the `state_tensors()` of an optimizer over the same names and shapes.
 
         Raises:
-            ValueError: A name, shape, dtype or value does not fit; the state is as before.
+            ValueError: a name, shape, dtype or value does not fit; the state has not changed.
         """
         state: dict[str, dict[str, dict[str, Tensor]]] = {}
         unread = dict(tensors)
@@ -292,11 +557,11 @@ class InnerOptimizer:
     def _checked_state(
         self, params: Mapping[str, Parameter], tensors: Mapping[str, Tensor], group: str
     ) -> dict[str, dict[str, Tensor]]:
-        """Copies of `tensors` (by `<parameter>/<kind>`) by parameter and kind, after checking every one of them.
+        """Check tensors named `<parameter>/<kind>`; return copies by parameter and kind.
 
         Raises:
-            ValueError: A parameter is unknown or has only part of its state, or a tensor has the wrong shape or dtype,
-                or values that the optimizer cannot have produced.
+            ValueError: a parameter is unknown or lacks part of its state, or a tensor has the wrong shape or dtype, or
+                values that the optimizer cannot have produced.
         """
         state: dict[str, dict[str, Tensor]] = {}
         unread = dict(tensors)
@@ -309,17 +574,15 @@ class InnerOptimizer:
                 raise ValueError(
                     f"optimizer state of {group}/{name} lacks {', '.join(missing)}; give all of it or none"
                 )
+            state[name] = {}
             for kind, tensor in own.items():
                 _check_tensor(f"{group}/{name}/{kind}", kind, tensor, *layout[kind])
-            state[name] = {kind: _on_ranks_of(param, tensor.detach().clone()) for kind, tensor in own.items()}
+                copy = tensor.detach().clone()
+                is_sharded = copy.shape == param.shape  # other state is whole on every rank
+                state[name][kind] = distribute_like(copy, param) if is_sharded else copy.to(param.device)
         if unread:
             raise ValueError(f"optimizer state for {group}/{min(unread)!s}, which this model does not have")
         return state
-
-
-def _on_ranks_of(param: Parameter, tensor: Tensor) -> Tensor:
-    """State beside its parameter: in parts where that is, but for what has another shape."""
-    return distribute_like(tensor, param) if tensor.shape == param.shape else tensor.to(param.device)
 
 
 def _group_name(slot: int) -> str:

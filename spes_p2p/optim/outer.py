@@ -1,4 +1,4 @@
-"""What a commit does to anchors: the outer optimizer, and merging of similar experts."""
+"""The outer optimizer, which steps the anchors at a commit, and the merging of similar experts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from spes_p2p.config import MergeConfig, OuterStep
 
 
 class OuterOptimizer:
-    """Plain averaging or Nesterov SGD over averaged deltas, on the CPU, without state of its own.
+    """Plain averaging or Nesterov SGD over averaged deltas, on the CPU and stateless.
 
     After its inner steps a peer has moved its parameters from the anchor `theta` to `theta_i`; the swarm averages
-    `delta_i = theta - theta_i` and steps the anchor by it. `mean` takes `theta - delta`, which is the average of the
+    `delta_i = theta - theta_i` and steps the anchor by the mean. `mean` returns `theta - delta`, the average of the
     `theta_i`; `nesterov` is `torch.optim.SGD(nesterov=True)` with `delta` as its gradient.
 
-    The step is a pure function, so that a round that fails after it has changed nothing; whoever commits the round
-    keeps the returned momentum with the anchor.
+    The step is a pure function, so that a round that fails after it has changed nothing. At a commit, store the
+    returned momentum with the anchor.
 
     Source: DiLoCo, Algorithm 1 (https://arxiv.org/abs/2311.08105).
 
     Args:
-        outer: Which of the two, and its rate and momentum; a run may have one for `shared` and another for slots.
+        outer: Kind of step, rate and momentum; a run may have one for `shared` and another for slots.
     """
 
     def __init__(self, outer: OuterStep) -> None:
@@ -30,16 +30,16 @@ class OuterOptimizer:
 
     @property
     def has_state(self) -> bool:
-        """Whether `step` returns a momentum that belongs to the anchor's state."""
+        """Whether `step` returns a momentum, which is then part of the anchor's state."""
         return self._outer.has_momentum
 
     def step(self, anchor: Tensor, delta: Tensor, momentum: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The next anchor, and the next momentum if there is one; the arguments stay as they are.
+        """Return the next anchor and the next momentum, None with `mean`; the arguments do not change.
 
         Args:
             anchor: Committed parameters [P], fp32, CPU.
             delta: The swarm's averaged pseudo-gradient [P], fp32, CPU.
-            momentum: What the previous step returned [P]; None in a bundle's first step and always with `mean`.
+            momentum: Momentum that the previous step returned [P]; None in the first step and always with `mean`.
         """
         for vector in (anchor, delta) if momentum is None else (anchor, delta, momentum):
             assert vector.shape == anchor.shape and vector.dim() == 1, f"flat vectors of one length, not {vector.shape}"
@@ -47,8 +47,8 @@ class OuterOptimizer:
         if not self.has_state:
             assert momentum is None, "`mean` has no momentum"
             return anchor - delta, None
-        # Products and sums are rounded one by one: `add(alpha=)` may fuse them, or not, by CPU, and all peers have to
-        # arrive at the same bits.
+        # Each product and sum is rounded separately, because all peers must compute the same bits: `add(alpha=)` fuses
+        # them on some CPUs only.
         new_momentum = delta.clone() if momentum is None else (momentum * self._outer.momentum).add_(delta)
         update = (new_momentum * self._outer.momentum).add_(delta).mul_(self._outer.lr)
         return anchor - update, new_momentum
@@ -58,7 +58,7 @@ SIMILARITY_DECIMALS = 9
 
 
 def merge_alpha(merge: MergeConfig, round: int) -> float:
-    """How far experts move in this round: a share in [0, 1] that decays linearly, 0 in rounds without a merge.
+    """Return how far experts move in this round: a share in [0, 1] that decays linearly, 0 in rounds without a merge.
 
     Source: SPES, `spes_server_knowledge_transfer.py`, with rounds for steps:
     `alpha_start * (1 - min(step / decay_steps, 1))` when `step % merge_interval == 0`.
@@ -69,20 +69,20 @@ def merge_alpha(merge: MergeConfig, round: int) -> float:
 
 
 def merge_experts(gate_up_EOD: Tensor, down_EDI: Tensor, alpha: float, top_k: int) -> tuple[Tensor, Tensor]:
-    """Moves every expert of one layer by `alpha` towards the mean of its `top_k` most similar others.
+    """Move every expert of one layer by `alpha` towards the mean of its `top_k` most similar others.
 
-    Similar means the cosine of the flattened *gate* projections only (SPES's `w1`: the first half of `gate_up`'s rows),
-    as in SPES's code; the up and down projections move along but have no say. Every expert moves by
-    `w + alpha * mean_j(w_j - w)`, all from the values before the merge.
+    Similarity is the cosine of the flattened *gate* projections only (SPES's `w1`: the first half of `gate_up`'s rows),
+    as in SPES's code; the up and down projections move along. An expert becomes `w + alpha * mean_j(w_j - w)`, computed
+    from the values before the merge.
 
     Args:
         gate_up_EOD: Fused gate and up projections of one layer, in Hugging Face's layout.
         down_EDI: Down projections of the same layer.
         alpha: Share of the way, in [0, 1]; 0 changes nothing.
-        top_k: Neighbours per expert, at least 1; capped at E - 1, so that a single expert stays as it is.
+        top_k: Neighbours per expert, at least 1; capped at E - 1, so that a single expert does not move.
 
     Returns:
-        New `gate_up_EOD` and `down_EDI`, in the arguments' dtypes; the arguments stay as they are.
+        New `gate_up_EOD` and `down_EDI` in the arguments' dtypes; the arguments do not change.
 
     Source: SPES (https://arxiv.org/abs/2602.11543), `spes_server_knowledge_transfer.py`.
     """
@@ -96,10 +96,10 @@ def merge_experts(gate_up_EOD: Tensor, down_EDI: Tensor, alpha: float, top_k: in
 
 
 def _most_similar(gate_EID: Tensor, num_neighbours: int) -> list[list[int]]:
-    """The indices of each expert's most similar others, ascending.
+    """Return the indices of each expert's most similar others, ascending.
 
-    All peers must choose alike, though their matrix products sum in different orders: cosines are taken in fp64, those
-    that agree to 9 decimals count as equal, and the lower index wins.
+    All peers must choose the same, although their matrix products sum in different orders: cosines are fp64, rounded
+    to 9 decimals, and of equal ones the lower index wins.
     """
     directions_EX = F.normalize(gate_EID.flatten(1).double(), dim=1)
     cosine_EE = (directions_EX @ directions_EX.T).round(decimals=SIMILARITY_DECIMALS)
@@ -109,7 +109,7 @@ def _most_similar(gate_EID: Tensor, num_neighbours: int) -> list[list[int]]:
 
 
 def _move(weight_EXY: Tensor, neighbours_EK: list[list[int]], alpha: float) -> Tensor:
-    """One weight's experts, each moved towards its neighbours' mean; sums run in fp32, in ascending order."""
+    """Move each expert of one weight towards its neighbours' mean; sums are in fp32 and ascending order."""
     merged_EXY = torch.empty_like(weight_EXY)
     for expert, neighbours in enumerate(neighbours_EK):
         own_XY = weight_EXY[expert].float()

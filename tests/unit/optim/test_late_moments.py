@@ -57,7 +57,7 @@ def late_and_in_time(
     prompt.set_moments("shared", averaged)
     step(prompt, prompted, range(BEFORE, BEFORE + SINCE))
     step(late, delayed, range(BEFORE, BEFORE + SINCE))
-    late.set_moments_late("shared", averaged, before, SINCE)
+    late.set_moments("shared", averaged, before, SINCE)
     return moments_of(late), moments_of(prompt)
 
 
@@ -75,7 +75,7 @@ def test_late_moments_are_those_that_would_have_come_of_them_in_time(seed: int, 
 def test_the_steps_after_late_moments_are_corrected_for_no_bias_any_more(seed: int) -> None:
     optimizer, params = make(seed)
     step(optimizer, params, range(BEFORE))
-    optimizer.set_moments_late("shared", of_others(seed, optimizer), moments_of(optimizer), 0)
+    optimizer.set_moments("shared", of_others(seed, optimizer), moments_of(optimizer), 0)
     raw = optimizer.state_tensors()
     for kind, tensors in moments_of(optimizer).items():
         assert all(torch.equal(raw[f"shared/{key}/{kind}"], tensor) for key, tensor in tensors.items())
@@ -87,7 +87,7 @@ def test_with_no_step_since_late_moments_are_the_averaged_ones(seed: int, name: 
     averaged = of_others(seed, one)
     for optimizer, params in ((one, ones), (other, others)):
         step(optimizer, params, range(BEFORE))
-    one.set_moments_late("shared", averaged, moments_of(one), 0)
+    one.set_moments("shared", averaged, moments_of(one), 0)
     other.set_moments("shared", averaged)
     expected = other.state_tensors()
     assert all(torch.equal(tensor, expected[key]) for key, tensor in one.state_tensors().items())
@@ -96,7 +96,7 @@ def test_with_no_step_since_late_moments_are_the_averaged_ones(seed: int, name: 
 def test_a_parameter_that_was_never_stepped_takes_the_averaged_moments(seed: int) -> None:
     optimizer, _ = make(seed)
     averaged = of_others(seed, optimizer)
-    optimizer.set_moments_late("shared", averaged, moments_of(optimizer), SINCE)
+    optimizer.set_moments("shared", averaged, moments_of(optimizer), SINCE)
     for kind, tensors in moments_of(optimizer).items():
         assert all(torch.equal(tensors[key], tensor) for key, tensor in averaged[kind].items())
 
@@ -107,7 +107,7 @@ def test_a_late_second_moment_never_falls_below_what_is_left_of_the_averaged_one
     step(optimizer, params, range(BEFORE + SINCE))
     averaged = of_others(seed, optimizer)
     before = {kind: {key: 100 * t + 1 for key, t in own.items()} for kind, own in moments_of(optimizer).items()}
-    optimizer.set_moments_late("shared", averaged, before, SINCE)
+    optimizer.set_moments("shared", averaged, before, SINCE)
     left = TrainConfig().beta2 ** SINCE
     for key, tensor in moments_of(optimizer)["exp_avg_sq"].items():
         torch.testing.assert_close(tensor, left * averaged["exp_avg_sq"][key])
@@ -119,7 +119,7 @@ def test_a_kind_that_is_not_averaged_goes_on_from_what_it_is(seed: int) -> None:
     before = moments_of(optimizer)
     step(optimizer, params, range(BEFORE, BEFORE + SINCE))
     now, averaged = moments_of(optimizer), of_others(seed, optimizer)
-    optimizer.set_moments_late("shared", {"exp_avg_sq": averaged["exp_avg_sq"]}, before, SINCE)
+    optimizer.set_moments("shared", {"exp_avg_sq": averaged["exp_avg_sq"]}, before, SINCE)
     after = moments_of(optimizer)
     assert all(torch.equal(after["exp_avg"][key], tensor) for key, tensor in now["exp_avg"].items())
     assert not any(torch.equal(after["exp_avg_sq"][key], tensor) for key, tensor in now["exp_avg_sq"].items())

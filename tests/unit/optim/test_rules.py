@@ -14,8 +14,7 @@ from torch.nn import Parameter
 from spes_p2p.config import ModelConfig, OptimizerName, OuterConfig, RunConfig, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import stock_model
-from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.optim.rules import MIN_8BIT_SIZE
+from spes_p2p.optim.inner import MIN_8BIT_SIZE, InnerOptimizer
 
 NAMES = get_args(OptimizerName)
 TRAIN = TrainConfig(clip_norm=1e9)
