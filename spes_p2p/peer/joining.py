@@ -151,7 +151,7 @@ def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
         Identity(config.identity or config.output / "identity.key"),
         config.run_name,
         initial_peers=config.initial_peers,
-        known=Peerstore(config.output / peerstore.FILE),
+        peerstore=Peerstore(config.output / peerstore.FILE),
         host=config.host,
         port=config.port,
         announce=config.announce,

@@ -164,7 +164,7 @@ def _start(setting: Setting, client_mode: bool):
         Identity(setting.directory / "key"),
         RUN_ID,
         initial_peers=setting.initial_peers,
-        known=Peerstore(setting.directory / FILE) if setting.known_peers else None,
+        peerstore=Peerstore(setting.directory / FILE) if setting.known_peers else None,
         host=setting.host,
         client_mode=client_mode,
     )
@@ -190,18 +190,18 @@ def _take_notes(swarm) -> list[AttemptNote]:
 
 
 def _call(swarm, method: str, args: tuple, kwargs: dict):
-    from spes_p2p.swarm.p2p import node
+    from spes_p2p.swarm.hivemind_fixes import dht
 
     if method == "misbehave":
         return swarm._averager.misbehave(*args)
     if method == "average":
         args = (Contribution(args[0], with_tensors(args[1])),)
     if method == "strangers":
-        return swarm.node._ask_dht(functools.partial(node.strangers, *args))
+        return swarm.node._run_in_dht(functools.partial(dht.unknown_peers, *args))
     if method == "client_mode":
         return swarm.node.client_mode
     if method == "forget":
-        return swarm.node._ask_dht(functools.partial(_forget, *args))
+        return swarm.node._run_in_dht(functools.partial(_forget, *args))
     if method == "death":
         return swarm.watchdog.death
     if method == "publish":

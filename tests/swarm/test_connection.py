@@ -79,14 +79,14 @@ def dead_address(folder):
 
 def known(folder, *addresses):
     peers = Peerstore(folder / "known_peers.json")
-    peers.note({address.rsplit("/", 1)[-1]: [address] for address in addresses})
+    peers.update({address.rsplit("/", 1)[-1]: [address] for address in addresses})
     return Peerstore(folder / "known_peers.json")
 
 
 def test_where_no_initial_peer_answers_a_known_one_is_enough(four, tmp_path):
     addresses = [dead_address(tmp_path), four[0].addresses[0]]
     node = Node(
-        Identity(tmp_path / "key"), "run", initial_peers=[dead_address(tmp_path)], known=known(tmp_path, *addresses)
+        Identity(tmp_path / "key"), "run", initial_peers=[dead_address(tmp_path)], peerstore=known(tmp_path, *addresses)
     )
     assert node.has_met_peers
     node.close()
@@ -139,7 +139,7 @@ def test_an_identity_is_one_peers(four, tmp_path):
 def test_an_error_names_every_address_that_was_tried(tmp_path):
     initial, cached = dead_address(tmp_path), dead_address(tmp_path)
     with pytest.raises(JoinError) as raised:
-        Node(Identity(tmp_path / "key"), "run", initial_peers=[initial], known=known(tmp_path, cached))
+        Node(Identity(tmp_path / "key"), "run", initial_peers=[initial], peerstore=known(tmp_path, cached))
     assert initial in str(raised.value) and cached in str(raised.value)
 
 
@@ -174,7 +174,7 @@ def test_one_whose_own_clock_is_wrong_sends_nobody_away_from_the_others(four, tm
 
 @pytest.mark.parametrize("trains_alone", [False, True])
 def test_a_peer_that_was_in_company_commits_alone_only_if_told_to(tmp_path, caplog, trains_alone):
-    node = Node(Identity(tmp_path / "key"), "run", known=known(tmp_path, dead_address(tmp_path)))
+    node = Node(Identity(tmp_path / "key"), "run", peerstore=known(tmp_path, dead_address(tmp_path)))
     swarm = HivemindSwarm(node, tmp_path / "versions", trains_alone=trains_alone)
     swarm.enter(RoundConfig(), VECTORS, max_slots=0)
     item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))

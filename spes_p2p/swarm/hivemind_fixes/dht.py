@@ -1,11 +1,13 @@
-"""A DHT node among strangers: what it decodes, whom it takes for a neighbour, and how much it keeps for others."""
+"""A DHT node among untrusted peers: what it decodes, which neighbours it accepts, and how much it stores for others."""
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, TypeAlias
 
+from hivemind.dht import DHT
 from hivemind.dht import dht as stock_dht
 from hivemind.dht import node as stock_node
 from hivemind.dht import protocol as stock_protocol
@@ -13,6 +15,7 @@ from hivemind.dht.node import DHTNode
 from hivemind.dht.protocol import DHTProtocol, ValidationError
 from hivemind.dht.routing import DHTID
 from hivemind.dht.storage import DHTLocalStorage, DictionaryDHTValue
+from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import P2P, P2PContext, PeerID
 from hivemind.proto import dht_pb2
 from hivemind.utils.timed_storage import TimedStorage, ValueWithExpiration
@@ -27,23 +30,23 @@ log = logging.getLogger(__name__)
 
 Found: TypeAlias = ValueWithExpiration[Any] | None
 MAX_OWNERS = 1024
-"""Owners of records under one key: of the longest records, 2.5 KB with key and signature, they still stay below the
-4 MiB beyond which libp2p answers nobody."""
+"""Owners of records under one key: even with the longest records, 2.5 KB with key and signature, an answer stays below
+libp2p's limit of 4 MiB."""
 MAX_KEYS = 64
-"""Keys of one request; more are stored or read by nobody."""
+"""Keys of one request."""
 SPARE_STREAMS = 8
-"""Of another peer to a process, beside those that carry its vectors."""
+"""Streams per peer and process beside those that carry its vectors."""
 
 
 def node_id_of(peer_id: PeerID) -> DHTID:
-    """Return the place in the DHT that belongs to a peer: nobody chooses which records lie with it."""
+    """Return a peer's DHT id. It follows from the peer's key; otherwise peers could choose which records they store."""
     return DHTID.generate(source=peer_id.to_bytes())
 
 
 class BoundedStorage(DHTLocalStorage):
-    """What a node keeps for others, of at most so many owners by key.
+    """Records that a node stores for others, with a bound on the owners per key.
 
-    Stock keeps all that it is sent, and a note of each attempt to store until its lifetime ends.
+    Stock keeps all records that it is sent, and a heap entry for each attempt to store until that record's end.
     """
 
     def store(self, key: DHTID, value: Any, expiration_time: float, subkey: Any = None) -> bool:
@@ -52,7 +55,7 @@ class BoundedStorage(DHTLocalStorage):
         known = self.get(key)
         is_longer = known is None or known.expiration_time < expiration_time
         stored = is_longer and super().store(key, value, expiration_time)
-        _forget_replaced(self)
+        _drop_replaced(self)
         return stored
 
     def store_subkey(self, key: DHTID, subkey: Any, value: bytes, expiration_time: float) -> bool:
@@ -67,55 +70,58 @@ class BoundedStorage(DHTLocalStorage):
         stored = super().store_subkey(key, subkey, value, expiration_time)
         for storage in (self, records):
             if isinstance(storage, TimedStorage):
-                _forget_replaced(storage)
+                _drop_replaced(storage)
         return stored
 
 
-def _forget_replaced(storage: TimedStorage) -> None:
-    """Drop what a storage remembers of values that newer ones have replaced, once it is more than the rest."""
+def _drop_replaced(storage: TimedStorage) -> None:
+    """Drop the heap entries of replaced values once they outnumber the others."""
     if len(storage.expiration_heap) > 2 * len(storage.data) + 64:  # guard: store-traces
         storage.expiration_heap = sorted(storage.key_to_heap.values())
 
 
 class SwarmDHTProtocol(DHTProtocol):
-    """hivemind's DHT protocol, which decodes no bombs, and takes peers for neighbours only where they belong."""
+    """hivemind's DHT protocol with bounded decoding and verified DHT ids.
+
+    Attributes:
+        answers: For each peer that was asked to accept this node: None, or its objection.
+    """
 
     serializer = ShallowSerializer  # guard: dht-serializer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.answers: list[ValidationError | None] = []
-        """Of those whom this node has asked whether they take it: None, or why not."""
 
     async def call_ping(self, peer: PeerID, validate: bool = False, strict: bool = True) -> DHTID | None:
-        """Ask a peer for its place in the DHT; whether it takes this node goes to `answers`, if that is asked."""
+        """Return a peer's DHT id; with `validate`, add its opinion of this node to `answers`."""
         try:
-            place = await super().call_ping(peer, validate, strict)
+            node_id = await super().call_ping(peer, validate, strict)
         except ValidationError as error:
             self.answers.append(error)
             return node_id_of(peer)
-        if validate and place is not None:
+        if validate and node_id is not None:
             self.answers.append(None)
-        return place
+        return node_id
 
     @classmethod
     def _get_handle_name(cls, namespace: str | None, method_name: str) -> str:
         return DHTProtocol._get_handle_name(namespace, method_name)
 
     async def update_routing_table(self, node_id: DHTID | None, peer_id: PeerID, responded: bool = True) -> None:
-        """Take note of a peer, unless it claims another place in the DHT than its own.
+        """Add a peer as a neighbour, unless it claims another DHT id than its own.
 
-        Whoever could choose its place would choose those next to a key, hold all its copies, and show them to nobody.
+        With chosen ids next to a key, an attacker would hold all copies of its records and could withhold them.
         """
         if node_id is not None and node_id != node_id_of(peer_id):  # guard: own-dht-place
-            log.debug("%s claims a place in the DHT that is not its own", peer_id)
+            log.debug("%s claims a DHT id that is not its own", peer_id)
             return
         await super().update_routing_table(node_id, peer_id, responded)
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict]] | None:
-        """Ask a peer for values and neighbours; leave out those whom it puts where they do not belong.
+        """Ask a peer for values and neighbours; drop neighbours whose DHT ids are not their own.
 
-        Of values only the records are kept: how long all live, and how many there may be, their sender has said.
+        Of values only the records are kept: the size and lifetime of the whole are the sender's claims.
         """
         found = await super().call_find(peer, keys)
         if not found:
@@ -123,13 +129,13 @@ class SwarmDHTProtocol(DHTProtocol):
         return {
             key: (
                 _records_of(value),  # guard: records-only
-                {place: who for place, who in nearest.items() if place == node_id_of(who)},  # guard: others-dht-place
+                {node: peer for node, peer in nearest.items() if node == node_id_of(peer)},  # guard: others-dht-place
             )
             for key, (value, nearest) in found.items()
         }
 
     def _validate_dictionary(self, key_bytes: bytes, dictionary: DictionaryDHTValue) -> bool:  # guard: one-bad-record
-        """Leave out the records that are not valid; stock throws the others away with them."""
+        """Remove the invalid records; stock rejects the whole dictionary for one of them."""
         with dictionary.freeze():
             for subkey, item in list(dictionary.items()):
                 packed = self.serializer.dumps(subkey)
@@ -144,12 +150,12 @@ class SwarmDHTProtocol(DHTProtocol):
     async def rpc_store(self, request: dht_pb2.StoreRequest, context: P2PContext) -> dht_pb2.StoreResponse:
         _check_keys(request.keys, context)
         if any(request.in_cache):  # guard: cache-filled
-            raise RecordError("nobody's cache is filled by others")
+            raise RecordError("peers must not write to this node's cache")
         return await super().rpc_store(request, context)
 
 
 def _records_of(found: Found) -> Found:
-    """Return a dictionary of the same records, which lives for as long as they do; None where there are none."""
+    """Copy the records of a dictionary, which then lives as long as its last record; None if it has none."""
     if found is None or not isinstance(found.value, DictionaryDHTValue):
         return None
     records = DictionaryDHTValue()
@@ -159,20 +165,26 @@ def _records_of(found: Found) -> Found:
     return ValueWithExpiration(records, records.latest_expiration_time) if records.data else None
 
 
+def _check_keys(keys: Collection[bytes], context: P2PContext) -> None:
+    if len(keys) > MAX_KEYS:  # guard: request-keys
+        log.debug("refused a request of %s for %d keys", context.remote_id, len(keys))
+        raise RecordError(f"{len(keys)} keys in one request, at most {MAX_KEYS}")
+
+
 class SwarmDHTNode(DHTNode):
-    """hivemind's DHT node, which no single one of those it starts with can send away."""
+    """hivemind's DHT node, which joins unless a majority of the peers asked object."""
 
     protocol: SwarmDHTProtocol
 
     @classmethod
     async def create(cls, *args: Any, **kwargs: Any) -> DHTNode:
-        """Join the others, unless more than half of those asked say that its clock, or its address, is wrong.
+        """Join the swarm, unless more than half of the peers asked say that this node's clock or address is wrong.
 
-        Stock believes each: one that is too busy to call back, or whose own clock is wrong, sent every newcomer away.
+        Stock obeys a single objection: a peer with a wrong clock, or too busy to call back, turned every newcomer away.
 
         Raises:
-            ValidationError: what the first of them has said.
-            RuntimeError: nobody answers.
+            ValidationError: the first objection.
+            RuntimeError: no peer answers.
         """
         node = await super().create(*args, **kwargs)
         answers = node.protocol.answers
@@ -180,45 +192,68 @@ class SwarmDHTNode(DHTNode):
         if 2 * len(objections) > len(answers):  # guard: one-objection
             raise objections[0]
         for objection in objections:
-            log.info("one of %d peers asked does not take this one: %s", len(answers), objection)
+            log.info("one of %d peers asked does not accept this one: %s", len(answers), objection)
         return node
 
 
-def _check_keys(keys: Collection[bytes], context: P2PContext) -> None:
-    if len(keys) > MAX_KEYS:  # guard: request-keys
-        log.debug("refused a request of %s for %d keys", context.remote_id, len(keys))
-        raise RecordError(f"{len(keys)} keys in one request, at most {MAX_KEYS}")
-
-
 class SwarmDHT(ChildDHT):
-    """The DHT process of a peer among strangers.
+    """The DHT process of a peer.
 
     Args:
         p2p: The peer's host.
-        validator: Looks at each record.
-        settings: The rest, as of hivemind's DHT.
+        validator: Checks every record.
+        settings: Further arguments of hivemind's DHT.
 
     Attributes:
-        subkey: The subkey under which the peer's records lie.
-        streams_per_peer: That another peer may have open to each process that gets the host from here.
+        subkey: The subkey of this peer's records.
+        streams_per_peer: Streams that another peer may have open to each process that connects through this DHT.
     """
-
-    streams_per_peer = MAX_STREAMS_PER_PEER
 
     def __init__(self, p2p: P2P, validator: RecordValidator, **settings: Any) -> None:
         self.subkey = validator.subkey
-        # In client mode it has no place: nobody's neighbour, and not left out where others still know it from before.
-        place = None if settings.get("client_mode") else node_id_of(p2p.peer_id)
-        super().__init__(start=False, p2p=p2p, record_validators=[validator], node_id=place, **settings)
+        self.streams_per_peer = MAX_STREAMS_PER_PEER
+        # In client mode the id is random: the node is no neighbour, and searches must not skip the entry that other
+        # nodes may still hold of it from an earlier start.
+        node_id = None if settings.get("client_mode") else node_id_of(p2p.peer_id)
+        super().__init__(start=False, p2p=p2p, record_validators=[validator], node_id=node_id, **settings)
 
     def run(self) -> None:
-        # Stock builds them by these names, in this process and nowhere else.
+        # Stock builds its parts by these names; the patch affects only this process.
         stock_dht.DHTNode, stock_node.DHTProtocol = SwarmDHTNode, SwarmDHTProtocol
         stock_protocol.DHTLocalStorage = BoundedStorage
         super().run()
 
     async def replicate_p2p(self) -> LimitedP2P:
-        """Return a connection of this process to the peer's host; asked for once in each process."""
+        """Return this process's connection to the peer's host; call it once per process."""
         p2p = await LimitedP2P.replicate(self._daemon_listen_maddr)
-        p2p.streams.most = self.streams_per_peer
+        p2p.stream_quota.max_items = self.streams_per_peer
         return p2p
+
+
+# ---------------------------------------------------------------------- coroutines for `DHT.run_coroutine`
+
+
+async def unknown_peers(peers: Sequence[str], dht: DHT, node: DHTNode) -> list[str]:
+    """Return the peers that are not in the node's routing table."""
+    table = node.protocol.routing_table
+    return [peer for peer in peers if table.get(peer_id=PeerID.from_base58(peer)) is None]
+
+
+async def ping_peers(peers: Sequence[str], dht: DHT, node: DHTNode) -> int:
+    """Ping peers, so that they and this node know each other; return the number of peers that it knows then."""
+    answers = await asyncio.gather(*(node.protocol.call_ping(PeerID.from_base58(peer)) for peer in peers))
+    return max(len(node.protocol.routing_table.peer_id_to_uid), sum(answer is not None for answer in answers))
+
+
+async def store_record(key: str, subkey: bytes, value: bytes, expires: float, dht: DHT, node: DHTNode) -> bool:
+    """Store a record on other nodes and on this one; tell whether any other node accepted it.
+
+    Stock reports success even if only its own node stored the record.
+    """
+    accepted = await node.store(key, value, expires, subkey=subkey, exclude_self=True)
+    if not node.protocol.client_mode:
+        key_id, protocol = DHTID.generate(source=key), node.protocol
+        packed, subkey_bytes = protocol.serializer.dumps(value), protocol.serializer.dumps(subkey)
+        signed = protocol.record_validator.sign_value(DHTRecord(key_id.to_bytes(), subkey_bytes, packed, expires))
+        protocol.storage.store(key_id, signed, expires, subkey=subkey)
+    return bool(accepted)

@@ -1,4 +1,4 @@
-"""Child processes that do not outlive their parent, not even when it is killed, and that do not go deaf."""
+"""A peer's child processes: they die with their parent, survive its signals, and keep answering calls."""
 
 from __future__ import annotations
 
@@ -28,19 +28,17 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_CALL_BYTES_PER_PEER, MAX_CALLS_PER_PEER, LimitedP2P, PeerQuota
 
 _PR_SET_PDEATHSIG = 1
-_ANSWER_SECONDS = 5.0
-_ASK_SECONDS = 0.05
+_LOCK_SECONDS = 5.0
+_SEARCH_PAUSE_SECONDS = 0.05
 _SHARE_TRIES = 60
-"""Seconds for which torch's manager of shared memory may say nothing; it is given one at a time."""
-_NOBODY_TO_ASK = "failed to find any peer in table"
-"""What p2pd says to a search until those whom it has met have told it that they take part in its own DHT."""
-# Runs in place of p2pd until it becomes p2pd: the death signal survives exec, but not fork.
-# Its process group is its own: a terminal's Ctrl-C reaches a whole group, and a peer says goodbye through p2pd.
-# p2pd is told to dial from other ports than it listens on: two peers that dial each other within one round trip
-# from the ports that they listen on get one connection, of which both take themselves for the caller, and neither tries
-# again for seconds.
-# Of the environment it gets what is meant for it: the rest, tokens of other services for example, is nothing for a
-# process that talks to strangers.
+"""Attempts to share memory; torch's manager has one second for each."""
+_NO_ROUTING_PEER = "failed to find any peer in table"
+"""p2pd's error for a search before any connected peer has said that it takes part in p2pd's own DHT."""
+# Started in place of p2pd, it becomes p2pd by exec, which keeps the death signal; a fork would not.
+# - A process group of its own: a terminal's Ctrl-C reaches the peer's group, and the peer says goodbye through p2pd.
+# - No port reuse: two peers that dial each other from their listening ports within one round trip share one connection
+#   of which both believe to be the caller, and neither dials again for seconds.
+# - Only p2pd's own environment variables: a process that talks to strangers gets no tokens of other services.
 _EXEC = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.setpgid(0, 0); "
     "env = {k: v for k, v in os.environ.items() if k.startswith(('GOLOG_', 'LIBP2P_'))}; "  # guard: daemon-environment
@@ -48,11 +46,15 @@ _EXEC = (
 )
 
 
-def make_locks_interrupt_safe() -> None:
-    """Give hivemind's futures locks that no interrupt leaves behind, before anything is forked. Idempotent.
+# ---------------------------------------------------------------------- hivemind's futures
 
-    Python code enters and leaves stock's, and Ctrl-C can end that code after the lock was taken, or before it was given
-    back: whoever made a future from then on waited for ever, and the peer with it. These are entered and left in C.
+
+def make_locks_interrupt_safe() -> None:
+    """Replace the locks of hivemind's futures by ones that an interrupt cannot leave locked. Idempotent.
+
+    Call it before any fork. Stock enters and leaves its locks in Python code; Ctrl-C between the acquisition and the
+    `with` block, or before the release, kept the lock for ever, and with it every later future. These locks are entered
+    and left in C.
     """
     for owner, name in ((MPFuture, "_initialization_lock"), (MPFuture, "_update_lock"), (SharedBytes, "_lock")):
         lock = getattr(owner, name)
@@ -61,31 +63,28 @@ def make_locks_interrupt_safe() -> None:
 
 
 def reset_inherited_futures() -> None:
-    """Begin anew with hivemind's futures, in a fork that is a peer of its own.
-
-    The locks of before are its parent's and all other forks': whoever is killed amid an answer keeps them.
-    """
+    """Give a fork that becomes a peer of its own new locks; its parent's may be held by processes that were killed."""
     MPFuture.reset_backend()
     make_locks_interrupt_safe()
 
 
 @functools.cache
 def retry_memory_sharing() -> None:
-    """Have torch ask its manager of shared memory again where that is silent for a second. Idempotent.
+    """Repeat torch's requests to its shared-memory manager when the manager is silent for a second. Idempotent.
 
-    hivemind shares some bytes for every 16 futures, for each averaging, and wherever one of them goes to another
-    process. The manager is a process too: where a machine stood still, or has too much to do, whoever shares may be
-    back before it, and died of the second in which nothing came. An answer that comes late is the next question's.
+    hivemind shares memory for every 16 futures, for each averaging, and for futures sent to other processes. The
+    manager is a process, too: after a machine's standstill, or under load, the caller may run before it, and the
+    request fails by a timeout. The next request takes the late answer.
     """
     storage = torch.UntypedStorage
-    storage._share_filename_cpu_ = _asking_again(storage._share_filename_cpu_)  # type: ignore[method-assign]
-    opening = _asking_again(storage._new_shared_filename_cpu)
+    storage._share_filename_cpu_ = _retried(storage._share_filename_cpu_)  # type: ignore[method-assign]
+    opening = _retried(storage._new_shared_filename_cpu)
     storage._new_shared_filename_cpu = staticmethod(opening)  # type: ignore[method-assign,assignment]
 
 
-def _asking_again(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _retried(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
-    def asking_again(*args: Any, **kwargs: Any) -> Any:
+    def retried(*args: Any, **kwargs: Any) -> Any:
         for _ in range(_SHARE_TRIES - 1):
             try:
                 return stock(*args, **kwargs)
@@ -94,29 +93,32 @@ def _asking_again(stock: Callable[..., Any]) -> Callable[..., Any]:
                     raise
         return stock(*args, **kwargs)
 
-    return asking_again
+    return retried
 
 
-_held: set[asyncio.Task] = set()
+_live_tasks: set[asyncio.Task] = set()
 
 
 def keep_current_task_alive() -> None:
-    """Let no garbage collection end the current task.
+    """Protect the current task from garbage collection until it is done.
 
-    A loop holds only those that something it holds will wake. What hivemind starts for a call from another process may
-    wait for futures that nobody holds: such a task was collected amid its work, and its caller waited in vain.
+    An event loop holds only weak references. A task that hivemind starts for a call from another process may wait for
+    futures that nothing else references; it was collected half-way, and its caller waited in vain.
     """
     task = asyncio.current_task()
     assert task is not None
-    _held.add(task)
-    task.add_done_callback(_held.discard)
+    _live_tasks.add(task)
+    task.add_done_callback(_live_tasks.discard)
+
+
+# ---------------------------------------------------------------------- signals
 
 
 def die_with_parent(parent_pid: int) -> None:
     """Ask the kernel to kill this process when its parent dies (Linux; elsewhere a no-op).
 
     Args:
-        parent_pid: The parent's id as it was before the fork, so that a parent already dead is noticed.
+        parent_pid: The parent's id, read before the fork: if the parent is dead already, this process ends at once.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -125,33 +127,36 @@ def die_with_parent(parent_pid: int) -> None:
 
 
 def leave_process_group() -> None:
-    """Leave the parent's process group, to which torchrun sends SIGTERM: without this process nobody says goodbye."""
+    """Leave the parent's process group, to which torchrun sends SIGTERM; the peer says goodbye through this process."""
     os.setpgid(0, 0)
 
 
-class _UnansweredCalls(dict):
-    """Calls by id, of which those given up count as gone."""
+# ---------------------------------------------------------------------- p2pd
+
+
+class _PendingCalls(dict):
+    """Calls by id; a cancelled call counts as absent."""
 
     def __contains__(self, call_id: object) -> bool:
         return super().__contains__(call_id) and not self[call_id].done()
 
 
 class LimitedControlClient(ControlClient):
-    """hivemind's connection to p2pd, which outlives an answer that comes the moment its caller gives up.
+    """hivemind's connection to p2pd, with a quota of incoming unary calls, robust against late answers.
 
-    Stock sets the result of the cancelled call; that kills, silently, the task that reads the connection, and with it
-    every unary call to and from this process for good. Stock also works on any number of one peer's calls at once, and
-    remembers for ever those that are taken back.
+    Stock sets the result of a call that was cancelled in the meantime; the error silently ends the task that reads the
+    connection, and with it all unary calls of the process. Stock also handles any number of one peer's calls at once,
+    and never forgets the handlers of calls that were taken back.
     """
 
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
-        self._pending_calls = _UnansweredCalls()
-        self.calls = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
+        self._pending_calls = _PendingCalls()
+        self._call_quota = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
 
     async def _handle_persistent_request(self, call_id: CallID, request: p2pd_pb2.CallUnaryRequest) -> None:
         try:
-            with self.calls.take(PeerID(request.peer), "calls", len(request.data)):  # guard: calls-per-peer
+            with self._call_quota.hold(PeerID(request.peer), "calls", len(request.data)):  # guard: calls-per-peer
                 await super()._handle_persistent_request(call_id, request)
         except ExchangeError as error:
             answer = p2pd_pb2.CallUnaryResponse(error=str(error).encode())
@@ -163,12 +168,12 @@ class LimitedControlClient(ControlClient):
 
 
 class DaemonP2P(LimitedP2P):
-    """hivemind's P2P with a p2pd that dies with us; this process and its forks talk to p2pd patiently."""
+    """hivemind's P2P in the process that starts p2pd; p2pd dies with this process."""
 
     @classmethod
     async def create(cls, *args, **kwargs) -> P2P:
         p2pclient.ControlClient = LimitedControlClient
-        # For the probe that stock starts to see whether an identity is free, too: no router's ports are mapped for it.
+        # Stock also starts its probe for a free identity here; it must map no ports on routers either.
         quiet = {"nat_port_map": False, "auto_nat": False}  # guard: router-ports
         return await super().create(*args, **{**quiet, **kwargs})
 
@@ -191,11 +196,11 @@ class DaemonP2P(LimitedP2P):
         return True
 
     async def connected(self) -> set[str]:
-        """Return the ids of those with whom there is a connection."""
+        """Return the ids of the connected peers."""
         return {peer.peer_id.to_base58() for peer in await self.list_peers()}
 
     async def dial(self, addresses: Mapping[str, Iterable[str]], seconds: float) -> None:
-        """Try to connect to peers, by id, at these addresses; whoever does not answer in time is let be."""
+        """Try to connect to peers, given by id, at these addresses; failures and timeouts are ignored."""
 
         async def dial_one(peer: str, at: Iterable[str]) -> None:
             maddrs = [Multiaddr(address).decapsulate(Multiaddr(f"/p2p/{peer}")) for address in at]
@@ -205,16 +210,16 @@ class DaemonP2P(LimitedP2P):
         await asyncio.gather(*(dial_one(peer, at) for peer, at in addresses.items()))
 
     async def finds(self, peer: str, seconds: float) -> bool:
-        """Tell whether a peer is there, by its id alone, as soon as p2pd has somebody to ask."""
+        """Tell whether a peer can be connected to by its id alone, through the peers that p2pd is connected to."""
 
         async def search() -> None:
             while True:
                 try:
                     return await self._client.connect(PeerID.from_base58(peer), [])
                 except ControlFailure as error:
-                    if _NOBODY_TO_ASK not in str(error):  # guard: somebody-to-ask
+                    if _NO_ROUTING_PEER not in str(error):  # guard: somebody-to-ask
                         raise
-                await asyncio.sleep(_ASK_SECONDS)
+                await asyncio.sleep(_SEARCH_PAUSE_SECONDS)
 
         try:
             await asyncio.wait_for(search(), seconds)
@@ -228,8 +233,11 @@ class DaemonP2P(LimitedP2P):
         return [sys.executable, "-I", "-S", "-c", _EXEC, *command] if sys.platform == "linux" else command
 
 
+# ---------------------------------------------------------------------- the DHT's process, and pipes
+
+
 class ChildDHT(DHT):
-    """hivemind's DHT process, dying with us."""
+    """hivemind's DHT process; it dies with its parent."""
 
     def run(self) -> None:
         die_with_parent(self._parent_pid)
@@ -248,41 +256,32 @@ class ChildDHT(DHT):
     def terminate(self) -> None:
         """End the process between two of its answers.
 
-        All processes answer under one lock, which one that ends amid an answer would keep for ever. Its answer is read
-        before the lock is released, so a parent that acts on the last word of a DHT is early enough to do that.
+        All processes answer under one lock, which a process that ends during an answer would keep for ever. The answer
+        is read before the lock is released, so a parent may act on a DHT's last answer while the DHT still holds it.
         """
-        held = MPFuture._update_lock.acquire(timeout=_ANSWER_SECONDS)
+        held = MPFuture._update_lock.acquire(timeout=_LOCK_SECONDS)
         try:
             super().terminate()
-            self.join(_ANSWER_SECONDS)
+            self.join(_LOCK_SECONDS)
         finally:
             if held:
                 MPFuture._update_lock.release()
 
 
 class BlockingConnection:
-    """One end of a pipe that an event loop watches.
+    """One end of a pipe that an event loop watches; `recv` waits for the rest of a message.
 
-    To watch it, uvloop makes it non-blocking. Messages over 16 KiB are written in two pieces, and hivemind's averager
-    reads one as soon as its first piece is there: `recv` raised EAGAIN, and the process took the rest for a message.
-
-    Args:
-        connection: That end.
+    uvloop makes a watched pipe non-blocking. Messages over 16 KiB are written in two pieces, and hivemind's averager
+    reads as soon as the first is there: `recv` raised EAGAIN, and the rest was later taken for a message.
     """
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
-
-    def fileno(self) -> int:
-        return self._connection.fileno()
-
-    def poll(self) -> bool:
-        return self._connection.poll()
-
-    def send(self, message: object) -> None:
-        self._connection.send(message)
+        self.fileno = connection.fileno
+        self.poll = connection.poll
+        self.send = connection.send
 
     def recv(self) -> object:
-        """Return the next message, waiting for the rest of one that has begun."""
-        os.set_blocking(self._connection.fileno(), True)
+        """Return the next message."""
+        os.set_blocking(self.fileno(), True)
         return self._connection.recv()

@@ -1,8 +1,7 @@
-"""hivemind's calls and streams among strangers: how many, how long, how much of them waits in memory.
+"""Limits on the calls and streams that other peers open: how many, how long, and how much of them waits in memory.
 
-Stock reads messages of any announced length, six ahead of whoever takes them, from as many streams as anybody cares to
-open, and keeps them open for ever. The exchange bounds its own messages (`exchange/channel.py`), and passes the same
-door here.
+Stock reads messages of any announced length, six ahead of the handler, from any number of streams, and keeps streams
+open for ever. The exchange bounds its own messages (`exchange/protocol.py`); its streams count towards the same quota.
 """
 
 from __future__ import annotations
@@ -27,89 +26,93 @@ from spes_p2p.errors import ExchangeError
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES = 4 * PART_NUMEL + 2**14
-"""Of a caller's message: the largest part, in fp32, with what is around it."""
+"""Longest message from a caller: the largest part, in fp32, and its header."""
 MAX_ANSWER_BYTES = 2**20
-"""Of an answer: a leader's holds the entries of all who have met."""
+"""Longest answer: a leader's holds the entries of the whole group."""
 MAX_STREAMS = 1024
-"""That others may have open to one of a peer's processes."""
+"""Streams that all peers together may have open to one process."""
 MAX_STREAMS_PER_PEER = 96
 WAITING_MESSAGES = 32
-"""Of one peer's streams together, read and not taken yet: 8.5 MiB at most."""
+"""Messages of one peer, over all its streams, that are read and not yet handled: 8.5 MiB at most."""
 FIRST_SECONDS = 30.0
-"""Until a stream has brought its first message; a handler bounds the rest."""
+"""Time in which a new stream must bring its first message; handlers bound the rest."""
 MESSAGE_SECONDS = 60.0
-"""From a message's first byte to its last."""
+"""Time from a message's first byte to its last."""
 MAX_CALLS_PER_PEER = 64
 MAX_CALL_BYTES_PER_PEER = 2**24
-"""Of one peer's calls that wait for their answers."""
+"""Bytes of one peer's unary calls that are being answered."""
 _HEAD_BYTES = 1 + P2P.HEADER_LEN
 
 Handler = Callable[[AsyncIterator[Any], P2PContext], AsyncIterator[Any]]
 
 
 class PeerQuota:
-    """What each peer may have open or waiting at once.
+    """Limits what each peer may have open at once.
 
     Args:
-        most: Pieces of one peer.
-        most_bytes: In them.
-        most_in_all: Pieces of all peers.
+        max_items: Items per peer.
+        max_bytes: Bytes per peer, over its items.
+        max_total: Items of all peers together.
     """
 
-    def __init__(self, most: int, most_bytes: float = float("inf"), most_in_all: float = float("inf")) -> None:
-        self.most, self._most_bytes, self._most_in_all = most, most_bytes, most_in_all
-        self._pieces: Counter[object] = Counter()
+    def __init__(self, max_items: int, max_bytes: float = float("inf"), max_total: float = float("inf")) -> None:
+        self.max_items = max_items
+        self._max_bytes = max_bytes
+        self._max_total = max_total
+        self._items: Counter[object] = Counter()
         self._bytes: Counter[object] = Counter()
-        self._complaints: Counter[object] = Counter()
+        self._warnings: Counter[object] = Counter()
 
-    def num_of(self, peer: object) -> int:
-        """Return how many pieces a peer has."""
-        return self._pieces[peer]
+    def num_held(self, peer: object) -> int:
+        """Return how many items a peer has open."""
+        return self._items[peer]
 
     @contextmanager
-    def take(self, peer: object, what: str, num_bytes: int = 0) -> Iterator[None]:
-        """Take a peer's share of one piece while it lasts.
+    def hold(self, peer: object, what: str, num_bytes: int = 0) -> Iterator[None]:
+        """Count one item against a peer's quota for the duration of the block.
 
         Raises:
-            ExchangeError: the peer has too much.
+            ExchangeError: the quota is used up.
         """
-        pieces, held = self._pieces[peer] + 1, self._bytes[peer] + num_bytes
+        items = self._items[peer] + 1
+        held_bytes = self._bytes[peer] + num_bytes
         if (
-            pieces > self.most
-            or held > self._most_bytes  # guard: held-bytes
-            or self._pieces.total() >= self._most_in_all  # guard: held-by-all
+            items > self.max_items
+            or held_bytes > self._max_bytes  # guard: held-bytes
+            or self._items.total() >= self._max_total  # guard: held-by-all
         ):
-            self.complain(peer, f"refused {what}, of which it has {pieces - 1}")
+            self.warn(peer, f"refused {what}, of which it has {items - 1}")
             raise ExchangeError(f"too many {what}")
-        self._pieces[peer], self._bytes[peer] = pieces, held
+        self._items[peer] = items
+        self._bytes[peer] = held_bytes
         try:
             yield
         finally:
-            self._pieces[peer] -= 1
+            self._items[peer] -= 1
             self._bytes[peer] -= num_bytes
-            if not self._pieces[peer]:
-                del self._pieces[peer], self._bytes[peer]
+            if not self._items[peer]:
+                del self._items[peer], self._bytes[peer]
 
-    def complain(self, peer: object, what: str) -> None:
-        """Say in the log what is the matter with a peer, for the 1st, 2nd, 4th, 8th... time: no stranger fills it."""
-        if len(self._complaints) >= MAX_STREAMS:
-            self._complaints.clear()
-        self._complaints[peer] += 1
-        if not self._complaints[peer] & (self._complaints[peer] - 1):  # guard: log-flood
-            log.warning("%s, complaint %d: %s", peer, self._complaints[peer], what)
+    def warn(self, peer: object, what: str) -> None:
+        """Log a peer's fault the 1st, 2nd, 4th, 8th... time, so that a hostile peer cannot fill the log."""
+        if len(self._warnings) >= MAX_STREAMS:
+            self._warnings.clear()
+        self._warnings[peer] += 1
+        if not self._warnings[peer] & (self._warnings[peer] - 1):  # guard: log-flood
+            log.warning("%s, complaint %d: %s", peer, self._warnings[peer], what)
 
 
 class LimitedP2P(P2P):
-    """hivemind's P2P, for streams that strangers open.
+    """hivemind's P2P with bounded incoming streams.
 
     Attributes:
-        streams: What each peer may have open.
+        stream_quota: Streams that other peers may have open to this process.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.streams = PeerQuota(MAX_STREAMS_PER_PEER, most_in_all=MAX_STREAMS)
-        self._room: dict[PeerID, asyncio.Semaphore] = {}
+        self.stream_quota = PeerQuota(MAX_STREAMS_PER_PEER, max_total=MAX_STREAMS)
+        self._read_ahead: dict[PeerID, asyncio.Semaphore] = {}
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         await super().add_binary_stream_handler(name, functools.partial(self._admit, handler), balanced)
@@ -119,23 +122,22 @@ class LimitedP2P(P2P):
     ) -> None:
         with closing(writer):
             try:
-                with self.streams.take(info.peer_id, "streams"):  # guard: streams-per-peer
+                with self.stream_quota.hold(info.peer_id, "streams"):  # guard: streams-per-peer
                     await handler(info, reader, writer)
             except ExchangeError as error:
                 log.debug("hung up on %s: %s", info.peer_id, error)
             finally:
-                if not self.streams.num_of(info.peer_id):
-                    self._room.pop(info.peer_id, None)
+                if not self.stream_quota.num_held(info.peer_id):
+                    self._read_ahead.pop(info.peer_id, None)
 
-    # ------------------------------------------------------------------ protobuf streams that others open
+    # ------------------------------------------------------------------ protobuf streams that other peers open
 
     async def _add_protobuf_stream_handler(
         self, name: str, handler: Handler, input_protobuf_type: type, max_prefetch: int = 1, balanced: bool = False
     ) -> None:
         async def serve(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             context = P2PContext(handle_name=name, local_id=self.peer_id, remote_id=info.peer_id)
-            room = self._room.setdefault(info.peer_id, asyncio.Semaphore(WAITING_MESSAGES))
-            inbox = Inbox(room, max_prefetch)
+            inbox = Inbox(self._read_ahead.setdefault(info.peer_id, asyncio.Semaphore(WAITING_MESSAGES)), max_prefetch)
             reading = asyncio.create_task(inbox.fill(input_protobuf_type, reader))
             answering = asyncio.create_task(self._answer(handler(inbox.messages(), context), writer, info.peer_id))
             try:
@@ -146,7 +148,7 @@ class LimitedP2P(P2P):
                 ends = await asyncio.gather(reading, answering, return_exceptions=True)
                 inbox.close()
             if isinstance(ends[0], ExchangeError | TimeoutError):
-                self.streams.complain(info.peer_id, f"hung up on its {name}: {str(ends[0]) or 'it was silent'}")
+                self.stream_quota.warn(info.peer_id, f"hung up on its {name}: {str(ends[0]) or 'it was silent'}")
 
         await self.add_binary_stream_handler(name, serve, balanced=balanced)
 
@@ -155,9 +157,9 @@ class LimitedP2P(P2P):
             async for answer in answers:
                 await P2P.send_protobuf(answer, writer)
         except OSError as error:
-            log.debug("a caller is gone: %r", error)  # it knows better than we
-        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its caller's answer
-            self.streams.complain(peer, f"what it asked for failed: {error!r}")
+            log.debug("a caller has hung up: %r", error)
+        except Exception as error:  # noqa: BLE001 - any error of a handler goes to its caller as the answer
+            self.stream_quota.warn(peer, f"what it asked for failed: {error!r}")
             await P2P.send_protobuf(RPCError(message=str(error)), writer)
 
     # ------------------------------------------------------------------ protobuf streams that this peer opens
@@ -192,73 +194,80 @@ class LimitedP2P(P2P):
 
 
 class Inbox:
-    """Messages of one stream that have come.
+    """Messages of one stream that are read and not yet handled.
 
     Args:
-        room: For messages that wait, of all streams of the same peer.
-        ahead: Messages read before they are asked for, beside one that is being read.
+        read_ahead: Bounds the messages that wait, over all streams of the same peer.
+        max_waiting: Messages of this stream read ahead of the handler, beside one that is being read.
     """
 
-    def __init__(self, room: asyncio.Semaphore, ahead: int) -> None:
-        self._room, self._held = room, 0
-        self._queue: asyncio.Queue[Any] = asyncio.Queue(ahead)
+    def __init__(self, read_ahead: asyncio.Semaphore, max_waiting: int) -> None:
+        self._read_ahead = read_ahead
+        self._num_held = 0
+        self._queue: asyncio.Queue[Any] = asyncio.Queue(max_waiting)
 
     async def fill(self, kind: type, reader: asyncio.StreamReader) -> None:
-        """Read messages as room allows, until the caller hangs up.
+        """Read messages, as the bounds allow, until the caller hangs up.
 
         Raises:
-            ExchangeError: one is too long, or comes behind the last.
-            TimeoutError: the first one does not come, or one stops amid its bytes.
+            ExchangeError: a message is too long, or follows the end of the stream.
+            TimeoutError: the first message does not come, or one stops half-way.
             IncompleteReadError: the caller has hung up.
         """
         async with asyncio.timeout(FIRST_SECONDS):  # guard: first-message-time
-            message = await receive(kind, reader, MAX_MESSAGE_BYTES, self._take_room)
+            message = await receive(kind, reader, MAX_MESSAGE_BYTES, self._acquire)
         while not isinstance(message, RPCError):
             await self._queue.put(message)
-            message = await receive(kind, reader, MAX_MESSAGE_BYTES, self._take_room)
+            message = await receive(kind, reader, MAX_MESSAGE_BYTES, self._acquire)
         await self._queue.put(None)
         await reader.readexactly(1)
         raise ExchangeError("sent more behind its last message")
 
     async def messages(self) -> AsyncIterator[Any]:
-        """Yield them; whoever asks for the next one has done with the last."""
+        """Yield the messages; asking for the next one frees the last."""
         while (message := await self._queue.get()) is not None:
             yield message
-            self._give_room(1)
+            self._release(1)
 
     def close(self) -> None:
-        """Give all room back."""
-        self._give_room(self._held)
+        """Free all messages."""
+        self._release(self._num_held)
 
-    async def _take_room(self) -> None:
-        await self._room.acquire()  # guard: read-ahead
-        self._held += 1
+    async def _acquire(self) -> None:
+        await self._read_ahead.acquire()  # guard: read-ahead
+        self._num_held += 1
 
-    def _give_room(self, count: int) -> None:
+    def _release(self, count: int) -> None:
+        self._num_held -= count
         for _ in range(count):
-            self._held -= 1
-            self._room.release()
+            self._read_ahead.release()
 
 
 async def receive(
-    kind: type, reader: asyncio.StreamReader, most_bytes: int, take_room: Callable[[], Any] | None = None
+    kind: type, reader: asyncio.StreamReader, max_bytes: int, acquire: Callable[[], Any] | None = None
 ) -> Any:
-    """Return the next message of a stream, or the error, empty at the end of all messages, that stands in its place.
+    """Return the next message of a stream, or an `RPCError`: the caller's error, empty at the end of all messages.
+
+    Args:
+        kind: Type of the messages.
+        reader: The stream.
+        max_bytes: Longest message.
+        acquire: Awaited between a message's header and its body.
 
     Raises:
-        ExchangeError: it is too long, or none of the two.
+        ExchangeError: the message is too long, or not of this type.
         TimeoutError: it began, and did not end in time.
         IncompleteReadError: the other side has hung up.
     """
     head = await reader.readexactly(_HEAD_BYTES)
     num_bytes = int.from_bytes(head[1:], P2P.BYTEORDER)
     if (
-        num_bytes > most_bytes  # guard: message-size
+        num_bytes > max_bytes  # guard: message-size
         or head[:1] not in (P2P.MESSAGE_MARKER, P2P.ERROR_MARKER)
     ):
-        raise ExchangeError(f"announced a message of {num_bytes} bytes, kind {head[:1]!r}; at most {most_bytes}")
-    if take_room is not None:
-        await take_room()
+        raise ExchangeError(f"announced a message of {num_bytes} bytes, kind {head[:1]!r}; at most {max_bytes}")
+    if acquire is not None:
+        await acquire()
     async with asyncio.timeout(MESSAGE_SECONDS):  # guard: message-time
         data = await reader.readexactly(num_bytes)
     expected: Any = RPCError if head[:1] == P2P.ERROR_MARKER else kind

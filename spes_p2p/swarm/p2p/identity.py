@@ -15,17 +15,19 @@ from hivemind.utils.crypto import RSAPrivateKey, RSAPublicKey
 
 from spes_p2p.errors import ConfigError
 
-LEAST_KEY_BITS, MOST_KEY_BITS, KEY_EXPONENT = 2048, 4096, 65537
+MIN_KEY_BITS = 2048
+MAX_KEY_BITS = 4096
+KEY_EXPONENT = 65537
 
 
 class Identity:
-    """A peer's RSA key, kept in a file that only its owner can read.
+    """A peer's RSA key, in a file that only its owner can read.
 
     Args:
-        path: Identity file in libp2p's protobuf form, as `p2pd` reads it.
+        path: Identity file in libp2p's protobuf form, as `p2pd` reads it; made if absent.
 
     Raises:
-        ConfigError: the file cannot be read or written, is no identity, or others can read it.
+        ConfigError: the file cannot be read or written, is no identity, or can be read by other users.
     """
 
     def __init__(self, path: Path) -> None:
@@ -56,7 +58,7 @@ def _create(path: Path) -> None:
     key = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=RSAPrivateKey().to_bytes())
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # O_EXCL with the final mode: at no moment can anybody else read or replace the key.
+        # O_EXCL with the final mode: no other user can read or replace the key at any moment.
         with os.fdopen(
             os.open(
                 path,
@@ -76,13 +78,13 @@ def peer_id_of(public_key: bytes) -> str:
     Source: https://github.com/libp2p/specs/blob/master/peer-ids/peer-ids.md
 
     Raises:
-        ValueError: not such a key, or not as OpenSSH writes it, or one that takes long to verify with.
+        ValueError: no such key, not in OpenSSH's own form, or slow to verify with.
     """
     key = serialization.load_ssh_public_key(public_key)
     if (
-        not isinstance(key, rsa.RSAPublicKey) or not LEAST_KEY_BITS <= key.key_size <= MOST_KEY_BITS  # guard: key-size
+        not isinstance(key, rsa.RSAPublicKey) or not MIN_KEY_BITS <= key.key_size <= MAX_KEY_BITS  # guard: key-size
     ):
-        raise ValueError(f"not an RSA key of {LEAST_KEY_BITS} to {MOST_KEY_BITS} bits")
+        raise ValueError(f"not an RSA key of {MIN_KEY_BITS} to {MAX_KEY_BITS} bits")
     if key.public_numbers().e != KEY_EXPONENT:  # guard: key-exponent
         raise ValueError(f"its exponent is not {KEY_EXPONENT}")
     if (  # guard: one-key-name
@@ -94,7 +96,7 @@ def peer_id_of(public_key: bytes) -> str:
 
 
 def hashed_peer_id(identity: bytes) -> str:
-    """Return the id of whatever names a peer: its encoded public key, or a virtual peer's seed and index."""
+    """Hash what names a peer into its id: an encoded public key, or a virtual peer's seed and index."""
     return PeerID(multihash.encode(hashlib.sha256(identity).digest(), 0x12)).to_base58()
 
 

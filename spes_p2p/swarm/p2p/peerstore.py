@@ -1,11 +1,11 @@
-"""Addresses of peers that this one has met: it tries them on its next start, and when it has lost the swarm."""
+"""Addresses of peers that this one has met, for its next start and for the time after a lost connection."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -18,11 +18,12 @@ from spes_p2p.swarm.records import Address, PeerId, Seconds
 log = logging.getLogger(__name__)
 
 FILE = "known_peers.json"
-"""In a peer's output."""
+"""File name in a peer's output folder."""
 MAX_PEERS = 64
 MAX_FILE_BYTES = 2**17
-MIN_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 3.0, 60.0
-"""Between two calls of a place where nobody answers."""
+MIN_PAUSE_SECONDS = 3.0
+MAX_PAUSE_SECONDS = 60.0
+"""Pauses between two dials of an endpoint that does not answer."""
 
 
 class PeerstoreEntry(BaseModel):
@@ -37,13 +38,13 @@ class PeerstoreEntry(BaseModel):
 
 
 class Peerstore:
-    """The peers seen last, at most 64, in a file that is whole at any time.
+    """The last peers seen, at most MAX_PEERS, in a file that is always whole.
 
-    What others say of themselves is checked before it is kept, and what the file says before it is used: it is a cache,
-    so a damaged one counts as empty.
+    Addresses are checked before they are stored and after they are loaded. The file is a cache: a damaged one counts as
+    empty.
 
     Args:
-        path: The file; None keeps nothing for the next start.
+        path: The file; None keeps the peers in memory only.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -54,49 +55,50 @@ class Peerstore:
         return len(self._peers)
 
     def addresses(self) -> dict[str, tuple[str, ...]]:
-        """Return addresses by peer id, of those seen last first."""
-        newest = sorted(self._peers.values(), key=lambda peer: -peer.seen)
-        return {peer.peer_id: peer.addresses for peer in newest}
+        """Return addresses by peer id, peers seen last first."""
+        return {peer.peer_id: peer.addresses for peer in self._newest()}
 
-    def note(self, contacts: Mapping[str, Iterable[str]]) -> None:
-        """Take note of what peers that are here say of their addresses; those seen longest ago make room."""
+    def update(self, contacts: Mapping[str, Iterable[str]]) -> None:
+        """Store the addresses of peers that are in the swarm now, in place of the peers seen longest ago."""
         before = self._peers
         for peer, addresses in contacts.items():
             if (
                 usable := tuple(
                     address
                     for address in addresses
-                    if leads_to(address, peer)  # guard: address-names-peer
+                    if is_address_of(address, peer)  # guard: address-names-peer
                 )[:4]
             ):
                 self._peers = {**self._peers, peer: PeerstoreEntry(peer_id=peer, addresses=usable, seen=time.time())}
-        newest = sorted(self._peers.values(), key=lambda peer: -peer.seen)[:MAX_PEERS]
-        self._peers = {peer.peer_id: peer for peer in newest}
+        self._peers = {peer.peer_id: peer for peer in self._newest()[:MAX_PEERS]}
         if self._path is not None and self._peers != before:
-            self._save(newest)
+            self._save(self._path)
 
-    def _save(self, peers: Sequence[PeerstoreEntry]) -> None:
-        assert self._path is not None
+    def _newest(self) -> list[PeerstoreEntry]:
+        return sorted(self._peers.values(), key=lambda peer: -peer.seen)
+
+    def _save(self, path: Path) -> None:
+        entries = [peer.model_dump(mode="json") for peer in self._newest()]
         try:
-            with write_atomic(self._path, durable=False) as file:
-                file.write(json.dumps([peer.model_dump(mode="json") for peer in peers], indent=1).encode())
+            with write_atomic(path, durable=False) as file:
+                file.write(json.dumps(entries, indent=1).encode())
         except OSError as error:  # a full disk must not end a peer that can train without this file
-            log.warning("cannot keep the known peers in %s: %s", self._path, error.strerror)
+            log.warning("cannot keep the known peers in %s: %s", path, error.strerror)
 
 
 class DialBackoff:
-    """How often places where nobody answers are called: ever less, whoever names them.
+    """Limits dials of endpoints that do not answer, whichever peers name them.
 
-    A stranger's record may name a third machine. However many do, each place is called once at a time, and, as long as
-    nobody answers there, after pauses that double.
+    A record may name a third machine's endpoint. Each endpoint is dialled by one address at a time and, until a peer
+    answers there, with pauses that double.
     """
 
     def __init__(self) -> None:
         self._pauses: dict[str, float] = {}
-        self._not_before: dict[str, float] = {}
+        self._retry_at: dict[str, float] = {}
 
     def due(self, peers: Mapping[str, Iterable[str]], now: float) -> dict[str, list[str]]:
-        """Return the addresses, by peer, that may be called now, and count them as called.
+        """Return the addresses, by peer, that may be dialled now, and count them as dialled.
 
         Args:
             peers: Addresses by peer.
@@ -105,30 +107,30 @@ class DialBackoff:
         due: dict[str, list[str]] = {}
         for peer, addresses in peers.items():
             for address in addresses:
-                place = _place_of(address)
-                if self._not_before.get(place, now) > now:  # guard: third-machine
+                endpoint = _endpoint_of(address)
+                if self._retry_at.get(endpoint, now) > now:  # guard: third-machine
                     continue
-                pause = min(2 * self._pauses.get(place, MIN_PAUSE_SECONDS / 2), MAX_PAUSE_SECONDS)
-                self._pauses[place] = pause
-                self._not_before[place] = now + pause
+                pause = min(2 * self._pauses.get(endpoint, MIN_PAUSE_SECONDS / 2), MAX_PAUSE_SECONDS)
+                self._pauses[endpoint] = pause
+                self._retry_at[endpoint] = now + pause
                 due.setdefault(peer, []).append(address)
-        for place in [place for place, then in self._not_before.items() if then < now - MAX_PAUSE_SECONDS]:
-            del self._pauses[place], self._not_before[place]
+        for endpoint in [old for old, then in self._retry_at.items() if then < now - MAX_PAUSE_SECONDS]:
+            del self._pauses[endpoint], self._retry_at[endpoint]
         return due
 
-    def answered(self, addresses: Iterable[str]) -> None:
-        """Forget what was tried in vain, since whoever names these addresses is connected."""
-        for place in map(_place_of, addresses):
-            self._pauses.pop(place, None)
-            self._not_before.pop(place, None)
+    def reset(self, addresses: Iterable[str]) -> None:
+        """Forget the failed dials of a connected peer's addresses."""
+        for endpoint in map(_endpoint_of, addresses):
+            self._pauses.pop(endpoint, None)
+            self._retry_at.pop(endpoint, None)
 
 
-def _place_of(address: str) -> str:
+def _endpoint_of(address: str) -> str:
     return address.rsplit("/p2p/", 1)[0]
 
 
-def leads_to(address: str, peer: str) -> bool:
-    """Tell whether this is a multiaddr of that peer."""
+def is_address_of(address: str, peer: str) -> bool:
+    """Tell whether a text is a multiaddr of this peer."""
     try:
         parsed = Multiaddr(address)
     except Exception:  # noqa: BLE001 - the parser raises a dozen types; all mean "no"
@@ -146,4 +148,6 @@ def _load(path: Path) -> list[PeerstoreEntry]:
     except (OSError, ValueError) as error:
         log.warning("%s cannot be used (%s); going on without known peers", path, str(error).splitlines()[0])
         return []
-    return [peer for peer in peers if all(leads_to(address, peer.peer_id) for address in peer.addresses)][:MAX_PEERS]
+    return [peer for peer in peers if all(is_address_of(address, peer.peer_id) for address in peer.addresses)][
+        :MAX_PEERS
+    ]

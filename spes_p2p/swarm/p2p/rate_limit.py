@@ -1,4 +1,4 @@
-"""What a peer sends is spread over time, so that its link carries it without a queue."""
+"""Spreads what a peer sends over time, so that its link carries it without a queue."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import asyncio
 import time
 
 PAYLOAD_SHARE = 0.95
-"""Of a link's bits: headers and acknowledgements were measured to take another 3 to 4 % of them."""
+"""Payload's share of a link's bits; headers and acknowledgements take the rest."""
 BURST_SECONDS = 0.005
-"""Of sending at once; more of it from several peers overflows the queue in front of a receiver's link."""
+"""Longest burst; longer ones from several peers overflow the queue in front of a receiver's link."""
 MIN_BURST_BYTES = 2**14
 
 
 class RateLimit:
     """Lets bytes go at the rate that a link carries, first come, first served.
 
-    TCP finds that rate by overflowing queues. Where everybody sends to everybody that costs a quarter of it: what one
-    receiver's link drops slows a sender down while other links idle (docs/one_round.md).
+    TCP finds that rate by overflowing queues. In an all-to-all exchange that costs a quarter of it: packets that one
+    receiver's link drops slow a sender down while other links idle (docs/one_round.md).
 
     Args:
-        uplink_mbit: What the link carries, in 10^6 bits per second; None holds nothing back.
+        uplink_mbit: The link's rate in 10^6 bits per second; None for no limit.
     """
 
     def __init__(self, uplink_mbit: float | None) -> None:
         self._bytes_per_second = PAYLOAD_SHARE * uplink_mbit * 1e6 / 8 if uplink_mbit else None
         self._free_at = 0.0
 
-    def burst_bytes(self, most: int) -> int:
-        """Return how many bytes to send at once: few where the link is slow, so that all streams share it evenly."""
+    def burst_bytes(self, max_bytes: int) -> int:
+        """Return how many bytes to send at once: few on a slow link, so that its streams share it evenly."""
         if self._bytes_per_second is None:
-            return most
-        return min(max(int(self._bytes_per_second * BURST_SECONDS), MIN_BURST_BYTES), most)
+            return max_bytes
+        return min(max(int(self._bytes_per_second * BURST_SECONDS), MIN_BURST_BYTES), max_bytes)
 
     async def take(self, num_bytes: int) -> None:
-        """Wait until `num_bytes` may go."""
+        """Wait until `num_bytes` may be sent."""
         if self._bytes_per_second is None:
             return
         now = time.monotonic()

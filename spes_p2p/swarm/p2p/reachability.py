@@ -1,6 +1,6 @@
-"""Whether others can open a connection to this peer: it asks some of them to try.
+"""Tests whether other peers can open a connection to this one, by asking some of them to try.
 
-Whom a peer has called can talk to it anyway; but whoever knows only its address, as every newcomer does, cannot.
+A peer that this one has called can always talk to it, over that connection; a newcomer knows only its address.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
@@ -20,14 +20,15 @@ from spes_p2p.swarm.p2p.node import Node
 
 log = logging.getLogger(__name__)
 
-ASK_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 DIAL_SECONDS = 4.0
 MAX_ASKED = 3
 MAX_AT_ONCE = 4
+"""Peers called back at a time."""
 
 
 class _Question(BaseModel):
-    """Can you open a connection to this port of mine?"""
+    """Asks a peer to open a connection to this port of the caller."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -35,7 +36,7 @@ class _Question(BaseModel):
 
 
 class _Answer(BaseModel):
-    """Whether it could; None where the asker's address is not known."""
+    """Tells whether the connection opened; None if the caller's address is not known."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -43,47 +44,49 @@ class _Answer(BaseModel):
 
 
 class DialBack:
-    """Answers those who ask whether they can be called, and asks others.
+    """Dials peers back on request, and asks peers to dial this one back.
 
-    Only the address from which the asker's own connection comes is dialled, so that nobody can have a third machine
-    called.
+    Only the address from which the caller's own connection comes is dialled; otherwise a peer could have a third
+    machine dialled.
 
     Args:
-        node: The peer's host; it answers at once.
+        node: The peer's host; outside of client mode it answers at once.
     """
 
     def __init__(self, node: Node) -> None:
-        self._node, self._service = node, f"{node.run_id}::dialback"
-        self._turns = asyncio.Semaphore(MAX_AT_ONCE)
+        self._node = node
+        self._service = f"{node.run_id}::dialback"
+        self._limit = asyncio.Semaphore(MAX_AT_ONCE)
         if not node.client_mode:
-            node.run(node.p2p.add_binary_stream_handler(self._service, self._answer), ASK_SECONDS)
+            node.run(node.p2p.add_binary_stream_handler(self._service, self._answer), ANSWER_SECONDS)
 
     def is_reachable(self, peers: Sequence[str]) -> bool:
-        """Return False if some of these peers have tried to call this one and none could."""
+        """Return False if some of these peers have tried to connect to this one and none could."""
         question = _Question(port=self._node.port)
-        answers = self._node.run(self._ask_all(peers[:MAX_ASKED], question), 2 * ASK_SECONDS)
-        return any(answers) or False not in answers
 
-    async def _ask_all(self, peers: Iterable[str], question: _Question) -> list[bool | None]:
-        return await asyncio.gather(*(self._ask(peer, question) for peer in peers))
+        async def ask_all() -> list[bool | None]:
+            return await asyncio.gather(*(self._ask(peer, question) for peer in peers[:MAX_ASKED]))
+
+        answers = self._node.run(ask_all(), 2 * ANSWER_SECONDS)
+        return any(answers) or False not in answers
 
     async def _ask(self, peer: str, question: _Question) -> bool | None:
         try:
-            async with asyncio.timeout(ASK_SECONDS):
-                channel = await Channel.open(self._node, peer, self._service, ASK_SECONDS)
+            async with asyncio.timeout(ANSWER_SECONDS):
+                channel = await Channel.open(self._node, peer, self._service, ANSWER_SECONDS)
                 with contextlib.closing(channel):
                     await channel.send_text(question.model_dump_json())
                     return _Answer.model_validate_json(await channel.receive_text()).is_reached
-        except Exception as error:  # noqa: BLE001 - it may be another version, or gone: then it has no say
+        except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s does not say whether it can call us: %r", peer, error)
             return None
 
     async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        channel = Channel(reader, writer, ASK_SECONDS)
+        channel = Channel(reader, writer, ANSWER_SECONDS)
         with contextlib.closing(channel):
             try:
                 question = _Question.model_validate_json(await channel.receive_text())
-                async with self._turns:
+                async with self._limit:
                     hosts = await self._hosts_of(info.peer_id.to_base58())
                     reached = [await _can_connect(host, question.port) for host in hosts[:2]]
                 answer = _Answer(is_reached=any(reached) if reached else None)
@@ -93,7 +96,7 @@ class DialBack:
                 log.info("did not call %s back: %s", info.peer_id.to_base58()[-6:], error)
 
     async def _hosts_of(self, peer: str) -> list[str]:
-        """Return the addresses from which a peer's connections come."""
+        """Return the IPv4 addresses from which a peer is connected."""
         peers = await self._node.p2p.list_peers()
         addresses = [Multiaddr(str(a)) for p in peers if p.peer_id.to_base58() == peer for a in p.addrs]
         return sorted({str(a["ip4"]) for a in addresses if str(a).startswith("/ip4/") and "p2p-circuit" not in str(a)})

@@ -214,7 +214,7 @@ def test_no_more_is_read_than_two_messages_ahead_and_room_is_shared_by_a_peers_s
             for inbox, reader in zip(inboxes, readers, strict=True)
         ]
         await asyncio.sleep(0.1)
-        held = [inbox._held for inbox in inboxes]
+        held = [inbox._num_held for inbox in inboxes]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -281,16 +281,16 @@ def test_an_error_in_place_of_a_message_is_returned_as_one():
 
 
 def test_a_peer_has_so_much_at_once_and_gets_it_back(caplog):
-    allowance = PeerQuota(most=2, most_bytes=100, most_in_all=3)
-    with allowance.take("alice", "streams", 50), allowance.take("alice", "streams", 50):
+    quota = PeerQuota(max_items=2, max_bytes=100, max_total=3)
+    with quota.hold("alice", "streams", 50), quota.hold("alice", "streams", 50):
         for _ in itertools.repeat(None, 5):
-            with pytest.raises(ExchangeError), allowance.take("alice", "streams"):
+            with pytest.raises(ExchangeError), quota.hold("alice", "streams"):
                 pass
-        with allowance.take("bob", "streams"), pytest.raises(ExchangeError), allowance.take("carol", "streams"):
+        with quota.hold("bob", "streams"), pytest.raises(ExchangeError), quota.hold("carol", "streams"):
             pass
-        with pytest.raises(ExchangeError), allowance.take("bob", "streams", 101):
+        with pytest.raises(ExchangeError), quota.hold("bob", "streams", 101):
             pass
-    with allowance.take("alice", "streams", 100):
-        assert allowance.num_of("alice") == 1
-    assert allowance.num_of("alice") == 0
+    with quota.hold("alice", "streams", 100):
+        assert quota.num_held("alice") == 1
+    assert quota.num_held("alice") == 0
     assert sum("alice" in line for line in caplog.messages) == 3, "said for the 1st, 2nd and 4th time"

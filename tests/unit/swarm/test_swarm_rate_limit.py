@@ -14,17 +14,17 @@ BYTES_PER_SECOND = PAYLOAD_SHARE * MBIT * 1e6 / 8
 PIECE = 50_000
 
 
-async def send(pace: RateLimit, name: str, pieces: int, sent: list[tuple[float, str]]) -> None:
+async def send(rate_limit: RateLimit, name: str, pieces: int, sent: list[tuple[float, str]]) -> None:
     for _ in range(pieces):
-        await pace.take(PIECE)
+        await rate_limit.take(PIECE)
         sent.append((time.monotonic(), name))
 
 
 @pytest.mark.parametrize("senders", [1, 4])
 def test_no_more_goes_than_the_link_carries(senders: int) -> None:
     async def run() -> list[tuple[float, str]]:
-        pace, sent = RateLimit(MBIT), list[tuple[float, str]]()
-        await asyncio.gather(*(send(pace, f"{n}", 8 // senders, sent) for n in range(senders)))
+        rate_limit, sent = RateLimit(MBIT), list[tuple[float, str]]()
+        await asyncio.gather(*(send(rate_limit, f"{n}", 8 // senders, sent) for n in range(senders)))
         return sent
 
     began = time.monotonic()
@@ -42,31 +42,31 @@ def test_whoever_asks_next_waits_until_those_before_have_sent(monkeypatch: pytes
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
     monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
-    pace = RateLimit(MBIT)
+    rate_limit = RateLimit(MBIT)
     for _ in range(4):
         with pytest.raises(StopIteration):
-            pace.take(PIECE).send(None)
+            rate_limit.take(PIECE).send(None)
     assert waits == pytest.approx([number * PIECE / BYTES_PER_SECOND for number in (1, 2, 3)])
 
 
 def test_what_was_not_sent_while_idle_is_not_made_up_for() -> None:
     async def run() -> float:
-        pace = RateLimit(MBIT)
-        await pace.take(PIECE)
+        rate_limit = RateLimit(MBIT)
+        await rate_limit.take(PIECE)
         await asyncio.sleep(10 * PIECE / BYTES_PER_SECOND)
         began = time.monotonic()
         for _ in range(4):
-            await pace.take(PIECE)
+            await rate_limit.take(PIECE)
         return time.monotonic() - began
 
     assert asyncio.run(run()) >= 3 * PIECE / BYTES_PER_SECOND - BURST_SECONDS
 
 
 def test_who_does_not_say_what_the_link_carries_is_held_back_by_nothing() -> None:
-    pace = RateLimit(None)
+    rate_limit = RateLimit(None)
     with pytest.raises(StopIteration):
-        pace.take(2**40).send(None)  # a coroutine that never waits
-    assert pace.burst_bytes(2**18) == 2**18
+        rate_limit.take(2**40).send(None)  # a coroutine that never waits
+    assert rate_limit.burst_bytes(2**18) == 2**18
 
 
 def test_slow_links_send_little_at_once() -> None:
