@@ -1,18 +1,18 @@
 """Tensors to flat vectors, vectors to bytes in few bits, bytes to digests, and back."""
 
-from spes_p2p.codecs.blocks import INT8_BLOCK, Codec, dequantise_int8, int8_blocks, quantise_int8
+from spes_p2p.codecs.blocks import INT8_BLOCK, Codec, dequantise_int8, num_int8_blocks, quantise_int8
 from spes_p2p.codecs.format import (
     CODECS,
     NON_NEGATIVE_CODECS,
     PART_NUMEL,
-    Feedback,
+    ErrorFeedback,
     Format,
     Part,
     Segment,
     codec_named,
     encode_with_error,
     format_of,
-    joined,
+    join_parts,
 )
 from spes_p2p.codecs.vectors import Layout, Shape, digest, digest_of_file, from_bytes, to_bytes
 
@@ -22,7 +22,7 @@ __all__ = [
     "NON_NEGATIVE_CODECS",
     "PART_NUMEL",
     "Codec",
-    "Feedback",
+    "ErrorFeedback",
     "Format",
     "Layout",
     "Part",
@@ -35,8 +35,8 @@ __all__ = [
     "encode_with_error",
     "format_of",
     "from_bytes",
-    "int8_blocks",
-    "joined",
+    "join_parts",
+    "num_int8_blocks",
     "quantise_int8",
     "to_bytes",
 ]

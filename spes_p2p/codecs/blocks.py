@@ -1,14 +1,7 @@
-"""Codecs: how many bits an element of a vector takes on the wire, and the arithmetic behind each.
+"""Codecs: the encodings of a vector's elements on the wire, and the int8 storage of frozen weights.
 
-Shape legend: B blocks of W elements, K kinds of values.
-
-Shape legend: N elements of a vector, B blocks of W elements.
-
-Shape legend: N elements of a vector.
-
-Shape legend: R rows of N elements or Y bytes, B blocks of W elements, P bytes of codes.
-
-Shape legend: R rows, B blocks of W elements, P bytes of packed codes.
+Shape legend: N elements of a vector, R rows (vectors of equal length) of Y bytes, B blocks of W elements, P bytes of
+packed codes, K kinds of values.
 """
 
 from __future__ import annotations
@@ -26,14 +19,14 @@ from torch.nn.functional import pad
 from spes_p2p.errors import ExchangeError
 
 SMALLEST_SCALE = 2.0**-100
-"""Smaller scales become 0. Far from the numbers so small that some processors take them for 0."""
+"""Smaller scales become 0; well above the subnormal numbers that some processors flush to 0."""
 
 
 def to_scale_bits(scale: Tensor, up: bool = False) -> Tensor:
-    """Rounds scales to nine significant bits; returns the 16 that say so: fp32's exponent, then eight of its fraction.
+    """Round scales to nine significant bits; return 16 bits each: fp32's exponent and eight bits of its fraction.
 
     Args:
-        scale: Finite fp32 numbers that are not negative, any shape.
+        scale: Finite, non-negative fp32 numbers of any shape.
         up: Never round down.
     """
     scale = scale.masked_fill(scale < SMALLEST_SCALE, 0.0)
@@ -41,17 +34,17 @@ def to_scale_bits(scale: Tensor, up: bool = False) -> Tensor:
 
 
 def from_scale_bits(bits: Tensor) -> Tensor:
-    """Returns the fp32 scales of their 16 bits; never negative, and not finite only in bytes that we did not write."""
+    """Return the fp32 scales of their 16 bits; never negative, and finite unless another program wrote the bytes."""
     return ((bits.to(torch.int32) & 0xFFFF) << 15).view(torch.float32)
 
 
 def divisors(scale: Tensor) -> Tensor:
-    """Returns the scales as divisors; of a scale of 0 one that makes zeros."""
+    """Return the scales as divisors, infinity for a scale of 0, so that the quotients are zeros."""
     return scale.masked_fill(scale == 0, torch.inf)
 
 
 def check_scales(scale: Tensor, largest: float) -> None:
-    """Raises ExchangeError where an encoder would not have written such scales, to the point of NaN."""
+    """Raise ExchangeError if an encoder cannot have written these scales, NaN included."""
     is_good = ((scale >= SMALLEST_SCALE) | (scale == 0)) & (scale <= largest)
     if not bool(is_good.all()):
         worst = float(scale.masked_select(~is_good)[0])
@@ -62,7 +55,7 @@ def check_scales(scale: Tensor, largest: float) -> None:
 
 
 def tree_sum_(values_KWB: Tensor) -> Tensor:
-    """Returns the sums [K, B] over W, a power of two, in the same order on every processor; overwrites the values."""
+    """Return the sums [K, B] over W, a power of two, in the same order on every processor; overwrite the values."""
     while (width := values_KWB.shape[1]) > 1:
         first_KWB, second_KWB = values_KWB.split(width // 2, dim=1)
         values_KWB = first_KWB.add_(second_KWB)
@@ -72,27 +65,27 @@ def tree_sum_(values_KWB: Tensor) -> Tensor:
 INT8_BLOCK = 128
 """Elements that share one scale."""
 _MIN_SCALE, _MAX_SCALE = 2.0**-126, 2.0**121
-"""Scales below are too small to be exact; 127 times those above overflows."""
+"""Smaller scales are not exact; 127 times larger ones overflows."""
 
 
 def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds a flat vector to int8, each block of `INT8_BLOCK` elements with its own scale.
+    """Round a flat vector to int8, each block of `INT8_BLOCK` elements with its own scale.
 
     A scale is the block's largest magnitude over 127, rounded to 17 significant bits. Its products with an int8 are
-    therefore exact in fp32: every machine decodes the same bits, and quantising what was decoded gives the same bytes.
+    therefore exact in fp32: every machine decodes the same bits, and quantising those gives the same bytes.
 
     Args:
-        flat_N: Floating-point vector on any device; its length need be no multiple of the block.
+        flat_N: Floating-point vector of any length, on any device.
 
     Returns:
-        Values int8 [N] in [-127, 127], and scales fp32 [ceil(N / INT8_BLOCK)]. A block whose magnitudes all lie under
-        about 1e-36 counts as zeros, with the scale 0.
+        Values int8 [N] in [-127, 127], and scales fp32 [ceil(N / INT8_BLOCK)]. A block whose magnitudes are all below
+        about 1e-36 becomes zeros, with the scale 0.
 
     Raises:
         ValueError: a value is NaN or infinite.
     """
     values_N = torch.empty(flat_N.shape, dtype=torch.int8, device=flat_N.device)
-    scales_B = torch.empty(int8_blocks(flat_N.numel()), dtype=torch.float32, device=flat_N.device)
+    scales_B = torch.empty(num_int8_blocks(flat_N.numel()), dtype=torch.float32, device=flat_N.device)
     for part_BW, values_BW, scales_B1 in _int8_parts(flat_N.float(), values_N, scales_B):
         scratch_BW = part_BW.abs()
         scales_B1.copy_(_int8_scale(scratch_BW.amax(dim=1, keepdim=True)))
@@ -104,12 +97,12 @@ def quantise_int8(flat_N: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def dequantise_int8(values_N: Tensor, scales_B: Tensor) -> Tensor:
-    """Returns the fp32 vector [N] that `quantise_int8` rounded to.
+    """Return the fp32 vector [N] of values and scales from `quantise_int8`.
 
     Raises:
-        ValueError: there is not one scale to every block.
+        ValueError: the number of scales is not the number of blocks.
     """
-    if scales_B.numel() != int8_blocks(values_N.numel()):
+    if scales_B.numel() != num_int8_blocks(values_N.numel()):
         raise ValueError(
             f"{scales_B.numel()} scales do not fit {values_N.numel()} values in blocks of {INT8_BLOCK}; "
             f"pass the two that quantise_int8 returned together"
@@ -120,20 +113,20 @@ def dequantise_int8(values_N: Tensor, scales_B: Tensor) -> Tensor:
     return flat_N
 
 
-def int8_blocks(numel: int) -> int:
-    """Returns the number of blocks, and so of scales, of a vector."""
+def num_int8_blocks(numel: int) -> int:
+    """Return the number of blocks, and so of scales, of a vector."""
     return -(-numel // INT8_BLOCK)
 
 
 def _int8_scale(largest_B1: Tensor) -> Tensor:
-    """Scales of blocks with these largest magnitudes; not finite where those are not."""
+    """Return the scales of blocks with these largest magnitudes; not finite if those are not."""
     scale_B1 = (largest_B1 / 127).view(torch.int32).add_(0x40).bitwise_and_(~0x7F).view(torch.float32)
     scale_B1 = scale_B1.clamp_(max=_MAX_SCALE).where(torch.isfinite(largest_B1), torch.nan)
     return scale_B1.where(scale_B1.nan_to_num(1.0) >= _MIN_SCALE, 0.0)
 
 
 def _int8_parts(flat_N: Tensor, values_N: Tensor, scales_B: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Views of both vectors as whole blocks with their scales, then of the elements left at the end."""
+    """Yield views of the vectors and their scales: of the whole blocks, then of the remaining elements."""
     whole = flat_N.numel() // INT8_BLOCK
     edge = whole * INT8_BLOCK
     if whole:
@@ -143,14 +136,14 @@ def _int8_parts(flat_N: Tensor, values_N: Tensor, scales_B: Tensor) -> Iterator[
 
 
 SMALLEST = 2.0**-126
-"""The smallest positive number that every processor keeps; some take those below for 0."""
+"""The smallest normal fp32 number; some processors flush smaller ones to 0."""
 
 
 @dataclass(frozen=True)
 class Codec(ABC):
-    """Turns fp32 vectors into bytes and back: the same bytes and the same values on every machine.
+    """Encodes fp32 vectors as bytes and decodes them: the same bytes and values on every machine.
 
-    Vectors are contiguous and on the CPU; the machine is little-endian, as all are that torch trains on.
+    Vectors are contiguous and on the CPU; the machine is little-endian.
     """
 
     name = ""
@@ -158,35 +151,35 @@ class Codec(ABC):
 
     @abstractmethod
     def num_bytes(self, numel: int) -> int:
-        """Returns the length of an encoded vector of `numel` elements."""
+        """Return the length of an encoded vector of `numel` elements."""
 
     @abstractmethod
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
-        """Writes the bytes of vectors that lie one behind the other to `out`, uint8 [rows * num_bytes(N / rows)].
+        """Encode concatenated vectors.
 
         Args:
-            flat_N: The values.
-            out: Where the bytes go.
-            rows: How many vectors they are, all of the same length.
+            flat_N: Values of all vectors.
+            out: Receives the bytes, uint8 [rows * num_bytes(N / rows)].
+            rows: Number of vectors, all of the same length.
 
         Raises:
-            ValueError: a value is NaN or infinite, too large, or negative where none may be.
+            ValueError: a value is NaN, infinite, too large, or negative in a codec of non-negative values.
         """
 
     @abstractmethod
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
-        """Writes to `out_N` the fp32 values of what `encode` gave, uint8 [rows * num_bytes(N / rows)].
+        """Write the fp32 values of encoded vectors, uint8 [rows * num_bytes(N / rows)], to `out_N`.
 
         Raises:
-            ExchangeError: `encode` would not have written such bytes: their values are not finite, say.
+            ExchangeError: `encode` cannot have written these bytes, for instance because a value is not finite.
         """
 
     def refusal(self) -> ValueError:
-        """What to raise of values that cannot be encoded."""
+        """Return the error for values that cannot be encoded."""
         return ValueError(f"{self._bad} cannot be encoded; discard these values and take the last good ones")
 
     def malformed(self) -> ExchangeError:
-        """What to raise of bytes that no codec of ours wrote."""
+        """Return the error for bytes that `encode` cannot have written."""
         return ExchangeError(f"payload holds {self._bad}; fetch it from another peer")
 
     @property
@@ -195,7 +188,7 @@ class Codec(ABC):
 
 
 class Fp32(Codec):
-    """The values as they are: 32 bits an element."""
+    """Exact values: 32 bits per element."""
 
     name = "fp32"
 
@@ -214,13 +207,13 @@ class Fp32(Codec):
 
 
 class NonNegativeFp32(Fp32):
-    """fp32 of values that are never negative."""
+    """fp32 for values that are never negative."""
 
     non_negative = True
 
 
 class Bf16(Codec):
-    """The values rounded to the nearest bf16, ties to even: 16 bits an element.
+    """Values rounded to the nearest bf16, ties to even: 16 bits per element.
 
     The error is at most 2^-9 of an element's magnitude, or 2^-134 if that is more. Values above bf16's largest,
     3.39e38, are refused like infinity.
@@ -238,14 +231,14 @@ class Bf16(Codec):
         out.copy_(rounded_N.view(torch.uint8))
 
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
-        # a message may begin at an odd byte; its copy does not
+        # A message may start at an odd byte; its copy is aligned.
         out_N.copy_(data.clone().view(torch.bfloat16))
         if not _are_good(out_N, self.non_negative):
             raise self.malformed()
 
 
 class NonNegativeBf16(Bf16):
-    """bf16 of values that are never negative, and of which none that is positive becomes 0."""
+    """bf16 for values that are never negative, and of which no positive one becomes 0."""
 
     non_negative = True
 
@@ -254,23 +247,23 @@ class NonNegativeBf16(Bf16):
 
 
 def _are_good(values_N: Tensor, non_negative: bool) -> bool:
-    """Returns whether all values are finite, and none is negative where none may be."""
+    """Tell whether all values are finite, and none is negative if `non_negative`."""
     if not values_N.numel():
         return True
-    # one pass; NaN comes out as both, and compares as false with everything
+    # One pass; NaN is both the least and the most, and compares false with everything.
     least, most = (float(extreme) for extreme in torch.aminmax(values_N))
     return most < torch.inf and (least >= 0 if non_negative else least > -torch.inf)  # guard: finite-values
 
 
 class BlockCodec(Codec):
-    """What codecs by blocks have in common."""
+    """Base of codecs with a scale per block of elements."""
 
     block: ClassVar[int]
-    """Elements W of a block."""
+    """W, the elements of a block."""
     scales: ClassVar[int] = 1
-    """Scales of a block, 16 bits each."""
+    """Number of scales per block, 16 bits each."""
     bits: ClassVar[int]
-    """Bits of an element's code."""
+    """Bits per code."""
 
     def num_bytes(self, numel: int) -> int:
         return self._num_blocks(numel) * (2 * self.scales + self.block * self.bits // 8)
@@ -294,7 +287,7 @@ class BlockCodec(Codec):
         edge = 2 * self.scales * num_blocks
         is_whole = num_blocks * self.block == out_RN.shape[1]
         padded_RN = out_RN if is_whole else out_N.new_empty(rows, num_blocks * self.block)
-        # a message may begin at an odd byte; its copy does not
+        # A message may start at an odd byte; its copy is aligned.
         scale_bits = data_RY[:, :edge].contiguous().clone().view(torch.int16).view(rows, num_blocks, self.scales)
         self.decode_blocks(scale_bits, data_RY[:, edge:], padded_RN.view(rows, num_blocks, self.block))
         if not is_whole:
@@ -302,26 +295,26 @@ class BlockCodec(Codec):
 
     @abstractmethod
     def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
-        """Writes the codes to `codes_RP`, uint8, and returns the scales, int16 [R, B, scales].
+        """Encode at least one block per row; return the scales, int16 [R, B, scales].
 
         Args:
-            flat_RBW: The values, at least one block.
-            codes_RP: Where the codes go.
-            padding: Elements at the end of a row that only fill it up.
+            flat_RBW: Values.
+            codes_RP: Receives the codes, uint8.
+            padding: Number of elements at the end of each row that are padding.
         """
 
     @abstractmethod
     def decode_blocks(self, scale_bits: Tensor, codes_RP: Tensor, out_RBW: Tensor) -> None:
-        """Writes to `out_RBW` the values of what `encode_blocks` gave."""
+        """Write the values of encoded blocks to `out_RBW`."""
 
     def _num_blocks(self, numel: int) -> int:
         return -(-numel // self.block)
 
 
 class Int8(BlockCodec):
-    """255 even levels from minus to plus a block's largest magnitude: 8.125 bits an element.
+    """255 even levels from minus to plus a block's largest magnitude: 8.125 bits per element.
 
-    The error is at most half a step, 1/254 of the block's largest, and a twentieth of its norm.
+    The error is at most half a step, 1/254 of the block's largest magnitude, and a twentieth of its norm.
     """
 
     name = "int8"
@@ -329,7 +322,7 @@ class Int8(BlockCodec):
     bits = 8
 
     LARGEST_SCALE = 2.0**121 * (1 + 2.0**-7)
-    """That of fp32's largest number; times 127 it is finite."""
+    """Scale of fp32's largest number; 127 times it is finite."""
 
     def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
         scratch_RBW = flat_RBW.abs()
@@ -351,10 +344,10 @@ class Int8(BlockCodec):
 
 
 class RootInt8(BlockCodec):
-    """256 even levels of the square root, rounded up, for second moments: 8.125 bits an element.
+    """256 even levels of the square root, rounded up, for second moments: 8.125 bits per element.
 
-    A second moment divides an update by its root, so it is the root that has to be near. As it is rounded up, no
-    positive value becomes 0 and no update grows. The root's error is less than one step, 1/254 of the block's largest.
+    An update is divided by the root of a second moment, so the root must be accurate. It is rounded up, so that no
+    positive value becomes 0 and no update grows. Its error is less than one step, 1/254 of the block's largest root.
     """
 
     name = "int8"
@@ -363,10 +356,10 @@ class RootInt8(BlockCodec):
     bits = 8
 
     LARGEST_SCALE = 2.0**56 * (1 + 2.0**-8)
-    """That of fp32's largest number; the square of 255 times it is finite."""
+    """Scale of fp32's largest number; the square of 255 times it is finite."""
 
     def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
-        # numpy's root is the processor's own, correctly rounded; torch's is not. That of a negative value is NaN.
+        # numpy's root is correctly rounded on every processor, torch's is not. A negative value's root is NaN.
         with np.errstate(invalid="ignore"):
             root_RBW = torch.from_numpy(np.sqrt(flat_RBW.detach().numpy()))
         largest_RB1 = root_RBW.amax(dim=-1, keepdim=True)
@@ -382,16 +375,16 @@ class RootInt8(BlockCodec):
         scale_RB1 = from_scale_bits(scale_bits)
         check_scales(scale_RB1, self.LARGEST_SCALE)
         out_RBW.copy_(codes_RBW).mul_(scale_RB1).square_()
-        if bool((scale_RB1 < 2.0**-63).any()):  # some squares may be too small for some machines, or for all
+        if bool((scale_RB1 < 2.0**-63).any()):  # some squares may be subnormal or 0
             out_RBW.clamp_(min=SMALLEST).masked_fill_((codes_RBW == 0) | (scale_RB1 == 0), 0.0)
 
 
 class Int4(BlockCodec):
-    """16 even levels: 4.25 bits an element.
+    """16 even levels: 4.25 bits per element.
 
     The scale has a sign, which makes the block's largest magnitude the level -8; the other sign has seven levels. The
-    error is at most half a step, 1/16 of the block's largest, and for values beyond the seventh level one step. It has
-    at most half of the block's norm; a tenth of it where values are Gaussian.
+    error is at most half a step, 1/16 of the block's largest magnitude, and one step for values beyond the seventh
+    level. Its norm is at most half of the block's, and a tenth for Gaussian values.
     """
 
     name = "int4"
@@ -399,7 +392,7 @@ class Int4(BlockCodec):
     bits = 4
 
     LARGEST_SCALE = 2.0**125 - 2.0**117
-    """The largest bf16 of which -8 times is finite."""
+    """The largest bf16 whose product with -8 is finite."""
 
     def encode_blocks(self, flat_RBW: Tensor, codes_RP: Tensor, padding: int) -> Tensor:
         most_RB1, least_RB1 = flat_RBW.amax(dim=-1, keepdim=True), flat_RBW.amin(dim=-1, keepdim=True)
@@ -418,18 +411,18 @@ class Int4(BlockCodec):
         check_scales(scale_RB1.abs(), self.LARGEST_SCALE)
         signed_RP = codes_RP.view(torch.int8)
         first_RP, second_RP = out_RBW.view(len(out_RBW), 2, -1).unbind(1)
-        # shifted to the right, the four bits keep their sign
+        # An arithmetic shift to the right keeps the sign of the four bits.
         first_RP.copy_(signed_RP.bitwise_left_shift(4).bitwise_right_shift_(4))
         second_RP.copy_(signed_RP.bitwise_right_shift(4))
         out_RBW.mul_(scale_RB1)
 
 
 class Int2(BlockCodec):
-    """Four levels, two magnitudes with either sign: 2.25 bits an element.
+    """Four levels, two magnitudes with either sign: 2.25 bits per element.
 
-    The magnitudes are the means of the block's small and of its large ones, parted by three steps of k-means. The
-    error's norm is a third of Gaussian values', nothing for a block of one outlier, and never above
-    sqrt(1 - 0.99 / W) of the block's.
+    The magnitudes are the means of the block's small and of its large ones, separated by three steps of k-means. The
+    error's norm is a third of the block's for Gaussian values, 0 for a block with one outlier, and never above
+    sqrt(1 - 0.99 / W) of it.
     """
 
     name = "int2"
@@ -449,7 +442,7 @@ class Int2(BlockCodec):
             self._decode_row(*row)
 
     def _encode_row(self, flat_BW: Tensor, codes_P: Tensor, padding: int) -> Tensor:
-        # a block is a column: additions go over whole rows. A W-th of the values, so that no sum overflows.
+        # A block is a column, so that additions go over whole rows. Values are divided by W, so that no sum overflows.
         flat_WB = flat_BW.t().contiguous()
         size_WB = flat_WB.abs().mul_(1 / self.block)
         num_B = torch.full((len(flat_BW),), float(self.block))
@@ -480,6 +473,6 @@ class Int2(BlockCodec):
         codes_WB = torch.stack([codes_P.bitwise_right_shift(shift) for shift in (0, 2, 4, 6)]).view(self.block, -1)
         is_large_WB = codes_WB.bitwise_and(1).float()
         sign_WB = codes_WB.bitwise_and_(2).float().neg_().add_(1)
-        # one of the two is 0, so the sum is exact
+        # One of the two terms is 0, so the sum is exact.
         size_WB = is_large_WB.mul(high_B).add_(is_large_WB.neg_().add_(1).mul_(low_B))
         out_BW.copy_(size_WB.mul_(sign_WB).t())

@@ -1,11 +1,6 @@
-"""Error feedback: what rounding has left over goes with a later round, so that nothing is lost for good.
+"""The format of a round's vectors in bytes, part by part, and error feedback.
 
 Shape legend: N elements of a vector.
-
-Source: Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al.
-(https://arxiv.org/abs/1901.09847) prove that it converges with every codec whose error is smaller than the value.
-
-Shape legend: N elements of the vector.
 """
 
 from __future__ import annotations
@@ -20,22 +15,22 @@ from spes_p2p.codecs.blocks import Bf16, Codec, Fp32, Int2, Int4, Int8, NonNegat
 from spes_p2p.errors import ConfigError, ExchangeError
 
 PART_NUMEL = 65_536
-"""Most elements of a part: small enough for a processor's cache, and for one message."""
-LEAST_PART_NUMEL = 16_384
+"""Largest part, in elements: fits a processor's cache and one message."""
+MIN_PART_NUMEL = 16_384
 PARTS = 64
-"""Parts that a segment should have at least, so that many members can each reduce about the same share of it."""
+"""Parts that a long segment has at least, so that many members can reduce about equal shares of it."""
 
 CODECS: Mapping[str, type[Codec]] = {"fp32": Fp32, "bf16": Bf16, "int8": Int8, "int4": Int4, "int2": Int2}
 """Codecs by their name in a run's config."""
 NON_NEGATIVE_CODECS: Mapping[str, type[Codec]] = {"fp32": NonNegativeFp32, "bf16": NonNegativeBf16, "int8": RootInt8}
-"""Those for values that are never negative, and of which no positive one may become 0."""
+"""Codecs for values that are never negative, and of which no positive one may become 0."""
 
 
 def codec_named(name: str, non_negative: bool = False) -> Codec:
-    """Returns a codec.
+    """Return a codec by name.
 
     Raises:
-        ConfigError: there is none of that name, or not for values that are never negative.
+        ConfigError: no codec, or none for non-negative values, has that name.
     """
     offered = NON_NEGATIVE_CODECS if non_negative else CODECS
     if name not in offered:
@@ -46,15 +41,15 @@ def codec_named(name: str, non_negative: bool = False) -> Codec:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of elements of one kind: a delta, or an optimizer's moments."""
+    """A contiguous run of elements of one kind: a delta, or an optimizer's moments."""
 
     numel: int
     codec: str
     """A name in `CODECS`."""
     non_negative: bool = False
-    """Second moments: decoded values are never negative, and none that is positive becomes 0."""
+    """Whether these are second moments: decoded values are never negative, and no positive one becomes 0."""
     interval: int = 1
-    """Travels in the rounds that are multiples of it."""
+    """The segment travels in rounds that are multiples of this."""
 
     def __post_init__(self) -> None:
         if self.numel < 0 or self.interval < 1:
@@ -63,12 +58,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Part:
-    """What is encoded by itself: elements `start` to `stop` of the vector, bytes `byte_start` to `byte_stop`.
+    """A unit that is encoded by itself: elements `start` to `stop` of the vector, bytes `byte_start` to `byte_stop`.
 
     Attributes:
-        codec: How.
-        segment: Number of the segment to which it belongs.
-        rows: How many equal parts it stands for; see `joined`.
+        codec: Codec of its segment.
+        segment: Index of its segment.
+        rows: Number of equal parts that it consists of; see `join_parts`.
     """
 
     start: int
@@ -90,23 +85,23 @@ class Part:
         return self.byte_stop - self.byte_start
 
     def encode(self, flat_part_N: Tensor, out: Tensor) -> None:
-        """Writes its bytes to `out`, uint8 [num_bytes]; raises what its codec does."""
+        """Write its bytes to `out`, uint8 [num_bytes]; raises as its codec."""
         self.codec.encode(flat_part_N, out, self.rows)
 
     def decode(self, data: Tensor, out_part_N: Tensor) -> None:
-        """Writes the values of its bytes to `out_part_N`; raises what its codec does."""
+        """Write the values of its bytes to `out_part_N`; raises as its codec."""
         self.codec.decode(data, out_part_N, self.rows)
 
     def with_next(self, part: Part) -> Part | None:
-        """Returns this and the next part as one; None where they differ, or would be too many."""
+        """Join this part and the next; None if they differ or the result would be too large."""
         is_alike = (part.codec, part.segment, part.numel * self.rows) == (self.codec, self.segment, self.numel)
         if part.start != self.stop or not is_alike or self.numel + part.numel > PART_NUMEL:
             return None
         return replace(self, stop=part.stop, byte_stop=part.byte_stop, rows=self.rows + 1)
 
 
-def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
-    """Returns parts with equal neighbours joined, as many as fit a processor's cache: the same bytes by fewer calls."""
+def join_parts(parts: Iterable[Part]) -> tuple[Part, ...]:
+    """Join equal neighbours, as many as fit a processor's cache: the same bytes with fewer calls."""
     runs: list[Part] = []
     for part in parts:
         if runs and (longer := runs[-1].with_next(part)):
@@ -117,17 +112,17 @@ def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
 
 
 class Format:
-    """Encodes and decodes vectors that consist of these segments, part by part or all at once, with the same bytes.
+    """Encodes and decodes vectors of these segments, part by part or all at once, with the same bytes.
 
     Args:
-        segments: In the order in which they lie in the vector.
+        segments: Segments in their order in the vector.
 
     Attributes:
-        parts: What the vector is cut into, in order.
-        joined_parts: The same parts, those that are alike together.
+        parts: The vector's parts in order.
+        joined_parts: The same parts, with equal neighbours joined.
 
     Raises:
-        ConfigError: an unknown codec, or one that a segment of second moments cannot have.
+        ConfigError: a codec is unknown, or cannot encode second moments.
     """
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -141,15 +136,17 @@ class Format:
                 byte_stop = byte_start + codec.num_bytes(stop - start)
                 parts.append(Part(start, stop, byte_start, byte_stop, codec, number))
                 start, byte_start = stop, byte_stop
-        self.parts, self.joined_parts = tuple(parts), joined(parts)
-        self.numel, self.num_bytes = start, byte_start
+        self.parts = tuple(parts)
+        self.joined_parts = join_parts(parts)
+        self.numel = start
+        self.num_bytes = byte_start
         self.is_exact = all(segment.codec == "fp32" for segment in self.segments)
 
     def encode(self, flat_N: Tensor, out: Tensor | None = None) -> Tensor:
-        """Returns a vector's bytes, uint8 [num_bytes], in `out` if it is given.
+        """Return a vector's bytes, uint8 [num_bytes], in `out` if it is given.
 
         Raises:
-            ValueError: another length, or a value that is NaN or infinite, or negative where none may be.
+            ValueError: the length is wrong, or a value is NaN, infinite or a negative second moment.
         """
         flat_N = checked(flat_N, self.numel)
         data = torch.empty(self.num_bytes, dtype=torch.uint8) if out is None else out
@@ -158,10 +155,10 @@ class Format:
         return data
 
     def decode(self, data: Tensor | bytes | memoryview, out: Tensor | None = None) -> Tensor:
-        """Returns the fp32 vector [N] that bytes of a peer stand for, in `out` if it is given.
+        """Decode a peer's bytes to an fp32 vector [N], in `out` if it is given.
 
         Raises:
-            ExchangeError: wrong length, or bytes that `encode` would not have written. `out` is then undefined.
+            ExchangeError: the length is wrong, or `encode` cannot have written these bytes; `out` is then undefined.
         """
         payload = _payload(data, self.num_bytes)
         flat_N = torch.empty(self.numel) if out is None else out
@@ -171,13 +168,13 @@ class Format:
         return flat_N
 
     def encode_part(self, part: Part, flat_part_N: Tensor) -> Tensor:
-        """Returns the bytes of one part's values; raises what `encode` does."""
+        """Return the bytes of one part's values; raises as `encode`."""
         data = torch.empty(part.num_bytes, dtype=torch.uint8)
         part.encode(checked(flat_part_N, part.numel), data)
         return data
 
     def decode_part(self, part: Part, data: Tensor | bytes | memoryview) -> Tensor:
-        """Returns the fp32 values of one part's bytes; raises what `decode` does."""
+        """Return the fp32 values of one part's bytes; raises as `decode`."""
         payload = _payload(data, part.num_bytes)
         flat_part_N = torch.empty(part.numel)
         part.decode(_as_tensor(payload), flat_part_N)
@@ -185,15 +182,15 @@ class Format:
 
 
 def part_numel(numel: int) -> int:
-    """Returns the elements of a segment's parts, of all but the last; a multiple of every codec's block."""
-    return min(max(-(-numel // PARTS) // 1024 * 1024, LEAST_PART_NUMEL), PART_NUMEL)
+    """Return the size of a segment's parts but for the last, in elements; a multiple of every codec's block."""
+    return min(max(-(-numel // PARTS) // 1024 * 1024, MIN_PART_NUMEL), PART_NUMEL)
 
 
 def format_of(segments: Sequence[Segment], round: int) -> Format:
-    """Returns the format of a round: of the segments that travel in it.
+    """Return the format of the segments that travel in a round.
 
     Raises:
-        ValueError: the first segment, the delta, would not travel in every round.
+        ValueError: the first segment, the delta, does not travel in every round.
     """
     if segments and segments[0].interval != 1:
         raise ValueError(
@@ -203,10 +200,10 @@ def format_of(segments: Sequence[Segment], round: int) -> Format:
 
 
 def checked(flat_N: Tensor, numel: int) -> Tensor:
-    """Returns a flat vector of the expected length, without its gradient.
+    """Check the length of a flat vector, and detach it.
 
     Raises:
-        ValueError: it has another length.
+        ValueError: the length is wrong.
     """
     assert flat_N.dtype == torch.float32 and flat_N.is_contiguous() and flat_N.device.type == "cpu"
     if flat_N.numel() != numel:
@@ -215,7 +212,7 @@ def checked(flat_N: Tensor, numel: int) -> Tensor:
 
 
 def _payload(data: Tensor | bytes | memoryview, num_bytes: int) -> Tensor | memoryview:
-    """Returns a message of the expected length, of which slices are no copies."""
+    """Check the length of a message, and return a view whose slices are not copies."""
     assert not isinstance(data, Tensor) or data.dtype == torch.uint8
     payload = data if isinstance(data, Tensor) else memoryview(data).cast("B")
     if len(payload) != num_bytes:
@@ -224,39 +221,41 @@ def _payload(data: Tensor | bytes | memoryview, num_bytes: int) -> Tensor | memo
 
 
 def _as_tensor(data: Tensor | memoryview) -> Tensor:
-    """Returns a part's bytes as a tensor; a copy where they may not be written to, as torch wants none such."""
+    """Return a part's bytes as a tensor; a copy if they are read-only, which torch does not support."""
     if isinstance(data, Tensor):
         return data
     return torch.frombuffer(bytearray(data) if data.readonly else data, dtype=torch.uint8)
 
 
-class Feedback:
-    """What rounding has left over, by name, to go with a later round.
+class ErrorFeedback:
+    """Adds the rounding error of one round's deltas (the residual) to the next round's, so that no error is lost.
 
-    `encode` changes nothing: the new error is kept only when the round has been committed, so a failed round can be
-    repeated from the same error.
+    `encode` changes nothing: keep the new residual at the commit, so that a failed round repeats from the old one.
+
+    Source: Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al.
+    (https://arxiv.org/abs/1901.09847) prove convergence for every codec whose error is smaller than the value.
     """
 
     def __init__(self) -> None:
-        self._errors: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
 
     @property
     def names(self) -> set[str]:
-        """Names with a kept error."""
-        return set(self._errors)
+        """Names with a residual."""
+        return set(self._residuals)
 
     def encode(self, name: str, format: Format, flat_N: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Encodes a vector and the kept error of its first segment, the delta; moments are states, which have none.
+        """Encode a vector plus the residual of its first segment, the delta; moments have no residual.
 
         Returns:
-            The bytes, uint8 [format.num_bytes], and the first segment's new error, to be kept once the bytes count;
-            None where the first segment is exact.
+            The bytes, uint8 [format.num_bytes], and the new residual to `keep` at the commit; None if the delta's
+            codec is exact.
 
         Raises:
-            ValueError: the kept error has another length, or a value cannot be encoded.
+            ValueError: the residual has another length, or a value cannot be encoded.
         """
         numel = format.segments[0].numel if format.segments else 0
-        kept_N = self._errors.get(name)
+        kept_N = self._residuals.get(name)
         if kept_N is not None and kept_N.numel() != numel:
             raise ValueError(f"the error kept for {name} has {kept_N.numel()} elements, not {numel}; forget it first")
         is_exact = not numel or format.segments[0].codec == "fp32"
@@ -275,29 +274,26 @@ class Feedback:
         return data, None if is_exact else error_N
 
     def keep(self, name: str, error_N: Tensor | None) -> None:
-        """Keeps what `encode` said is left over, in place of what was kept."""
+        """Replace a name's residual by the one that `encode` returned."""
         if error_N is None:
-            self.forget(name)
+            self.drop(name)
         else:
-            self._errors[name] = error_N
+            self._residuals[name] = error_N
 
-    def kept(self) -> dict[str, Tensor]:
-        """Returns what is kept, by name; nobody changes these tensors, new ones replace them."""
-        return dict(self._errors)
+    def residuals(self) -> dict[str, Tensor]:
+        """Return the residuals by name; they are replaced, never modified."""
+        return dict(self._residuals)
 
-    def forget(self, name: str) -> None:
-        """Drops a name's error, if there is one."""
-        self._errors.pop(name, None)
+    def drop(self, name: str) -> None:
+        """Drop a name's residual, if it has one."""
+        self._residuals.pop(name, None)
 
 
 def encode_with_error(part: Part, flat_part_N: Tensor, error_part_N: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Encodes one part's values plus the error that an earlier round left over, if any.
-
-    Returns:
-        The bytes, uint8, and the new error.
+    """Encode one part's values plus an earlier residual, if any; return the bytes, uint8, and the new residual.
 
     Raises:
-        ValueError: another length, or a value cannot be encoded.
+        ValueError: the length is wrong, or a value cannot be encoded.
     """
     flat_part_N = checked(flat_part_N, part.numel)
     data = torch.empty(part.num_bytes, dtype=torch.uint8)
@@ -307,7 +303,7 @@ def encode_with_error(part: Part, flat_part_N: Tensor, error_part_N: Tensor | No
 
 
 def _encode_with_error(part: Part, flat_N: Tensor, kept_N: Tensor | None, data: Tensor, error_N: Tensor) -> None:
-    """Writes a part's bytes to `data`, and to `error_N` what they leave over."""
+    """Write a part's bytes to `data`, and its new residual to `error_N`."""
     wanted_N = flat_N if kept_N is None else flat_N + kept_N
     part.encode(wanted_N, data)
     part.decode(data, error_N)

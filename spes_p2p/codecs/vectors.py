@@ -1,6 +1,6 @@
-"""Named tensors to flat vectors, vectors to bytes, bytes to digests, and back.
+"""Converts named tensors to flat vectors, vectors to bytes, and bytes to digests, and back.
 
-Shape legend: N elements of a bundle.
+Shape legend: N elements of a vector.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spes_p2p.errors import ExchangeError
 
 
 def to_bytes(flat_N: Tensor) -> memoryview:
-    """Return a contiguous fp32, or uint8, CPU vector as little-endian bytes, without a copy."""
+    """Return a contiguous fp32 or uint8 CPU vector as little-endian bytes, without a copy."""
     assert flat_N.is_contiguous() and flat_N.device.type == "cpu"
     if flat_N.dtype == torch.uint8:
         return flat_N.numpy().data
@@ -27,10 +27,10 @@ def to_bytes(flat_N: Tensor) -> memoryview:
 
 
 def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:
-    """Return a new fp32 vector [numel] from little-endian bytes of a peer.
+    """Return a new fp32 vector [numel] from a peer's little-endian bytes.
 
     Raises:
-        ExchangeError: wrong length, or a value that is not finite.
+        ExchangeError: the length is wrong, or a value is not finite.
     """
     if len(data) != 4 * numel:
         raise ExchangeError(f"payload of {len(data)} bytes, expected {4 * numel}; fetch it from another peer")
@@ -41,7 +41,7 @@ def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:
 
 
 def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hex; it is read piece by piece."""
+    """Return the SHA-256 of a file in hex, without reading it whole into memory."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -57,12 +57,9 @@ Shape = tuple[int, ...]
 
 
 class Layout:
-    """The order and shapes in which a bundle's named tensors lie in one flat fp32 vector.
+    """The order and shapes of named tensors in one flat fp32 vector, sorted by name.
 
-    Every peer derives the same layout from the run's model, so a bundle crosses the network as bare numbers.
-
-    Args:
-        shapes: Shape of each tensor by name; laid out in sorted order of the names.
+    Every peer derives the same layout from the run's model, so vectors cross the network as bare numbers.
     """
 
     def __init__(self, shapes: Mapping[str, Shape]) -> None:

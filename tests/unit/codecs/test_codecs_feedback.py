@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.codecs import Feedback, Format, Segment, encode_with_error
+from spes_p2p.codecs import ErrorFeedback, Format, Segment, encode_with_error
 
 LOSSY = ["bf16", "int8", "int4", "int2"]
 
@@ -18,7 +18,7 @@ LOSSY = ["bf16", "int8", "int4", "int2"]
 )
 def test_all_that_was_sent_is_all_that_was_meant_but_for_the_last_error(name, numel, num_rounds, magnitude, seed):
     generator = torch.Generator().manual_seed(seed)
-    whole, feedback = Format([Segment(numel, name)]), Feedback()
+    whole, feedback = Format([Segment(numel, name)]), ErrorFeedback()
     meant_N, sent_N = torch.zeros(numel, dtype=torch.float64), torch.zeros(numel, dtype=torch.float64)
     error_N = None
     for _ in range(num_rounds):
@@ -35,7 +35,7 @@ def test_all_that_was_sent_is_all_that_was_meant_but_for_the_last_error(name, nu
 def test_the_error_does_not_pile_up(name, share, seed):
     generator = torch.Generator().manual_seed(seed)
     numel = 5000
-    whole, feedback = Format([Segment(numel, name)]), Feedback()
+    whole, feedback = Format([Segment(numel, name)]), ErrorFeedback()
     constant_N = torch.randn(numel, generator=generator).pow(3)  # small values that are always rounded away, and large
     shares = []
     for _ in range(120):
@@ -51,7 +51,7 @@ def test_the_error_does_not_pile_up(name, share, seed):
 def test_what_is_too_small_to_be_sent_is_sent_later(name):
     delta_N = torch.full((256,), 0.01)
     delta_N[::50] = 1.0
-    whole, feedback = Format([Segment(256, name)]), Feedback()
+    whole, feedback = Format([Segment(256, name)]), ErrorFeedback()
     sent_N = torch.zeros(256)
     for _ in range(400):
         data, error_N = feedback.encode("slot-3", whole, delta_N)
@@ -62,7 +62,7 @@ def test_what_is_too_small_to_be_sent_is_sent_later(name):
 
 def test_a_failed_round_is_repeated_from_the_same_error(seed):
     torch.manual_seed(seed)
-    whole, feedback = Format([Segment(300, "int4")]), Feedback()
+    whole, feedback = Format([Segment(300, "int4")]), ErrorFeedback()
     _, error_N = feedback.encode("shared", whole, torch.randn(300))
     feedback.keep("shared", error_N)
     delta_N, kept_N = torch.randn(300), error_N.clone()
@@ -75,7 +75,7 @@ def test_a_failed_round_is_repeated_from_the_same_error(seed):
 def test_moments_are_states_and_carry_no_error(seed):
     torch.manual_seed(seed)
     delta, moments = Segment(70_000, "int4"), Segment(500, "int8", non_negative=True)
-    whole, feedback = Format([delta, moments]), Feedback()
+    whole, feedback = Format([delta, moments]), ErrorFeedback()
     flat_N = torch.rand(whole.numel)
     for _ in range(2):
         data, error_N = feedback.encode("shared", whole, flat_N)
@@ -86,7 +86,7 @@ def test_moments_are_states_and_carry_no_error(seed):
 
 
 def test_an_exact_delta_leaves_nothing_over_and_takes_what_was():
-    delta_N, feedback, whole = torch.rand(10), Feedback(), Format([Segment(5, "fp32"), Segment(5, "bf16")])
+    delta_N, feedback, whole = torch.rand(10), ErrorFeedback(), Format([Segment(5, "fp32"), Segment(5, "bf16")])
     data, error_N = feedback.encode("shared", whole, delta_N)
     assert error_N is None and torch.equal(data, whole.encode(delta_N))
     feedback.keep("shared", torch.ones(5))
@@ -97,17 +97,17 @@ def test_an_exact_delta_leaves_nothing_over_and_takes_what_was():
 
 
 def test_errors_are_kept_by_name_until_they_are_forgotten():
-    feedback, whole = Feedback(), Format([Segment(5, "int4")])
+    feedback, whole = ErrorFeedback(), Format([Segment(5, "int4")])
     for name in ("shared", "slot-1"):
         feedback.keep(name, feedback.encode(name, whole, torch.rand(5))[1])
     assert feedback.names == {"shared", "slot-1"}
-    feedback.forget("slot-1")
-    feedback.forget("slot-2")
+    feedback.drop("slot-1")
+    feedback.drop("slot-2")
     assert feedback.names == {"shared"}
 
 
 def test_an_error_of_another_length_is_refused():
-    feedback = Feedback()
+    feedback = ErrorFeedback()
     feedback.keep("shared", torch.zeros(5))
     with pytest.raises(ValueError, match="the error kept for shared has 5 elements, not 6; forget it first"):
         feedback.encode("shared", Format([Segment(6, "int4")]), torch.zeros(6))
@@ -117,7 +117,7 @@ def test_an_error_of_another_length_is_refused():
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_delta_that_is_not_finite_leaves_the_kept_error_as_it_was(bad):
-    feedback, whole, kept_N = Feedback(), Format([Segment(2, "int4")]), torch.ones(2)
+    feedback, whole, kept_N = ErrorFeedback(), Format([Segment(2, "int4")]), torch.ones(2)
     feedback.keep("shared", kept_N)
     with pytest.raises(ValueError, match="cannot be encoded"):
         feedback.encode("shared", whole, torch.tensor([bad, 1.0]))
@@ -127,7 +127,7 @@ def test_a_delta_that_is_not_finite_leaves_the_kept_error_as_it_was(bad):
 
 def test_one_part_with_its_error_is_what_the_whole_does(seed):
     torch.manual_seed(seed)
-    whole, feedback = Format([Segment(70_000, "int2")]), Feedback()
+    whole, feedback = Format([Segment(70_000, "int2")]), ErrorFeedback()
     kept_N, delta_N = torch.randn(70_000), torch.randn(70_000)
     feedback.keep("shared", kept_N)
     data, error_N = feedback.encode("shared", whole, delta_N)

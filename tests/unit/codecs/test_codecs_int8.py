@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs import INT8_BLOCK, dequantise_int8, int8_blocks, quantise_int8
+from spes_p2p.codecs import INT8_BLOCK, dequantise_int8, num_int8_blocks, quantise_int8
 
 LARGEST = torch.finfo(torch.float32).max
 FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)
@@ -17,7 +17,7 @@ LENGTHS = [1, INT8_BLOCK - 1, INT8_BLOCK, INT8_BLOCK + 1, 3 * INT8_BLOCK, 5 * IN
 
 def vector(numel: int) -> Tensor:
     """Blocks of very different magnitude."""
-    magnitude_N = 10.0 ** torch.empty(int8_blocks(numel)).uniform_(-9, 9).repeat_interleave(INT8_BLOCK)
+    magnitude_N = 10.0 ** torch.empty(num_int8_blocks(numel)).uniform_(-9, 9).repeat_interleave(INT8_BLOCK)
     return torch.randn(numel) * magnitude_N[:numel]
 
 
@@ -32,7 +32,7 @@ def test_int8_is_the_nearest_of_127_steps_in_every_block(numel):
     flat_N = vector(numel)
     values_N, scales_B = quantise_int8(flat_N)
     assert values_N.dtype == torch.int8 and scales_B.dtype == torch.float32
-    assert values_N.shape == flat_N.shape and scales_B.shape == (int8_blocks(numel),)
+    assert values_N.shape == flat_N.shape and scales_B.shape == (num_int8_blocks(numel),)
     decoded_N = dequantise_int8(values_N, scales_B)
     for actual, block in zip(decoded_N.split(INT8_BLOCK), flat_N.split(INT8_BLOCK), strict=True):
         largest = block.abs().max()
