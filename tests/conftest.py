@@ -1,4 +1,4 @@
-"""What all tests share: no network, one thread per process, fresh random draws, markers."""
+"""What all tests share: no network, one thread per process, fresh random draws, markers, lanes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,12 @@ import pytest
 from hypothesis import settings
 
 # Machines that share their cores make any deadline per example a coin toss; pytest-timeout bounds the test.
-settings.register_profile("spes", deadline=None, max_examples=50, print_blob=True)
-settings.load_profile("spes")
+settings.register_profile("full", deadline=None, max_examples=50, print_blob=True)
+settings.register_profile("commit", settings.get_profile("full"), max_examples=15)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("commit" if config.getoption("markexpr") == "not full" else "full")
 
 
 @pytest.fixture

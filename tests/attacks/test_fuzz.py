@@ -66,6 +66,7 @@ def test_a_decoder_that_does_is_found_and_named():
 
 
 @guided
+@pytest.mark.full
 def test_guided_executions_find_no_untyped_error_either(targets, seed):
     outcomes = guide(100 * len(targets), seed)
     assert [outcome.name for outcome in outcomes] == [target.name for target in targets]
@@ -74,6 +75,7 @@ def test_guided_executions_find_no_untyped_error_either(targets, seed):
 
 
 @guided
+@pytest.mark.full
 def test_coverage_leads_to_what_no_mutant_hits_and_a_death_is_an_error_too(tmp_path, monkeypatch, seed):
     (tmp_path / "planted.py").write_text(PLANTED)
     monkeypatch.syspath_prepend(tmp_path)

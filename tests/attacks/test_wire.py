@@ -57,6 +57,7 @@ def people(tmp_path_factory):
 
 
 @cases("records")
+@pytest.mark.full
 def test_a_bad_record_is_not_taken_from_whoever_brings_it(victim, attacker, people, case):
     """The whole corpus, through libp2p: into the store, and into the cache, where stock looks first."""
     record = mallorys_record(case, people)
@@ -130,6 +131,7 @@ def test_all_that_leaves_the_peer_serving(victim, attacker):
     assert attacker.is_served()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", STREAMS)
 def test_a_stream_without_end_takes_little_memory(victim, attacker, kind):
     seen = flood(victim, attacker, kind)
@@ -138,6 +140,7 @@ def test_a_stream_without_end_takes_little_memory(victim, attacker, kind):
     assert attacker.is_served()
 
 
+@pytest.mark.full
 def test_a_crowd_of_streams_is_kept_outside(victim, attacker):
     """What a peer has open of one other is bounded, and given back when that hangs up."""
 
@@ -182,6 +185,7 @@ def neighbours(attacker):
     return [PeerID(peer) for peer in result.nearest_peer_ids]
 
 
+@pytest.mark.full
 def test_calls_that_wait_for_an_answer_take_little_memory(victim, attacker):
     """Who asks whether it can be called is called back, and its call waits for that."""
     name, peer = "DHTProtocol.rpc_ping", PeerID.from_base58(victim.peer_id)
@@ -205,6 +209,7 @@ def test_calls_that_wait_for_an_answer_take_little_memory(victim, attacker):
     assert attacker.is_served()
 
 
+@pytest.mark.full
 def test_streams_without_end_that_wait_for_a_group_take_little_memory(victim, attacker):
     """Who looks for others listens to whoever may have heard of the group before it: all streams stay open."""
     seen = crowd(victim, attacker)

@@ -1,7 +1,4 @@
-"""A dishonest peer among real ones: whoever can be told from them is out two rounds later, and nobody harms them.
-
-The long form has every kind: `python -m pytest tests/chaos/test_attackers.py -m ''`.
-"""
+"""A dishonest peer of each kind among real ones: it harms no one, and is out two rounds later if it can be detected."""
 
 from __future__ import annotations
 
@@ -9,15 +6,14 @@ import pytest
 from attacked_lab import FOUND_OUT, ROUNDS_AFTER, AttackedLab, Outcome
 from lab_liar import KINDS
 
-pytestmark = [pytest.mark.timeout(2400), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(2400), pytest.mark.full]
 
-SHORT = ("scale", "lying_reducer")
 ROUNDS_TO_LIE = 2
 MOST_MOVED = 5.0
 """Lengths; seen is 1.7, and a plain mean is moved by seventeen by what is a hundred times too long."""
 
 
-@pytest.fixture(scope="module", params=[k if k in SHORT else pytest.param(k, marks=pytest.mark.long) for k in KINDS])
+@pytest.fixture(scope="module", params=KINDS)
 def attacked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Outcome]:
     """A kind of liar, and what came of it among five honest peers."""
     lab = AttackedLab(tmp_path_factory.mktemp("attacked") / "lab", request.param)

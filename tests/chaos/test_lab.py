@@ -15,7 +15,8 @@ import pytest
 from history import History, events_of
 from lab import Lab, Report, schedule
 
-pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
+# Full: its set-up takes two minutes, and needs the processors to itself.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 NUM_PEERS, NUM_KILLS = 5, 4
 

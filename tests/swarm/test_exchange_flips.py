@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.bit_flips import flip_downloads
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.full]
 
 
 def test_no_bit_flipped_on_the_way_is_loaded_whatever_it_is_in(tmp_path, seed):

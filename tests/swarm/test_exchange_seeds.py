@@ -22,7 +22,7 @@ from spes_p2p.swarm.exchange.downloads import RANGE_BYTES
 from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES
 from spes_p2p.swarm.p2p.identity import Identity
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = [pytest.mark.timeout(180), pytest.mark.full]
 
 SHARED_BYTES = 4 * NUMELS["shared"]
 HOLDER_MBIT = 60.0

@@ -20,8 +20,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.config import RunConfig
 
-pytestmark = pytest.mark.slow
-
 # Long enough to be interrupted and to lose a peer, short enough to be finished.
 ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.5}
 TOTAL = 6
@@ -123,6 +121,7 @@ def check_results(out: Path, launcher: Command) -> None:
     assert re.search(r"run_peer\.py --run-id local --initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", summary)
 
 
+@pytest.mark.full
 def test_a_killed_launcher_leaves_no_process_and_a_failing_peer_stops_everything(
     commands: Commands, corpus: Path, tmp_path: Path
 ) -> None:

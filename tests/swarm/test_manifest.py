@@ -50,6 +50,7 @@ def found(swarm, tokenizer=b"the tokenizer", **settings):
     return manifest
 
 
+@pytest.mark.full
 def test_who_knows_the_founder_passes_over_rivals_and_those_who_pass_the_run_off_as_theirs(open_peer, monkeypatch):
     founder, rival, thief = open_peer(), open_peer(), open_peer()
     manifest = found(founder)
@@ -59,6 +60,7 @@ def test_who_knows_the_founder_passes_over_rivals_and_those_who_pass_the_run_off
     assert fetch_manifest(open_peer(), founder.peer_id) == (manifest, b"the tokenizer")
 
 
+@pytest.mark.full
 def test_who_does_not_know_the_founder_is_told_to_name_one_where_there_are_two(open_peer):
     found(open_peer())
     found(open_peer(), seed=1)

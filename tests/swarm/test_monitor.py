@@ -173,6 +173,7 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
     assert printed.count(f"{measured[1]:.4f}") == 1, "an evaluation is printed once"
 
 
+@pytest.mark.full
 def test_when_all_peers_vanish_the_last_pulled_round_is_saved(tmp_path: Path, text: Path) -> None:
     with swarm_of(tmp_path, num_peers=1, total=5) as (peers, manifest, _), ThreadPoolExecutor(1) as pool:
         trained = stock_model(manifest.config.model, manifest.vocab_size, SEQUENCE, 78)
@@ -189,7 +190,7 @@ def test_when_all_peers_vanish_the_last_pulled_round_is_saved(tmp_path: Path, te
     assert any(event["change"] == "left" for event in events(config.output, "membership"))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_monitor_whose_p2pd_dies_starts_itself_anew_and_sees_the_run_to_its_end(tmp_path: Path, text: Path) -> None:
     """Its peers are in good health all the while, and the round that it missed is one of theirs."""
     output = tmp_path / "out"

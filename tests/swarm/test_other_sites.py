@@ -12,6 +12,7 @@ from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.roster import SHARED
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.timeout(480),
     pytest.mark.skipif(available() is not None, reason=f"no test bed: {available()}"),
 ]

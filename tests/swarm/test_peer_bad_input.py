@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked_commands import Ended, Forked, ForkServer
+from lanes import sample
 from peer_processes import MARK, Commands, commands_in, files_of, free_port, write_corpus, write_settings
 
 DATA_LOG = r"spes_p2p\.data\."
@@ -200,11 +201,15 @@ BAD = {
         flags("--kernel", "grouped_mm", "--run.model.intermediate-size", "100"), "kernel=grouped_mm", "--kernel auto"
     ),
 }
+COMMIT_BAD = {
+    *("unknown key of a section", "unknown flag", "unknown variable", "slots above experts", "absent corpus"),
+    *("too small corpus", "occupied port", "resume of nothing", "absent config", "kernel that is not here"),
+}
 if not torch.cuda.is_available():
     BAD["no CUDA"] = Bad(flags("--device", "cuda"), "device=cuda", "--device cpu")
 
 
-@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("name", sample(BAD, COMMIT_BAD))
 def test_a_founders_bad_input_is_one_line_and_nothing_is_written(world: World, name: str) -> None:
     bad = BAD[name]
     words = bad.words(world)
@@ -253,6 +258,7 @@ def test_an_output_that_is_a_file_is_left_alone(world: World) -> None:
 # ---------------------------------------------------------------------- joining
 
 
+@pytest.mark.full
 def test_initial_peers_that_do_not_answer_are_named_within_30_seconds(world: World) -> None:
     with socket.socket() as silent:  # takes connections and never says a word
         silent.bind(("127.0.0.1", 0))
@@ -354,7 +360,7 @@ EXPERIMENT = {
 }
 
 
-@pytest.mark.parametrize("name", EXPERIMENT)
+@pytest.mark.parametrize("name", sample(EXPERIMENT, ["small corpus", "text and dataset", "no peers"]))
 def test_an_experiments_bad_input_is_one_line_and_nothing_is_written(world: World, name: str) -> None:
     words, value, remedy = EXPERIMENT[name]
     given = words(world)
@@ -375,6 +381,7 @@ def test_an_experiments_output_that_exists_is_left_alone(world: World) -> None:
 # ---------------------------------------------------------------------- the scripts themselves
 
 
+@pytest.mark.full
 def test_the_scripts_say_it_too(world: World) -> None:
     scripts = ("peers/run_peer.py", "scripts/run_local_experiment.py")
     starts = [world.commands.start(script, "--run-id", "r", "--bogus", "--output", world.output) for script in scripts]

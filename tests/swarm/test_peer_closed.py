@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from peer_processes import Command, Commands, commands_in, write_corpus, write_settings
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.full]
 
 SECONDS = 90.0
 BARGE_IN = """

@@ -45,6 +45,7 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root and setpriv to give things up")
 def test_a_peer_without_privileges_on_a_read_only_tree_trains_to_the_end(folder: Path) -> None:
     """And again after that: a container's second start has the words of its first."""

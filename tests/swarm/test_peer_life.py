@@ -23,8 +23,6 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Claim
 
-pytestmark = pytest.mark.slow
-
 SLOTS = {0, 1, 2, 3}
 # Rounds end by the clock; there are more than the story can last for. A lease outlives what a peer that leaves needs.
 ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.0, "total": 500}

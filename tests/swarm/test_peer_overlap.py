@@ -9,8 +9,6 @@ from pathlib import Path
 import pytest
 from peer_processes import Command, Commands, commands_in, write_corpus, write_settings
 
-pytestmark = pytest.mark.slow
-
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots .*; waited ([\d.]+) s"
 TOTAL = 6
 
@@ -39,6 +37,7 @@ def test_peers_that_overlap_agree_on_every_round(tmp_path: Path) -> None:
     assert {members for members, _ in told[0].values()} == {"2"}
 
 
+@pytest.mark.full
 def test_ctrl_c_in_the_middle_of_a_synchronisation_ends_a_peer_and_not_the_other(tmp_path: Path) -> None:
     """It waits for a founder that stands still; which then goes on alone."""
     with commands_in(tmp_path) as commands:

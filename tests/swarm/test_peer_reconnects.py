@@ -21,7 +21,7 @@ from peer_processes import Command, Commands, commands_in, free_port, write_corp
 from spes_p2p.peer.restart import LEAST_SECONDS, resuming_words
 from spes_p2p.swarm.p2p.identity import Identity
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.0, "total": 5000}
 TIMES = {"lease_seconds": 8.0, "heartbeat_seconds": 1.5}

@@ -19,8 +19,6 @@ from peer_processes import MARK, Commands, commands_in, saved_state, write_corpu
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.roster import SHARED
 
-pytestmark = pytest.mark.slow
-
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots"
 SECONDS = 90.0
 TOTAL = 9
@@ -89,7 +87,10 @@ LOW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8", "mo
 @pytest.mark.parametrize(
     ("name", "settings", "is_saved"),
     [
-        ("exact", {"codecs": {"shared": "fp32", "slots": "fp32"}, "outer": {"moments": "local"}}, True),
+        pytest.param(
+            *("exact", {"codecs": {"shared": "fp32", "slots": "fp32"}, "outer": {"moments": "local"}}, True),
+            marks=pytest.mark.full,
+        ),
         ("few-bits", {**LOW_BITS, "train": {"optimizer": "adamw8bit"}, "outer": {"optimizer": "nesterov"}}, False),
     ],
     ids=["exact", "few-bits-and-a-round-published-but-not-saved"],

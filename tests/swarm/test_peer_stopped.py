@@ -10,7 +10,7 @@ import psutil
 import pytest
 from peer_processes import Command, commands_in, write_corpus, write_settings
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.full
 
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,]*)"
 LEASE_SECONDS = 6.0

@@ -31,7 +31,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> None:
     with commands_in(folder) as commands:
         ranks = start_ranks(commands, folder, TOTAL, "ranks")
@@ -58,8 +58,8 @@ def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> Non
     assert saved["total_tokens"] == 4 * 16 * saved["steps"], "both ranks' halves of a batch are one batch"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.full
+@pytest.mark.parametrize("shard", ["ddp", "fsdp"])
 def test_ctrl_c_ends_both_ranks_and_the_peer_can_be_resumed(shard: str, folder: Path) -> None:
     with commands_in(folder) as commands:
         ranks = start_ranks(commands, folder, 500, "ranks", shard)

@@ -60,6 +60,7 @@ def test_a_signal_to_a_peers_group_leaves_it_what_it_needs_to_say_goodbye(tmp_pa
     peer.close()
 
 
+@pytest.mark.full
 def test_no_process_outlives_a_peer_that_leaves(tmp_path):
     peer = PeerProcess(tmp_path / "peer").wait_until_ready()
     descendants = peer.descendants()
@@ -91,6 +92,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
+@pytest.mark.full
 @pytest.mark.timeout(30)
 def test_an_initial_peer_that_does_not_answer_is_named_within_30_seconds(tmp_path):
     before = children()
@@ -223,6 +225,7 @@ def test_an_interrupt_while_a_future_is_made_leaves_others_able_to_make_one(node
     assert num_heard > 100
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("is_new", [True, False], ids=["shared", "opened"])
 def test_memory_is_shared_although_its_manager_stands_still_for_longer_than_torch_waits(node, is_new):
     """As where a machine that stood still goes on, and the manager is the last of a peer's processes."""

@@ -144,6 +144,7 @@ def test_outside_python_only_the_marked_line_is_edited(house: Path) -> None:
     assert "is for Python" in " ".join(faults_of(replace(guard, remove="never"), find_markers(house), house))
 
 
+@pytest.mark.full
 def test_a_failure_is_told_from_a_test_that_cannot_run(house: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("reports")
     passes = run_tests(house, GUARD.tests, 60.0, folder)

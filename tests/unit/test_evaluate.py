@@ -134,9 +134,13 @@ def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     ("arguments", "message"),
     [
         (["absent"], "absent is no checkpoint"),
-        pytest.param(["CHECKPOINT", "--text", "absent.txt"], "absent.txt does not exist", marks=pytest.mark.long),
-        pytest.param(["CHECKPOINT", "--batch-size", "0"], "batch_size='0'", marks=pytest.mark.long),
-        (["CHECKPOINT", "--tasks", "no_such_task", "--task-path", "TASKS"], "unknown task 'no_such_task'"),
+        pytest.param(["CHECKPOINT", "--text", "absent.txt"], "absent.txt does not exist", marks=pytest.mark.full),
+        pytest.param(["CHECKPOINT", "--batch-size", "0"], "batch_size='0'", marks=pytest.mark.full),
+        pytest.param(
+            ["CHECKPOINT", "--tasks", "no_such_task", "--task-path", "TASKS"],
+            "unknown task 'no_such_task'",
+            marks=pytest.mark.full,
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -159,6 +163,8 @@ def test_unreadable_inputs_are_named(checkpoint, task_path, tmp_path):
         short = tmp_path / "short.txt"
         short.write_text("peer")
         evaluate.text_batches(tokenizer, [short], 16, 4, None)
+    with pytest.raises(ConfigError, match="unknown task 'no_such_task'"):
+        evaluate._task_manager(["no_such_task"], task_path)
     with pytest.raises(ConfigError, match="--task-path"):
         evaluate._task_manager(["copy_word"], tmp_path / "absent")
     with pytest.raises(ConfigError, match="--json"):

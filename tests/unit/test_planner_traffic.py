@@ -37,9 +37,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("peers", "slots", "outer", "codecs"),
     [
         (3, 4, {"moments": "both"}, {}),
-        (4, 1, {"moments": "second"}, {}),
-        (3, 2, {"moments": "local"}, {}),
-        (2, 3, {"moments": "local", "optimizer": "nesterov"}, {}),
+        pytest.param(4, 1, {"moments": "second"}, {}, marks=pytest.mark.full),
+        pytest.param(3, 2, {"moments": "local"}, {}, marks=pytest.mark.full),
+        pytest.param(2, 3, {"moments": "local", "optimizer": "nesterov"}, {}, marks=pytest.mark.full),
         (2, 3, {"moments": "local", "slots": {"optimizer": "nesterov"}}, {}),
         (3, 2, {"moments": "local", "optimizer": "nesterov"}, {"shared": "int4", "slots": "int2"}),
         (3, 4, {"moments": "both"}, {"shared": "int8", "slots": "bf16", "moments": "int8"}),

@@ -54,6 +54,7 @@ def small(folder: Path, **changes: Any) -> Scenario:
     return Scenario(run=run, text=[folder / "corpus.jsonl"], **fields)
 
 
+@pytest.mark.full
 def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path: Path) -> None:
     scenario = small(tmp_path)
     result = simulate(scenario, cache=tmp_path / "cache")

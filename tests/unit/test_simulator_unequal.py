@@ -59,7 +59,7 @@ def meetings(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[Contributio
 # ---------------------------------------------------------------------- slow machines
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_round_lasts_as_long_as_all_speeds_together_take_for_its_tokens(folder: Path) -> None:
     unequal, equal = (run(folder, speeds=speeds) for speeds in ([FAST, FAST, FAST, SLOW], FAST))
     for result, seconds in ((unequal, TOKENS / (3 * FAST + SLOW)), (equal, TOKENS / (4 * FAST))):
@@ -85,6 +85,7 @@ def test_a_slow_peer_weighs_what_it_trained(folder: Path, meetings: list[tuple[C
             torch.testing.assert_close(mean, replayed / sum(tokens.values()), rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.full
 def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(
     folder: Path, meetings: list[tuple[Contribution, RoundResult]]
 ) -> None:
@@ -102,7 +103,8 @@ def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(
     assert moved[slow] > max(moved.values()) / 4
 
 
-@pytest.mark.parametrize("tokens", [TOKENS, pytest.param(TOKENS - 3 * 208, marks=pytest.mark.long)])
+@pytest.mark.full
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS - 3 * 208])
 def test_nobody_waits_for_a_slow_peer_and_its_work_always_counts(folder: Path, tokens: int) -> None:
     """Its steps, longer than the others wait, end with the round or some time before it, and never too late for it."""
     result = run(folder, speeds=[FAST, FAST, FAST, SLOW], round={"tokens": tokens})
@@ -137,7 +139,8 @@ def seconds_beside_training(report: Metrics) -> float:
     return sum(phases)
 
 
-@pytest.mark.parametrize("after_seconds", [pytest.param(1.0, marks=pytest.mark.long), 37.0])
+@pytest.mark.full
+@pytest.mark.parametrize("after_seconds", [1.0, 37.0])
 def test_a_peer_that_stops_for_a_minute_holds_nobody_up(folder: Path, after_seconds: float) -> None:
     """At the worst its lease still runs when the round ends: then the others wait for it as long as for anybody."""
     result = paused(folder, 60.0, after_seconds)
@@ -166,7 +169,7 @@ def test_what_a_peer_had_trained_before_it_stopped_does_not_count_and_what_it_tr
     assert 3 not in rounds, "the delta against the anchor of round 3 was never offered to anybody"
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_slots_of_a_peer_that_stopped_are_covered_until_it_is_back(folder: Path) -> None:
     """It alone held it; in the middle of the round somebody adopts it and trains it on."""
     rounds = {**LONG, "tokens": 2 * LONG["tokens"], "total": 8}
@@ -189,7 +192,7 @@ def test_slots_of_a_peer_that_stopped_are_covered_until_it_is_back(folder: Path)
     assert {held for report in last for held in report.slots} == {*range(4)} and mine[8].slots
 
 
-@pytest.mark.long
+@pytest.mark.full
 def test_a_stop_that_ends_before_the_round_costs_only_its_own_time(folder: Path) -> None:
     result = paused(folder, 10.0, after_seconds=5.0)
     mine, other = result.reports[PAUSED][3], result.reports[0][3]

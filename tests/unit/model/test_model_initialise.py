@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from lanes import sample
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.build import build_slot_model, stock_model
@@ -78,8 +79,7 @@ SLACK_BYTES = 2**21
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's account of a process's memory")
-@pytest.mark.slow
-@pytest.mark.parametrize("storage", [s if s == "nf4" else pytest.param(s, marks=pytest.mark.long) for s in STORAGES])
+@pytest.mark.parametrize("storage", sample(STORAGES, ["nf4"]))
 def test_building_takes_no_more_than_two_experts_beyond_what_is_kept(storage):
     """What freed memory the process still holds counts in full."""
     child = subprocess.run([sys.executable, "-c", BUILD, storage], capture_output=True, text=True, timeout=120)

@@ -221,7 +221,6 @@ def test_slots_are_written_as_ranges(slots: tuple[int, ...], text: str) -> None:
     assert slot_ranges(slots) == text
 
 
-@pytest.mark.slow
 def test_wandb_writes_a_run_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
     home = tmp_path / "home"

@@ -271,7 +271,6 @@ def test_the_console_script_is_the_program():
     assert (Path(sys.executable).parent / "spes_p2p").exists(), "run scripts/setup.sh"
 
 
-@pytest.mark.slow
 def test_a_study_runs_from_its_file_to_its_report(tmp_path):
     write_study(tmp_path, {"solo": SOLO, "ours": PAIR})
     words = ("simulate", tmp_path / "study.yaml", "--output", tmp_path / "out", "--cache", tmp_path / "cache")
@@ -284,8 +283,8 @@ def test_a_study_runs_from_its_file_to_its_report(tmp_path):
     assert {path.name for path in (tmp_path / "out" / "results").iterdir()} == {"solo-0.json", "ours-0.json"}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.long)])
+@pytest.mark.full
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGKILL])
 def test_a_study_that_is_stopped_leaves_no_process(tmp_path, sent):
     endless = {**SOLO, "run": {"round": {"total": 1_000_000}}, "held_out_tokens": 16}
     write_study(tmp_path, {"endless": endless}, seeds=[0, 1])

@@ -43,7 +43,6 @@ class Heard:
         self.news.setdefault(job.variant, []).append(news)
 
 
-@pytest.mark.slow
 def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path):
     good = job(tmp_path, "good", **PAIR)
     no_text = job(tmp_path, "no_text", **PAIR, text=[str(tmp_path / "absent.txt")])
@@ -63,7 +62,7 @@ def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path):
     assert "round 2" in good.log.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_run_that_is_killed_is_reported(tmp_path):
     heard = Heard()
 
@@ -119,8 +118,7 @@ def test_a_run_that_dies_amid_a_message_is_reported(tmp_path):
     assert isinstance(news, Failure) and "SIGTERM" in news.reason
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ConfigError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(ConfigError, marks=pytest.mark.full)])
 def test_whatever_ends_the_parent_ends_the_runs(tmp_path, error):
     def on_news(job: Job, news: News, seconds: float) -> None:
         raise error

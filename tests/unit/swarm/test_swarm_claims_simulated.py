@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 import pytest
+from lanes import sample
 
 from benchmarks.claims import __main__ as command
 from benchmarks.claims.checker import Checker
@@ -37,7 +38,7 @@ def faulty(seeds: Iterable[int]) -> dict[int, list[str]]:
     return {seed: violations for seed, violations in found.items() if violations}
 
 
-@pytest.mark.parametrize("block", range(NUM_BLOCKS))
+@pytest.mark.parametrize("block", sample(range(NUM_BLOCKS), range(2)))
 def test_swarms_keep_their_promises(block):
     summary = Summary()
     for seed in range(BLOCK * block, BLOCK * (block + 1)):

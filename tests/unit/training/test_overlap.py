@@ -90,9 +90,9 @@ def slow_down(peer: VirtualPeer, wait: Callable[[], object]) -> None:
 @pytest.mark.parametrize(
     ("mode", "delay", "optimizer", "cost"),
     [
-        ("steps", 1, "mean", 0.02),
-        pytest.param("tokens", 2, "mean", 0.03, marks=pytest.mark.long),
-        pytest.param("steps", 9, "mean", 0.05, marks=pytest.mark.long),
+        pytest.param("steps", 1, "mean", 0.02, marks=pytest.mark.full),
+        pytest.param("tokens", 2, "mean", 0.03, marks=pytest.mark.full),
+        pytest.param("steps", 9, "mean", 0.05, marks=pytest.mark.full),
         ("tokens", 1, "nesterov", 0.1),
     ],
 )
@@ -536,7 +536,7 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
     (folder / f"{group.rank}.json").write_text(json.dumps(told))
 
 
-@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
 def test_two_ranks_apply_a_result_at_the_same_step_and_stay_equal(shard, tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     with socket.socket() as probe:

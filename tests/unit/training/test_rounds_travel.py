@@ -71,7 +71,7 @@ def run_followed(run: RunConfig, num_peers: int, max_slots: int, machines: Mappi
     return peers, swarms
 
 
-@pytest.mark.parametrize("outer", [{}, {"optimizer": "nesterov"}], ids=["mean", "nesterov"])
+@pytest.mark.parametrize("outer", [{}, pytest.param({"optimizer": "nesterov"}, marks=pytest.mark.full)], ids=["mean", "nesterov"])
 @pytest.mark.parametrize("apart", [False, True], ids=["alike", "slots-apart"])
 def test_a_published_delta_leads_to_the_published_version(outer, apart):
     outer = OuterConfig.model_validate({**outer, **({"slots": {"optimizer": "nesterov", "lr": 0.5}} if apart else {})})

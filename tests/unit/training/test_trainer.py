@@ -264,10 +264,10 @@ def kept_here(param: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("micro", "shard"),
     [
-        pytest.param(None, "ddp", id="whole-ddp"),
+        pytest.param(None, "ddp", id="whole-ddp", marks=pytest.mark.full),
         pytest.param(1, "fsdp", id="microbatches-checkpointed-fsdp"),
-        pytest.param(None, "fsdp", id="whole-fsdp", marks=pytest.mark.long),
-        pytest.param(1, "ddp", id="microbatches-checkpointed-ddp", marks=pytest.mark.long),
+        pytest.param(None, "fsdp", id="whole-fsdp", marks=pytest.mark.full),
+        pytest.param(1, "ddp", id="microbatches-checkpointed-ddp", marks=pytest.mark.full),
     ],
 )
 def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Path, monkeypatch):
