@@ -33,8 +33,8 @@ from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import build_trainer
 from spes_p2p.training.checkpoint import PeerState, checkpoint_of
@@ -129,8 +129,10 @@ class Peer:
     """
 
     def __init__(self, config: CheckpointingConfig, folder: Path) -> None:
-        self._config, self._run = config, config.run
-        self._identity, self._store = Identity(folder / "key"), VersionStore(folder / "versions", RUN_ID)
+        self._config = config
+        self._run = config.run
+        self._identity = Identity(folder / "key")
+        self._store = VersionStore(folder / "versions", RUN_ID)
         self._checkpoint = checkpoint_of(folder)
         self._trainer = _trainer(config)
         self._sizes = Anchors(self._run, {kind: layout.numel for kind, layout in self._trainer.layouts.items()})
@@ -164,11 +166,11 @@ class Peer:
     def _publish(self) -> None:
         """Make a round's versions: of everything held and its moments, and of the others' slots."""
         sizes = self._sizes.bundle_numel()
-        slots = [slot_name(slot) for slot in range(self._run.model.num_experts)]
+        slots = [VectorName.of_slot(slot) for slot in range(self._run.model.num_experts)]
         numels = {SHARED: sizes[SHARED], **dict.fromkeys(slots, sizes["slot"])}
         if self._run.averaged_moments:
-            numels[moments_name(SHARED)] = sizes[moments_name(SHARED)]
-            numels |= {moments_name(name): sizes[moments_name("slot")] for name in slots[: self._config.max_slots]}
+            numels[SHARED.moments] = sizes[SHARED.moments]
+            numels |= {VectorName(name).moments: sizes["moments-slot"] for name in slots[: self._config.max_slots]}
         items = {}
         for name, numel in numels.items():
             data = to_bytes(torch.randn(numel))
@@ -189,7 +191,7 @@ def _trainer(config: CheckpointingConfig) -> Trainer:
     data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
     trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("cpu"))
     slots = range(config.max_slots)
-    masters = {slot_name(s): trainer.layouts["slot"].flatten(trainer.model.slot_weights(s)) for s in slots}
+    masters = {VectorName.of_slot(s): trainer.layouts["slot"].flatten(trainer.model.slot_weights(s)) for s in slots}
     trainer.set_slots(slots, masters)
     return trainer
 

@@ -61,7 +61,8 @@ class Checker:
 
     def __init__(self, num_slots: int, cooldown_seconds: float) -> None:
         self.report = Report()
-        self._num_slots, self._cooldown = num_slots, cooldown_seconds
+        self._num_slots = num_slots
+        self._cooldown = cooldown_seconds
         self._orphaned: dict[tuple[int, int], tuple[float, str]] = {}
         self._changed: dict[tuple[str, int, bool], float] = {}
         self._committed: dict[tuple[str, int], str] = {}

@@ -30,7 +30,9 @@ class Weather:
     """
 
     def __init__(self, simulation: Simulation, draw: random.Random, max_slots: int) -> None:
-        self._simulation, self._random, self._max_slots = simulation, draw, max_slots
+        self._simulation = simulation
+        self._random = draw
+        self._max_slots = max_slots
 
     def join(self) -> None:
         """Have a peer come."""

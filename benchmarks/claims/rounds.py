@@ -46,7 +46,9 @@ class Rounds:
     """
 
     def __init__(self, simulation: Simulation, seconds: float, derive: Callable[[Sequence[Member]], Roster]) -> None:
-        self._simulation, self._seconds, self._derive = simulation, seconds, derive
+        self._simulation = simulation
+        self._seconds = seconds
+        self._derive = derive
         self._generation = 0
 
     def restart(self) -> None:

@@ -51,7 +51,10 @@ class Simulation:
         cooldown_seconds: float | None = None,
         derive: Callable[[Sequence[Member]], Roster] = Roster,
     ) -> None:
-        self.random, self.settings, self.num_slots, self.now = draw, settings, num_slots, 0.0
+        self.random = draw
+        self.settings = settings
+        self.num_slots = num_slots
+        self.now = 0.0
         self.peers: dict[str, VirtualPeer] = {}
         self.checker = Checker(num_slots, settings.lease_seconds)
         self.disks: dict[str, VirtualPeer] = {}
@@ -134,7 +137,9 @@ class Simulation:
     def leave(self, peer_id: str) -> None:
         """Have a peer give its slots back and go, as `HeldSlots.leave` does."""
         peer = self.peers[peer_id]
-        peer.slots, peer.max_slots, peer.state = (), 0, "joining"
+        peer.slots = ()
+        peer.max_slots = 0
+        peer.state = "joining"
         self._store(peer)
         self.crash(peer_id, "leave")
 

@@ -10,7 +10,7 @@ from benchmarks.wan.actor import Actor, Actors, call_all, finish_all
 from benchmarks.wan.floors import Payload
 from benchmarks.wan.swarm_peer import CALL_SECONDS, PeerRound, start_peer
 from spes_p2p.config import CodecConfig
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 
 INTRODUCTION_SECONDS = 30.0
 
@@ -55,9 +55,14 @@ class SwarmCrew(Actors):
         uplinks: dict[int, float] | None = None,
     ) -> None:
         super().__init__()
-        self._place, self._folder, self._peers, self._payload = place, folder, peers, payload
-        self._codecs, self._uplinks = codecs, uplinks or {}
-        self._number, self._cpu_before = 0, 0.0
+        self._place = place
+        self._folder = folder
+        self._peers = peers
+        self._payload = payload
+        self._codecs = codecs
+        self._uplinks = uplinks or {}
+        self._number = 0
+        self._cpu_before = 0.0
         self._addresses: list[str] = []
         self._ids: list[str] = []
 
@@ -97,7 +102,7 @@ class SwarmCrew(Actors):
     @property
     def names(self) -> list[str]:
         """Everything that a newcomer wants."""
-        return [SHARED, *map(slot_name, range(self._payload.slots))]
+        return [SHARED, *map(VectorName.of_slot, range(self._payload.slots))]
 
     @property
     def number(self) -> int:

@@ -24,10 +24,11 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, kind_of, slot_name, uplinks
+from spes_p2p.swarm.roster import Member
 from spes_p2p.training.fetch_plan import preferred, relays
 
 RUN_ID = "network"
@@ -83,8 +84,9 @@ class SwarmPeer:
     ) -> None:
         torch.set_num_threads(1)
         logging.disable(logging.INFO)
-        self._slots, self._uplink_mbit = tuple(slots), uplink_mbit
-        self._names = [SHARED, *map(slot_name, slots)]
+        self._slots = tuple(slots)
+        self._uplink_mbit = uplink_mbit
+        self._names = [SHARED, *map(VectorName.of_slot, slots)]
         self._random = torch.Generator()
         self._random.seed()
         self._numels = {SHARED: payload.shared_numel, "slot": payload.slot_numel}
@@ -106,7 +108,7 @@ class SwarmPeer:
 
     def publish_fresh(self, round: int, slots: Sequence[int]) -> None:
         """Publish new versions of slots that it does not hold."""
-        self._swarm.publish(round, {name: self._draw(name) for name in map(slot_name, slots)})
+        self._swarm.publish(round, {name: self._draw(name) for name in map(VectorName.of_slot, slots)})
 
     def round(self, number: int, expected: int) -> PeerRound:
         """Average, step the anchors, publish them, and pull what others hold.
@@ -147,12 +149,11 @@ class SwarmPeer:
         )
 
     def _pull_slots(self, result: RoundResult, round: int) -> None:
-        """Fetch the others' slots as `training.holdings` does."""
-        groups, links = derive_groups(result.roster), uplinks(result.roster)
-        chains = relays(groups, result.roster, links, {})
+        """Fetch the others' slots as `training.held` does."""
+        links, chains = result.roster.uplinks, relays(result.roster, {})
         wanted = {
             name: preferred(self._swarm.peer_id, name, makers, links)
-            for name, makers in groups.members.items()
+            for name, makers in result.roster.groups.items()
             if name not in self._names
         }
         chains = {name: chain for name, chain in chains.items() if name in wanted}
@@ -175,7 +176,7 @@ class SwarmPeer:
         return time.monotonic() - began
 
     def _draw(self, name: str) -> Tensor:
-        return torch.randn(self._numels[kind_of(name)], generator=self._random)
+        return torch.randn(self._numels[VectorName(name).kind], generator=self._random)
 
     def close(self) -> None:
         """Leave the swarm."""

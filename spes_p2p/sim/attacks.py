@@ -1,4 +1,4 @@
-"""What a dishonest peer does to the swarm, for simulations."""
+"""Dishonest peers for simulations."""
 
 from __future__ import annotations
 
@@ -15,53 +15,55 @@ from spes_p2p.config import Frozen, PositiveFloat
 from spes_p2p.sim.swarm import Lie, MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.partition import Message, decode_message, encode_message
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import MAX_MEMBER_TOKENS, SHARED, Member, Roster, kind_of
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import MAX_MEMBER_TOKENS, Member, Roster
 
 
 class Attack(Frozen):
-    """What a virtual peer does to the vectors it brings, or to the means that others rely on it for."""
+    """How a virtual peer falsifies its own vectors, or the means that it reduces."""
 
     peer: Annotated[int, Field(ge=0)]
-    """Which, from 0."""
+    """The attacker's index, from 0."""
     kind: Literal[
         "sign_flip", "scale", "nan", "noise", "stale", "copy", "moments", "inflate", "lying_reducer", "silent"
     ]
-    """`noise` is as long as the honest delta; `stale` brings the deltas of its last honest round over and over, `copy`
-    the last round's mean for its own; `moments` scales its optimizer moments, `inflate` the tokens it says it has
-    trained; `lying_reducer` turns and scales the means of its slices; `silent` trains and never comes to a meeting."""
+    """`noise` has the norm of the honest delta; `stale` repeats the deltas of the last honest round, `copy` the last
+    round's mean; `moments` scales the optimizer moments, `inflate` the number of tokens that it claims to have trained;
+    `lying_reducer` negates and scales the means of its slices; `silent` trains and never takes part in averaging."""
     from_round: Annotated[int, Field(ge=0)] = 0
-    """The first anchor's round whose deltas it spoils."""
+    """Round of the first anchor that is attacked."""
     factor: PositiveFloat = 10.0
-    """Of `scale`, `moments`, `inflate` and `lying_reducer`."""
+    """Factor of `scale`, `moments`, `inflate` and `lying_reducer`."""
     groups: Literal["all", "shared", "slots"] = "all"
-    """Whose deltas it spoils."""
+    """Groups whose deltas are falsified."""
 
-    def concerns(self, name: str, round: int) -> bool:
-        """Tell whether it spoils this group's delta in this round."""
+    def concerns(self, name: VectorName, round: int) -> bool:
+        """Tell whether the attack falsifies this group's delta in this round."""
         return round >= self.from_round and self.groups in ("all", "shared" if name == SHARED else "slots")
 
 
 class AttackingSwarm(MemorySwarm):
-    """A virtual peer's swarm that lies for it.
+    """The swarm of an attacker: it falsifies vectors and means on the peer's behalf.
 
     Args:
-        hub: Where the others are.
-        peer_id: This peer's.
-        attacks: Done one after the other.
+        hub: Shared by all peers of the simulation.
+        peer_id: This peer's id.
+        attacks: Applied one after the other.
         delta_numel: Elements of a delta, for `shared` and `slot`.
     """
 
     def __init__(self, hub: MemoryHub, peer_id: str, attacks: Sequence[Attack], delta_numel: Mapping[str, int]) -> None:
         super().__init__(hub, peer_id)
-        self._attacks, self._delta_numel = attacks, delta_numel
-        self._honest: dict[str, Tensor] = {}
-        self._means: dict[str, Tensor] = {}
+        self._attacks = attacks
+        self._delta_numel = delta_numel
+        self._honest: dict[VectorName, Tensor] = {}
+        self._means: dict[VectorName, Tensor] = {}
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
         member = contribution.member
         if self._does("silent", member.round):
             self.clock.advance(max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds)
-            return RoundResult(Roster([member]), dropped=dict.fromkeys(contribution.deltas, "this peer met nobody"))
+            return RoundResult(Roster([member]), dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
         for attack in self._does("inflate", member.round):
             tokens = min(int(member.tokens * attack.factor), MAX_MEMBER_TOKENS)
             contribution = replace(contribution, member=member.model_copy(update={"tokens": tokens}))
@@ -72,18 +74,18 @@ class AttackingSwarm(MemorySwarm):
     def _does(self, kind: str, round: int) -> list[Attack]:
         return [attack for attack in self._attacks if attack.kind == kind and round >= attack.from_round]
 
-    def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         round = contribution.member.round
         deltas = {name: self._spoil(name, flat_N, round) for name, flat_N in contribution.deltas.items()}
         member, encoded = super()._encode(replace(contribution, deltas=deltas))
         for attack in self._attacks:
             for name in encoded if attack.kind == "nan" else ():
                 if attack.concerns(name, round):
-                    encoded[name].fill_(255)  # no number in any codec; an honest encoder would refuse to write it
+                    encoded[name].fill_(255)  # not a number in any codec; an honest encoder would refuse to write it
         return member, encoded
 
-    def _spoil(self, name: str, flat_N: Tensor, round: int) -> Tensor:
-        numel = self._delta_numel[kind_of(name)]
+    def _spoil(self, name: VectorName, flat_N: Tensor, round: int) -> Tensor:
+        numel = self._delta_numel[VectorName(name).kind]
         delta, moments = flat_N[:numel], flat_N[numel:]
         attacks = [attack for attack in self._attacks if attack.concerns(name, round)]
         if not attacks:
@@ -96,7 +98,7 @@ class AttackingSwarm(MemorySwarm):
                 delta = self._instead_of(delta, attack, name, round)
         return torch.cat([delta, moments])
 
-    def _instead_of(self, delta: Tensor, attack: Attack, name: str, round: int) -> Tensor:
+    def _instead_of(self, delta: Tensor, attack: Attack, name: VectorName, round: int) -> Tensor:
         match attack.kind:
             case "sign_flip":
                 return -delta

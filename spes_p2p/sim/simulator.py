@@ -1,7 +1,7 @@
-"""N virtual peers in one process: the real trainer, rounds and codecs, over a swarm without a network, in virtual time.
+"""N virtual peers in one process: the real trainer, rounds and codecs, over a swarm in memory, in virtual time.
 
-Solo training is a scenario of one peer, centralised training one peer with N times the batch, and DiLoCo one whose
-peers hold every slot: none is a special case.
+Solo training is a scenario with one peer, centralised training is one peer with N times the batch, and DiLoCo is a
+scenario whose peers hold every slot: none is a special case.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 
-from spes_p2p.data.packing import held_out_batches, train_sources
+from spes_p2p.config import RunConfig
+from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import SimulationError
@@ -25,14 +26,14 @@ from spes_p2p.model.loss import held_out_loss
 from spes_p2p.planner import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
-from spes_p2p.sim.peer import Leaves, VirtualPeer
 from spes_p2p.sim.scenario import Event, Scenario
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import Metrics
-from spes_p2p.swarm.roster import SHARED, is_bundle
-from spes_p2p.training.build import WholeModel, build_initial
-from spes_p2p.training.loss_gate import public_text
+from spes_p2p.training.build import WholeModel, build_initial, build_synchroniser, build_trainer
+from spes_p2p.training.loop import TrainingLoop
+from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 
 __all__ = ["Attack", "Evaluation", "Event", "Scenario", "SimulationResult", "simulate"]
@@ -42,6 +43,127 @@ T = TypeVar("T")
 EVALUATION_BATCH = 16
 """Sequences per forward pass."""
 PARTS: Mapping[str, Part] = {"held_out": "reported", "tuning": "tuning"}
+SERVE_SECONDS = 30.0
+"""Time for which a peer serves the run's last versions, equal to the default of real peers."""
+
+
+class Leaves(Exception):
+    """Raised in a peer's thread when it leaves; a real peer gets KeyboardInterrupt."""
+
+
+class Dies(Exception):
+    """Raised in a peer's thread when it is killed."""
+
+
+class PacedTokens:
+    """A token source whose batches take virtual time.
+
+    Args:
+        source: Source of the batches.
+        spend: Called with the number of tokens of each batch before it is returned.
+    """
+
+    def __init__(self, source: TokenSource, spend: Callable[[int], None]) -> None:
+        self._source = source
+        self._spend = spend
+
+    def next_batch(self, num_sequences: int) -> LongTensor:
+        tokens_BT1 = self._source.next_batch(num_sequences)
+        self._spend(tokens_BT1[:, 1:].numel())
+        return tokens_BT1
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._source.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._source.load_state_dict(state)
+
+
+class VirtualPeer:
+    """A peer of a simulation: a real peer's trainer, training loop and synchroniser, in virtual time.
+
+    Args:
+        run: The run's settings.
+        swarm: The peer's own view of the swarm.
+        data: The peer's training sequences.
+        probe_BT1: Public sequences that the loss gate measures.
+        vocab_size: Entries of the run's tokenizer.
+        max_slots: Number of slots that the peer can train.
+        tokens_per_second: Training speed in virtual time.
+        device: "auto", "cpu" or "cuda".
+    """
+
+    def __init__(
+        self,
+        run: RunConfig,
+        swarm: MemorySwarm,
+        data: TokenSource,
+        probe_BT1: LongTensor,
+        *,
+        vocab_size: int,
+        max_slots: int,
+        tokens_per_second: float = 1000.0,
+        device: str = "cpu",
+    ) -> None:
+        self.swarm = swarm
+        self._clock = swarm.clock
+        self._tokens_per_second = tokens_per_second
+        group = ProcessGroup(device)
+        paced = PacedTokens(data, self._spend)
+        self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now)
+        self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=max_slots)
+        swarm.enter(self.sync.anchors.vectors())
+        gate = LossGate(self.trainer, group, probe_BT1)
+        self.loop = TrainingLoop(run, self.trainer, group, self.sync, gate=gate, start=self._clock.start)
+        self.reports: list[Metrics] = []
+        self._interruption: tuple[float, float] | None = None
+
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots that the peer trains, or trained last."""
+        return self.trainer.slots
+
+    def live(self, initial: Callable[[], Mapping[str, Tensor]], on_round: Callable[[Metrics], None]) -> None:
+        """Join, train to the run's end, leave.
+
+        Args:
+            initial: Makes the vectors of the run's start.
+            on_round: Called with the report of each round; may raise `Leaves` or call `interrupt`.
+        """
+
+        def report(metrics: Metrics) -> None:
+            self.reports.append(metrics)
+            on_round(metrics)
+
+        try:
+            self.loop.open(initial)
+            self.loop.run(report)
+            self._clock.advance(SERVE_SECONDS)
+            self.sync.held.leave()
+        except Leaves:
+            self.sync.held.leave()
+        except Dies:
+            pass
+        self.swarm.close()
+
+    def interrupt(self, after_seconds: float, seconds: float = math.inf) -> None:
+        """Kill or pause the peer in the middle of training.
+
+        Args:
+            after_seconds: The interruption comes at the end of the first batch that ends this much later, or more.
+            seconds: Length of a pause, in which the peer neither works nor answers; infinite kills it.
+        """
+        self._interruption = self._clock.now() + after_seconds, seconds
+
+    def _spend(self, tokens: int) -> None:
+        """Let a batch take its time, and interrupt the peer if that is due."""
+        self._clock.advance(tokens / self._tokens_per_second)
+        if self._interruption is None or self._clock.now() < self._interruption[0]:
+            return
+        (_, seconds), self._interruption = self._interruption, None
+        if math.isinf(seconds):
+            raise Dies
+        self.swarm.pause(seconds)
 
 
 @dataclass(frozen=True)
@@ -50,7 +172,7 @@ class Evaluation:
 
     Attributes:
         round: Rounds committed.
-        tokens_per_peer: Trained until then, the mean over all peers of the scenario.
+        tokens_per_peer: Tokens trained until then, the mean over all peers of the scenario.
         loss: Held-out loss, nats per token.
     """
 
@@ -61,22 +183,21 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """What came of a scenario.
+    """Outcome of a scenario; lists with one entry for each peer are in the order of its index.
 
     Attributes:
-        evaluations: By round, ascending; the last is of the last round that was committed, which is the run's last
-            unless everybody was gone before.
-        reports: Of each peer, by its index: one for every round it took part in, none if it came too late for any.
-        digests: By round, and by name of the version: `shared` and every slot, as the first peer to finish the round
-            had them.
-        left_out: By round, the peers that the others' majority wanted in none of its groups.
-        accused: By round, the peers of which some honest one held something against what they did in it.
-        begun_rounds: Times that each peer began to train a round, whatever came of it.
-        slots: Held in the end, by peer.
-        bytes_in: Payload received, by peer: pulls, and its share of an all-reduce.
-        bytes_out: Payload sent, by peer.
-        virtual_seconds: From the first peer's start to the last one's end.
-        wall_seconds: What it really took.
+        evaluations: Ascending by round; the last one is of the last committed round, which precedes the run's last
+            if all peers were gone by then.
+        reports: For each peer, a report of each round in which it took part.
+        digests: By round and version name (`shared` and every slot), as the first peer to finish the round had them.
+        left_out: By round, the peers that the others' majority excluded from all groups.
+        accused: By round, the peers against which an honest peer has evidence about that round.
+        begun_rounds: For each peer, the number of times it began to train a round, with any outcome.
+        slots: For each peer, the slots it held at the end.
+        bytes_in: For each peer, payload received: pulls, and its share of each all-reduce.
+        bytes_out: For each peer, payload sent.
+        virtual_seconds: From the first peer's start to the last peer's end.
+        wall_seconds: Real duration.
     """
 
     evaluations: Sequence[Evaluation]
@@ -101,13 +222,13 @@ def simulate(
     """Run a scenario to its end.
 
     Args:
-        scenario: What to simulate.
-        cache: Where tokenizers and tokenised text are kept.
-        on_evaluation: Called with each evaluation when it is made.
+        scenario: The simulation's settings.
+        cache: Folder of tokenizers and tokenised text.
+        on_evaluation: Called with each evaluation at once.
 
     Raises:
         ConfigError, DataError: the scenario's settings or text cannot be used.
-        SpesError: the scenario cannot go on: everybody waits for somebody who will never come.
+        SpesError: the scenario cannot continue: every peer waits for an event that cannot happen.
     """
     began, threads = time.monotonic(), torch.get_num_threads()
     torch.set_num_threads(scenario.threads or threads)
@@ -118,11 +239,12 @@ def simulate(
 
 
 class _Simulation:
-    """One scenario under way; peers' threads run one at a time, so nothing here needs a lock."""
+    """A running scenario; the peers' threads run one at a time, so no data here needs a lock."""
 
     def __init__(self, scenario: Scenario, cache: Path, on_evaluation: Callable[[Evaluation], None] | None) -> None:
         rounds = scenario.run.round.model_copy(update={"min_peers": len(scenario.founders)})
-        self._scenario, self._run = scenario, scenario.run.model_copy(update={"round": rounds})
+        self._scenario = scenario
+        self._run = scenario.run.model_copy(update={"round": rounds})
         self._on_evaluation = on_evaluation
         tokenizer = resolve_tokenizer(self._run.data, scenario.text, cache)
         self._vocab_size = len(tokenizer)
@@ -132,7 +254,7 @@ class _Simulation:
         self._hub = MemoryHub(scenario.run_id, rounds.matchmaking_seconds, rounds.lease_seconds, self._clock)
         self._peers: dict[int, VirtualPeer] = {}
         self._present = set(scenario.founders)
-        self._strikes = [scenario.strikes(peer) for peer in range(scenario.peers)]
+        self._interruptions = [scenario.interruptions(peer) for peer in range(scenario.peers)]
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[str, Tensor] = {}
         self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device)
@@ -146,14 +268,15 @@ class _Simulation:
             seed=0,
             part=PARTS[scenario.split],
         )
-        self._round, self._ended_at = 0, self._clock.now()
+        self._round = 0
+        self._ended_at = self._clock.now()
         self._evaluations: list[Evaluation] = []
         self._digests: dict[int, dict[str, str]] = {}
         self._attackers = {attack.peer for attack in scenario.attacks}
         self._left_out: dict[int, list[int]] = {}
 
     def run(self, began: float) -> SimulationResult:
-        """Run to the end; `began` is when that was asked for, in real seconds."""
+        """Run to the end; `began` is the real (monotonic) time at which the caller started."""
         started_at = self._clock.now()
         self._clock.run([functools.partial(self._live, peer) for peer in range(self._scenario.peers)])
         if self._round and not self._is_evaluated:
@@ -166,7 +289,7 @@ class _Simulation:
             digests=self._digests,
             left_out=self._left_out,
             accused=self._accused(),
-            begun_rounds=[peer.rounds.begun_rounds if peer else 0 for peer in peers],
+            begun_rounds=[peer.loop.begun_rounds if peer else 0 for peer in peers],
             slots=[peer.slots if peer else () for peer in peers],
             bytes_in=[received for received, _ in traffic],
             bytes_out=[sent for _, sent in traffic],
@@ -192,10 +315,10 @@ class _Simulation:
             self._present.add(index)
             self._take_part(index)
             self._present.remove(index)
-            self._clock.notify_all()  # whoever waits to join somebody
+            self._clock.notify_all()  # wakes peers that wait to join
 
     def _awaits_its_turn(self, index: int) -> bool:
-        """Wait until a peer is to join; return whether anybody is there whom it could join."""
+        """Wait until a peer's time to join; return whether there is a peer to join."""
         join = self._scenario.event_round(index, "join")
         while join is not None and self._present and self._round < join:
             self._clock.wait(math.inf)
@@ -211,44 +334,48 @@ class _Simulation:
             vocab_size=self._vocab_size,
             max_slots=_of(scenario.max_slots, index),
             tokens_per_second=_of(scenario.speeds, index),
-            run_id=scenario.run_id,
             device=scenario.device,
         )
         if scenario.slots:
-            peer.sync.holdings.resume(scenario.slots[index])
+            peer.sync.held.resume(scenario.slots[index])
         peer.live(functools.partial(self._start, peer), functools.partial(self._on_round, index))
 
     def _start(self, peer: VirtualPeer) -> Mapping[str, Tensor]:
-        """Return the bundles of the run's start, the same for all peers."""
+        """Return the vectors of the run's start, which are the same for all peers."""
         if not self._initial:
             self._initial = build_initial(self._run, self._vocab_size, peer.sync, peer.trainer)
         return self._initial
 
     def _on_round(self, index: int, report: Metrics) -> None:
-        """Take note of a round that a peer has finished, and let the peer go if its time has come."""
+        """Record a round that a peer has finished; make the peer leave, pause or die if that is due."""
         join, leave = (self._scenario.event_round(index, kind) for kind in ("join", "leave"))
         if join is not None and report.round <= join:
             raise SimulationError(
-                f"peer {index} joined after round {join} when nobody was left to give it the model, and began anew; "
-                f"let somebody stay longer, or let it join earlier"
+                f"peer {index} joined after round {join} when no peer was left to give it the model, and began anew; "
+                f"let another peer stay longer, or let this one join earlier"
             )
         if report.round > self._round and index not in self._attackers:
             self._conclude(index, report.round)
         if leave is not None and report.round >= leave:
             raise Leaves
-        while self._strikes[index] and report.round >= self._strikes[index][0].round:
-            event = self._strikes[index].pop(0)
-            self._peers[index].strike(event.after_seconds, event.seconds or math.inf)
+        while self._interruptions[index] and report.round >= self._interruptions[index][0].round:
+            event = self._interruptions[index].pop(0)
+            self._peers[index].interrupt(event.after_seconds, event.seconds or math.inf)
 
     # ------------------------------------------------------------------ rounds
 
     def _conclude(self, index: int, round: int) -> None:
-        """Look at the swarm's model as the first peer to finish a round has it: its own versions and all others'."""
-        self._round, self._ended_at = round, self._clock.now()
+        """Record the swarm's model of a round, as the first peer to finish the round has it."""
+        self._round = round
+        self._ended_at = self._clock.now()
         swarm, total = self._swarms[index], self._run.round.total
-        self._digests[round] = {n: version.digest for n, version in swarm.versions().items() if is_bundle(n)}
-        self._left_out[round] = self._indices(self._peers[index].sync.holdings.distrusted)
-        self._model.load(swarm)  # in every round: any may turn out to be the last, and then nobody has it any more
+        self._digests[round] = {
+            n: version.digest for n, version in swarm.versions().items() if VectorName(n).is_weights
+        }
+        self._left_out[round] = self._indices(self._peers[index].sync.held.distrusted)
+        self._model.load(
+            swarm
+        )  # in every round, since any may be the last, after which no peer is left to load it from
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
             self._evaluate()
         self._clock.notify_all()
@@ -262,7 +389,7 @@ class _Simulation:
         return {round + 1: self._indices({p for r, p in seen if r == round}) for round in sorted({r for r, _ in seen})}
 
     def _evaluate(self) -> None:
-        """Measure the model of the last round."""
+        """Measure the held-out loss of the last round's model."""
         loss = held_out_loss(self._model.module, self._batches)
         self._evaluations.append(Evaluation(self._round, self._tokens_per_peer(), loss))
         if self._on_evaluation is not None:
@@ -273,10 +400,10 @@ class _Simulation:
         return bool(self._evaluations) and self._evaluations[-1].round == self._round
 
     def _tokens_per_peer(self) -> int:
-        steps = sum(peer.rounds.brought_steps for peer in self._peers.values())
+        steps = sum(peer.loop.brought_steps for peer in self._peers.values())
         return steps * self._run.train.batch_size * self._run.data.sequence_length // self._scenario.peers
 
 
 def _of(values: T | list[T], peer: int) -> T:
-    """Return a peer's value, of one for all or one for each."""
+    """Return a peer's value from one for all peers, or one for each."""
     return values[peer] if isinstance(values, list) else values

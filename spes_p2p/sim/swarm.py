@@ -1,4 +1,4 @@
-"""The swarm without a network: peers of one process meet in a hub. Same groups, same means, same digests."""
+"""The swarm without a network: peers of one process meet in a hub, with the real swarm's groups, means and digests."""
 
 from __future__ import annotations
 
@@ -21,43 +21,47 @@ from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_messag
 from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim, Record
-from spes_p2p.swarm.roster import SHARED, Member, Roster
+from spes_p2p.swarm.roster import Member, Roster
 
 Lie = Callable[[Format, Message, Tensor], Tensor]
+"""Changes the encoded mean of a message that a dishonest peer reduces."""
+MAX_FRUITLESS_ROUNDS = 20
+"""Rounds dropped in a row after which the swarm counts as unable to continue."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What a peer brings to a meeting.
+    """A peer's input to a round's averaging.
 
     Attributes:
-        member: Its roster entry.
-        encoded: Its vectors as they travel.
-        encoding: How they do.
-        errors: What earlier means have left over with it, by group.
-        lie: Makes other bytes of the means that it reduces, of a dishonest peer, which blames nobody; else None.
+        member: The peer's roster entry.
+        encoded: The peer's vectors in their encoding.
+        encoding: The encoding of all vectors.
+        errors: Rounding errors of the means that the peer has reduced so far, by group.
+        lie: Set for a dishonest peer, which accuses no other; None for an honest one.
     """
 
     member: Member
-    encoded: Mapping[str, Tensor]
+    encoded: Mapping[VectorName, Tensor]
     encoding: DeltaEncoding
-    errors: dict[str, Tensor]
+    errors: dict[VectorName, Tensor]
     lie: Lie | None = None
 
-    def error(self, name: str, numel: int) -> Tensor:
-        """Return what is left over of a group's delta; nothing, at first."""
+    def error(self, name: VectorName, numel: int) -> Tensor:
+        """Return the rounding error of a group's mean; zeros at first."""
         return self.errors.setdefault(name, torch.zeros(numel))
 
 
 class MemoryHub:
-    """Where the peers of one process meet, one of them running at a time.
+    """The state that the peers of one process share; only one of them runs at a time.
 
     Args:
-        run_id: Names the run in versions.
-        matchmaking_seconds: How long peers wait for others beyond a round's start.
-        lease_seconds: How long records outlive a peer that has vanished.
-        clock: Virtual time; a new one by default.
+        run_id: The run's name, for versions.
+        matchmaking_seconds: Time that peers wait for others beyond a round's start.
+        lease_seconds: Time that records outlive a peer that has vanished.
+        clock: Virtual time; a new clock by default.
     """
 
     def __init__(
@@ -67,10 +71,12 @@ class MemoryHub:
         lease_seconds: float = 30.0,
         clock: VirtualClock | None = None,
     ) -> None:
-        self.run_id, self.matchmaking_seconds, self.lease_seconds = run_id, matchmaking_seconds, lease_seconds
+        self.run_id = run_id
+        self.matchmaking_seconds = matchmaking_seconds
+        self.lease_seconds = lease_seconds
         self.clock = clock or VirtualClock()
         self.records: dict[type[Record], dict[str, tuple[Record, float]]] = {}
-        self.bundles: dict[str, dict[str, tuple[Version, Tensor]]] = {}
+        self.bundles: dict[str, dict[VectorName, tuple[Version, Tensor]]] = {}
         self.bytes_out: dict[str, int] = {}
         self.deltas: dict[str, tuple[str, int]] = {}
         self._flats: weakref.WeakValueDictionary[str, Tensor] = weakref.WeakValueDictionary()
@@ -78,14 +84,14 @@ class MemoryHub:
         self._attempts: dict[str, Attempt] = {}
 
     def copy(self, flat_N: Tensor, digest: str) -> Tensor:
-        """Return a copy to keep, one for all who publish the same."""
+        """Return a copy of a vector, shared by all peers that publish the same digest."""
         kept = self._flats.get(digest)
         if kept is None:
             kept = self._flats[digest] = flat_N.clone()
         return kept
 
     def transfer_bytes(self, version: Version, have: str, keyframe_rounds: int) -> int:
-        """Return what it takes to send a version to a peer that has the one with the digest `have`."""
+        """Return the bytes that bring a version to a peer that has the version with the digest `have`."""
         digest, num_bytes = version.digest, 0
         for _ in range(keyframe_rounds):
             if digest == have or digest not in self.deltas:
@@ -95,7 +101,7 @@ class MemoryHub:
         return min(num_bytes, version.num_bytes) if digest == have else version.num_bytes
 
     def meet(self, entry: Entry, expected: int, deadline: float) -> Attempt:
-        """Wait until `expected` peers are here, or `deadline` (virtual seconds); return this peer's outcome."""
+        """Wait for `expected` peers until `deadline` (virtual seconds); return this peer's outcome."""
         me, began = entry.member.peer_id, self.clock.now()
         self._waiting[me] = entry
         while me not in self._attempts:
@@ -108,16 +114,16 @@ class MemoryHub:
     def _assemble(self) -> None:
         met, self._waiting = self._waiting, {}
         if len(met) == 1:
-            self._attempts |= {peer: Attempt(failure="no roster: nobody came") for peer in met}
+            self._attempts |= {peer: Attempt(failure="no roster: no other peer came") for peer in met}
         else:
             self._attempts |= average_entries(met)
         self.clock.notify_all()
 
 
 def average_entries(met: Mapping[str, Entry]) -> dict[str, Attempt]:
-    """Return what each of those who met gets out of it, by peer; the entries are left as they are.
+    """Return each peer's outcome of averaging these entries, which stay unchanged.
 
-    A reducer that is caught lying is left out of a second attempt, as everywhere.
+    As in a real swarm, a reducer that is caught lying is excluded and the rest average again.
     """
     attempts = _attempt(met)
     liars = {peer for attempt in attempts.values() for peer in attempt.lost}
@@ -134,16 +140,16 @@ def average_entries(met: Mapping[str, Entry]) -> dict[str, Attempt]:
 
 def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
     roster = Roster(met[peer].member for peer in sorted(met))
-    status: dict[str, dict[str, str]] = {peer: {} for peer in met}
-    averaged: dict[str, dict[str, Tensor]] = {peer: {} for peer in met}
-    residuals: dict[str, dict[str, tuple[int, Tensor]]] = {peer: {} for peer in met}
+    status: dict[str, dict[VectorName, str]] = {peer: {} for peer in met}
+    averaged: dict[str, dict[VectorName, Tensor]] = {peer: {} for peer in met}
+    residuals: dict[str, dict[VectorName, tuple[int, Tensor]]] = {peer: {} for peer in met}
     evidence: dict[str, dict[str, Evidence]] = {peer: {} for peer in met}
     lost: dict[str, set[str]] = {peer: set() for peer in met}
     for name, members in roster.groups.items():
         format = met[members[0]].encoding.format(name, roster.round + 1)
         plan = GroupPlan.in_roster(roster, members, format)
         work = GroupMean(plan, name, met)
-        reason = work.reduce() if any(plan.weights) else "nobody trained"
+        reason = work.reduce() if any(plan.weights) else "no member trained"
         for peer in members:
             status[peer][name] = reason
             evidence[peer] |= work.auditors[peer].evidence()
@@ -167,28 +173,30 @@ def _attempt(met: Mapping[str, Entry]) -> dict[str, Attempt]:
 
 
 class GroupMean:
-    """One group's reduction, all of its members in one place.
+    """One group's all-reduce, with all of its members in one process.
 
     Args:
-        plan: Who reduces what.
-        name: The group.
-        met: What everybody brings.
+        plan: The group's slices and their reducers.
+        name: The group's vector.
+        met: All peers' entries.
 
     Attributes:
-        mean: Encoded, once it is reduced.
+        mean: The encoded mean, once it is reduced.
         residuals: Rounding error of the mean, by reducer: first element, and fp32 values.
-        auditors: The members' eyes.
+        auditors: Each member's auditor.
     """
 
-    def __init__(self, plan: GroupPlan, name: str, met: Mapping[str, Entry]) -> None:
-        self._plan, self._name, self._met = plan, name, met
+    def __init__(self, plan: GroupPlan, name: VectorName, met: Mapping[str, Entry]) -> None:
+        self._plan = plan
+        self._name = name
+        self._met = met
         self._senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
         self.mean = torch.empty(plan.format.num_bytes, dtype=torch.uint8)
         self.residuals: dict[str, tuple[int, Tensor]] = {}
         self.auditors = {peer: plan.auditor(peer) for peer in plan.peers}
 
     def reduce(self) -> str:
-        """Reduce every slice; return why that failed, or ""."""
+        """Reduce every slice; return the reason of a failure, or ""."""
         plan = self._plan
         if len(plan.peers) == 1:
             self.mean = self._met[plan.peers[0]].encoded[self._name]
@@ -222,7 +230,7 @@ class GroupMean:
             self.residuals[reducer] = start, new_errors
 
     def _sent(self, reducer: str, peer: str, message: Message, place: slice) -> Tensor | None:
-        """Return what a member sends of a message; None where nobody can read it, but there are enough others."""
+        """Return a member's part of a message; None if it is unreadable and enough other members remain."""
         try:
             return decode_message(self._plan.format, message, self._met[peer].encoded[self._name][place])
         except ExchangeError as error:
@@ -233,37 +241,41 @@ class GroupMean:
             return None
 
     def _show(self, reducer: str, message: Message, place: slice) -> None:
-        """Let all others look at a mean."""
+        """Show a mean to the other members' auditors."""
         index, mean_N = self._plan.peers.index(reducer), decode_message(self._plan.format, message, self.mean[place])
         for peer, auditor in self.auditors.items():
             if peer != reducer and self._met[peer].lie is None:
                 auditor.observe_mean(index, message, mean_N, self._met[peer].encoded[self._name])
 
 
-MAX_FRUITLESS_ROUNDS = 20
-"""Rounds dropped in a row after which a swarm is taken to be unable to go on."""
-
-
 class MemorySwarm:
-    """One virtual peer's view of a hub; implements `Swarm`. Versions are not signed: there are no strangers here.
+    """One virtual peer's view of a hub; implements `Swarm`. Versions are not signed: all peers are members.
 
     Args:
-        hub: Where the others are.
-        peer_id: This peer's.
+        hub: Shared by all peers of the simulation.
+        peer_id: This peer's id.
+
+    Attributes:
+        accused: Rounds and peers for which this peer has evidence.
     """
 
     def __init__(self, hub: MemoryHub, peer_id: str) -> None:
-        self._hub, self.clock, self.peer_id = hub, hub.clock, peer_id
-        self._mine: dict[str, tuple[Version, Tensor]] = {}
-        self._before: dict[str, tuple[Version, Tensor]] = {}
+        self._hub = hub
+        self.clock = hub.clock
+        self.run_id = hub.run_id
+        self.peer_id = peer_id
+        self.bans = Bans()
+        self.accused: set[tuple[int, str]] = set()
+        self._mine: dict[VectorName, tuple[Version, Tensor]] = {}
+        self._before: dict[VectorName, tuple[Version, Tensor]] = {}
         self._pulled_bytes = self._averaged_bytes = 0
-        self._encoding, self._errors = DeltaEncoding({}), dict[str, Tensor]()
+        self._encoding = DeltaEncoding({})
+        self._errors: dict[VectorName, Tensor] = {}
         self._held: tuple[int, ...] = ()
         self._vectors = Vectors(keyframe_rounds=1)
-        self._fruitless, self.bans = 0, Bans()
-        self.accused: set[tuple[int, str]] = set()
-        """Rounds, and peers of which this one held something against what they did in them."""
-        self._closed, self._refused = False, RefusedVersions()
+        self._fruitless = 0
+        self._closed = False
+        self._refused = RefusedVersions()
         hub.bytes_out[peer_id] = 0
 
     def now(self) -> float:
@@ -294,17 +306,14 @@ class MemorySwarm:
     # ------------------------------------------------------------------ rounds
 
     def enter(self, vectors: Vectors) -> None:
-        """Become able to average.
-
-        Args:
-            vectors: What the run averages and publishes.
-        """
-        self._encoding, self._vectors = DeltaEncoding(vectors.segments), vectors
+        """Set the vectors that the run averages and publishes, before the first round."""
+        self._encoding = DeltaEncoding(vectors.segments)
+        self._vectors = vectors
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        contribution = self.bans.enter(prepare(contribution, expected), self.read(Claim))
+        contribution = self.bans.add_votes(prepare(contribution, expected), self.read(Claim))
         member, encoded = self._encode(contribution)
-        if member.slots != self._held:  # as the averager's process does, whose places for slots get other tenants
+        if member.slots != self._held:  # the averager's process, too, reuses the buffers of slots that it gives back
             self._errors = {name: error for name, error in self._errors.items() if name == SHARED}
             self._held = member.slots
         if expected <= 1:
@@ -313,10 +322,10 @@ class MemorySwarm:
             patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
             entry = Entry(member, encoded, self._encoding, self._errors, self._lie(member.round))
             attempt = self._hub.meet(entry, expected, self.now() + patience)
-            self.bans.note(member.round, [attempt.evidence])
+            self.bans.record(member.round, [attempt.evidence])
             self.accused |= {(member.round, peer) for peer in attempt.evidence}
         result = decide_outcome(attempt, contribution, self._encoding)
-        self.bans.meet(result)
+        self.bans.count_round(result)
         if result.is_behind:
             self._encoding.forget()
             self._errors.clear()
@@ -335,7 +344,7 @@ class MemorySwarm:
         if self._fruitless >= MAX_FRUITLESS_ROUNDS:
             raise SimulationError(
                 f"round {contribution.member.round + 1} was dropped {self._fruitless} times in a row: "
-                f"{result.dropped.get(SHARED, 'nobody trained a token')}; lower run.train.lr if the loss diverged, "
+                f"{result.dropped.get(SHARED, 'no peer trained a token')}; lower run.train.lr if the loss diverged, "
                 f"or see the attacks and events"
             )
 
@@ -345,18 +354,18 @@ class MemorySwarm:
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         self._encoding.restore_residuals(residuals)
 
-    def _encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
+    def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         return self._encoding.encode(contribution)
 
     def _lie(self, round: int) -> Lie | None:
-        """Return what a peer makes of the means that it reduces in a round; an honest one nothing."""
+        """Return how the peer falsifies means in a round; None for an honest peer."""
         return None
 
     # ------------------------------------------------------------------ versions
 
     def publish(
-        self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
-    ) -> Mapping[str, Version]:
+        self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
+    ) -> Mapping[VectorName, Version]:
         data = {name: self._vectors.encode(name, flat_N) for name, flat_N in bundles.items()}
         described = {name: self._describe(name, round, data[name]) for name in bundles}
         coded = [name for name in bundles if described[name].codec == "coded"]
@@ -369,7 +378,7 @@ class MemorySwarm:
 
     def _describe(self, name: str, round: int, data: memoryview) -> Version:
         return Version(
-            run_id=self._hub.run_id,
+            run_id=self.run_id,
             name=name,
             round=round,
             digest=digest(data),
@@ -385,13 +394,13 @@ class MemorySwarm:
     def rollback(self, files: Mapping[Path, Version]) -> None:
         raise SimulationError("versions in memory have no files; a virtual peer cannot be resumed")
 
-    def load(self, name: str, *, before: bool = False) -> Tensor:
+    def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         kept = self._before if before else self._mine
         if name not in kept:
             raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
         return kept[name][1].clone()
 
-    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
+    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
         round = self._mine[name][0].round - 1
         self._refused.add(self._mine[name][0].digest)
         self._mine[name] = self._hub.bundles[self.peer_id][name] = self._before.pop(name)
@@ -400,21 +409,21 @@ class MemorySwarm:
 
     def pull(
         self,
-        wanted: Mapping[str, Sequence[str]],
+        wanted: Mapping[VectorName, Sequence[str]],
         *,
         min_round: int,
         timeout: float,
-        relays: Mapping[str, Sequence[str]] | None = None,
+        relays: Mapping[VectorName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
-        authors: Mapping[str, Collection[str]] | None = None,
-    ) -> Mapping[str, str]:
+        authors: Mapping[VectorName, Collection[str]] | None = None,
+    ) -> Mapping[VectorName, str]:
         deadline, failures = self.now() + timeout, self._vectors.unknown(wanted)
         for name, peers in wanted.items():
             if name in failures:
                 continue
             peer = self._wait_for(name, peers, min_round, deadline, (authors or {}).get(name, ()))
             if peer is None:
-                failures[name] = "nobody has it"
+                failures[name] = "no peer has it"
                 continue
             found = self._hub.bundles[peer][name]
             have = self._mine[name][0].digest if name in self._mine else ""
@@ -425,12 +434,12 @@ class MemorySwarm:
         return failures
 
     def _wait_for(
-        self, name: str, peers: Sequence[str], min_round: int, deadline: float, authors: Collection[str]
+        self, name: VectorName, peers: Sequence[str], min_round: int, deadline: float, authors: Collection[str]
     ) -> str | None:
-        """Return who has the newest version, and of several the one that has sent least; None if it never came."""
+        """Return the peer with the newest version, of several the one that has sent least; None if it never came."""
         while True:
             offers = {peer: self._hub.bundles[peer][name][0] for peer in peers if self._has(peer, name)}
-            # As in a real swarm, whoever offers something else than is wanted is asked no more.
+            # As in a real swarm, a peer that offers something else than is wanted is not asked again.
             peers = [p for p in peers if p not in offers or not self._is_bad(offers[p], min_round, authors)]
             rounds = {peer: version.round for peer, version in offers.items() if peer in peers}
             if offers and not peers:
@@ -449,10 +458,10 @@ class MemorySwarm:
             or is_anothers
         )
 
-    def _has(self, peer: str, name: str) -> bool:
+    def _has(self, peer: str, name: VectorName) -> bool:
         return name in self._hub.bundles.get(peer, {})
 
-    def _keep(self, items: Mapping[str, tuple[Version, Tensor]]) -> None:
+    def _keep(self, items: Mapping[VectorName, tuple[Version, Tensor]]) -> None:
         for name, (version, _) in items.items():
             if name in self._mine and self._mine[name][0].round != version.round:
                 self._before[name] = self._mine[name]
@@ -461,7 +470,7 @@ class MemorySwarm:
         self.clock.notify_all()
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
-        """Return nobody: in memory, whoever has versions has claims."""
+        """Return no peers: in memory, every peer with versions has claims."""
         return {}
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
@@ -478,25 +487,25 @@ class MemorySwarm:
         return self._pulled_bytes + self._averaged_bytes, sent + self._averaged_bytes
 
     def close(self) -> None:
-        """Leave. The heart stops: records live on for a lease, as in any swarm."""
+        """Leave: stop renewing and serving. Records live on for a lease, as in a real swarm."""
         if not self._closed:
             self._closed = True
-            self._stand_still()
+            self._stop_serving()
             self.clock.notify_all()
 
     def pause(self, seconds: float) -> None:
-        """Do nothing for so long, as a process that was stopped: no heartbeat, and no answer to anybody who pulls."""
+        """Suspend the peer for a time, like a stopped process: no heartbeat, and no answer to pulls."""
         bundles = self._hub.bundles.get(self.peer_id, {})
         renewed = {kind: of[self.peer_id] for kind, of in self._hub.records.items() if self.peer_id in of}
-        self._stand_still()
+        self._stop_serving()
         self.clock.advance(seconds)
         self._hub.bundles[self.peer_id] = bundles
         for kind, stored in renewed.items():
             self._hub.records[kind][self.peer_id] = stored
         self.clock.notify_all()
 
-    def _stand_still(self) -> None:
-        """Let what the heart would renew run out, and serve nothing."""
+    def _stop_serving(self) -> None:
+        """Serve nothing, and let the records expire that the heartbeat would renew."""
         expires_at = self.now() + self._hub.lease_seconds
         for records in self._hub.records.values():
             if self.peer_id in records:

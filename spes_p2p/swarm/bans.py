@@ -1,7 +1,7 @@
-"""Whom a peer does not want to average with, by what it has seen itself: strikes, and bans that run out; who is new.
+"""Which peers this peer distrusts, from what it has observed itself: strikes, bans that expire, and newcomers.
 
-No hearsay: what others say of somebody only counts as their vote, in the roster that they have entered under their own
-authenticated ids (`roster.distrusted`).
+Hearsay has no effect: what other peers say of a peer counts only as their vote, in the roster entry that they send
+under their own authenticated ids (`Roster.distrusted`).
 """
 
 from __future__ import annotations
@@ -13,24 +13,25 @@ from dataclasses import dataclass, replace
 
 from spes_p2p.swarm.averaging.audit import Evidence
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_NEWCOMERS, SHARED
+from spes_p2p.swarm.names import SHARED
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_NEWCOMERS
 
 log = logging.getLogger(__name__)
 
 STRIKES = 2
-"""Rounds with evidence against a peer until it is banned; one is enough where there is proof."""
+"""Rounds with evidence that ban a peer; one round with proof is enough."""
 MEMORY_ROUNDS = 8
-"""A strike is forgotten after so many rounds: whatever is done once in a while may be an accident."""
+"""A strike expires after this many rounds, because a rare event may be an accident."""
 BAN_ROUNDS = 16
-"""The first ban's length; each further one of the same peer is twice as long as the last."""
+"""Length of a peer's first ban; each further ban is twice as long as the one before."""
 MAX_BAN_ROUNDS = 1024
 PROBATION_ROUNDS = 4
-"""Rounds that a peer must have committed with another until that one is not new to it."""
+"""Rounds that a peer must have committed together with this one before it stops being a newcomer."""
 
 
 @dataclass
 class _Case:
-    """What this peer knows of another: rounds with evidence, bans so far, and until which round the last one is."""
+    """What is known of one peer: rounds with evidence, number of bans, and the round in which the last ban ends."""
 
     strikes: tuple[int, ...] = ()
     bans: int = 0
@@ -38,30 +39,31 @@ class _Case:
 
 
 class Bans:
-    """One peer's own judgement of the others, by authenticated id. The clock is the run's rounds."""
+    """One peer's strikes and bans of other peers, by authenticated id. Time is counted in the run's rounds."""
 
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
-        self._met, self._rounds = Counter[str](), 0
+        self._met: Counter[str] = Counter()
+        self._rounds = 0
 
-    def meet(self, result: RoundResult) -> None:
-        """Take note of whose work has gone into a round with this peer's."""
+    def count_round(self, result: RoundResult) -> None:
+        """Count a committed round for the members whose deltas went into it with this peer's."""
         if SHARED in result.committed and len(result.roster) > 1:
             self._rounds += 1
             self._met.update(member.peer_id for member in result.roster if member.tokens)
 
-    def new_among(self, peers: Iterable[str]) -> tuple[str, ...]:
-        """Return those with whom this peer has committed few rounds, ascending; nobody while it is new itself."""
+    def newcomers_among(self, peers: Iterable[str]) -> tuple[str, ...]:
+        """Return the peers that committed few rounds with this one, ascending; none while it is new itself."""
         if self._rounds < PROBATION_ROUNDS:
             return ()
         return tuple(sorted(peer for peer in peers if self._met[peer] < PROBATION_ROUNDS))
 
-    def note(self, round: int, evidence: Iterable[Mapping[str, Evidence]]) -> None:
-        """Take note of a round's evidence; a peer gets one strike for a round, whatever it did in it.
+    def record(self, round: int, evidence: Iterable[Mapping[str, Evidence]]) -> None:
+        """Record a round's evidence: at most one strike per peer and round.
 
         Args:
-            round: Of the anchors it started from.
-            evidence: Of each of its attempts, by peer.
+            round: Round of the anchors that it started from.
+            evidence: Evidence by peer, for each attempt at the round.
         """
         seen: dict[str, Evidence] = {}
         for found in evidence:
@@ -70,8 +72,8 @@ class Bans:
             self._strike(round, peer, item)
 
     def suspect(self, round: int, reasons: Mapping[str, str]) -> None:
-        """Give peers a strike for a round in which they published what nobody should have; reasons by peer."""
-        self.note(round, [{peer: Evidence(reason, is_proof=False) for peer, reason in reasons.items()}])
+        """Give peers a strike for versions that they published in a round; reasons by peer."""
+        self.record(round, [{peer: Evidence(reason, is_proof=False) for peer, reason in reasons.items()}])
 
     def _strike(self, round: int, peer: str, evidence: Evidence) -> None:
         case = self._cases.setdefault(peer, _Case())
@@ -83,18 +85,20 @@ class Bans:
             or len(case.strikes) >= STRIKES  # guard: ban-strikes
         ):
             length = min(BAN_ROUNDS * 2**case.bans, MAX_BAN_ROUNDS)  # guard: ban-doubling
-            case.bans, case.until, case.strikes = case.bans + 1, round + 1 + length, ()
+            case.bans += 1
+            case.until = round + 1 + length
+            case.strikes = ()
             del self._met[peer]  # guard: banned-newcomer
             log.warning("round %d: not averaging with %s for %d rounds", round + 1, peer[-6:], length)
 
     def banned(self, round: int) -> tuple[str, ...]:
-        """Return who is banned in the averaging that starts from `round`, ascending."""
+        """Return the peers banned from the averaging that starts at `round`, ascending."""
         return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))  # guard: ban-end
 
-    def enter(self, contribution: Contribution, present: Iterable[str] = ()) -> Contribution:
-        """Return a contribution whose roster entry says whom this peer distrusts, and who of `present` is new to it."""
+    def add_votes(self, contribution: Contribution, present: Iterable[str] = ()) -> Contribution:
+        """Return the contribution with this peer's votes: banned peers, and the newcomers among `present`."""
         member = contribution.member
         distrusts = self.banned(member.round)[:MAX_DISTRUSTED]
-        newcomers = self.new_among(set(present) - {member.peer_id})[:MAX_NEWCOMERS]
-        said = {"distrusts": distrusts, "newcomers": newcomers}
-        return replace(contribution, member=member.model_copy(update=said))
+        newcomers = self.newcomers_among(set(present) - {member.peer_id})[:MAX_NEWCOMERS]
+        votes = {"distrusts": distrusts, "newcomers": newcomers}
+        return replace(contribution, member=member.model_copy(update=votes))

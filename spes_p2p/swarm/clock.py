@@ -1,4 +1,4 @@
-"""When a round ends: one DHT time that every member derives from the same roster."""
+"""When a round ends: one DHT time that every member derives from the same roster; and timeouts that adapt."""
 
 from __future__ import annotations
 
@@ -10,27 +10,26 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.roster import Member
 
 FALLBACK_TOKENS_PER_SECOND = 1.0
-REMEMBERED = 16
-SPREADS = 8.0
-"""Deviations from the median that are waited for: a normal variable exceeds five sigma once in two million times."""
-
-MIN_SPREAD = 1 / 4
-"""Of the median: what has been steady need not stay so, as when newcomers begin to download."""
-
 MAX_TIMES_MEDIAN = 4.0
-"""Of the stated speeds: what one may count for, as for tokens in `averaging/robust.py`."""
+"""Largest speed that counts, in medians of the stated speeds; as for tokens in `averaging/audit.py`."""
+REMEMBERED = 16
+"""Durations that a timeout adapts to."""
+SPREADS = 8.0
+"""Median deviations from the median to wait for: more than five standard deviations of a normal variable."""
+MIN_SPREAD = 1 / 4
+"""Smallest deviation, as a share of the median: a steady link slows down when newcomers begin to download."""
 
 
 def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
-    The swarm is expected to reach `config.tokens` then, if every member trains as fast as it last did, once most of
-    them have synchronised; never sooner than `min_seconds` or later than `max_seconds` after that. The median, not
-    the last, says when that is: one member's clock, or word, must not hold up everybody, nor may one's speed hurry it.
+    The swarm should reach `config.tokens` by then, if every member trains at its last speed once most members have
+    synchronised; no sooner than `min_seconds` and no later than `max_seconds` after that. The median decides when that
+    is, so that one member's clock or word cannot delay all others, and one member's speed cannot hurry them.
 
     Args:
         config: The run's round settings.
-        members: The roster's snapshot, identical on all members.
+        members: The roster, identical on all members.
     """
     members = list(members)
     start = statistics.median_high(member.ready_at + member.sync_seconds for member in members)
@@ -39,16 +38,17 @@ def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
 
 
 def fair_speeds(speeds: Sequence[float]) -> list[float]:
-    """Return how fast members are taken to be: no more than so many times the median of those that state a speed.
+    """Return the speeds that count: each at most a multiple of the median of the stated ones.
 
-    Speeds are a member's own word, and one of 1e12 made every round the shortest. All that state one are counted, not
-    those that have trained alone: in a run's first roster nobody has, and one that said so would be the median itself.
+    A speed is its member's own word; a false one of 1e12 would make every round the shortest. The median includes
+    members that state a speed but have trained nothing: in a run's first roster no member has trained, and otherwise a
+    member that claims to have would be the median itself.
 
-    From three members on one of them cannot move the median beyond the others'. Of two nobody can say which is false:
-    twice their sum is more than either, so neither is cut, nor is who is alone.
+    Among three members or more, one cannot move the median beyond the others' speeds. Of two speeds neither is cut,
+    because it is unknown which is false: a multiple of their median is more than either.
 
     Args:
-        speeds: Tokens per second; 0 of those that have measured none.
+        speeds: Tokens per second; 0 for members that have measured none.
     """
     stated = [speed for speed in speeds if speed > 0]
     most = MAX_TIMES_MEDIAN * statistics.median(stated) if stated else 0.0
@@ -56,7 +56,7 @@ def fair_speeds(speeds: Sequence[float]) -> list[float]:
 
 
 def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) -> int:
-    """Return the tokens a peer may claim for a round of `train_seconds` at its stated speed, with a tenth to spare."""
+    """Return the tokens that a peer may claim for a round: a tenth more than its stated speed explains, at most."""
     return max(
         0,
         min(tokens, int(1.1 * tokens_per_second * train_seconds) + 1),  # guard: tokens-by-speed
@@ -64,34 +64,35 @@ def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) ->
 
 
 class AdaptiveTimeout:
-    """How long to wait for others, going by how long it took them before.
+    """A timeout that follows the durations of the past.
 
-    The median of what was seen plus a multiple of the median deviation from it, within bounds. Medians, because one
-    stall must not make everybody wait longer from then on; a multiple of the deviation, as TCP's retransmission timer
-    takes (RFC 6298), because links differ in how steady they are.
+    It is the median plus a multiple of the median deviation, within bounds. Medians, so that one stall does not
+    lengthen every later wait; a multiple of the deviation, as in TCP's retransmission timer (RFC 6298), because links
+    vary in steadiness.
 
     Args:
-        least_seconds: Lower bound: machines stall, however steady the network.
-        most_seconds: Upper bound, and what is waited before anything was seen.
+        least_seconds: Lower bound, because machines stall however steady the network is.
+        most_seconds: Upper bound, and the timeout before three durations are known.
     """
 
     def __init__(self, least_seconds: float, most_seconds: float) -> None:
-        self._least, self._most = min(least_seconds, most_seconds), most_seconds
+        self._least = min(least_seconds, most_seconds)
+        self._most = most_seconds
         self._seen: deque[float] = deque(maxlen=REMEMBERED)
         self._stretch = 1.0
 
     def observe(self, seconds: float) -> None:
-        """Take note of how long it took this time."""
+        """Record the duration of a wait that ended in time."""
         self._seen.append(seconds)
         self._stretch = 1.0
 
     def was_exceeded(self) -> None:
-        """Wait twice as long from now on, until it is done in time: somebody slow may have joined."""
+        """Double the timeout until the next wait ends in time: a slow peer may have joined."""
         self._stretch *= 2
 
     @property
     def seconds(self) -> float:
-        """What to wait at most."""
+        """The current timeout."""
         if len(self._seen) < 3:
             return self._most
         median = statistics.median(self._seen)

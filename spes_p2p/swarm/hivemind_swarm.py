@@ -19,15 +19,17 @@ from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_
 from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import CodecKind, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
+from spes_p2p.swarm.names import SHARED, AnyName, VectorName
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
+from spes_p2p.swarm.quorum import quorum
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed, serving
-from spes_p2p.swarm.roster import SHARED, Member, Roster, quorum
+from spes_p2p.swarm.roster import Member, Roster
 
 log = logging.getLogger(__name__)
 
@@ -38,11 +40,11 @@ class HivemindSwarm:
     Start it before CUDA and before threads that hold locks: the averager is a forked process.
 
     Args:
-        node: The peer's host and DHT; closed with the swarm.
-        directory: Where versions are kept.
-        serve: Serve versions to others.
-        uplink_mbit: What this peer's link carries, in 10^6 bits per second; None holds nothing back.
-        trains_alone: Commit rounds alone, too, when all others have vanished without a goodbye.
+        node: This peer's host and DHT node; closed with the swarm.
+        directory: Directory of this peer's versions.
+        serve: Whether to serve versions to other peers.
+        uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
+        trains_alone: Whether to commit rounds alone after all live peers have vanished without leaving.
     """
 
     def __init__(
@@ -54,36 +56,37 @@ class HivemindSwarm:
         uplink_mbit: float | None = None,
         trains_alone: bool = False,
     ) -> None:
-        self.node, self.peer_id = node, node.peer_id
+        self.node = node
+        self.peer_id = node.peer_id
+        self.watchdog = Watchdog(node)
+        self.bans = Bans()
         self._store = VersionStore(directory, node.run_id)
         self.exchange = Exchange(node, self._store, serve=serve, uplink_mbit=uplink_mbit)
         self._averager: SparseAverager | None = None
-        self._uplink_mbit, self._trains_alone = uplink_mbit, trains_alone
+        self._uplink_mbit = uplink_mbit
+        self._trains_alone = trains_alone
         self._rounds = RoundConfig()
-        self._vectors, self._encoding = Vectors(), DeltaEncoding({})
-        self._averaged_bytes, self._reserved_at = 0, time.monotonic()
-        self._dial_back, self._membership = DialBack(node), Membership(node)
+        self._vectors = Vectors()
+        self._encoding = DeltaEncoding({})
+        self._averaged_bytes = 0
+        self._reserved_at = time.monotonic()
+        self._dial_back = DialBack(node)
+        self._membership = Membership(node)
         if not node.has_met_peers:
             self._membership.expect(node.peerstore.addresses())
-        self.watchdog, self.bans = Watchdog(node), Bans()
 
-    def enter(
-        self,
-        rounds: RoundConfig,
-        vectors: Vectors,
-        *,
-        max_slots: int,
-        guests: GuestList | None = None,
-    ) -> None:
-        """Become able to average, once the run's manifest is known, and start renewing records.
+    def enter(self, rounds: RoundConfig, vectors: Vectors, *, max_slots: int, guests: GuestList | None = None) -> None:
+        """Prepare for the run's rounds once its manifest is known, and start renewing records.
 
         Args:
-            rounds: The run's deadlines.
-            vectors: What the run averages and publishes.
-            max_slots: Slots this peer may ever hold at once; 0 for a monitor, which averages nothing.
-            guests: Who may take part; None for everybody.
+            rounds: The run's round settings.
+            vectors: The vectors that the run averages and publishes.
+            max_slots: Largest number of slots that this peer may hold; 0 for a monitor, which does not average.
+            guests: The invite list of a closed run.
         """
-        self._rounds, self._vectors, self._encoding = rounds, vectors, DeltaEncoding(vectors.segments)
+        self._rounds = rounds
+        self._vectors = vectors
+        self._encoding = DeltaEncoding(vectors.segments)
         self._membership.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self.exchange.accept_formats(vectors.formats)
@@ -111,7 +114,7 @@ class HivemindSwarm:
         self._membership.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
 
     def can_be_called(self) -> bool:
-        """Tell whether others can open connections to this peer; True where nobody could be asked."""
+        """Tell whether other peers can dial this one; True if no peer could be asked."""
         return self._dial_back.is_reachable(self.node.initial_peers())
 
     # ------------------------------------------------------------------ records
@@ -134,15 +137,15 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ rounds
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        """Average, once more if `shared` failed: a dead member costs its own work, not everybody's."""
+        """Average, and once more without the lost members if `shared` failed, so that only they lose their work."""
         if expected <= 1 and self._membership.live_peers and not self._trains_alone:
             self._membership.wait_for_live_peers(contribution.member.round, self.watchdog)
             reason = "the swarm was out of reach"
             return RoundResult(Roster([contribution.member]), dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
         contribution = prepare(contribution, expected, calls_only=self.node.client_mode, invite=invite)
-        contribution = self.bans.enter(contribution, self._membership.last_read(Claim))
-        self._put_off_strangers()
+        contribution = self.bans.add_votes(contribution, self._membership.last_read(Claim))
+        self._reserve_uplink()
         member, encode = self._encoding.entry(contribution), self._encoding.encoder(contribution)
         attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
         evidence = [attempt.evidence]
@@ -152,29 +155,33 @@ class HivemindSwarm:
             log.warning("round %d: %s; trying again", member.round + 1, result.dropped[SHARED])
             expected = max(1, expected - len(attempt.lost - {self.peer_id}))
             if expected == 1 and self._membership.live_peers and not self._trains_alone:
-                break  # whether the others are lost or this peer is, it cannot know: nothing is committed alone
+                break  # this peer cannot tell whether it is lost or the others are, so it commits nothing alone
             if expected > 1 and attempt.roster.without(attempt.lost).missing_quorum:
                 break
             attempt, result = self._average_once(contribution, member, encode, expected, self.now(), True)
             evidence.append(attempt.evidence)
-        self.bans.note(member.round, evidence)
-        self.bans.meet(result)
+        self.bans.record(member.round, evidence)
+        self.bans.count_round(result)
+        self._keep_residuals(attempt, result)
+        self._averaged_bytes += averaged_bytes(result, self._encoding)
+        if SHARED not in result.committed:
+            self.exchange.release()
+        return result
+
+    def _keep_residuals(self, attempt: Attempt, result: RoundResult) -> None:
+        """Keep the rounding errors of what was committed; discard all if the anchors are about to be replaced."""
         if result.is_behind:
             self._encoding.forget()
         else:
             self._encoding.commit(result.committed)
         if self._averager is not None:
             if result.is_behind:
-                self._averager.places.reset_residuals()
+                self._averager.buffers.reset_residuals()
             committed = {name: residual for name, residual in attempt.residuals.items() if name in result.committed}
-            self._averager.places.keep_residuals(committed)
-        self._averaged_bytes += averaged_bytes(result, self._encoding)
-        if SHARED not in result.committed:
-            self.exchange.release()
-        return result
+            self._averager.buffers.keep_residuals(committed)
 
-    def _put_off_strangers(self) -> None:
-        """Serve newcomers only after the round that is about to be synchronised, or in half of the time at least."""
+    def _reserve_uplink(self) -> None:
+        """Serve only members until the round is synchronised, but half of the time at most, so that others get some."""
         members = [peer for peer, claim in self._membership.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
         began, self._reserved_at = self._reserved_at, time.monotonic()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
@@ -184,7 +191,7 @@ class HivemindSwarm:
         self,
         contribution: Contribution,
         member: Member,
-        encode: Callable[[], tuple[Member, Mapping[str, Tensor]]],
+        encode: Callable[[], tuple[Member, Mapping[VectorName, Tensor]]],
         expected: int,
         starts_at: float,
         is_redone: bool = False,
@@ -210,8 +217,8 @@ class HivemindSwarm:
     # ------------------------------------------------------------------ versions
 
     def publish(
-        self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
-    ) -> Mapping[str, Version]:
+        self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
+    ) -> Mapping[VectorName, Version]:
         vectors = self._vectors
         items = {name: (vectors.encode(name, flat_N), vectors.codec(name)) for name, flat_N in bundles.items()}
         return self._publish(round, items, deltas or {})
@@ -220,7 +227,12 @@ class HivemindSwarm:
         """Serve a document (`manifest`, `tokenizer`) as it is."""
         return self._publish(0, {name: (data, "raw")}, {})[name]
 
-    def _publish(self, round: int, items, deltas: Mapping[str, bytes]) -> Mapping[str, Version]:
+    def _publish(
+        self,
+        round: int,
+        items: Mapping[AnyName, tuple[bytes | memoryview, CodecKind]],
+        deltas: Mapping[AnyName, bytes],
+    ) -> dict[AnyName, Version]:
         old = {name: version.digest for name, version in self._store.newest().items() if name in deltas}
         sign = partial(Version.sign, self.node.identity, self.node.run_id)
         signed = {
@@ -234,7 +246,7 @@ class HivemindSwarm:
         return {name: version for name, (version, _) in signed.items()}
 
     def _declare(self) -> None:
-        """Tell newcomers, with the next heartbeat, what this peer serves."""
+        """Announce the versions that this peer serves with the next heartbeat."""
         if self.exchange.serves:
             self._membership.declare(Seed.of(self.peer_id, {n: v.round for n, v in self.versions().items()}))
 
@@ -249,29 +261,29 @@ class HivemindSwarm:
         self._store.keep_only(self._vectors.names)  # guard: strange-checkpoint
         self._declare()
 
-    def load(self, name: str, *, before: bool = False) -> Tensor:
+    def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         return self._vectors.decode(name, self._store.read(name, before=before))
 
-    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
+    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
         version = self._store.newest()[name]
         self._store.refuse(version)
         self._declare()
         self.bans.suspect(version.round - 1, suspects)
 
     def load_document(self, name: str) -> bytes:
-        """Return a document that was pulled or published."""
+        """Return a document that this peer pulled or published."""
         return self._store.read(name)
 
     def pull(
         self,
-        wanted: Mapping[str, Sequence[str]],
+        wanted: Mapping[VectorName, Sequence[str]],
         *,
         min_round: int,
         timeout: float,
-        relays: Mapping[str, Sequence[str]] | None = None,
+        relays: Mapping[VectorName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
-        authors: Mapping[str, Collection[str]] | None = None,
-    ) -> Mapping[str, str]:
+        authors: Mapping[VectorName, Collection[str]] | None = None,
+    ) -> Mapping[VectorName, str]:
         unknown = self._vectors.unknown(wanted)  # guard: strange-pull
         wanted = {name: peers for name, peers in wanted.items() if name not in unknown}
         limits = {name: self._vectors.num_bytes(name) for name in wanted}

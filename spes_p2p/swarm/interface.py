@@ -1,4 +1,4 @@
-"""The seam of the house: what training needs of a swarm. Two implementations: hivemind's and an in-memory one."""
+"""What training needs of a swarm. `HivemindSwarm` implements it over the internet, `MemorySwarm` in one process."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 from torch import Tensor
 
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.records import Archived, Metrics, Record
 from spes_p2p.swarm.roster import Member, Roster
 
@@ -20,33 +21,32 @@ class Contribution:
 
     Attributes:
         member: Its roster entry.
-        deltas: Flat fp32 vector by group, for `shared` and each of the member's slots: its delta, followed by its
-            optimizer moments where the run averages them.
+        deltas: Flat fp32 vectors of `shared` and of each of the member's slots: the delta, followed by the optimizer
+            moments if the run averages them.
     """
 
     member: Member
-    deltas: Mapping[str, Tensor]
+    deltas: Mapping[VectorName, Tensor]
 
 
 @dataclass(frozen=True)
 class RoundResult:
-    """What came of a round, as seen by one member.
+    """Outcome of a round for one member.
 
     Attributes:
-        roster: Everybody's entries, the same on all members; only this peer's own if it was alone.
-        committed: Averaged flat vector by group; bit-identical on all members of the group.
-        encoded: The delta's part of it by group as it travelled, for those who have the last version; empty where the
-            codec is exact.
-        dropped: Reason by group, for groups that this peer was in and that go back to their anchor.
-        is_behind: This peer's shared anchor is not the majority's: it must catch up.
-        matchmaking_seconds: Time until the roster stood.
+        roster: Entries of all members, the same on each of them; only this peer's own if it was alone.
+        committed: Averaged flat vectors; bit-identical on all members of a group.
+        encoded: Their deltas as they travelled, for peers that have the last version; empty if the codec is exact.
+        dropped: Reasons for this peer's groups that return to their anchor.
+        is_behind: This peer lacks the majority's shared anchor, so it must catch up.
+        matchmaking_seconds: Time until the roster was complete.
         averaging_seconds: Time from there to the last confirmed digest.
     """
 
     roster: Roster
-    committed: Mapping[str, Tensor] = field(default_factory=dict)
-    encoded: Mapping[str, bytes] = field(default_factory=dict)
-    dropped: Mapping[str, str] = field(default_factory=dict)
+    committed: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    encoded: Mapping[VectorName, bytes] = field(default_factory=dict)
+    dropped: Mapping[VectorName, str] = field(default_factory=dict)
     is_behind: bool = False
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
@@ -61,103 +61,99 @@ class Swarm(Protocol):
         """Return the DHT time, in seconds since the epoch."""
 
     def announce(self, *records: Record) -> None:
-        """Store the peer's records and keep renewing the latest of each kind until `close`."""
+        """Store this peer's records and renew the latest of each kind until `close`."""
 
     def report(self, record: Metrics | Archived) -> None:
         """Store a record once."""
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        """Return everybody's unexpired records of a kind, by peer id."""
+        """Return the unexpired records of a kind, by peer id."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait, for records of others to change; return at once, and True, when the swarm is closed."""
+        """Wait for other peers' records to change; return True, at once, when the swarm is closed."""
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        """Meet the others and average.
+        """Meet the other peers and average.
 
         Args:
-            contribution: This peer's deltas and roster entry; deltas are left as they are.
-            expected: Peers to wait for; as soon as so many have met, the roster stands.
-            starts_at: DHT time at which the roster may stand without the rest.
+            contribution: This peer's deltas and roster entry; the deltas are not changed.
+            expected: Number of peers that completes the roster at once.
+            starts_at: DHT time from which the roster may be complete with fewer.
         """
 
     def residuals(self) -> Mapping[str, Tensor]:
-        """Return what rounding has left over of this peer's own deltas, by group, to go with a later round."""
+        """Return the rounding errors of this peer's own deltas, by group; they are added to a later delta."""
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Go on with what `residuals` returned before a restart, if the anchors are those of then."""
+        """Restore what `residuals` returned before a restart. Valid only for the same anchors."""
 
     def publish(
-        self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None
-    ) -> Mapping[str, Version]:
-        """Sign and serve flat bundles as this round's versions, replacing older ones of the same name.
+        self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
+    ) -> Mapping[VectorName, Version]:
+        """Sign and serve flat vectors as this round's versions, in place of older versions of the same names.
 
         Args:
             round: The versions' round.
-            bundles: By name.
-            deltas: By name, the encoded mean delta that leads here from this peer's newest version until now.
+            bundles: The vectors.
+            deltas: Encoded mean deltas that lead from this peer's previous versions to these.
         """
 
     def versions(self) -> Mapping[str, Version]:
-        """Return the newest version of each name that this peer has, its own and pulled ones."""
+        """Return this peer's newest version of each vector and document, its own or pulled."""
 
     def rollback(self, files: Mapping[Path, Version]) -> None:
-        """Have versions as this peer's newest again, from files of its own that were verified."""
+        """Make versions this peer's newest again, from verified files of its own."""
 
-    def load(self, name: str, *, before: bool = False) -> Tensor:
-        """Return the flat bundle of the newest version of `name` that this peer has, as a new tensor.
-
-        Args:
-            name: Of a version.
-            before: Return that of the version before the newest.
+    def load(self, name: VectorName, *, before: bool = False) -> Tensor:
+        """Return this peer's newest version of a flat vector, or the one before it, as a new tensor.
 
         Raises:
             ExchangeError: there is none.
         """
 
-    def refuse(self, name: str, suspects: Mapping[str, str]) -> None:
-        """Have the version before the newest of `name` as this peer's newest again, and the newest never more.
+    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
+        """Replace this peer's newest version of a vector by the one before it, and never take it again.
 
-        From then on, as long as this process lives, `inventory` leaves it out and `pull` does not take it.
+        Until the process ends, `inventory` omits the refused version and `pull` does not take it.
 
         Args:
-            name: Of a version that has one before it.
-            suspects: Why to think ill of them, by peer; counts as evidence of the version's round.
+            name: A vector with a version before its newest.
+            suspects: Suspected peers, with reasons; they count as evidence of the version's round.
         """
 
     def pull(
         self,
-        wanted: Mapping[str, Sequence[str]],
+        wanted: Mapping[VectorName, Sequence[str]],
         *,
         min_round: int,
         timeout: float,
-        relays: Mapping[str, Sequence[str]] | None = None,
+        relays: Mapping[VectorName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
-        authors: Mapping[str, Collection[str]] | None = None,
-    ) -> Mapping[str, str]:
-        """Fetch versions of at least `min_round` from peers that have them.
+        authors: Mapping[VectorName, Collection[str]] | None = None,
+    ) -> Mapping[VectorName, str]:
+        """Fetch versions of `min_round` or later.
 
         Args:
-            wanted: Peers to ask, by version name; those named first are preferred.
-            min_round: Older versions are waited over: a peer that is about to publish is given time to.
-            timeout: Seconds for all of it.
-            relays: By name, all peers that fetch this version now, this one included, in an order that they share:
-                each takes a share of it from the holder and passes that on to the others.
-            uplinks: What relays may send, in 10^6 bits per second; who sends more takes the larger share.
-            authors: By name, peers of whom one must have signed it; anybody may have what is not named.
+            wanted: Peers to ask for each vector, in order of preference.
+            min_round: A peer with an older version is given time to publish this one.
+            timeout: Seconds for all versions together.
+            relays: Peers that fetch a vector at the same time, this one included, in an order that all of them share.
+                Each fetches a part of it from the holder and passes the part on to the others.
+            uplinks: Upload rates of relays, in 10^6 bits per second; a faster relay passes on a larger part.
+            authors: Peers of which one must have signed the version; any peer may if a vector is not named.
 
         Returns:
-            Reason by name, for versions that could not be had; their old ones stay.
+            Reasons for the versions that could not be fetched. This peer keeps its old ones.
         """
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
-        """Return the other peers that say they serve a version, by its name, those with the newest first."""
+        """Return the other peers that declare to serve a version, by its name, those with the newest first."""
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
-        """Ask peers which versions they have; silent peers, and versions that were refused here, are left out."""
+        """Ask peers for their versions, by peer and name; silent peers and refused versions are omitted."""
 
     def traffic(self) -> tuple[int, int]:
-        """Return payload bytes received and sent since the start."""
+        """Return the payload bytes received and sent since the start."""
 
     def close(self) -> None:
-        """Leave: stop renewing and serving. Idempotent."""
+        """Leave the swarm: stop renewing records and serving versions. Idempotent."""

@@ -1,4 +1,4 @@
-"""A peer's records in the DHT: it renews its own, reads everybody's, and knows from them in whose company it is."""
+"""Membership: this peer renews its records in the DHT, reads those of the others, and knows from them who is live."""
 
 from __future__ import annotations
 
@@ -27,44 +27,44 @@ STOP_SECONDS = 1.0
 
 
 class Membership:
-    """The records of one peer and of all others, as this peer last read them.
+    """The records of this peer, and those of all others as last read.
 
-    Args:
-        node: The peer's DHT.
+    Attributes:
+        live_peers: The other active peers when any were last seen, without those that left on purpose.
+        guests: The invite list of a closed run; None in an open run.
+        stopped: Set by `stop`.
     """
 
     def __init__(self, node: Node) -> None:
         self.live_peers: frozenset[str] = frozenset()
-        """The others who took part when any were last heard of, without those who have said goodbye."""
         self.guests: GuestList | None = None
-        """Who may take part; None for everybody."""
-        self._refused: frozenset[str] = frozenset()
+        self.stopped = threading.Event()
         self._node = node
         self._rounds = RoundConfig()
+        self._refused: frozenset[str] = frozenset()
         self._renewed: dict[type[Record], Record] = {}
         self._renewing = threading.Lock()
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
-        self._untaken: frozenset[type[Record]] = frozenset()
-        self.stopped = threading.Event()
-        self._heart = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._not_stored: frozenset[type[Record]] = frozenset()
+        self._heartbeat = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
 
     def start(self, rounds: RoundConfig) -> None:
-        """Begin to renew records, as often as the run says."""
+        """Begin to renew records at the run's heartbeat."""
         self._rounds = rounds
-        self._heart.start()
+        self._heartbeat.start()
 
     def stop(self) -> None:
-        """Renew no more, and let nobody wait any longer. Idempotent."""
+        """Stop renewing records, and end all waits. Idempotent."""
         self.stopped.set()
-        if self._heart.is_alive():
-            self._heart.join(STOP_SECONDS)
+        if self._heartbeat.is_alive():
+            self._heartbeat.join(STOP_SECONDS)
 
     def expect(self, peers: Collection[str]) -> None:
-        """Count peers as company that this one was with before a restart."""
+        """Count peers as live that were known before a restart."""
         self.live_peers = frozenset(peers) - {self._node.peer_id}
 
     def announce(self, *records: Record) -> None:
-        """Store records and keep renewing the latest of each kind; a claim shows this peer's invite."""
+        """Store records and keep renewing the latest of each kind; a claim carries this peer's invite."""
         for record in records:
             if isinstance(record, Claim) and self.guests is not None:
                 record = record.model_copy(update={"invite": self.guests.shown})
@@ -81,12 +81,12 @@ class Membership:
         self._store(record, REPORT_SECONDS)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        """Return everybody's unexpired records of a kind, by peer id; what they last were where the DHT is slow."""
+        """Return the unexpired records of a kind, by peer id; the last known ones if the DHT is too slow."""
         try:
             found = self._admitted(kind, self._node.read(kind))
             self._last_read[kind] = found
-        except OSError:  # a timeout, or its process has gone
-            log.warning("the DHT took too long to read %s records; going by what it said before", kind.kind)
+        except OSError:  # a timeout, or the DHT's process has ended
+            log.warning("the DHT took too long to read %s records; using those of the last read", kind.kind)
             return self._last_read.get(kind, {})
         if kind is Claim:
             self.live_peers = live_peers_of(self.live_peers, found, self._node.peer_id)
@@ -104,18 +104,18 @@ class Membership:
         return {peer: claim for peer, claim in records.items() if peer not in refused}
 
     def last_read(self, kind: type[Record]) -> Mapping[str, Record]:
-        """Return what `read` last returned."""
+        """Return the result of the last `read`."""
         return self._last_read.get(kind, {})
 
     def wait_for_live_peers(self, round: int, watchdog: Watchdog) -> None:
-        """Return when somebody takes part again, or the swarm is closed; say meanwhile what this peer is doing.
+        """Wait until another peer is active again, or the swarm is closed.
 
-        Whether the others are gone or only the way to them, nobody can tell from here; who trained on alone would have
-        split the run in two.
+        A peer cannot tell whether the others have died or only the network between them; if it trained on alone, it
+        would split the run in two.
 
         Args:
-            round: What this peer has committed.
-            watchdog: Calls those who are known.
+            round: The last round that this peer has committed.
+            watchdog: Keeps dialling known peers meanwhile.
         """
         began, told = time.monotonic(), -math.inf
         while not self.stopped.wait(POLL_SECONDS):
@@ -133,34 +133,33 @@ class Membership:
 
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:
-            is_taken = self._node.store(record, lifetime_seconds)
-            if not is_taken and self.live_peers and not self._untaken:
-                log.warning("nobody took our %s record; records are renewed until somebody does", record.kind)
-            self._untaken = self._untaken - {type(record)} if is_taken else self._untaken | {type(record)}
+            is_stored = self._node.store(record, lifetime_seconds)
+            if not is_stored and self.live_peers and not self._not_stored:
+                log.warning("no peer stored our %s record; records are renewed until one does", record.kind)
+            self._not_stored = self._not_stored - {type(record)} if is_stored else self._not_stored | {type(record)}
         except OSError:
-            log.warning("the DHT took too long to store our %s record; it is renewed in a while", record.kind)
+            log.warning("the DHT took too long to store our %s record; it is renewed with the heartbeat", record.kind)
 
-    def _beat(self) -> None:
+    def _renew(self) -> None:
         while not self.stopped.wait(self._rounds.heartbeat_seconds):
             for kind in list(self._renewed):
-                # Under the lock, or what was true before would outlive an announcement made meanwhile.
-                with self._renewing:
+                with self._renewing:  # otherwise an old record could replace one announced meanwhile
                     self._store(self._renewed[kind], self._rounds.lease_seconds)
             contacts = {peer: record for peer, record in self.read(Contact).items() if peer != self._node.peer_id}
             self._node.peerstore.update({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
 
 
-def live_peers_of(company: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:
-    """Return in whose company a peer is.
+def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:
+    """Return the other peers that are live.
 
-    Who is killed or cut off is missed: its claim ends without a word. Who leaves says so: from then on it can train no
-    slot.
+    A peer that is killed or cut off stays live although its claim expires. A peer that leaves on purpose does not: its
+    last claim has no capacity for slots.
 
     Args:
-        company: In whose it was.
-        claims: All that have not expired.
-        me: The peer.
+        known: Peers that were live before.
+        claims: All unexpired claims.
+        me: This peer.
     """
     active = {peer for peer, claim in claims.items() if claim.state == "active" and peer != me}
-    gone = {peer for peer, claim in claims.items() if claim.max_slots == 0}
-    return frozenset((active or set(company)) - gone)
+    left = {peer for peer, claim in claims.items() if claim.max_slots == 0}
+    return frozenset((active or set(known)) - left)

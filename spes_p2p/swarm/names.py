@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import TypeVar
 
 SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
 """A slot has one name: `slot-01`, or 1 in another script's digits, would otherwise be read as slot 1, too."""
@@ -60,3 +61,5 @@ class VectorName(str):
 
 
 SHARED = VectorName("shared")
+AnyName = TypeVar("AnyName", bound=str)
+"""Name of a vector, or of a document that peers fetch the same way."""

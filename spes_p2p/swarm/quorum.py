@@ -1,4 +1,4 @@
-"""Who has a vote, and which of several states a peer takes over that has none, or another than most."""
+"""Quorum and majorities: which peers vote, and which of several states a peer takes over."""
 
 from __future__ import annotations
 
@@ -6,13 +6,20 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import MAX_VOTERS, SHARED, newest
 
 State = tuple[int, str]
 """Round and digest of a version."""
-Having = Mapping[str, Mapping[str, Version]]
-"""What peers have, by peer and name."""
+Having = Mapping[str, Mapping[VectorName, Version]]
+"""The versions of each peer."""
+MAX_VOTERS = 1024
+"""Voters that a roster entry may name; they fill three quarters of the longest entry."""
+
+
+def quorum(electorate: int) -> int:
+    """Return how many voters must meet for a round to count: more than half of them."""
+    return electorate // 2 + 1
 
 
 def active_of(claims: Mapping[str, Claim]) -> list[str]:
@@ -21,33 +28,48 @@ def active_of(claims: Mapping[str, Claim]) -> list[str]:
 
 
 def has_begun(claims: Mapping[str, Claim]) -> bool:
-    """Tell whether anybody has committed a round of this run, and is still here."""
+    """Tell whether any live peer has committed a round of this run."""
     return any(claim.votes for claim in claims.values())
 
 
 def voters_of(claims: Mapping[str, Claim]) -> list[str]:
-    """Return the active peers that have a vote: all, while none has committed a round; no more than an entry names."""
+    """Return the active peers with a vote, ascending: those that committed a round, or all if none did."""
     active = sorted(active_of(claims))
     return ([peer for peer in active if claims[peer].votes] or active)[:MAX_VOTERS]
 
 
 def majority_of(states: Sequence[State]) -> State:
-    """Return the state of `shared`, or of its moments, to take over: as most have it.
+    """Select the state of `shared`, or of its moments, to take over: the most frequent one.
 
-    The run's start, which all bring who begin together, has no vote where anybody has trained. Ties go as in a roster,
-    so that two halves of a swarm with different anchors agree whose are kept.
+    The run's start, which all peers of a new run bring, loses to any trained state. Ties go as in a roster, so that two
+    halves of a swarm with different anchors select the same one.
     """
     votes = Counter(states)
     return min(votes, key=lambda state: (state[0] == 0, -votes[state], -state[0], state[1]))
 
 
-def latest(states: Sequence[State], model_round: int) -> State:
-    """Return the version of a slot, or of its moments, to take over: as late as anybody has it, as in a roster.
+def newest(states: Sequence[State], model_round: int) -> State | None:
+    """Select the version of a slot that training continues from; None if no version qualifies.
 
-    Old ones lie with many who kept them once. One that is ahead of the model is taken only if there is no other.
+    The latest round wins; within a round the most frequent digest, then the smaller one. A version ahead of the model
+    does not qualify, because it stems from the losing side of a partition. Therefore a round's result has a higher
+    number than its start, and no version wins over its own successor.
 
     Args:
-        states: Versions as several peers have them, one at least.
+        states: The version of each of several peers.
+        model_round: Round of the `shared` version that the slot is to go with.
+    """
+    votes = Counter(state for state in states if state[0] <= model_round)  # guard: slot-ahead
+    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]), default=None)
+
+
+def latest(states: Sequence[State], model_round: int) -> State:
+    """Select the version of a slot, or of its moments, to take over: the newest, even if it is only ahead of the model.
+
+    Not the most frequent one: old versions remain with many peers that kept them once.
+
+    Args:
+        states: The version of each of several peers, at least one.
         model_round: Round of the `shared` version that the slot is to go with.
     """
     state = newest(states, model_round) or newest(states, max(round for round, _ in states))
@@ -56,26 +78,26 @@ def latest(states: Sequence[State], model_round: int) -> State:
 
 
 def state_of(version: Version) -> State:
-    """Return round and digest."""
+    """Return a version's round and digest."""
     return version.round, version.digest
 
 
 def heard(having: Having, voters: Collection[str], min_round: int) -> Having:
-    """Return who is listened to: whoever has a vote, and of those whoever is at `min_round`, if anybody is.
+    """Select the peers whose offers count: voters, or those of them at `min_round` or later if they are a majority.
 
-    Several who join or come back at once must not outvote those who have trained meanwhile; nor may one that says to be
-    there outvote all others, so that most of those with a vote must be.
+    Otherwise several peers that join or return at once would outvote those that trained meanwhile, or one peer that
+    claims a high round would outvote all others.
     """
     present = {peer: having[peer] for peer in voters if SHARED in having.get(peer, {})}
     newer = {peer: offers for peer, offers in present.items() if offers[SHARED].round >= min_round}
-    return (newer if 2 * len(newer) > len(present) else present) or _returning(having)  # guard: far-ahead
+    return (newer if 2 * len(newer) > len(present) else present) or _after_a_stop(having)  # guard: far-ahead
 
 
-def _returning(having: Having) -> Having:
-    """Return who is listened to where a whole swarm stopped at once: all, or who is one round ahead of most.
+def _after_a_stop(having: Having) -> Having:
+    """Select the peers whose offers count after the whole swarm stopped: those one round ahead of the majority, or all.
 
-    That round was committed, by a quorum, and the others have not lived to publish it. Who is further ahead has
-    trained on without them, and counts like any other.
+    A quorum committed that round, and the others stopped before they published it. A peer that is further ahead has
+    trained on without the others, and counts like any other.
     """
     shared = [state_of(offers[SHARED]) for offers in having.values() if SHARED in offers]
     most = majority_of(shared)[0] if shared else 0

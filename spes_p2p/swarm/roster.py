@@ -1,6 +1,6 @@
-"""Who averages what: groups that every member derives from one snapshot, identically.
+"""The roster of a round: its members' entries, and what every member derives from them identically.
 
-The leader of a matchmaking broadcasts what each member says of itself; from then on nobody needs to talk.
+The leader of the matchmaking sends all entries to all members. No further message is needed to agree on the groups.
 """
 
 from __future__ import annotations
@@ -18,23 +18,20 @@ from spes_p2p.config import MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.quorum import MAX_VOTERS, newest, quorum
 from spes_p2p.swarm.records import MAX_SLOTS, Count, PeerId, Seconds, Slot
 
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
-"""Peers that a member may want left out."""
 MAX_NEWCOMERS = 64
-"""Peers that a member may call new."""
 NEWCOMER_WEIGHT = 0.25
-"""What a token of somebody counts whom most others call new: identities are free, and a liar's next one is new."""
-MAX_VOTERS = 1024
-"""Peers that a member may know to have a vote; an entry with so many is three quarters of the longest."""
+"""Aggregation weight of a newcomer's tokens: identities are free, so a banned liar can return with a new one."""
 MAX_LAG = 99
-"""Rounds that a version lies behind its member's model, or more; said of none, too, and nothing to go on from."""
+"""States a lag of this many rounds or more, a version ahead of the model, or no version: no start for training."""
 MIN_VOTERS = 5
-"""Members below which nobody is left out: of four, two could outvote one."""
+"""Members below which no vote excludes a member: of four, two could outvote one."""
 MAX_MEMBER_TOKENS = 2**34
-"""More than any one peer can train between two rounds; a larger weight is a lie, or an accident."""
+"""More tokens than one peer can train between two rounds."""
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -59,49 +56,49 @@ def kind_of(name: str) -> str:
 
 
 class Member(BaseModel):
-    """What a peer says of itself when it enters a round."""
+    """A peer's entry in the roster of a round."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     peer_id: PeerId
     round: Count
-    """Round of the anchor that the deltas start from."""
+    """Round of the shared anchor that the deltas start from."""
     tokens: Annotated[int, Field(ge=0, le=MAX_MEMBER_TOKENS)]  # guard: token-bounds
-    """Tokens trained since the anchor: the weight of this member's deltas, by its `credits`; 0 only receives."""
+    """Tokens trained since the anchor, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
-    """Slots it brings deltas of."""
+    """Slots that the member brings deltas of."""
     slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
-    """Round of the version that each of them starts from, in their order; one that was an orphan may lag behind, and
-    one of the losing side of a partition may be ahead of the member's model."""
+    """Round of the version that each of `slots` starts from: earlier than `round` for a slot that was an orphan, later
+    for one from the losing side of a partition."""
     lags: tuple[Annotated[int, Field(ge=0, le=MAX_LAG)], ...] = Field(default=(), max_length=MAX_SLOTS)
-    """Rounds by which the newest version that it has of each of the model's slots lies behind its model, by slot; empty
-    where it says nothing of them."""
+    """Rounds by which the member's newest version of each of the model's slots lags behind its model; empty if it does
+    not state them."""
     anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], ShortDigest] = Field(
         max_length=129  # guard: anchor-name
     )
-    """Digest of each anchor, by group."""
+    """Digest of each anchor."""
     tokens_per_second: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
     ready_at: Seconds
-    """DHT time of entering."""
+    """DHT time at which the member entered the round."""
     sync_seconds: Annotated[float, Field(ge=0, le=3600, allow_inf_nan=False)]
-    """What synchronising took it last time, from entering to training again."""
+    """Duration of the member's last synchronisation, from entering to training again."""
     uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None  # guard: uplink-min
-    """What it may send, in 10^6 bits per second, if that is limited."""
+    """Upload limit in 10^6 bits per second."""
     refreshes: bool = False
-    """It fetches some of the others' slots in a round, not all, so that nobody counts on it to pass them on."""
+    """The member fetches only some of the others' slots per round, so others do not count on it as a relay."""
     calls_only: bool = False
-    """Nobody can call it, though whomever it has called can talk to it: it reduces nothing, and passes nothing on."""
+    """The member runs in client mode: it opens connections but accepts none, so it reduces and relays nothing."""
     invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
-    """What it shows of its invite, where the run is closed."""
+    """Proof of the member's invite, in a closed run."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
-    """Whom it has banned, by what it has seen itself."""
+    """Peers that the member has banned on its own evidence."""
     newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MAX_NEWCOMERS)
-    """With whom it has committed few rounds yet, though it has been here for longer itself."""
+    """Peers that have committed few rounds with the member, which is no newcomer itself."""
     voters: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
-    """Whose part in a round decides whether that counts, as far as it knows: who has committed one since joining, or
-    all if nobody has; empty where it says nothing of it."""
+    """Peers that the member counts for a quorum: those that committed a round since they joined, or all if none did.
+    Empty if it does not state them."""
     electorate: Annotated[int, Field(ge=0, le=2**16)] = 0
-    """Peers that have a vote, as far as it knows; 0 for as many as it expects to meet."""
+    """Number of voters that the member knows of; 0 if it takes the number of peers that it expects to meet."""
 
     @model_validator(mode="after")
     def _check_rounds(self) -> Member:
@@ -110,7 +107,7 @@ class Member(BaseModel):
         return self
 
     def starts(self) -> dict[int, tuple[int, str]]:
-        """Return round and digest of the anchor of each slot."""
+        """Return the round and digest of each slot's anchor."""
         rounds = self.slot_rounds or (0,) * len(self.slots)
         return {
             slot: (round, self.anchors.get(VectorName.of_slot(slot), ""))
@@ -119,10 +116,10 @@ class Member(BaseModel):
 
     @classmethod
     def decode(cls, peer_id: str, data: str | bytes) -> Member:
-        """Return the member whose authenticated id is `peer_id`.
+        """Return the entry that a peer with this authenticated id has sent.
 
         Raises:
-            RecordError: malformed, oversized, or it names another peer.
+            RecordError: the entry is malformed or oversized, or names another peer.
         """
         if not isinstance(data, str | bytes) or len(data) > MAX_MEMBER_BYTES:
             raise RecordError(f"{peer_id} sent no roster entry")
@@ -265,29 +262,9 @@ class Roster(tuple[Member, ...]):
         return min(state for state, count in counts.items() if (count, state[0]) == best)
 
 
-def quorum(electorate: int) -> int:
-    """Return how many voters must meet for a round to count: more than half of them."""
-    return electorate // 2 + 1
-
-
 def lag_of(round: int | None, model_round: int) -> int:
     """Return what an entry's `lags` states of a slot whose newest version is of this round, or of none."""
     return MAX_LAG if round is None or round > model_round else min(model_round - round, MAX_LAG)
-
-
-def newest(states: Sequence[tuple[int, str]], model_round: int) -> tuple[int, str] | None:
-    """Select the version of a slot that training continues from: its round and digest, or None if none qualifies.
-
-    The latest round wins; within a round the most frequent digest, then the smaller one. A version ahead of the model
-    does not qualify: it stems from the losing side of a partition. Therefore a round's result always has a higher
-    number than its start, and no version wins over its own successor.
-
-    Args:
-        states: Round and digest of the version that each of several peers has.
-        model_round: Round of the `shared` version that the slot is to go with.
-    """
-    votes = Counter(state for state in states if state[0] <= model_round)  # guard: slot-ahead
-    return min(votes, key=lambda state: (-state[0], -votes[state], state[1]), default=None)
 
 
 def _shared_anchor(member: Member) -> tuple[int, str]:

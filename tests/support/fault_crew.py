@@ -30,7 +30,7 @@ from referee import Referee
 from benchmarks.testbed import TestBed
 from spes_p2p.codecs import digest
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 
 
 @dataclass
@@ -87,7 +87,7 @@ class FaultCrew:
         self._started += 1
         peer = PeerProcess(name, initial_peers, is_rogue=place == len(SLOTS) - 1, codec=self.codec, **network)
         self.peers[place:] = [peer]
-        names = [SHARED, *map(slot_name, SLOTS[place])]
+        names = [SHARED, *map(VectorName.of_slot, SLOTS[place])]
         self._standing[peer.peer_id] = _Standing(anchors=dict.fromkeys(names, "5" * 16))
         if newest is not None:
             self._catch_up(peer, newest)

@@ -23,7 +23,8 @@ from spes_p2p.codecs import Segment, digest
 from spes_p2p.sim.swarm import Entry, GroupMean
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.partition import GroupPlan
-from spes_p2p.swarm.roster import Member, Roster, kind_of
+from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.roster import Member, Roster
 
 
 @dataclass
@@ -117,7 +118,7 @@ class History:
             vectors = {event["peer"]: self._vector(event["deltas"][name]) for event in brought}  # type: ignore[index]
             numel = vectors[ids[0]].numel() // 3
             encoding = DeltaEncoding(
-                {kind_of(name): [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]}
+                {VectorName(name).kind: [Segment(numel, "fp32"), Segment(numel, "fp32"), Segment(numel, "fp32", True)]}
             )
             format = encoding.format(name, 1)
             plan = GroupPlan.in_roster(members, ids, format)

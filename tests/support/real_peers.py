@@ -14,8 +14,9 @@ import torch
 from peer_server import NUMELS, RUN_ID, Setting, serve, with_arrays, with_tensors
 
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.roster import SHARED, Member, slot_name
+from spes_p2p.swarm.roster import Member
 
 __all__ = ["NUMELS", "RUN_ID"]
 
@@ -118,7 +119,7 @@ def contribution(
     peer_id: str, generator: torch.Generator, *, slots=(), tokens=100, shared_numel=NUMELS[SHARED], **changes
 ) -> Contribution:
     """Return a contribution with random deltas; its round and anchors are everybody's unless changed."""
-    names = [SHARED, *map(slot_name, slots)]
+    names = [SHARED, *map(VectorName.of_slot, slots)]
     fields = {
         "round": 3,
         "anchors": dict.fromkeys(names, "5" * 16),

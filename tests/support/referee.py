@@ -14,7 +14,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, kind_of
+from spes_p2p.swarm.names import SHARED, VectorName
 
 CODEC_ERROR = 0.05
 """Of a mean's norm: what int8 may cost, at its senders and at its reducer, with what the last round left over."""
@@ -127,5 +127,5 @@ class Referee:
         attempt = self._attempts(result).get(item.member.peer_id)
         for name, (start, error) in (attempt.left if attempt else {}).items():
             if name in result.committed and error.numel():
-                kept = state.errors.setdefault(name, torch.zeros(self._segments[kind_of(name)][0].numel))
+                kept = state.errors.setdefault(name, torch.zeros(self._segments[VectorName(name).kind][0].numel))
                 kept[start : start + error.numel()] = error

@@ -24,7 +24,8 @@ from benchmarks.claims.summary import Summary
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm import claims, quorum, roster
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.roster import Member, Roster, newest
+from spes_p2p.swarm.quorum import newest
+from spes_p2p.swarm.roster import Member, Roster
 
 FEW, NUM_BLOCKS, BLOCK = (4, 16), 10, 30
 MANY = (4, 64)

@@ -9,7 +9,8 @@ from spes_p2p.codecs import Segment
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, decide_outcome
 from spes_p2p.swarm.interface import Contribution
-from spes_p2p.swarm.roster import Member, Roster, slot_name
+from spes_p2p.swarm.names import VectorName
+from spes_p2p.swarm.roster import Member, Roster
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 DIGESTS = ["0" * 16, "1" * 16]
@@ -23,7 +24,7 @@ def encoded(*values):
 @st.composite
 def members(draw, peer):
     slots = tuple(sorted(draw(st.sets(st.integers(0, 4), max_size=3))))
-    anchors = {name: draw(st.sampled_from(DIGESTS)) for name in ("shared", *map(slot_name, slots))}
+    anchors = {name: draw(st.sampled_from(DIGESTS)) for name in ("shared", *map(VectorName.of_slot, slots))}
     return Member(
         peer_id=peer,
         round=draw(st.integers(2, 3)),
@@ -54,7 +55,7 @@ def attempts(draw):
         status={name: "lost somebody" if outcome == "lost" else "" for name, outcome in outcomes.items()},
         averaged={name: means[outcome] for name, outcome in outcomes.items() if outcome != "lost"},
     )
-    names = ["shared", *map(slot_name, me.slots)]
+    names = ["shared", *map(VectorName.of_slot, me.slots)]
     return attempt, Contribution(me, {name: torch.zeros(3) for name in names}), outcomes
 
 
@@ -109,7 +110,7 @@ def test_all_members_of_a_group_share_its_anchor_and_nobody_is_forgotten(roster)
         assert {by_id[peer].round for peer in peers} == {roster.round}
     assert set(roster.behind) | set(roster.groups["shared"]) == set(by_id)
     current = [by_id[peer] for peer in roster.groups["shared"]]
-    assert {slot_name(slot) for member in current for slot in member.slots} == set(roster.groups) - {"shared"}
+    assert {VectorName.of_slot(slot) for member in current for slot in member.slots} == set(roster.groups) - {"shared"}
 
 
 def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import MAX_LAG, Member, Roster, lag_of, newest
+from spes_p2p.swarm.quorum import newest
+from spes_p2p.swarm.roster import MAX_LAG, Member, Roster, lag_of
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 

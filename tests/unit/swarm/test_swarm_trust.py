@@ -34,26 +34,26 @@ def member(peer, distrusts=(), **changes):
 
 def test_two_rounds_with_evidence_ban_a_peer_and_one_does_not():
     bans = Bans()
-    bans.note(5, [{ODD: SUSPECT}, {ODD: SUSPECT}])  # two attempts at one round
+    bans.record(5, [{ODD: SUSPECT}, {ODD: SUSPECT}])  # two attempts at one round
     assert bans.banned(6) == ()
-    bans.note(6, [{ODD: SUSPECT}])
+    bans.record(6, [{ODD: SUSPECT}])
     assert bans.banned(7) == (ODD,)
 
 
 def test_proof_is_enough_once_and_an_old_strike_is_forgotten():
     bans = Bans()
-    bans.note(5, [{ODD: SUSPECT}, {ODD: PROOF}])
+    bans.record(5, [{ODD: SUSPECT}, {ODD: PROOF}])
     assert bans.banned(6) == (ODD,)
     bans = Bans()
-    bans.note(0, [{ODD: SUSPECT}])
-    bans.note(MEMORY_ROUNDS, [{ODD: SUSPECT}])
+    bans.record(0, [{ODD: SUSPECT}])
+    bans.record(MEMORY_ROUNDS, [{ODD: SUSPECT}])
     assert bans.banned(MEMORY_ROUNDS + 1) == ()
 
 
 def test_bans_expire_and_the_next_one_is_twice_as_long_up_to_a_bound():
     bans, round, lengths = Bans(), 0, []
     for _ in range(9):
-        bans.note(round, [{ODD: PROOF}])
+        bans.record(round, [{ODD: PROOF}])
         length = next(n for n in range(1, 10**4) if not bans.banned(round + 1 + n))
         lengths.append(length)
         assert bans.banned(round + length)
@@ -63,15 +63,15 @@ def test_bans_expire_and_the_next_one_is_twice_as_long_up_to_a_bound():
 
 def test_what_a_banned_peer_does_meanwhile_does_not_prolong_its_ban():
     bans = Bans()
-    bans.note(0, [{ODD: PROOF}])
-    bans.note(3, [{ODD: PROOF}])
+    bans.record(0, [{ODD: PROOF}])
+    bans.record(3, [{ODD: PROOF}])
     assert bans.banned(BAN_ROUNDS) and not bans.banned(BAN_ROUNDS + 1)
 
 
 def test_the_roster_entry_says_whom_this_peer_has_banned():
     bans = Bans()
-    bans.note(2, [{ODD: PROOF}])
-    entered = bans.enter(Contribution(member(PEERS[0]), {}))
+    bans.record(2, [{ODD: PROOF}])
+    entered = bans.add_votes(Contribution(member(PEERS[0]), {}))
     assert entered.member.distrusts == (ODD,)
 
 
@@ -122,35 +122,35 @@ def committed(*peers, tokens=100):
 
 
 def named_new(bans, present=PEERS, me=PEERS[0]):
-    return bans.enter(Contribution(member(me), {}), present).member.newcomers
+    return bans.add_votes(Contribution(member(me), {}), present).member.newcomers
 
 
 def test_who_is_new_itself_calls_nobody_new():
     bans = Bans()
     for _ in range(PROBATION_ROUNDS):
         assert named_new(bans) == ()
-        bans.meet(committed(*PEERS[:4]))
+        bans.count_round(committed(*PEERS[:4]))
     assert named_new(bans) == tuple(PEERS[4:])
 
 
 def test_a_peer_is_new_until_so_many_rounds_have_its_work():
     bans = Bans()
     for _ in range(PROBATION_ROUNDS):
-        bans.meet(committed(*PEERS[:2]))
+        bans.count_round(committed(*PEERS[:2]))
     for _ in range(PROBATION_ROUNDS):
         assert named_new(bans, PEERS[:3]) == (ODD,)
-        bans.meet(committed(ODD, PEERS[0], tokens=0))  # which brought nothing
-        bans.meet(replace(committed(*PEERS[:3]), committed={}))  # which was dropped
-        bans.meet(committed(*PEERS[:3]))
+        bans.count_round(committed(ODD, PEERS[0], tokens=0))  # which brought nothing
+        bans.count_round(replace(committed(*PEERS[:3]), committed={}))  # which was dropped
+        bans.count_round(committed(*PEERS[:3]))
     assert named_new(bans, PEERS[:3]) == ()
 
 
 def test_who_was_banned_begins_as_a_newcomer():
     bans = Bans()
     for _ in range(PROBATION_ROUNDS):
-        bans.meet(committed(*PEERS))
+        bans.count_round(committed(*PEERS))
     assert named_new(bans) == ()
-    bans.note(9, [{ODD: PROOF}])
+    bans.record(9, [{ODD: PROOF}])
     assert named_new(bans) == (ODD,)
 
 
