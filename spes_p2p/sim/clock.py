@@ -1,4 +1,4 @@
-"""Virtual time: every peer has a thread, exactly one runs at a time, and times alone decide in which order."""
+"""Virtual time: every peer has a thread, exactly one runs at a time, and virtual times alone decide the order."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from spes_p2p.errors import SimulationError
 T = TypeVar("T")
 
 EPOCH_SECONDS = 1_000_000.0
-"""Where virtual time starts: records take 0 for "unknown"."""
+"""Start of virtual time; not 0, which means "unknown" in records."""
 STUCK_SECONDS = 3600.0
-"""Virtual time in which nobody works or tells anybody anything, and after which nobody is expected to."""
+"""Virtual time without any work or notification after which the simulation counts as stuck."""
 
 
 class Abandoned(BaseException):
-    """Ends a peer's thread because the simulation has failed elsewhere; no error of its own, so nothing catches it."""
+    """Ends a peer's thread after a failure in another thread; not an Exception, so that no handler catches it."""
 
 
 class VirtualTask(Generic[T]):
-    """What a peer does beside its training, in a thread of its own with a baton of its own.
+    """Work that a peer does beside its training, in a thread with its own turns.
 
     Args:
-        clock: The peer's.
-        work: What to do.
+        clock: The simulation's clock.
+        work: The work to do.
     """
 
     def __init__(self, clock: VirtualClock, work: Callable[[], T]) -> None:
-        self._clock, self._work = clock, work
+        self._clock = clock
+        self._work = work
         self._value: T
         self._error: Exception | None = None
         self.is_done = False
 
     def run(self) -> None:
-        """Do it, and wake whoever waits for it."""
+        """Do the work, then wake all threads that wait."""
         try:
             self._value = self._work()
         except Exception as error:  # noqa: BLE001 - `result` raises it
@@ -45,25 +46,25 @@ class VirtualTask(Generic[T]):
         self._clock.notify_all()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it is done, for so many virtual seconds at most; return whether it is."""
+        """Wait for the work, at most `seconds` of virtual time; return whether it is done."""
         deadline = self._clock.now() + seconds
         while not self.is_done and self._clock.now() < deadline:
             self._clock.wait(deadline - self._clock.now())
         return self.is_done
 
     def result(self) -> T:
-        """Return what the work returned, once it is done, or raise what it raised."""
+        """Return the result of finished work, or raise its exception."""
         if self._error is not None:
             raise self._error
         return self._value
 
 
 class VirtualClock:
-    """Hands one baton among peers: whoever wakes earliest runs, and of those the one with the lowest index.
+    """Gives turns to the peers' threads: the earliest wake time runs next, and of equal times the lowest index.
 
-    A peer that runs is never interrupted; it hands the baton on when it says that time passes, or ends. So data that
-    peers share need no lock, and nothing depends on how threads are scheduled. Outside `run` the caller is alone:
-    time passes as it says. What a peer starts beside itself takes part as if it were one more peer.
+    A running thread keeps its turn until it lets time pass or ends. Data that peers share therefore need no lock, and
+    the result does not depend on the scheduling of threads. A task that a peer starts gets turns like a peer. Outside
+    `run` the caller is the only thread, and time passes as it asks.
     """
 
     def __init__(self) -> None:
@@ -79,44 +80,48 @@ class VirtualClock:
         self._failure: BaseException | None = None
 
     def now(self) -> float:
-        """Return the virtual time in seconds; it serves as DHT time and as every peer's monotonic clock."""
+        """Return the virtual time in seconds: DHT time and every peer's monotonic clock."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let the calling peer be at work for so long; others whose time comes earlier run meanwhile."""
+        """Let the calling peer work for `seconds`; peers with earlier wake times run meanwhile."""
         self._pause(self._now + seconds)
         self._active_at = self._now
 
     def wait(self, seconds: float) -> None:
-        """Wait until somebody notifies, or `seconds` have passed; infinitely many may."""
+        """Wait for a notification, at most `seconds`, which may be infinite."""
         self._pause(self._now + seconds, listening=True)
 
     def notify_all(self) -> None:
-        """Let everybody who waits go on at the present time."""
+        """Wake all waiting threads at the present time."""
         self._active_at = self._now
         self._wakes.update(dict.fromkeys(self._listening, self._now))
         self._listening.clear()
 
     def run(self, lives: Sequence[Callable[[], None]]) -> None:
-        """Run peers until all of them have ended; the first exception of any ends all.
+        """Run peers until all have ended; the first exception ends them all.
 
         Args:
-            lives: What each peer does, by its index.
+            lives: Each peer's work, by its index.
 
         Raises:
-            SimulationError: everybody left waits for what nobody will do.
-            BaseException: what a peer raised.
+            SimulationError: all remaining peers wait for events that cannot happen.
+            BaseException: a peer's exception.
         """
         assert self._running is None, "a clock runs one simulation at a time"
-        self._failure, self._active_at = None, self._now
-        self._wakes, self._batons, self._threads, self._peers = {}, {}, [], []
+        self._failure = None
+        self._active_at = self._now
+        self._wakes = {}
+        self._batons = {}
+        self._threads = []
+        self._peers = []
         self._over = _taken_lock()
         for index, life in enumerate(lives):
             self._spawn(index, life)
         try:
             self._hand_on()
             self._over.acquire()
-        except BaseException as error:  # noqa: BLE001 - Ctrl-C; the peers must end before their data go
+        except BaseException as error:  # noqa: BLE001 - Ctrl-C; the peers must end before their data are freed
             self._failure = error
         while self._threads:
             self._threads.pop().join()
@@ -125,7 +130,7 @@ class VirtualClock:
             raise self._failure
 
     def start(self, work: Callable[[], T]) -> VirtualTask[T]:
-        """Begin work beside what the calling peer does, at the present time; outside of `run` it is done at once."""
+        """Start work beside the calling peer's own, at the present time; outside `run` it is done at once."""
         task = VirtualTask(self, work)
         if self._running is None:
             task.run()
@@ -135,7 +140,7 @@ class VirtualClock:
         return task
 
     def _spawn(self, peer: int, life: Callable[[], None]) -> None:
-        """Let a thread of a peer's take its turns, after all who came before it at the same time."""
+        """Start a thread of a peer; at equal times it runs after all earlier threads."""
         index = len(self._peers)
         self._peers.append(peer)
         self._wakes[index], self._batons[index] = self._now, _taken_lock()
@@ -160,7 +165,7 @@ class VirtualClock:
         me = self._running
         if me is None:
             if math.isinf(until):
-                raise SimulationError("a wait without end outside of a simulation; nobody can end it")
+                raise SimulationError("an infinite wait outside of a simulation cannot end")
             self._now = max(self._now, until)
             return
         self._wakes[me] = until
@@ -173,7 +178,7 @@ class VirtualClock:
             raise Abandoned
 
     def _hand_on(self) -> int | None:
-        """Let the next peer run; return its index, without waking it if it is the one that runs already."""
+        """Give the turn to the next thread and return its index; the calling thread needs no wake-up."""
         me = self._running
         if not self._wakes:
             self._over.release()
@@ -183,7 +188,9 @@ class VirtualClock:
         is_idle = len(self._listening) == len(self._wakes) and wake > self._active_at + STUCK_SECONDS
         if self._failure is None and (math.isinf(wake) or is_idle):
             names = ", ".join(map(str, sorted({self._peers[index] for index in self._wakes})))
-            self._failure = SimulationError(f"virtual peers {names} wait for what nobody is left to do; see the events")
+            self._failure = SimulationError(
+                f"virtual peers {names} wait for what no peer is left to do; see the events"
+            )
         if self._failure is None:
             self._now = max(self._now, wake)
         self._running = chosen

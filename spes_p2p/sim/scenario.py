@@ -1,4 +1,4 @@
-"""What a simulation is to be of: a run, its virtual peers, and what befalls them."""
+"""Settings of a simulation: a run, its virtual peers, and the events of their lives."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ PEER_ID: TypeAdapter[str] = TypeAdapter(PeerId)
 
 
 class Event(Frozen):
-    """A virtual peer comes, goes, or stands still for a while."""
+    """A virtual peer joins, leaves, dies, or pauses for a while."""
 
     peer: Annotated[int, Field(ge=0)]
-    """Which, from 0."""
+    """The peer's index, from 0."""
     kind: Literal["join", "leave", "kill", "pause"]
-    """`leave` gives the slots back; a killed peer says nothing, and its records expire. A paused one is as a process
-    that was stopped: it neither trains nor answers, and its records expire too if it takes longer than a lease; only
-    a synchronisation that overlaps with its training goes on."""
+    """`leave` gives the slots back. A killed peer announces nothing; its records expire. A paused peer, like a stopped
+    process, neither trains nor answers, and its records expire if the pause is longer than a lease; only a
+    synchronisation that overlaps with its training continues."""
     round: Annotated[int, Field(ge=0)]
-    """Once this round is committed; who is killed or paused is so in the middle of the next one's training."""
+    """The event comes after this round is committed; `kill` and `pause` come during the next round's training."""
     after_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """Of `kill` and `pause`: at the end of the first batch that ends so long after that round, in virtual seconds."""
+    """For `kill` and `pause`: they come with the first batch that ends this many virtual seconds after the round."""
     seconds: PositiveFloat | None = None
-    """Of `pause`: how long it lasts, in virtual seconds."""
+    """For `pause`: its length in virtual seconds."""
 
     @model_validator(mode="after")
     def _check_seconds(self) -> Event:
@@ -42,23 +42,23 @@ class Event(Frozen):
 
 
 class Churn(Frozen):
-    """Newcomers replace peers all the time, one after the other; whom and when is drawn from the scenario's seed."""
+    """Constant churn: newcomers replace peers one by one, at times and in an order drawn from the scenario's seed."""
 
     present: Annotated[int, Field(ge=2)]
     """Peers at a time. They are there from the start; the rest of `peers` are newcomers."""
     share: Annotated[float, Field(gt=0, le=1)] = 0.3
-    """Share of them that is replaced in every `rounds` rounds: half of those are killed, half leave."""
+    """Share of `present` that is replaced in every `rounds` rounds; half of the replaced peers die, half leave."""
     rounds: PositiveInt = 10
     """See `share`."""
     within_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """A killed peer dies so many virtual seconds after the round before at most."""
+    """Most virtual seconds between a round's commit and the death of a killed peer."""
 
     def num_newcomers(self, total: int) -> int:
-        """Return how many peers are replaced in a run of `total` rounds."""
+        """Return the number of peers that are replaced in a run of `total` rounds."""
         return math.ceil(self.share * self.present * total / self.rounds)
 
     def events(self, seed: int, total: int) -> list[Event]:
-        """Return who comes and goes in a run of `total` rounds; a newcomer comes when the one before it has gone."""
+        """Draw the events of a run of `total` rounds; each newcomer joins when the peer that it replaces has gone."""
         draw, number = Random(f"churn-{seed}"), self.num_newcomers(total)
         kinds: list[Literal["kill", "leave"]] = [("kill", "leave")[index % 2] for index in range(number)]
         draw.shuffle(kinds)
@@ -76,44 +76,44 @@ class Churn(Frozen):
 
 
 class Scenario(Frozen):
-    """One simulation; on CPUs of one kind equal scenarios give equal results, bit by bit."""
+    """One simulation; equal scenarios give bit-identical results on CPUs of the same kind."""
 
     run: RunConfig = RunConfig()
-    """The run's settings. `round.min_peers` is replaced by the number of peers that are there from the start."""
+    """The run's settings; the number of peers that are there from the start replaces `round.min_peers`."""
     peers: PositiveInt = 4
-    """Virtual peers, those that join later included."""
+    """Virtual peers, including those that join later."""
     max_slots: PositiveInt | list[PositiveInt] = 8
-    """Slots that a peer can train; one number for all, or one for each."""
+    """Slots that a peer can train: one number for all peers, or one for each."""
     seed: Annotated[int, Field(ge=0)] = 0
-    """Seed of the peers' data orders and ids; the initial weights go by `run.seed`."""
+    """Seed of the peers' data orders and ids; `run.seed` is the seed of the initial weights."""
     speeds: PositiveFloat | list[PositiveFloat] = 1000.0
-    """Virtual tokens per second of training, of all or of each."""
+    """Training speed in tokens per virtual second: one number for all peers, or one for each."""
     starts: list[Annotated[float, Field(ge=0, allow_inf_nan=False)]] = []
-    """Virtual seconds after which each peer starts; all at once by default."""
+    """Virtual seconds after which each peer starts; by default all start at once."""
     peer_ids: list[str] = []
-    """Ids of the peers, such as real peers have; drawn from `seed` by default."""
+    """Ids of the peers in the form of real peers' ids; drawn from `seed` by default."""
     data_seeds: list[int] = []
     """Seeds of the peers' data orders; drawn from `seed` by default."""
     slots: list[list[Annotated[int, Field(ge=0)]]] = []
-    """Slots that each peer claims when it starts, as one that comes back does; by default all are allocated."""
+    """Slots that each peer claims when it starts, like a peer that resumes; by default all are allocated."""
     run_id: RunId = "simulation"
-    """Seeds the lots by which slots are allocated."""
+    """Seed of the lots that settle ties in the allocation of slots."""
     events: list[Event] = []
-    """What befalls whom; whoever has no `join` is there from the start."""
+    """Joins, ends and pauses; a peer without a `join` is there from the start."""
     churn: Churn | None = None
     """Draws `events` instead of listing them."""
     attacks: list[Attack] = []
-    """Who cheats."""
+    """Attacks by dishonest peers."""
     evaluate_rounds: PositiveInt = 1
-    """Measure the held-out loss after every so many rounds, and after the last."""
+    """Rounds between measurements of the held-out loss; the last round is always measured."""
     held_out_tokens: PositiveInt = 32_768
-    """Tokens to measure it on at most; the same ones in all scenarios of one tokenizer and corpus."""
+    """Most tokens to measure it on; the same tokens in all scenarios with one tokenizer and corpus."""
     split: Literal["held_out", "tuning"] = "held_out"
-    """Half of the run's held-out documents: one to report, the other to choose settings by."""
+    """Half of the run's held-out documents: one half to report, the other to choose settings by."""
     text: list[Path] = []
-    """Files and folders of the source `files`."""
+    """Files and folders of the data source `files`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where all peers train."""
+    """Device on which all peers train."""
     threads: PositiveInt | None = None
     """CPU threads; by default PyTorch's choice."""
 
@@ -197,12 +197,12 @@ class Scenario(Frozen):
                     f"slots={held} of a peer; list each once, ascending, up to {self.run.model.num_experts - 1}"
                 )
         if not self.founders:
-            raise ValueError("every peer joins later, so there is nobody to join; let one start without an event")
+            raise ValueError("every peer joins later, so there is no peer to join; let one start without an event")
         return self
 
     @property
     def schedule(self) -> list[Event]:
-        """What befalls whom, listed or drawn."""
+        """The events, listed or drawn."""
         return self.events if self.churn is None else self.churn.events(self.seed, self.run.round.total)
 
     @property
@@ -210,11 +210,11 @@ class Scenario(Frozen):
         """Peers that are there from the start."""
         return [peer for peer in range(self.peers) if self.event_round(peer, "join") is None]
 
-    def strikes(self, peer: int) -> list[Event]:
-        """Return a peer's pauses and its death, by round."""
+    def interruptions(self, peer: int) -> list[Event]:
+        """Return a peer's pauses and its death, in the order of their rounds."""
         own = [event for event in self.schedule if event.peer == peer and event.kind in ("kill", "pause")]
         return sorted(own, key=lambda event: event.round)
 
     def event_round(self, peer: int, kind: str) -> int | None:
-        """Return the first round of a peer's events of a kind; None if it has none."""
+        """Return the round of a peer's first event of a kind; None without one."""
         return min((event.round for event in self.schedule if event.peer == peer and event.kind == kind), default=None)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, TrainConfig
-from spes_p2p.sim import peer as virtual_peer
+from spes_p2p.sim import simulator
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
@@ -53,7 +53,7 @@ def tiny_run(**changes) -> RunConfig:
     return RunConfig(**(fields | changes))
 
 
-class VirtualPeer(virtual_peer.VirtualPeer):
+class VirtualPeer(simulator.VirtualPeer):
     """The simulator's own peer, on random tokens; its index is its data's seed."""
 
     def __init__(self, run: RunConfig, swarm: MemorySwarm, *, index: int, max_slots: int) -> None:

@@ -178,7 +178,7 @@ def test_whoever_can_get_the_model_from_nobody_fails_the_run_and_does_not_begin_
     monkeypatch.setattr(MemorySwarm, "inventory", lambda swarm, peers: {})  # who is there does not answer
     kills = [Event(peer=peer, kind="kill", round=2) for peer in (0, 1)]
     with pytest.raises(
-        SimulationError, match=r"peer 2 joined after round 2 when nobody was left .*; let somebody stay"
+        SimulationError, match=r"peer 2 joined after round 2 when no peer was left .*; let another peer stay"
     ):
         run(folder, round={"total": 6}, events=[*kills, Event(peer=2, kind="join", round=2)])
 
@@ -288,7 +288,7 @@ def test_a_scenario_survives_json(folder: Path) -> None:
         ({"attacks": [Attack(peer=7, kind="nan")]}, "peer 7 is not one of peers=3"),
         ({"events": [Event(peer=0, kind="kill", round=0)]}, "choose from 1 to 2"),
         ({"events": [Event(peer=0, kind="join", round=3)]}, "choose from 0 to 2"),
-        ({"events": [Event(peer=i, kind="join", round=1) for i in range(3)]}, "nobody to join"),
+        ({"events": [Event(peer=i, kind="join", round=1) for i in range(3)]}, "no peer to join"),
         ({"events": [Event(peer=1, kind=kind, round=2) for kind in ("kill", "leave")]}, "then go once"),
         ({"events": [Event(peer=1, kind="leave", round=1), Event(peer=1, kind="join", round=2)]}, "join once"),
         ({"attacks": [Attack(peer=1, kind="nan", from_round=3)]}, "begins in round 3 of 3"),

@@ -77,8 +77,8 @@ class Row:
         loss: Held-out loss at the end, nats per token.
         gaps: Share of each gap that it closed, by the gap's name; only those with a value.
         unequal: Gaps among them whose ends were trained on other numbers of tokens than it was; see `has_equal_tokens`.
-        tokens: Trained per peer, mean over peers and seeds.
-        tokens_range: Trained by the peer that trained least, and by the one that trained most.
+        tokens: Tokens trained per peer, mean over peers and seeds.
+        tokens_range: Tokens trained by the peer that trained least, and by the one that trained most.
         megabytes: Sent per peer, mean over peers and seeds.
         expert_megabytes: Memory of all experts on the peer that needs most.
         memory_megabytes: All planned memory of that peer.

@@ -32,7 +32,7 @@ class Point(Frozen):
     round: int
     """Rounds committed."""
     tokens_per_peer: int
-    """RoundWork until then, the peers' mean."""
+    """Tokens trained until then, the peers' mean."""
     committed_tokens: int | None = None
     """Of all peers, that are in the model; those of dropped rounds and of the dead are not. None in older results."""
     bytes_out_per_peer: float
@@ -45,7 +45,7 @@ class PeerAccount(Frozen):
     """What one virtual peer gave and needed."""
 
     tokens: int
-    """RoundWork."""
+    """Tokens trained."""
     begun_rounds: int | None = None
     """Times that it began to train a round; None in older results."""
     committed_rounds: int | None = None

@@ -110,7 +110,8 @@ class Worker:
     def __init__(self, job: Job) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)
         self._log_start = job.log.stat().st_size if job.log.exists() else 0
-        self.job, self.started_at = job, time.monotonic()
+        self.job = job
+        self.started_at = time.monotonic()
         self.pipe, theirs = multiprocessing.Pipe(duplex=False)
         context = multiprocessing.get_context("spawn")
         self._process: SpawnProcess = context.Process(target=_work, args=(job, theirs, os.getpid()), daemon=True)

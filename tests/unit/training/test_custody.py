@@ -12,14 +12,14 @@ from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
-from spes_p2p.swarm.roster import SHARED, Groups
-from spes_p2p.training.fetch_plan import custodians
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.training.fetch_plan import replicas
 
 PEERS = tuple(peer_id(index) for index in range(5))
 
 
-def groups(holders: dict[int, tuple[str, ...]], current: tuple[str, ...] = PEERS) -> Groups:
-    return Groups(round=3, behind=(), members={SHARED: current, **{f"slot-{s}": p for s, p in holders.items()}})
+def groups(holders: dict[int, tuple[str, ...]], current: tuple[str, ...] = PEERS) -> dict[VectorName, tuple[str, ...]]:
+    return {SHARED: current, **{VectorName.of_slot(slot): peers for slot, peers in holders.items()}}
 
 
 LINKS = dict.fromkeys(PEERS, 1.0)
@@ -27,7 +27,7 @@ LINKS = dict.fromkeys(PEERS, 1.0)
 
 def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_even():
     sole = {slot: (PEERS[slot % 5],) for slot in range(20)}
-    kept = custodians(groups(sole), 3, LINKS)
+    kept = replicas(groups(sole), 3, LINKS)
     assert set(kept) == {f"slot-{slot}" for slot in range(20)}
     for slot, holders in sole.items():
         assert len(set(kept[f"slot-{slot}"])) == 2 and not set(kept[f"slot-{slot}"]) & set(holders)
@@ -36,22 +36,22 @@ def test_every_slot_with_too_few_holders_is_kept_by_others_and_the_burden_is_eve
 
 
 def test_who_is_not_of_the_round_keeps_nothing_and_nobody_keeps_what_enough_hold():
-    kept = custodians(groups({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2, LINKS)
+    kept = replicas(groups({0: PEERS[:1], 1: PEERS[:2]}, current=PEERS[:3]), 2, LINKS)
     assert set(kept) == {"slot-0"} and set(kept["slot-0"]) <= set(PEERS[1:3])
 
 
 def test_a_lone_peer_has_nobody_to_keep_anything():
-    assert custodians(groups({0: PEERS[:1]}, current=PEERS[:1]), 2, LINKS) == {}
+    assert replicas(groups({0: PEERS[:1]}, current=PEERS[:1]), 2, LINKS) == {}
 
 
 def test_what_nobody_can_be_asked_for_is_kept_first_by_those_who_can():
     links = LINKS | dict.fromkeys(PEERS[1:], 0.0)
     sole = groups({slot: (PEERS[1 + slot % 4],) for slot in range(8)})
-    assert set(custodians(sole, 2, links).values()) == {PEERS[:1]}
-    assert {len(kept) for kept in custodians(sole, 3, links).values()} == {2}
-    assert {kept[0] for kept in custodians(sole, 3, links).values()} == {PEERS[0]}
+    assert set(replicas(sole, 2, links).values()) == {PEERS[:1]}
+    assert {len(kept) for kept in replicas(sole, 3, links).values()} == {2}
+    assert {kept[0] for kept in replicas(sole, 3, links).values()} == {PEERS[0]}
     mixed = groups({slot: (PEERS[0],) for slot in range(8)})
-    assert set(custodians(mixed, 2, links).values()) == {(peer,) for peer in PEERS[1:]}, "who trains them can be asked"
+    assert set(replicas(mixed, 2, links).values()) == {(peer,) for peer in PEERS[1:]}, "who trains them can be asked"
 
 
 def test_two_whom_nobody_can_call_have_each_others_slots_and_the_third_one_their_moments():
@@ -109,7 +109,7 @@ def test_who_adopts_the_slot_of_a_dead_sole_holder_goes_on_with_its_moments(copi
             doomed.append(peer)
             sole.update(alone)
             published.update({slot: peer.swarm.load(f"moments-slot-{slot}") for slot in sole if copies > 1})
-            peer.strike(after_seconds=0.0)
+            peer.interrupt(after_seconds=0.0)
 
     initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: doom(peer, report)) for peer in peers])

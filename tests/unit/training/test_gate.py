@@ -13,11 +13,11 @@ from spes_p2p.config import ModelConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.planner import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
-from spes_p2p.sim.peer import Leaves
+from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import loss_gate as gate_module
-from spes_p2p.training.loss_gate import MOST_CHANCE, MOST_LONGER, MOST_WORSE, PROBE_TOKENS, LossGate, public_text
+from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, PROBE_TOKENS, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 
 PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
@@ -60,17 +60,17 @@ def test_honest_slots_pass(undisturbed):
     for peer in undisturbed:
         assert not peer.swarm.accused
         rounds = {name: version.round for name, version in peer.swarm.versions().items()}
-        assert {rounds[slot_name(slot)] for slot in range(PEERS)} == {ROUNDS}
+        assert {rounds[VectorName.of_slot(slot)] for slot in range(PEERS)} == {ROUNDS}
 
 
 def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
     peers = live([Attack(peer=ATTACKER, kind="scale", factor=3000.0, groups="slots", from_round=FROM_ROUND)])
     honest, liar = peers[:ATTACKER], peers[ATTACKER]
     for peer in honest:
-        assert loss_of(peer) < loss_of(undisturbed[0]) + MOST_WORSE
+        assert loss_of(peer) < loss_of(undisturbed[0]) + MAX_WORSE
         accused = {(round, who) for round, who in peer.swarm.accused}
         assert accused == {(FROM_ROUND, liar.swarm.peer_id), (FROM_ROUND + 1, liar.swarm.peer_id)}
-        assert liar.swarm.peer_id in peer.sync.holdings.distrusted
+        assert liar.swarm.peer_id in peer.sync.held.distrusted
     held = {slot for peer in honest for slot in peer.slots}
     assert len(held) == len(honest), "each had room for one slot"
 
@@ -78,9 +78,9 @@ def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
 class Lingering(AttackingSwarm):
     """Goes on serving what it has published when its peer has left."""
 
-    def _stand_still(self) -> None:
+    def _stop_serving(self) -> None:
         served = self._hub.bundles[self.peer_id]
-        super()._stand_still()
+        super()._stop_serving()
         self._hub.bundles[self.peer_id] = served
 
 
@@ -96,7 +96,7 @@ def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it
     def leave(report) -> None:
         if report.round == FROM_ROUND + 1:
             for peer in peers[:ATTACKER]:
-                peer.sync.holdings._max_slots = 2  # from now on there is room for the orphan
+                peer.sync.held._max_slots = 2  # from now on there is room for the orphan
             raise Leaves
 
     initial, on_round = peers[0].initial, [lambda report: None] * ATTACKER + [leave]
@@ -105,12 +105,12 @@ def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it
     assert len(spoilt) == 1 and any(set(spoilt) <= set(peer.slots) for peer in peers[:ATTACKER]), "it was adopted"
     for peer in peers[:ATTACKER]:
         assert peer.swarm.accused == {(FROM_ROUND, liar.peer_id)}, peer.swarm.accused
-        assert peer.swarm.versions()[slot_name(spoilt[0])].round == ROUNDS
+        assert peer.swarm.versions()[VectorName.of_slot(spoilt[0])].round == ROUNDS
 
 
 @pytest.fixture
 def by_loss_alone(monkeypatch):
-    monkeypatch.setattr(gate_module, "MOST_LONGER", math.inf)
+    monkeypatch.setattr(gate_module, "MAX_LONGER", math.inf)
 
 
 def test_a_broken_model_blames_nobody(by_loss_alone):
@@ -119,7 +119,7 @@ def test_a_broken_model_blames_nobody(by_loss_alone):
     with torch.no_grad():
         next(iter(peer.trainer.model.shared_parameters().values())).fill_(math.nan)
     gate.load(newer(1e3), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 1
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
 
 
 def opened(slots: int = 2):
@@ -129,15 +129,15 @@ def opened(slots: int = 2):
     initial = peer.initial()
     peer.swarm.publish(0, initial)
     gate = LossGate(peer.trainer, ProcessGroup("cpu"), peer.probe_BT1)
-    peer.trainer.set_slots([0], {"slot-0": initial["slot-0"]})
+    peer.trainer.set_slots([0], {VectorName.of_slot(0): initial[VectorName.of_slot(0)]})
     for _ in range(40):
         peer.trainer.step(1e-2)
-    peer.sync.last = replace(peer.sync.last, num_committed=1)
-    gate.load({"slot-1": peer.sync.holdings.load("slot-1")}, peer.sync)
+    peer.sync.stats = replace(peer.sync.stats, num_committed=1)
+    gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))}, peer.sync)
 
     def newer(scale: float, round: int = 1) -> dict[str, torch.Tensor]:
-        peer.swarm.publish(round, {"slot-1": initial["slot-1"] * scale})
-        return {"slot-1": peer.sync.holdings.load("slot-1")}
+        peer.swarm.publish(round, {VectorName.of_slot(1): initial[VectorName.of_slot(1)] * scale})
+        return {VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))}
 
     return gate, peer, newer
 
@@ -148,42 +148,44 @@ def test_a_slot_that_makes_the_model_worse_is_taken_back_and_refused(by_loss_alo
     gate.load(newer(1e3), peer.sync)
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before) and loss_of(peer) == loss
-    assert peer.swarm.versions()["slot-1"].round == 0
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
     with pytest.raises(ExchangeError, match="before its newest"):
-        peer.swarm.load("slot-1", before=True)
+        peer.swarm.load(VectorName.of_slot(1), before=True)
 
 
 def test_whoever_adopts_a_slot_that_makes_the_model_worse_trains_on_from_the_version_before():
     gate, peer, newer = opened()
-    before, flats = peer.trainer.model.slot_weights(1), newer(1e3)
-    peer.sync.anchors.set("slot-1", peer.swarm.load("slot-1"))
-    peer.trainer.set_slots([0, 1], flats)
-    gate.load(flats, peer.sync, adopted={"slot-1"})
+    before, vectors = peer.trainer.model.slot_weights(1), newer(1e3)
+    peer.sync.anchors.set(VectorName.of_slot(1), peer.swarm.load(VectorName.of_slot(1)))
+    peer.trainer.set_slots([0, 1], vectors)
+    gate.load(vectors, peer.sync, adopted={VectorName.of_slot(1)})
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    anchor, version = peer.sync.anchors.bundle("slot-1"), peer.swarm.versions()["slot-1"]
-    assert version.round == 0 and torch.equal(anchor, peer.swarm.load("slot-1")), "its delta is what it trains"
+    anchor, version = peer.sync.anchors.bundle(VectorName.of_slot(1)), peer.swarm.versions()[VectorName.of_slot(1)]
+    assert version.round == 0 and torch.equal(anchor, peer.swarm.load(VectorName.of_slot(1))), (
+        "its delta is what it trains"
+    )
 
 
 def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_loss_alone):
     gate, peer, newer = opened()
     losses, scale = [loss_of(peer)], 1.0
-    while peer.swarm.versions()["slot-1"].round == len(losses) - 1:
+    while peer.swarm.versions()[VectorName.of_slot(1)].round == len(losses) - 1:
         assert len(losses) < 50, "it may go on for ever"
         while True:  # a step that does so little harm that it passes for an accident
             scale *= 1.05
-            peer.trainer.load({"slot-1": newer(scale, round=len(losses))["slot-1"]})
-            if loss_of(peer) > losses[-1] + MOST_WORSE / 4:
+            peer.trainer.load({VectorName.of_slot(1): newer(scale, round=len(losses))[VectorName.of_slot(1)]})
+            if loss_of(peer) > losses[-1] + MAX_WORSE / 4:
                 break
-        peer.trainer.load({"slot-1": peer.sync.holdings.load("slot-1", before=True)})
-        gate.load({"slot-1": peer.sync.holdings.load("slot-1")}, peer.sync)
+        peer.trainer.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1), before=True)})
+        gate.load({VectorName.of_slot(1): peer.sync.held.load(VectorName.of_slot(1))}, peer.sync)
         losses.append(loss_of(peer))
-    assert losses[-1] <= losses[0] + 1.5 * MOST_WORSE and not peer.swarm.accused
+    assert losses[-1] <= losses[0] + 1.5 * MAX_WORSE and not peer.swarm.accused
 
 
 def shared_that_is_worse(peer, by: float) -> dict[str, torch.Tensor]:
     """Return a `shared` with which a peer's model is worse by so many nats, or a little more."""
-    own, loss, scale = peer.trainer.all_flats()[SHARED], loss_of(peer), 1e-3
+    own, loss, scale = peer.trainer.all_vectors()[SHARED], loss_of(peer), 1e-3
     noise = torch.randn(len(own), generator=torch.Generator().manual_seed(0))
     while loss_of(peer) <= loss + by:
         scale *= 1.02
@@ -194,40 +196,40 @@ def shared_that_is_worse(peer, by: float) -> dict[str, torch.Tensor]:
 
 def slot_that_does_harm(peer, newer, by: float, beside: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the first slot-1 found that makes a peer's model worse by so many nats, with this `shared` beside it."""
-    own, before, scale = peer.trainer.all_flats()[SHARED], peer.sync.holdings.load("slot-1"), 1.0
+    own, before, scale = peer.trainer.all_vectors()[SHARED], peer.sync.held.load(VectorName.of_slot(1)), 1.0
     peer.trainer.load(beside)
     loss = loss_of(peer)
     while loss_of(peer) <= loss + by:
         scale *= 1.02
-        peer.trainer.load({"slot-1": before * scale})
+        peer.trainer.load({VectorName.of_slot(1): before * scale})
     assert loss_of(peer) < loss + 1.2 * by, "the search is too coarse"
-    peer.trainer.load({SHARED: own, "slot-1": before})
+    peer.trainer.load({SHARED: own, VectorName.of_slot(1): before})
     return newer(scale)
 
 
 def test_chance_that_moves_all_of_the_model_is_not_held_against_a_slot():
     """What training by itself has just done to the loss, a slot's holder may do as well."""
     gate, peer, newer = opened()
-    worse = shared_that_is_worse(peer, 1.1 * MOST_WORSE)
-    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * MOST_WORSE, worse), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 1
+    worse = shared_that_is_worse(peer, 1.1 * MAX_WORSE)
+    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * MAX_WORSE, worse), peer.sync)
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
 
 
 def test_no_more_is_put_down_to_chance_than_chance_has_done():
     gate, peer, newer = opened()
-    worse = shared_that_is_worse(peer, 10 * MOST_CHANCE)
-    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * (MOST_WORSE + MOST_CHANCE), worse), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 0
+    worse = shared_that_is_worse(peer, 10 * MAX_CHANCE)
+    gate.load(worse | slot_that_does_harm(peer, newer, 0.7 * (MAX_WORSE + MAX_CHANCE), worse), peer.sync)
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
 
 
-@pytest.mark.parametrize("adopted", [set(), {"slot-1"}], ids=["held elsewhere", "adopted"])
+@pytest.mark.parametrize("adopted", [set(), {VectorName.of_slot(1)}], ids=["held elsewhere", "adopted"])
 def test_what_a_slot_does_is_not_put_down_to_chance(adopted):
     gate, peer, newer = opened()
-    flats = slot_that_does_harm(peer, newer, 1.2 * MOST_WORSE, {})
+    vectors = slot_that_does_harm(peer, newer, 1.2 * MAX_WORSE, {})
     if adopted:
-        peer.trainer.set_slots([0, 1], flats)
-    gate.load(flats, peer.sync, adopted)
-    assert peer.swarm.versions()["slot-1"].round == 0
+        peer.trainer.set_slots([0, 1], vectors)
+    gate.load(vectors, peer.sync, adopted)
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 0
 
 
 @pytest.mark.parametrize(
@@ -236,10 +238,10 @@ def test_what_a_slot_does_is_not_put_down_to_chance(adopted):
 def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
     """Each holder trains against the others' slots as they were: what two have mended, both may overdo."""
     gate, peer, _ = opened(slots=3)
-    before = {name: peer.sync.holdings.load(name) for name in ("slot-1", "slot-2")}
-    noise = torch.randn(len(before["slot-1"]), generator=torch.Generator().manual_seed(0))
+    before = {name: peer.sync.held.load(name) for name in (VectorName.of_slot(1), VectorName.of_slot(2))}
+    noise = torch.randn(len(before[VectorName.of_slot(1)]), generator=torch.Generator().manual_seed(0))
     newer, harms, loss = {}, {}, loss_of(peer)
-    for name, harm in (("slot-1", 0.4 * MOST_WORSE), ("slot-2", alone * MOST_WORSE)):
+    for name, harm in ((VectorName.of_slot(1), 0.4 * MAX_WORSE), (VectorName.of_slot(2), alone * MAX_WORSE)):
         scale = 0.0
         while (found := loss_of(peer) - loss) <= harm:
             scale += 1e-3
@@ -248,25 +250,28 @@ def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
         harms[name] = found
         peer.trainer.load({name: before[name]})
     peer.trainer.load(newer)
-    assert harms["slot-1"] < 0.5 * MOST_WORSE and (harms["slot-2"] > MOST_WORSE) == (alone > 1)
-    assert loss_of(peer) > loss + harms["slot-1"] + MOST_WORSE, "together they do what neither does alone"
+    assert harms[VectorName.of_slot(1)] < 0.5 * MAX_WORSE and (harms[VectorName.of_slot(2)] > MAX_WORSE) == (alone > 1)
+    assert loss_of(peer) > loss + harms[VectorName.of_slot(1)] + MAX_WORSE, "together they do what neither does alone"
     peer.trainer.load(before)
     peer.swarm.publish(1, newer)
-    peer.sync.holdings.makers = dict.fromkeys(newer, (peer.swarm.peer_id,))
+    peer.sync.held.makers = dict.fromkeys(newer, (peer.swarm.peer_id,))
     gate.load(newer, peer.sync)
-    assert {name: peer.swarm.versions()[name].round for name in newer} == {"slot-1": 1, "slot-2": 0}
+    assert {name: peer.swarm.versions()[name].round for name in newer} == {
+        VectorName.of_slot(1): 1,
+        VectorName.of_slot(2): 0,
+    }
     assert bool(peer.swarm.accused) == (alone > 1)
 
 
 def test_who_catches_up_takes_what_the_others_have_taken():
     """Its model is another's then, and the losses of the one before say nothing of it."""
     gate, peer, newer = opened()
-    peer.sync.last = replace(peer.sync.last, num_committed=0)
+    peer.sync.stats = replace(peer.sync.stats, num_committed=0)
     gate.load(newer(1e3), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 1
-    peer.sync.last = replace(peer.sync.last, num_committed=1)
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
+    peer.sync.stats = replace(peer.sync.stats, num_committed=1)
     gate.load(newer(1e3, round=2), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 2, "it is no worse than the one that it has taken"
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 2, "it is no worse than the one that it has taken"
 
 
 @pytest.mark.parametrize(("length", "sequences"), [(16, 64), (1000, 2), (4096, 2)])
@@ -276,23 +281,23 @@ def test_the_public_text_is_long_enough_to_measure_by(length, sequences):
 
 
 def test_a_slot_that_no_training_makes_so_long_is_refused_whatever_its_loss(monkeypatch):
-    monkeypatch.setattr(gate_module, "MOST_WORSE", math.inf)
+    monkeypatch.setattr(gate_module, "MAX_WORSE", math.inf)
     gate, peer, newer = opened()
-    gate.load(newer(0.9 * MOST_LONGER), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 1
+    gate.load(newer(0.9 * MAX_LONGER), peer.sync)
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
     before = peer.trainer.model.slot_weights(1)
-    gate.load(newer(1.1 * MOST_LONGER, round=2), peer.sync)  # it was shorter within the last rounds
+    gate.load(newer(1.1 * MAX_LONGER, round=2), peer.sync)  # it was shorter within the last rounds
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert peer.swarm.versions()["slot-1"].round == 1
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
 
 
 def test_a_slot_that_does_not_is_kept():
     gate, peer, newer = opened()
     gate.load(newer(1.001), peer.sync)
-    assert peer.swarm.versions()["slot-1"].round == 1
+    assert peer.swarm.versions()[VectorName.of_slot(1)].round == 1
     assert torch.equal(
-        peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(1)), peer.swarm.load("slot-1")
+        peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(1)), peer.swarm.load(VectorName.of_slot(1))
     )
 
 
