@@ -412,7 +412,7 @@ def run_tests(root: Path, tests: Sequence[str], seconds: float, folder: Path, *f
     """
     report, scratch = folder / "report.xml", folder / "scratch"
     report.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "pytest", "-q", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
+    words = [sys.executable, "-m", "pytest", "-q", "-m", "", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
     words += [f"--basetemp={scratch}", f"--junitxml={report}", *flags, *tests]
     # No compiled files: two edits of equal length within one second would share one.
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
