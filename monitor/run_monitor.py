@@ -1,8 +1,6 @@
-"""Start a monitor: `python monitor/run_monitor.py --run-id NAME --initial-peers MULTIADDR [--output DIR] ...`."""
+"""Start a monitor: `python monitor/run_monitor.py` takes the flags of `spes monitor`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.monitor import main
-from spes_p2p.monitor.settings import MonitorConfig
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(MonitorConfig, main)
+    start("monitor")

@@ -1,8 +1,6 @@
-"""Start a peer: `python peers/run_peer.py --run-id NAME [--initial-peers MULTIADDR] [--output DIR] ...`."""
+"""Start a peer: `python peers/run_peer.py` takes the flags of `spes peer`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.config import PeerConfig
-from spes_p2p.peer.life import main
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(PeerConfig, main)
+    start("peer")

@@ -1,13 +1,6 @@
-"""Measure a checkpoint: python scripts/evaluate.py CHECKPOINT [--text FILE ...] [--tasks TASK ...]"""
+"""Measure a checkpoint: `python scripts/evaluate.py` takes the flags of `spes evaluate`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.evaluate import EvaluateConfig, evaluate, table
-
-
-def main(config: EvaluateConfig) -> int:
-    print(table(evaluate(config)))
-    return 0
-
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(EvaluateConfig, main)
+    start("evaluate")

@@ -1,7 +1,6 @@
-"""Tell whether a peer gets on: python scripts/health.py --output DIR [--minutes M]; exit code 1 if it does not."""
+"""Tell whether a peer makes progress: `python scripts/health.py` takes the flags of `spes health`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.health import HealthConfig, main
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(HealthConfig, main)
+    start("health")

@@ -1,7 +1,6 @@
-"""Invite peers to a closed run: python scripts/invite.py --run-id NAME --identity FILE [--count N] [--days N]"""
+"""Invite volunteers to a closed run: `python scripts/invite.py` takes the flags of `spes invite`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.invite import InviteConfig, main
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(InviteConfig, main)
+    start("invite")

@@ -1,7 +1,6 @@
-"""What a run needs of a machine: python scripts/plan.py --config FILE [--slots N] [--memory-gb G] [--uplink-mbit U]"""
+"""Print what a run needs of a machine: `python scripts/plan.py` takes the flags of `spes plan`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.plan import PlanConfig, main
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(PlanConfig, main)
+    start("plan")

@@ -1,7 +1,6 @@
-"""Start a swarm on this machine; use run_local_experiment.sh, which installs what it needs first."""
+"""Start a swarm on this machine, as `spes local` does; run_local_experiment.sh installs what it needs first."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.local import ExperimentConfig, main
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(ExperimentConfig, main)
+    start("local")

@@ -1,7 +1,6 @@
-"""From a dense checkpoint to experts: python scripts/upcycle.py --from DIR --output DIR --num-experts E --top-k K"""
+"""Make a mixture of experts: `python scripts/upcycle.py` takes the flags of `spes upcycle`."""
 
-from spes_p2p.cli import entry_point
-from spes_p2p.commands.upcycle import UpcycleConfig, main
+from spes_p2p.__main__ import start
 
 if __name__ == "__main__":
-    entry_point(UpcycleConfig, main)
+    start("upcycle")

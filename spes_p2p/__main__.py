@@ -1,36 +1,71 @@
-"""The console script: `spes_p2p COMMAND ...`, or `python -m spes_p2p COMMAND ...`."""
+"""The one command: `spes COMMAND ...`, or `python -m spes_p2p COMMAND ...`. Flags are read before torch is imported."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+from collections.abc import Sequence
 from typing import NoReturn
 
-from spes_p2p import __version__
-from spes_p2p.cli import EXIT_USER_ERROR, entry_point
-from spes_p2p.presentation import say
+USAGE = """usage: spes COMMAND [flags]; `spes COMMAND --help` explains its flags
 
-USAGE = """usage: spes_p2p COMMAND [--help] ...
+start here:
+  spes local                        four peers train a small model on this machine, in about ten minutes
+  spes peer --run-id NAME@FOUNDER --initial-peers ADDRESS     join a run; its founder tells you both
+  spes plan --config spes_1b        what a run would need of this machine
 
 commands:
-  simulate STUDY   compare ways to train in a simulation, and report it
+"""
+EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
+COMMANDS: dict[str, tuple[str, str, str]] = {
+    "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
+    "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
+    "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),
+    "plan": ("PlanConfig", "spes_p2p.commands.plan", "memory, traffic and time that a run needs of a machine"),
+    "invite": ("InviteConfig", "spes_p2p.commands.invite", "invite volunteers to a closed run"),
+    "evaluate": ("EvaluateConfig", "spes_p2p.commands.evaluate", "measure a checkpoint"),
+    "upcycle": ("UpcycleConfig", "spes_p2p.commands.upcycle", "make a mixture of experts from a dense model"),
+    "simulate": ("SimulateConfig", "spes_p2p.commands.simulate", "compare ways to train in a simulation"),
+    "health": ("HealthConfig", "spes_p2p.commands.health", "tell whether a peer makes progress"),
+}
+"""Each command's class of settings in `config`, the module of its `main`, and its line in the usage."""
 
-Other programs: peers/run_peer.py, monitor/run_monitor.py, scripts/."""
+
+def start(name: str, argv: Sequence[str] | None = None) -> NoReturn:
+    """Run a command and exit.
+
+    Args:
+        name: A key of COMMANDS.
+        argv: Its flags; by default `sys.argv` without the program's name.
+    """
+    # An interrupt before the command has begun ends quietly: nothing has to be tidied up.
+    signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+    from spes_p2p import config
+    from spes_p2p.cli import entry_point
+
+    settings, module, _ = COMMANDS[name]
+    entry_point(getattr(config, settings), module, argv)
 
 
 def main() -> NoReturn:
     """Run the command that `sys.argv` names, and exit."""
-    command = sys.argv[1] if len(sys.argv) > 1 else "--help"
-    if command == "simulate":
-        from spes_p2p.commands import simulate as simulate
+    name, *argv = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        start(name, argv)
+    if name in ("--help", "-h"):
+        sys.stdout.write(USAGE + "".join(f"  {name:<9} {purpose}\n" for name, (_, _, purpose) in COMMANDS.items()))
+        sys.exit(0)
+    if name == "--version":
+        from spes_p2p import __version__
 
-        entry_point(simulate.SimulateConfig, simulate.main, sys.argv[2:])
-    if command in ("--help", "-h"):
-        say(USAGE)
+        sys.stdout.write(f"spes_p2p {__version__}\n")
         sys.exit(0)
-    if command == "--version":
-        say(f"spes_p2p {__version__}")
-        sys.exit(0)
-    sys.stderr.write(f"error: unknown command {command!r}; choose simulate, or see --help\n")
+    from difflib import get_close_matches
+
+    close = get_close_matches(name, COMMANDS, 1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    sys.stderr.write(f"error: unknown command {name!r}; {hint}see spes --help\n")
     sys.exit(EXIT_USER_ERROR)
 
 

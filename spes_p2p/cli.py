@@ -1,19 +1,26 @@
-"""What all commands share: reading settings, logging, and one line with exit code 2 for what a user can mend."""
+"""Shared by all commands: settings, help, logging, and one line with exit code 2 for what a user can fix."""
 
 from __future__ import annotations
 
+import difflib
+import errno
+import importlib
 import logging
 import os
 import re
+import shutil
 import signal
 import sys
+import textwrap
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
@@ -33,6 +40,12 @@ AGAIN_SECONDS = 0.1
 KIND = re.compile(r"constrained-\w+|int|float|str|bool|bytes|none|path|\w[\w-]*\[.*\]|\[key\]")
 """Pydantic's names of kinds of values, in the location of an error of a setting that takes several kinds."""
 SHOULD_BE = "Input should be "
+HELP_ALL = "--help-all"
+HELP_FLAG = re.compile(r"--help(-[a-z-]+)?")
+HELP_COLUMN = 26
+CLAUSE = re.compile(r"[.;:] ")
+"""Ends the part of a setting's text that `--help` shows."""
+PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 
 
@@ -53,7 +66,17 @@ def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
     except ValidationError as error:
         raise ConfigError(explain(error)) from error
     except SettingsError as error:
-        raise ConfigError(f"{str(error).strip().splitlines()[-1]}; see --help") from error
+        reason = str(error).strip().splitlines()[-1]
+        raise ConfigError(f"{reason}; {_did_you_mean(cls, argv)}see --help") from error
+
+
+def _did_you_mean(cls: type[BaseModel], argv: Sequence[str]) -> str:
+    """Return a suggestion for the first word that is no flag, if a flag resembles it."""
+    known = [name for flag in all_flags(cls) for name in flag.names]
+    words = (word.split("=")[0] for word in argv if word.startswith("--"))
+    unknown = next((word for word in words if word.replace("--no-", "--") not in known), "")
+    close = difflib.get_close_matches(unknown, known, 1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
@@ -73,15 +96,18 @@ def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
 
 
 def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
-    for position, word in enumerate(argv):
-        if word.startswith("--config="):
-            return Path(word.removeprefix("--config="))
-        if word == "--config" and position + 1 < len(argv):
-            return Path(argv[position + 1])
-    if "SPES_CONFIG" in os.environ:
-        return Path(os.environ["SPES_CONFIG"])
+    """Return the YAML file to read, as the setting `config` would find it."""
     field = cls.model_fields.get("config")
-    return field.default if field is not None else None
+    path = field.default if field is not None else None
+    if "SPES_CONFIG" in os.environ:
+        path = Path(os.environ["SPES_CONFIG"])
+    for word, following in zip(reversed(argv), [None, *reversed(argv)], strict=False):
+        if word.startswith("--config="):
+            path = Path(word.removeprefix("--config="))
+        elif word == "--config" and following is not None:
+            path = Path(following)
+    find = getattr(cls, "find_config", None)
+    return find(path) if find is not None and path is not None else path
 
 
 def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
@@ -200,6 +226,136 @@ def _is_kind(part: int | str) -> bool:
     return isinstance(part, str) and KIND.fullmatch(part) is not None
 
 
+# ---------------------------------------------------------------------- help
+
+
+class Flag(NamedTuple):
+    """A setting as a flag.
+
+    Attributes:
+        names: The flag and its short forms; of a positional argument, its name alone.
+        value: Placeholder of its value; empty for a switch.
+        text: What it means.
+        default: Its default, if it is worth showing.
+        section: The settings it belongs to, such as `run.round`; empty for the command's own.
+    """
+
+    names: tuple[str, ...]
+    value: str
+    text: str
+    default: str
+    section: str
+
+
+def all_flags(cls: type[BaseModel], section: str = "") -> Iterator[Flag]:
+    """Yield a command's flags, those of nested settings included."""
+    shortcuts: Any = dict(cls.model_config).get("cli_shortcuts") or {}
+    # Required ones first, then the command's own, then those that it shares with others.
+    fields = sorted(cls.model_fields.items(), key=lambda f: (not f[1].is_required(), f[0] not in cls.__annotations__))
+    for name, field in fields:
+        word = (field.alias or name).replace("_", "-")
+        if (nested := _nested(field.annotation)) is not None:
+            yield from all_flags(nested, f"{section}.{name}".strip("."))
+            continue
+        is_positional = any(getattr(mark, "__name__", "") == "_CliPositionalArg" for mark in field.metadata)
+        shown = shortcuts.get(name, shortcuts.get(word, ()))
+        others = (shown,) if isinstance(shown, str) else tuple(shown)
+        prefix = f"--{section}." if section else "--"
+        names = (word.upper(),) if is_positional else tuple(f"{prefix}{each}" for each in (*others, word))
+        value = "" if is_positional else _placeholder(field.annotation)
+        yield Flag(names, value, " ".join((field.description or "").split()), _default(field), section)
+
+
+def _nested(annotation: Any) -> type[BaseModel] | None:
+    return next((kind for kind in _kinds(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+
+
+def _kinds(annotation: Any) -> list[Any]:
+    """Return the alternatives of an annotation, without None and without constraints."""
+    while get_origin(annotation) is Annotated:
+        annotation = get_args(annotation)[0]
+    if get_origin(annotation) in (Union, UnionType):
+        return [kind for part in get_args(annotation) for kind in _kinds(part) if kind is not NoneType]
+    return [annotation]
+
+
+def _placeholder(annotation: Any) -> str:
+    """Return what stands for a flag's value in the help."""
+    words: list[str] = []
+    for kind in _kinds(annotation):
+        if get_origin(kind) is Literal:
+            words += map(str, get_args(kind))
+        elif get_origin(kind) is list:
+            words.append(f"{_placeholder(get_args(kind)[0])} ...")
+        elif kind is not bool:
+            words.append(PLACEHOLDERS.get(kind, "VALUE"))
+    return "|".join(words)
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, Path) and value.is_absolute():  # a file that comes with the program
+        value = value.stem
+    return "" if value in (None, False, [], "") else str(value)
+
+
+def help_text(cls: type[BaseSettings], word: str = "--help", width: int | None = None) -> str:
+    """Return a command's help.
+
+    Args:
+        cls: The command's settings.
+        word: `--help`: each flag's first clause, and one line for nested settings such as the run's; `--help-all`: the
+            flags in full; `--help-run`: the settings of the run, as of any nested settings of that name.
+        width: Columns; by default the terminal's.
+    """
+    width = width or min(shutil.get_terminal_size((100, 24)).columns, 120)
+    flags, topic = list(all_flags(cls)), word.removeprefix("--help-")
+    groups = list(dict.fromkeys(flag.section.split(".")[0] for flag in flags if flag.section))
+    lines: list[str] = []
+    if topic in groups:
+        section = ""
+        for flag in flags:
+            if flag.section.split(".")[0] == topic:
+                lines += [""] if lines and flag.section != section else []
+                lines += _flag_lines(flag, width, in_full=True)
+                section = flag.section
+        return "\n".join(lines)
+    own = [flag for flag in flags if not flag.section]
+    positional = [f" {flag.names[0]}" for flag in own if not flag.names[0].startswith("-")]
+    lines += [f"usage: {cls.model_config.get('cli_prog_name') or Path(sys.argv[0]).name}{''.join(positional)} [flags]"]
+    lines += textwrap.wrap(" ".join((cls.__doc__ or "").split()), width)
+    lines += ["", *(line for flag in own for line in _flag_lines(flag, width, in_full=word == HELP_ALL))]
+    for name in groups:
+        clause = CLAUSE.split(cls.model_fields[name].description or "")[0].rstrip(".")
+        nested = Flag((f"--{name}.*",), "", f"{clause}; listed by --help-{name}", "", "")
+        lines += _flag_lines(nested, width, in_full=True)
+    about_help = Flag(("--help", "--help-all"), "", "Show this, or the same with the flags in full", "", "")
+    lines += _flag_lines(about_help, width)
+    return "\n".join(lines)
+
+
+def _flag_lines(flag: Flag, width: int, *, in_full: bool = False) -> list[str]:
+    """Return a flag's lines: what to write, then what it means, on the same line if there is room."""
+    start = "  " + " ".join(filter(None, (", ".join(flag.names), flag.value)))
+    text = flag.text if in_full else CLAUSE.split(flag.text)[0].rstrip(".")
+    if flag.default and (in_full or flag.default != "required"):
+        text += f" [{flag.default}]"
+    elif flag.default:
+        text += " (required)"
+    if not in_full and len(start) > HELP_COLUMN - 2:
+        start = "  " + ", ".join(flag.names)
+    indent = " " * HELP_COLUMN
+    body = textwrap.wrap(text, width - HELP_COLUMN, break_on_hyphens=False) or [""]
+    if len(start) > HELP_COLUMN - 2:
+        return [start, *(indent + line for line in body)]
+    return [f"{start:<{HELP_COLUMN}}{body[0]}", *(indent + line for line in body[1:])]
+
+
+# ---------------------------------------------------------------------- log and exit codes
+
+
 def set_up_logging(level: str) -> None:
     """Log to standard error, libraries only when they warn."""
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, force=True)
@@ -212,28 +368,60 @@ def set_up_logging(level: str) -> None:
 
 
 def entry_point(
-    settings: type[Settings], main: Callable[[Settings], int], argv: Sequence[str] | None = None
+    settings: type[Settings], main: Callable[[Settings], int] | str, argv: Sequence[str] | None = None
 ) -> NoReturn:
     """Run a command and exit: 0 done, 2 with one line for a user's error, 130 when interrupted.
 
     Args:
         settings: The command's settings; a field `log_level` sets up the log.
-        main: The command; returns its exit code.
+        main: The command, which returns its exit code; or the name of the module whose `main` it is, which is imported
+            once the flags have been read.
         argv: The command line; by default `sys.argv` without the program's name.
     """
-    # A shell starts what runs in its background with Ctrl-C ignored; a peer whose p2pd has died interrupts itself so.
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, _interrupt)
-    sys.unraisablehook = _interrupt_again
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        config = load_settings(settings, sys.argv[1:] if argv is None else argv)
-        set_up_logging(getattr(config, "log_level", "info"))
-        sys.exit(main(config))
+        if asked := next((word for word in words if word == "-h" or HELP_FLAG.fullmatch(word)), None):
+            print(help_text(settings, asked))
+            sys.exit(0)
+        config = load_settings(settings, words)
+        run = _imported(main) if isinstance(main, str) else main
+        # A shell starts background jobs with Ctrl-C ignored; a peer whose p2pd has died interrupts itself with it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _interrupt)
+        sys.unraisablehook = _interrupt_again
+        set_up_logging(getattr(config, "log_level", "info"))  # after the imports: hivemind's sets up its own
+        sys.exit(run(config))
     except SpesError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        print(f"error: {full_disk(error)}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+
+
+def full_disk(error: OSError) -> str:
+    """Return what to do about an error of a full disk, in one line."""
+    where = f" at {error.filename}" if error.filename else ""
+    return f"no space left on the disk{where}; make room there, and start again with --resume"
+
+
+def _imported(module: str) -> Callable[[Any], int]:
+    """Return a module's `main`; an interrupt while it is imported ends the process, which has begun nothing."""
+    before = {number: signal.signal(number, end_at_once) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return importlib.import_module(module).main
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def end_at_once(signum: int, frame: object) -> NoReturn:
+    """End this process without a word."""
+    os._exit(EXIT_INTERRUPTED)
 
 
 def _interrupt(signum: int, frame: object) -> None:

@@ -13,41 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from pydantic import Field
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
 from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
-from spes_p2p.config import CommandConfig, DataConfig, PositiveInt
-from spes_p2p.data.packing import num_windows, window_batches
+from spes_p2p.config import DataConfig
+from spes_p2p.config.commands import EvaluateConfig
+from spes_p2p.data.packing import encode, num_windows, window_batches
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
-from spes_p2p.data.tokens import encode
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.loss import held_out_loss
-
-
-class EvaluateConfig(CommandConfig):
-    """Held-out loss, perplexity and lm-eval tasks of an ordinary Hugging Face checkpoint."""
-
-    model_config = SettingsConfigDict(env_prefix="SPES_EVALUATE_", populate_by_name=True, cli_prog_name="evaluate.py")
-
-    checkpoint: CliPositionalArg[Path]
-    """Folder written by `save_pretrained`, tokenizer included."""
-    text: list[Path] = []
-    """Files or folders to measure the loss on; by default the embedded corpus's held-out part."""
-    tasks: list[str] = []
-    """lm-eval tasks; with tasks and no text, no loss is measured."""
-    task_path: Path | None = None
-    """Folder with task YAML files of your own, looked through first."""
-    batch_size: PositiveInt = 8
-    """Sequences, or requests of a task, per forward pass."""
-    sequence_length: PositiveInt = 256
-    """Tokens per sequence of text."""
-    limit: PositiveInt | None = None
-    """Sequences of text, and documents of each task, at most."""
-    json_file: Path | None = Field(default=None, alias="json")
-    """Write the numbers there too."""
+from spes_p2p.presentation import say
 
 
 class Metric(NamedTuple):
@@ -179,6 +155,12 @@ def _flatten(results: dict[str, dict[str, Any]]) -> list[Metric]:
             if isinstance(value, int | float) and "stderr" not in name and name != "sample_len":
                 rows.append(Metric(task, name.removesuffix(",none"), float(value)))
     return rows
+
+
+def main(config: EvaluateConfig) -> int:
+    """Print what `evaluate` measures."""
+    say(table(evaluate(config)))
+    return 0
 
 
 def evaluate(config: EvaluateConfig) -> list[Metric]:

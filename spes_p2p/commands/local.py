@@ -12,13 +12,12 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import yaml
-from pydantic import Field
-from pydantic_settings import SettingsConfigDict
 
-from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig, RunId, check_machine
+from spes_p2p.config import MachineConfig, RunConfig, check_machine
+from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
@@ -68,15 +67,14 @@ class Child:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
-def start(name: str, script: Path, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> Child:
-    """Start a Python script in a session of its own, so that the terminal's Ctrl-C reaches only its parent.
+def start(name: str, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> Child:
+    """Start a command of this program in a session of its own, so that the terminal's Ctrl-C reaches only its parent.
 
     It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for it.
 
     Args:
         name: For messages.
-        script: The script to run.
-        arguments: Its arguments.
+        arguments: The command and its flags.
         log: File for its standard error, and its output unless `on_terminal`; appended to.
         on_terminal: Let it write to this process's standard output.
     """
@@ -85,7 +83,7 @@ def start(name: str, script: Path, arguments: Sequence[str], log: Path, *, on_te
     environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with log.open("ab") as file:
         process = subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [sys.executable, "-m", "spes_p2p", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=None if on_terminal else file,
             stderr=file,
@@ -111,39 +109,6 @@ def stop(children: Sequence[Child]) -> None:
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
 RUN_FILE = "run.yaml"
-
-
-class ExperimentConfig(CommandConfig, MachineConfig):
-    """A swarm on this machine: `./scripts/run_local_experiment.sh [--peers 4] [--output DIR] [--text FILE ...]`."""
-
-    model_config = SettingsConfigDict(cli_prog_name="run_local_experiment.sh")
-
-    config: Path = Path("configs/local_experiment.yaml")
-    """YAML file with the run's settings under `run` and defaults for these flags."""
-    run: RunConfig = RunConfig()
-    """The run's settings: `--run.round.total 12`, `--run.train.lr 1e-3`, ..."""
-    run_id: RunId = "local"
-    """Name of the run."""
-    peers: Annotated[int, Field(ge=1, le=64)] = 4
-    """Peers to start."""
-    max_slots: PositiveInt | None = None
-    """Slots per peer; by default two holders for each slot."""
-    output: Path = Path("runs/local")
-    """Directory for everything that the experiment leaves behind."""
-    text: list[Path] = []
-    """Files or folders (text, jsonl, parquet) to train on instead of the embedded corpus."""
-    dataset: str | None = None
-    """A local jsonl, parquet or text file, or the name of a `datasets` data set, streamed from the hub."""
-    resume: bool = False
-    """Continue an interrupted experiment."""
-    overwrite: bool = False
-    """Delete what `output` holds and start anew."""
-    wandb: bool = False
-    """Let the monitor log to Weights & Biases, offline unless WANDB_MODE says otherwise."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event in the logs."""
 
 
 def main(config: ExperimentConfig) -> int:
@@ -266,7 +231,7 @@ class Experiment:
             *_flags(_chosen(self._config)),
             *extra,
         ]
-        self._peers.append(self._spawn(f"peer-{index}", "peers/run_peer.py", arguments))
+        self._peers.append(self._spawn(f"peer-{index}", "peer", arguments))
         return self._peers[-1]
 
     def _start_monitor(self, address: str) -> Child:
@@ -276,12 +241,12 @@ class Experiment:
             *(["--wandb"] if self._config.wandb else []),
             *(["--resume"] if self._config.resume else []),
         ]
-        return self._spawn("monitor", "monitor/run_monitor.py", arguments, on_terminal=True)
+        return self._spawn("monitor", "monitor", arguments, on_terminal=True)
 
-    def _spawn(self, name: str, script: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
+    def _spawn(self, name: str, command: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
         text = [word for path in self._config.text for word in ("--text", str(path.resolve()))]
         log = self._config.output / "logs" / f"{name}.log"
-        return start(name, _root() / script, [*arguments, *text], log, on_terminal=on_terminal)
+        return start(name, [command, *arguments, *text], log, on_terminal=on_terminal)
 
     def _watch(self) -> int:
         """Wait for the monitor's end; note peers that die on the way."""
@@ -318,36 +283,37 @@ def _flags(choices: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _root() -> Path:
-    return Path(__file__).resolve().parent.parent
-
-
 def _opening(config: ExperimentConfig, address: str, slots: int) -> str:
     out = config.output
     text = "".join(f" --text {path}" for path in config.text)
     return (
         f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
-        f"join by hand:  {_python()} peers/run_peer.py --run-id {config.run_id} --initial-peers {address} "
+        f"join by hand:  {_spes()} peer --run-id {config.run_id} --initial-peers {address} "
         f"--output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
-        f"kill a peer:   pkill -KILL -o -f 'run_peer.py.*{out / 'peer-1'} '\n"
+        f"kill a peer:   pkill -KILL -o -f 'spes_p2p peer.*{out / 'peer-1'} '\n"
         "stop:          Ctrl-C\n"
     )
 
 
 def _summary(config: ExperimentConfig, code: int) -> str:
     out = config.output
-    resume = f"./scripts/run_local_experiment.sh --resume --output {out}"
+    resume = f"{_spes()} local --resume --output {out}"
     if code:
         return f"\nstopped before the run's end; continue it:  {resume}"
     return (
         f"\nmodel      {out / 'model'}  (an ordinary Hugging Face checkpoint)\n"
         f"report     {out / 'report.html'}\nmetrics    {out / 'metrics.jsonl'}\nsettings   {out / RUN_FILE}\n\n"
-        f"evaluate:  {_python()} scripts/evaluate.py {out / 'model'}\n"
+        f"evaluate:  {_spes()} evaluate {out / 'model'}\n"
         f"resume:    {resume}   (after an interruption)\n"
         f"join:      while it runs, with the command printed at the start; it is in {out / 'logs' / 'peer-0.log'} too"
     )
 
 
-def _python() -> str:
-    executable = Path(sys.executable)
-    return str(executable.relative_to(Path.cwd())) if executable.is_relative_to(Path.cwd()) else str(executable)
+def _spes() -> str:
+    """Return the words that start this program on this machine, relative to the working directory where they can be."""
+    script = Path(sys.executable).parent / "spes"
+    if shutil.which("spes") == str(script):
+        return "spes"
+    words = script if script.exists() else Path(sys.executable)
+    shown = words.relative_to(Path.cwd()) if words.is_relative_to(Path.cwd()) else words
+    return str(shown) if script.exists() else f"{shown} -m spes_p2p"

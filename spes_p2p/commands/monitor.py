@@ -8,16 +8,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import torch
-from pydantic import Field, model_validator
-from pydantic_settings import SettingsConfigDict
 from torch import LongTensor
 from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.cli import EXIT_INTERRUPTED
-from spes_p2p.config import CommandConfig, NamedRun, PositiveFloat, PositiveInt
+from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
@@ -39,47 +37,6 @@ log = logging.getLogger(__name__)
 MODEL_DIRECTORY, VERSIONS_DIRECTORY, IDENTITY_FILE = "model", "versions", "identity.key"
 EVALUATION_BATCH = 8
 EXIT_CODES = {Ending.FINISHED: 0, Ending.VANISHED: 1, Ending.STOPPED: EXIT_INTERRUPTED}
-
-
-class MonitorConfig(CommandConfig, NamedRun):
-    """One monitor's choices, as flags: `--run-id r --initial-peers ADDR --output runs/monitor`."""
-
-    model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="run_monitor.py")
-
-    initial_peers: Annotated[list[str], Field(min_length=1)]
-    """Multiaddrs of peers in the swarm."""
-    output: Path = Path("runs/monitor")
-    """Directory of `metrics.jsonl`, `report.html`, `model/` and this peer's identity and versions."""
-    resume: bool = False
-    """Continue the `metrics.jsonl` in `output`."""
-    overwrite: bool = False
-    """Delete an earlier monitor's files in `output` and start anew."""
-    held_out_sequences: Annotated[int, Field(ge=0)] = 32
-    """Sequences of held-out text to evaluate the swarm's model on; 0 evaluates nothing."""
-    evaluate_every: PositiveInt = 1
-    """Rounds between evaluations; the start and the last round are always evaluated."""
-    poll_seconds: PositiveFloat = 1.0
-    """Interval of reading the swarm's records; a report of a round that lives shorter is missed."""
-    console: Literal["auto", "live", "plain", "none"] = "auto"
-    """`live`: a table that refreshes; `plain`: one line per round and per evaluation; `auto`: live on a terminal."""
-    wandb: bool = False
-    """Log to Weights & Biases; offline and without an account unless WANDB_MODE says otherwise."""
-    wandb_project: Annotated[str, Field(min_length=1)] = "spes_p2p"
-    """Project of the W&B run."""
-    text: list[Path] = []
-    """Local files or folders to evaluate on, for runs whose data source is `files`."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where tokenised text is kept."""
-    threads: PositiveInt | None = None
-    """CPU threads for evaluating; by default PyTorch's choice."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
-
-    @model_validator(mode="after")
-    def _check_start(self) -> MonitorConfig:
-        if self.resume and self.overwrite:
-            raise ValueError("resume and overwrite exclude each other; choose one")
-        return self
 
 
 def prepare_output(settings: MonitorConfig) -> Path:
@@ -141,7 +98,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         Identity(output / IDENTITY_FILE),
         settings.run_name,
         initial_peers=settings.initial_peers,
-        known=Peerstore(output / peerstore.FILE),
+        peerstore=Peerstore(output / peerstore.FILE),
         client_mode=True,
     )
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)

@@ -1,22 +1,13 @@
-"""The command that tells a volunteer what a run would need of a machine: `scripts/plan.py`."""
+"""`spes plan`: tell a volunteer what a run would need of a machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
-from pydantic_settings import SettingsConfigDict
 from tokenizers import Tokenizer
 
-from spes_p2p.config import (
-    CommandConfig,
-    DataConfig,
-    MachineConfig,
-    PositiveFloat,
-    PositiveInt,
-    RunConfig,
-    check_machine,
-)
+from spes_p2p.config import DataConfig, check_machine
+from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.planner.memory import Setup, fits, peer_memory, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
@@ -26,42 +17,6 @@ from spes_p2p.presentation import say
 
 ANY_MEMORY = 2**62
 """Bytes of a GPU of which nothing is known."""
-
-
-class PlanConfig(CommandConfig, MachineConfig):
-    """Memory, bytes and time that a run needs of one peer, before anything starts; starts nothing.
-
-    Exits with 2 where the plan does not fit `--memory-gb`.
-    """
-
-    model_config = SettingsConfigDict(
-        env_prefix="SPES_PLAN_", cli_prog_name="plan.py", cli_shortcuts={"max-slots": "slots"}
-    )
-
-    config: Path | None = None
-    """YAML file with the run's settings under `run` and a machine's choices, as peers take it."""
-    run: RunConfig = RunConfig()
-    """The run's settings: `--run.model.num-experts 32`, ..."""
-    max_slots: PositiveInt | Literal["auto"] = "auto"
-    """Slots to train; `auto`: as many as fit `memory_gb`, or else this machine's free memory."""
-    memory_gb: PositiveFloat | None = None
-    """Memory that there is, in 10^9 bytes: the machine's, or with `--device cuda` each GPU's."""
-    host_memory_gb: PositiveFloat | None = None
-    """With `--device cuda`: memory of the machine, which then holds the swarm's share; by default not looked at."""
-    device: Literal["cpu", "cuda"] = "cpu"
-    """`cpu`: one memory holds all; `cuda`: GPUs hold what is trained, and the machine the swarm's share."""
-    ranks: PositiveInt = 1
-    """Processes of the peer, as torchrun starts them; with `--device cuda` one to each GPU."""
-    peers: PositiveInt | None = None
-    """Peers of the swarm, all like this one; by default the run's `round.min_peers`, and two at least."""
-    uplink_mbit: PositiveFloat | None = None
-    """Everybody's uplink in 10^6 bits per second, this machine's as well; by default the downlink's."""
-    downlink_mbit: PositiveFloat | None = None
-    """Everybody's downlink; by default the uplink's."""
-    tokens_per_second: PositiveFloat | None = None
-    """What this machine trains, where it is known; the planner does not guess it."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
 
 
 def main(config: PlanConfig) -> int:

@@ -1,17 +1,14 @@
-"""`spes_p2p simulate`: make what runs of a study are missing, then compare all of them."""
+"""`spes simulate`: make what runs of a study are missing, then compare all of them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
 
 import psutil
-from pydantic import BeforeValidator
-from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from spes_p2p.config import CommandConfig, PositiveInt
+from spes_p2p.config.commands import SimulateConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import check_plotting, say
 from spes_p2p.sim.simulator import Evaluation
@@ -20,43 +17,6 @@ from spes_p2p.sim.sweep.results import RESULTS_FOLDER, Missing, RunResult, load_
 from spes_p2p.sim.sweep.runs import LOGS_FOLDER, Job, News, run_all
 from spes_p2p.sim.sweep.settings import Study, in_study_words, load_study
 from spes_p2p.training.process_group import ProcessGroup
-
-
-def _folder(value: object) -> Path:
-    """Return where `~` and the rest of a path lead.
-
-    Raises:
-        ValueError: it leads nowhere.
-    """
-    if not str(value):
-        raise ValueError("--output is empty; name a folder")
-    try:
-        return Path(str(value)).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"--output {value}: there is no such home folder; name another") from error
-
-
-class SimulateConfig(CommandConfig):
-    """Compare ways to train in a simulation: `spes_p2p simulate configs/convergence.yaml --output runs/convergence`."""
-
-    model_config = SettingsConfigDict(env_prefix="SPES_SIMULATE_", cli_prog_name="spes_p2p simulate")
-
-    study: CliPositionalArg[Path]
-    """YAML file with the study's base, seeds and variants."""
-    output: Annotated[Path, BeforeValidator(_folder)] = Path("runs/study")
-    """Folder for results, pictures and report; runs that are finished in it are not made again."""
-    only: list[str] = []
-    """Variants to run, such as `solo,ours`; all by default."""
-    seeds: list[int] = []
-    """Seeds of the study to run; all by default."""
-    workers: PositiveInt | None = None
-    """Runs at a time; by default one for each CPU core, and one on a GPU."""
-    report_only: bool = False
-    """Run nothing; make table, pictures and report anew from what is finished."""
-    cache: Path = Path("~/.cache/spes_p2p")
-    """Where trained tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event in the runs' logs."""
 
 
 def main(config: SimulateConfig) -> int:

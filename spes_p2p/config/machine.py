@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
@@ -14,14 +15,15 @@ from spes_p2p.errors import ConfigError
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 MIN_MBIT = 1e-3
 """Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
-CONFIGS = Path(__file__).parents[1] / "configs"
-"""The YAML files that come with the program; in a checkout a link to `configs/` at the top."""
 RunId = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
 
 
 def shipped(name: str) -> Path:
-    """Return the path of a YAML file that comes with the program, by its name without `.yaml`."""
-    return CONFIGS / f"{name}.yaml"
+    """Return the path of a YAML file that comes with the program, by its name without `.yaml`.
+
+    They are the package's data; in a checkout `spes_p2p/configs` is a link to `configs/` at the top.
+    """
+    return Path(__file__).parents[1] / "configs" / f"{name}.yaml"
 
 
 def find_config(path: Path) -> Path:
@@ -32,6 +34,7 @@ def find_config(path: Path) -> Path:
 
 
 ConfigFile = Annotated[Path, AfterValidator(find_config)]
+"""A YAML file, or the name of one that comes with the program."""
 
 
 class CommandConfig(BaseSettings):
@@ -49,6 +52,8 @@ class CommandConfig(BaseSettings):
         nested_model_default_partial_update=True,
         use_attribute_docstrings=True,
     )
+    find_config: ClassVar[Callable[[Path], Path]] = staticmethod(find_config)
+    """Finds the YAML file that `--config` names."""
 
     @classmethod
     def settings_customise_sources(

@@ -254,7 +254,7 @@ class RunConfig(Frozen):
     codecs: CodecConfig = CodecConfig()
     merge: MergeConfig = MergeConfig()
     invite_only: bool = False
-    """Only whom the founder has invited (`scripts/invite.py`) takes part."""
+    """Only peers that the founder has invited (`spes invite`) take part."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"

@@ -119,11 +119,11 @@ def run() -> None:
     sys.path.insert(0, str(ROOT))
     from spes_p2p.cli import entry_point
     from spes_p2p.commands import local
-    from spes_p2p.config import PeerConfig
+    from spes_p2p.config import ExperimentConfig, PeerConfig
     from spes_p2p.peer import life as peer
     from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
-    commands = {"peer": (PeerConfig, peer.main), "experiment": (local.ExperimentConfig, local.main)}
+    commands = {"peer": (PeerConfig, peer.main), "experiment": (ExperimentConfig, local.main)}
     gc.freeze()
     request = serve()
     if request is not None:

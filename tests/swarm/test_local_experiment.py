@@ -116,9 +116,9 @@ def check_results(out: Path, launcher: Command) -> None:
         assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 4
 
     summary = "\n".join(launcher.lines)
-    assert f"scripts/evaluate.py {out / 'model'}" in summary
+    assert f" evaluate {out / 'model'}" in summary
     assert f"--resume --output {out}" in summary
-    assert re.search(r"run_peer\.py --run-id local --initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", summary)
+    assert re.search(r"spes peer --run-id local --initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", summary)
 
 
 @pytest.mark.full

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -10,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.cli import entry_point, load_settings
-from spes_p2p.commands.local import ExperimentConfig
-from spes_p2p.config import PeerConfig
+from spes_p2p import __version__, config
+from spes_p2p.__main__ import COMMANDS
+from spes_p2p.cli import all_flags, entry_point, help_text, load_settings
+from spes_p2p.config import ExperimentConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError, JoinError
 
 INTERRUPTED_WHILE_FORKING = """
@@ -225,11 +229,133 @@ def test_an_interrupt_during_a_fork_counts(tmp_path):
     assert (ended.returncode, ended.stdout) == (130, "forked\n"), ended.stderr
 
 
-def test_help_exits_with_0_and_explains_the_flags(monkeypatch, capsys, restored_signals):
-    monkeypatch.setattr(sys, "argv", ["run_peer.py", "--help"])
+# ---------------------------------------------------------------------- the one command, its help and its speed
+
+MAX_ANSWER_SECONDS = 3.0
+"""CPU time until a command answers `--help` or a wrong flag. It takes half a second on an idle machine, as
+`benchmarks/house.py` measures; an import of torch would take longer than this on any."""
+SCREENS = 48
+"""Lines of two screens."""
+HEAVY = ("torch", "transformers", "hivemind", "datasets", "numpy", "matplotlib")
+
+
+def spes(*words: str, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "spes_p2p", *words]
+    variables = {**os.environ, "COLUMNS": "80", **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=120, check=False)
+
+
+def test_without_a_command_it_says_what_to_type_first():
+    ended = spes()
+    assert ended.returncode == 0 and len(ended.stdout.splitlines()) < 20
+    assert "spes local" in ended.stdout and "--initial-peers" in ended.stdout
+    assert all(f"\n  {name} " in ended.stdout for name in COMMANDS)
+
+
+def test_a_mistyped_command_is_told_the_right_one():
+    ended = spes("locl")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == "error: unknown command 'locl'; did you mean local? see spes --help\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_commands_help_fits_two_screens_and_names_its_flags(name):
+    settings = getattr(config, COMMANDS[name][0])
+    text = help_text(settings, "--help", 80)
+    assert len(text.splitlines()) <= SCREENS
+    assert max(map(len, text.splitlines())) <= 80
+    assert f"usage: spes {name}" in text
+    own = [flag for flag in all_flags(settings) if not flag.section]
+    assert own and all(flag.names[-1] in text for flag in own)
+    assert all(flag.text for flag in all_flags(settings))
+
+
+@pytest.mark.parametrize("settings", [PeerConfig, config.ExperimentConfig, config.PlanConfig], ids=lambda c: c.__name__)
+def test_the_runs_settings_are_one_line_of_the_help_and_have_a_help_of_their_own(settings):
+    text, run = help_text(settings, "--help", 80), help_text(settings, "--help-run", 80)
+    assert "--run.*" in text and "--help-run" in text and "--run.model.family" not in text
+    assert "--run.model.num-experts N" in run and "--run.outer.slots.momentum X" in run
+    assert "Experts E per layer; slot e is expert e of every layer." in " ".join(run.split())
+    assert "--max-slots" not in run
+
+
+@pytest.mark.parametrize("word", ["--help", "-h", "--help-run", "--help-all"])
+def test_help_exits_with_0_without_the_flags_that_a_command_needs(word, monkeypatch, capsys, restored_signals):
+    monkeypatch.setattr(sys, "argv", ["run_peer.py", word])
     with pytest.raises(SystemExit) as ended:
         entry_point(PeerConfig, lambda config: 1)
     assert ended.value.code == 0
-    text = capsys.readouterr().out
-    assert "--initial-peers" in text and "--run.model.num-experts" in text
-    assert "Multiaddrs of peers already in the swarm" in text
+    assert ("Multiaddrs of peers in the swarm" in capsys.readouterr().out) == (word != "--help-run")
+
+
+def test_help_in_full_tells_every_flags_whole_text():
+    text = " ".join(help_text(PeerConfig, "--help-all", 80).split())
+    assert "If the rate is about half of the others' or less, they reduce in its place" in text
+    assert "If the rate is about half" not in " ".join(help_text(PeerConfig, "--help", 80).split())
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["--run-id", "r", "--max-slot", "3"], "--max-slots"),
+        (["--run-id", "r", "--initial-peer=/x"], "--initial-peers"),
+        (["--run-id", "r", "--run.model.num-expert", "3"], "--run.model.num-experts"),
+        (["--run-id", "r", "--resum"], "--resume"),
+    ],
+)
+def test_a_mistyped_flag_is_told_the_right_one(words, meant):
+    assert f"did you mean {meant}? see --help" in one_line(words)
+
+
+def test_a_flag_like_no_other_gets_no_suggestion():
+    assert "did you mean" not in one_line(["--run-id", "r", "--qqqq", "3"])
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("word", ["--help", "--no-such-flag"])
+def test_flags_are_answered_before_anything_heavy_is_imported(name, word):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = spes(name, word, PYTHONPROFILEIMPORTTIME="1")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert ended.returncode == (0 if word == "--help" else 2), ended.stderr[-500:]
+    imported = {line.rpartition("|")[2].strip().split(".")[0] for line in ended.stderr.splitlines() if "|" in line}
+    assert "pydantic_settings" in imported and not imported & set(HEAVY)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MAX_ANSWER_SECONDS
+
+
+def test_ctrl_c_while_it_imports_ends_it_quietly(tmp_path):
+    # The interrupt comes from the first heavy import itself, so it always hits.
+    (tmp_path / "torch.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    ended = spes("peer", "--run-id", "r", "--output", str(tmp_path / "out"), PYTHONPATH=str(tmp_path))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_a_full_disk_is_one_line_with_the_remedy(monkeypatch, capsys, restored_signals):
+    def main(config: PeerConfig) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/peer/versions/3.bin")
+
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, main, ["--run-id", "r"])
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "runs/peer/versions/3.bin" in said and "--resume" in said
+
+
+def test_the_same_command_is_found_under_both_names_and_as_a_module():
+    scripts = [Path(sys.executable).parent / name for name in ("spes", "spes_p2p")]
+    assert all(script.exists() for script in scripts), "run scripts/setup.sh"
+    starts = [*([str(script)] for script in scripts), [sys.executable, "-m", "spes_p2p"]]
+    said = {subprocess.run([*words, "--version"], capture_output=True, check=True).stdout for words in starts}
+    assert said == {f"spes_p2p {__version__}\n".encode()}
+
+
+def test_a_config_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for word in ("spes_1b", "spes_1b.yaml", "configs/spes_1b.yaml"):
+        run = load_settings(PeerConfig, ["--run-id", "r", "--config", word]).run
+        assert run is not None and run.model.num_experts > 1 and run.model != RunConfig().model
+    (tmp_path / "spes_1b.yaml").write_text("run: {round: {total: 77}}\n")
+    run = load_settings(PeerConfig, ["--run-id", "r", "--config", "spes_1b.yaml"]).run
+    assert run is not None and run.round.total == 77, "a file of one's own comes first"
+    assert "absent" in one_line(["--run-id", "r", "--config", "absent"])
+    assert load_settings(config.ExperimentConfig, []).run.round.total == 50

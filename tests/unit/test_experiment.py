@@ -42,7 +42,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Words:
     """What was started last, in that order: each child's words by its name."""
     started: Words = {}
 
-    def start(name: str, script: Path, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> Running:
+    def start(name: str, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> Running:
+        assert words[0] == ("monitor" if name == "monitor" else "peer")
         started[name] = list(words)
         output = Path(words[words.index("--output") + 1])
         output.mkdir(parents=True, exist_ok=True)

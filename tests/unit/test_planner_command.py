@@ -1,4 +1,4 @@
-"""`scripts/plan.py`: its table, and one line with exit code 2 where a plan does not fit."""
+"""`spes plan`: its table, and one line with exit code 2 where a plan does not fit."""
 
 from __future__ import annotations
 

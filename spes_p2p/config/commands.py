@@ -1,0 +1,250 @@
+"""Settings of the commands, one class each; a peer's are in `machine`.
+
+Flags are read before anything heavy is imported, so this module imports neither torch nor transformers nor hivemind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field, model_validator
+from pydantic_settings import CliPositionalArg, SettingsConfigDict
+
+from spes_p2p.config.machine import CommandConfig, ConfigFile, MachineConfig, NamedRun, RunId, shipped
+from spes_p2p.config.run import Fraction, Frozen, PositiveFloat, PositiveInt, RunConfig
+
+
+class MonitorConfig(CommandConfig, NamedRun):
+    """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
+
+    model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="spes monitor")
+
+    initial_peers: Annotated[list[str], Field(min_length=1)]
+    """Multiaddrs of peers in the swarm."""
+    output: Path = Path("runs/monitor")
+    """Directory of metrics, report, model, and this peer's identity and versions."""
+    resume: bool = False
+    """Continue the `metrics.jsonl` in `output`."""
+    overwrite: bool = False
+    """Delete an earlier monitor's files in `output` and start anew."""
+    held_out_sequences: Annotated[int, Field(ge=0)] = 32
+    """Sequences of held-out text to evaluate the swarm's model on; 0 evaluates nothing."""
+    evaluate_every: PositiveInt = 1
+    """Rounds between evaluations; the start and the last round are always evaluated."""
+    poll_seconds: PositiveFloat = 1.0
+    """Interval of reading the swarm's records. A report of a round that lives shorter is missed."""
+    console: Literal["auto", "live", "plain", "none"] = "auto"
+    """How progress is shown. `live`: a table that refreshes; `plain`: one line per round and per evaluation;
+    `auto`: live on a terminal."""
+    wandb: bool = False
+    """Log to Weights & Biases. Offline and without an account unless WANDB_MODE says otherwise."""
+    wandb_project: Annotated[str, Field(min_length=1)] = "spes_p2p"
+    """Project of the W&B run."""
+    text: list[Path] = []
+    """Files or folders to evaluate on, where the run's data source is `files`."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where tokenised text is kept."""
+    threads: PositiveInt | None = None
+    """CPU threads for evaluating; by default PyTorch's choice."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""
+
+    @model_validator(mode="after")
+    def _check_start(self) -> MonitorConfig:
+        if self.resume and self.overwrite:
+            raise ValueError("resume and overwrite exclude each other; choose one")
+        return self
+
+
+class ExperimentConfig(CommandConfig, MachineConfig):
+    """Train a small model with several peers and a monitor on this machine."""
+
+    model_config = SettingsConfigDict(cli_prog_name="spes local")
+
+    config: ConfigFile = shipped("local_experiment")
+    """YAML file with the run's settings under `run`, and defaults for these flags. The name of a file that comes with
+    the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
+    run: RunConfig = RunConfig()
+    """Settings of the run, such as `--run.round.total 12`."""
+    run_id: RunId = "local"
+    """Name of the run."""
+    peers: Annotated[int, Field(ge=1, le=64)] = 4
+    """Peers to start."""
+    max_slots: PositiveInt | None = None
+    """Slots per peer; by default every slot has two holders."""
+    output: Path = Path("runs/local")
+    """Directory of the experiment: model, report, metrics, logs, peers."""
+    text: list[Path] = []
+    """Text, jsonl or parquet to train on instead of the embedded corpus."""
+    dataset: str | None = None
+    """A local file, or the name of a `datasets` data set, which is streamed from the hub."""
+    resume: bool = False
+    """Continue an interrupted experiment."""
+    overwrite: bool = False
+    """Delete what `output` holds and start anew."""
+    wandb: bool = False
+    """Log to Weights & Biases. Offline unless WANDB_MODE says otherwise."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where trained tokenizers and tokenised text are kept."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event in the logs."""
+
+
+class PlanConfig(CommandConfig, MachineConfig):
+    """Print the memory, traffic and time that a run needs of one peer; start nothing.
+
+    Exits with 2 if the plan does not fit `--memory-gb`.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPES_PLAN_", cli_prog_name="spes plan", cli_shortcuts={"max-slots": "slots"}
+    )
+
+    config: ConfigFile | None = None
+    """YAML file with the run's settings under `run`, and a machine's choices. The name of a file that comes with the
+    program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
+    run: RunConfig = RunConfig()
+    """Settings of the run, such as `--run.model.num-experts 32`."""
+    max_slots: PositiveInt | Literal["auto"] = "auto"
+    """Slots to train. `auto`: as many as fit `memory_gb`, or else this machine's free memory."""
+    memory_gb: PositiveFloat | None = None
+    """Memory of the machine, or with `--device cuda` of each GPU, in 10^9 bytes."""
+    host_memory_gb: PositiveFloat | None = None
+    """With `--device cuda`: memory of the machine, in 10^9 bytes. It then holds the swarm's share; by default it is not
+    checked."""
+    device: Literal["cpu", "cuda"] = "cpu"
+    """Where to train. `cpu`: one memory holds everything; `cuda`: GPUs hold what is trained, and the machine the
+    swarm's share."""
+    ranks: PositiveInt = 1
+    """Processes of the peer, as torchrun starts them; one per GPU."""
+    peers: PositiveInt | None = None
+    """Peers of the swarm, all like this one. By default the run's `round.min_peers`, and two at least."""
+    uplink_mbit: PositiveFloat | None = None
+    """Every peer's uplink in 10^6 bits per second; by default the downlink's."""
+    downlink_mbit: PositiveFloat | None = None
+    """Every peer's downlink; by default the uplink's."""
+    tokens_per_second: PositiveFloat | None = None
+    """Training speed of this machine, where it is known. The planner does not guess it."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""
+
+
+class InviteConfig(CommandConfig, NamedRun):
+    """Print invites to a run that was founded with --run.invite-only, one a line."""
+
+    model_config = SettingsConfigDict(env_prefix="SPES_INVITER_", cli_prog_name="spes invite")
+
+    identity: Path
+    """The founder's identity file."""
+    count: PositiveInt = 1
+    """Number of invites. Each serves two identities of one volunteer."""
+    days: Annotated[int, Field(ge=1, le=3650)] = 30
+    """Days for which they are valid."""
+    log_level: str = "warning"
+    """Least severe event to log."""
+
+
+class EvaluateConfig(CommandConfig):
+    """Measure held-out loss, perplexity and lm-eval tasks of a Hugging Face checkpoint."""
+
+    model_config = SettingsConfigDict(env_prefix="SPES_EVALUATE_", populate_by_name=True, cli_prog_name="spes evaluate")
+
+    checkpoint: CliPositionalArg[Path]
+    """Folder written by `save_pretrained`, tokenizer included."""
+    text: list[Path] = []
+    """Files or folders to measure the loss on. By default the held-out part of the embedded corpus."""
+    tasks: list[str] = []
+    """lm-eval tasks to run. With tasks and no text, no loss is measured."""
+    task_path: Path | None = None
+    """Folder with task YAML files of your own, which come first."""
+    batch_size: PositiveInt = 8
+    """Sequences, or requests of a task, per forward pass."""
+    sequence_length: PositiveInt = 256
+    """Tokens per sequence of text."""
+    limit: PositiveInt | None = None
+    """Largest number of sequences of text, and of documents per task."""
+    json_file: Path | None = Field(default=None, alias="json")
+    """File to write the numbers to as well."""
+
+
+class UpcycleSettings(Frozen):
+    """What to make of which checkpoint."""
+
+    source: Path
+    """Folder of the dense checkpoint, its weights as safetensors."""
+    output: Path
+    """Folder to write; must be empty or not exist."""
+    num_experts: PositiveInt
+    """Experts of every layer."""
+    top_k: PositiveInt
+    """Experts each token is routed to; their weights are normalised."""
+    router_std: PositiveFloat = 0.02
+    """Standard deviation of the routers' weights. Small but not 0: ties would send every token to the same experts."""
+    noise_std: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Standard deviation of noise on the experts' weights. Noise makes experts differ from the start."""
+    noise_fraction: Fraction = 0.0
+    """Share of each expert's weights that get noise."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Seed of routers and noise; equal seeds give equal files."""
+
+
+class UpcycleConfig(CommandConfig, UpcycleSettings):
+    """Make a mixture of experts from a dense checkpoint: Qwen3-MoE from Qwen3, Mixtral from Llama."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPES_UPCYCLE_", cli_prog_name="spes upcycle", cli_shortcuts={"source": "from"}
+    )
+
+
+def _folder(value: object) -> Path:
+    """Return a path with `~` expanded.
+
+    Raises:
+        ValueError: it is empty, or the home folder does not exist.
+    """
+    if not str(value):
+        raise ValueError("--output is empty; name a folder")
+    try:
+        return Path(str(value)).expanduser()
+    except RuntimeError as error:
+        raise ValueError(f"--output {value}: there is no such home folder; name another") from error
+
+
+class SimulateConfig(CommandConfig):
+    """Compare ways to train in a simulation, and report it: `spes simulate convergence --output runs/convergence`."""
+
+    model_config = SettingsConfigDict(env_prefix="SPES_SIMULATE_", cli_prog_name="spes simulate")
+
+    study: CliPositionalArg[ConfigFile]
+    """YAML file with the study's base, seeds and variants."""
+    output: Annotated[Path, BeforeValidator(_folder)] = Path("runs/study")
+    """Folder of results, figures and report. Runs that are finished there are not repeated."""
+    only: list[str] = []
+    """Variants to run, such as `solo,ours`; all by default."""
+    seeds: list[int] = []
+    """Seeds of the study to run; all by default."""
+    workers: PositiveInt | None = None
+    """Runs at a time; by default one per CPU core, or one on a GPU."""
+    report_only: bool = False
+    """Run nothing; write table, figures and report again."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where trained tokenizers and tokenised text are kept."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event in the runs' logs."""
+
+
+class HealthConfig(CommandConfig):
+    """Tell when a peer last joined or saved its work; exit with 1 if that is too long ago.
+
+    A peer saves after every round that it commits.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPES_HEALTH_", cli_prog_name="spes health")
+
+    output: Path
+    """The peer's --output."""
+    minutes: PositiveFloat = 30.0
+    """Longest time without a sign of life; several rounds of the run."""
+    log_level: str = "warning"
+    """Least severe event to log."""
