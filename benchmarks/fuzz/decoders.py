@@ -18,7 +18,7 @@ from hivemind.p2p import PeerID
 from benchmarks.fuzz.decoder import Decoder
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.averaging.allreduce import read_roster
+from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.exchange.protocol import Answer, Request
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer

@@ -26,8 +26,7 @@ from spes_p2p.codecs import Format, Segment
 from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, tokenizer_from_bytes, train_bpe
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError, SpesError
-from spes_p2p.swarm.averaging.allreduce import read_roster
-from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, check_snapshot
+from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, check_snapshot, read_roster
 from spes_p2p.swarm.averaging.partition import decode_message, slices
 from spes_p2p.swarm.exchange.protocol import Answer, Request, Wanted
 from spes_p2p.swarm.exchange.versions import Version

@@ -169,7 +169,7 @@ class SparseAverager(averager.SparseAverager):
 
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         answer = await super().rpc_confirm(request, context)
-        work = self._work.get(bytes.fromhex(request.uid))
+        work = self._groups.get(bytes.fromhex(request.uid))
         if bytes.fromhex(request.uid).endswith(SHARED.encode()):
             if _is(COMMITTED) and isinstance(work, RogueGroupAllreduce):
                 await asyncio.wait_for(work.is_done.wait(), GATE_SECONDS)

@@ -111,7 +111,7 @@ def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens
     real = average(four[:3], items, expected=expected, meeting_seconds=1.0)
     for result in real + average_in_memory(four[:3], items, expected=expected):
         assert not result.committed and set(result.dropped) == {"shared", "slot-0"}
-        wording = "nobody trained" if expected == 3 else "of 7 peers"
+        wording = "no member trained" if expected == 3 else "of 7 peers"
         assert all(wording in reason for reason in result.dropped.values())
 
 

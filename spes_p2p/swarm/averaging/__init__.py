@@ -1,1 +1,1 @@
-"""One averaging per round: who meets, who reduces what, and whether the result counts."""
+"""One averaging per round: matchmaking, partition, all-reduce, and the decision on what counts."""

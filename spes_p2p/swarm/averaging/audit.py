@@ -1,6 +1,6 @@
-"""What one member of a group sees of the others in a round: how much to trust them now, and whom it caught.
+"""Audit of a group's all-reduce by one member: robust weights for its means, and evidence against other members.
 
-Shape legend: n vectors, one of each member.
+Shape legend: n vectors, one of each member; s segments; N elements.
 """
 
 from __future__ import annotations
@@ -16,22 +16,31 @@ from torch import Tensor
 from spes_p2p.codecs import Format, Part, Segment
 
 MIN_SENDERS = 5
-"""Members below which nobody can say for sure who is the odd one."""
+"""Senders below which an outlier cannot be told from the others."""
 CLIP = 3.0
-"""Median distances from the centre beyond which a vector is pulled in; honest ones are seen at 2.1 at most."""
+"""Median distances from the centre beyond which a vector is pulled in."""
 OWN_CLIP = 4.0
-"""In smaller groups: how many times as long as the reducer's own another's may be; honest ones are seen at 2.8."""
+"""In smaller groups: how many times as long as the reducer's own vector another may be."""
 STEPS = 3
 MIN_SPREAD = 1e-3
-"""Of the median length: below it, distances are rounding."""
+"""Share of the median length below which distances are rounding errors."""
 MAX_TIMES_MEDIAN = 4.0
-"""Of the members' tokens: what one may weigh at most where there are judges, and what makes room for longer vectors."""
+"""Cap of a member's tokens, in medians of the members' tokens: for weights, and for the length of vectors."""
+MIN_AGREEMENT = 0.2
+"""Cosine with the sum of the others that the median member must reach; below it no member is blamed."""
+OUTLIER_SHARE = 0.2
+"""Share of the median member's cosine below which a delta is unrelated to the others'. Means below minus this share
+point the other way."""
+FAR = 6.0
+"""Typical distances from the centre beyond which a delta is evidence."""
+MAX_TIMES_OWN = 10.0
+"""How many times as long as one's own vector a mean may be, for equal tokens; squared for second moments."""
 
 
 def capped_tokens(tokens: Sequence[float]) -> list[float]:
-    """Return what members are taken to have trained: with enough judges no more than so many times the median.
+    """Return the tokens that members count with: at most `MAX_TIMES_MEDIAN` times the median if enough trained.
 
-    Tokens are a member's own word. A fast machine among laptops is cut too, and that is the price.
+    Tokens are a member's own claim. A fast machine among laptops is capped too; that is the price.
     """
     trained = [count for count in tokens if count > 0]
     if len(trained) < MIN_SENDERS:
@@ -41,15 +50,15 @@ def capped_tokens(tokens: Sequence[float]) -> list[float]:
 
 
 def max_length_ratios(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[float]:
-    """Return how many times as long as ours each member's delta may be for the tokens that it says it has trained.
+    """Return how many times as long as ours each member's delta may be, given the tokens that it claims.
 
-    In a small group nobody can contradict them, so they make no more room than so many times our own tokens, which we
-    know, or those of the roster's usual member: who has just joined, and made a step or two, must let the others pass.
+    A small group cannot contradict a claim, so claims count up to `MAX_TIMES_MEDIAN` times our own tokens, which we
+    know, or the roster's usual tokens: otherwise a member that has just joined would clip all others.
 
     Args:
-        tokens: Of all; ours are positive.
+        tokens: Tokens of all members; ours are positive.
         own: Our place.
-        usual: What members of the roster usually have trained, by `usual_tokens`; 0 if that is not known.
+        usual: Tokens that members of the roster usually train; 0 if unknown.
     """
     most = MAX_TIMES_MEDIAN * max(tokens[own], usual)
     return [max(min(count, most) / tokens[own], 1.0) for count in tokens]  # guard: untrained-tokens
@@ -62,9 +71,9 @@ def gram(parts: Sequence[Tensor]) -> Tensor:
 
 
 def per_token(gram_nn: Tensor, tokens: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return the Gram matrix of deltas as if all had trained the median's tokens, and each one's share of those, [n].
+    """Return the Gram matrix of deltas scaled to the median's tokens, and each member's share of those, [n].
 
-    Within a round a delta grows about as its tokens do: a machine of a quarter of the speed brings a quarter of it.
+    Within a round a delta grows about in proportion to its tokens.
     """
     share_n = torch.tensor(tokens, dtype=torch.float64) / statistics.median(tokens)
     return gram_nn / torch.outer(share_n, share_n), share_n
@@ -73,39 +82,39 @@ def per_token(gram_nn: Tensor, tokens: Sequence[float]) -> tuple[Tensor, Tensor]
 def centered_clip_weights(
     gram_nn: Tensor, weights: Sequence[float], tokens: Sequence[float], clip: float = CLIP
 ) -> list[float]:
-    """Return the weights of a robust mean, to be divided by the sum of `weights`; these if nobody stands out.
+    """Return the weights of a robust mean, to be divided by the sum of `weights`; `weights` if there is no outlier.
 
     CenteredClip: from a centre v, the next is the weighted mean of `v + (x_i - v) min(1, tau / |x_i - v|)`. Here v
-    starts at the member whose median distance to the others is least, and tau is a multiple of the median distance
-    from v, so that it needs neither history nor a setting. What lies so far apart only because it took few tokens is
-    given more room, as the noise of fewer steps is larger.
+    starts at the member with the least median distance to the others, and tau is a multiple of the median distance
+    from v, so that it needs neither history nor a setting. Vectors of few tokens may lie further away, because the
+    noise of fewer steps is larger.
 
     Source: Karimireddy et al., Learning from History for Byzantine Robust Optimization
     (https://arxiv.org/abs/2012.10333), eq. (CC); per partition as in Gorbunov et al., https://arxiv.org/abs/2106.11257.
 
     Args:
-        gram_nn: Of the vectors.
+        gram_nn: Gram matrix of the vectors.
         weights: Positive, at least `MIN_SENDERS`.
-        tokens: With which the vectors have grown; the same of all for those that do not, as moments.
-        clip: Median distances from the centre that are let pass.
+        tokens: Tokens that the vectors have grown with; equal for vectors that do not grow, as moments.
+        clip: Median distances from the centre that are not clipped.
     """
     scaled_nn, share_n = per_token(gram_nn, tokens)
     weight_n = torch.tensor(weights, dtype=torch.float64)
     pull_n, centre_n = torch.ones_like(weight_n), medoid(scaled_nn)
     for _ in range(STEPS):
-        ratio_n = distances(scaled_nn, centre_n) / room(scaled_nn, centre_n, share_n)
+        ratio_n = distances(scaled_nn, centre_n) / typical_distances(scaled_nn, centre_n, share_n)
         pull_n = (clip / ratio_n).clamp(max=1.0)
         part_n = weight_n / weight_n.sum() * pull_n
         centre_n = centre_n * (1 - part_n.sum()) + part_n
     if bool((pull_n == 1.0).all()):  # guard: centered-clip
         return list(weights)
-    # Each delta, pulled towards the centre and then as long again as its tokens make it, as weights of the deltas.
+    # Each delta, pulled towards the centre and scaled back to its tokens, as weights of the deltas.
     kept_n = weight_n * pull_n + (weight_n * share_n * (1 - pull_n)).sum() * centre_n / share_n
     return kept_n.tolist()
 
 
 def medoid(gram_nn: Tensor) -> Tensor:
-    """Return, as weights, the vector whose median distance to the others is least."""
+    """Return the vector with the least median distance to the others, as weights [n]."""
     square_n = gram_nn.diagonal()
     apart_nn = (square_n[:, None] + square_n[None, :] - 2 * gram_nn).clamp(min=0).sqrt()
     best = apart_nn.median(dim=1).values.argmin()  # guard: centre-member
@@ -118,8 +127,8 @@ def distances(gram_nn: Tensor, centre_n: Tensor) -> Tensor:
     return (gram_nn.diagonal() - 2 * inner_n + centre_n @ inner_n).clamp(min=0).sqrt()
 
 
-def room(gram_nn: Tensor, centre_n: Tensor, share_n: Tensor) -> Tensor:
-    """Return the distance from a centre that is usual for each vector, [n]."""
+def typical_distances(gram_nn: Tensor, centre_n: Tensor, share_n: Tensor) -> Tensor:
+    """Return the distance from a centre that is typical for each vector's tokens, [n]."""
     spread = distances(gram_nn, centre_n).median()
     least = MIN_SPREAD * gram_nn.diagonal().sqrt().median()
     return torch.maximum(spread, least).clamp(min=1e-30) * share_n.clamp(max=1.0).rsqrt()
@@ -133,45 +142,34 @@ def length_clipped_weights(
     clip: float = OWN_CLIP,
     usual: float = 0.0,
 ) -> list[float]:
-    """Return weights that make no vector longer than so many times one's own; `weights` if none is.
+    """Return weights that clip each vector to a multiple of the reducer's own length; `weights` if none is longer.
 
-    For groups in which nobody is a majority: what a reducer knows to be honest there is what it has trained itself.
-    To be divided by the sum of `weights`.
+    For groups without a majority: there a reducer knows only its own vector to be honest. To be divided by the sum of
+    `weights`.
 
     Args:
-        gram_nn: Of the vectors.
+        gram_nn: Gram matrix of the vectors.
         weights: Positive.
-        tokens: Likewise.
-        own: The reducer's own.
-        clip: Times its length that others may have, and more for as many times its tokens, within reason.
-        usual: What members of the roster usually have trained.
+        tokens: Tokens of the same members.
+        own: The reducer's place.
+        clip: Multiple of its length for equal tokens; `max_length_ratios` extends it for more tokens.
+        usual: Tokens that members of the roster usually train.
     """
     length_n = gram_nn.diagonal().sqrt()
-    times_n = torch.tensor(max_length_ratios(tokens, own, usual), dtype=torch.float64)
-    limit_n = clip * length_n[own] * times_n
+    ratio_n = torch.tensor(max_length_ratios(tokens, own, usual), dtype=torch.float64)
+    limit_n = clip * length_n[own] * ratio_n
     if not length_n[own] > 0 or bool((length_n <= limit_n).all()):  # guard: length-clip
         return list(weights)
     pull_n = (limit_n / length_n).clamp(max=1.0)
     return [weight * pull for weight, pull in zip(weights, pull_n.tolist(), strict=True)]
 
 
-AGREEMENT = 0.2
-"""Least cosine with the others that the median member must have for anybody to be blamed; seen are 0.6 to 0.96."""
-ODD = 0.2
-"""Share of the median member's cosine below which a delta has nothing to do with the others'; honest ones have half of
-it at least. As a negative share: below which a mean is turned round."""
-FAR = 6.0
-"""Usual distances from the centre at which a delta is no accident."""
-MAX_TIMES_OWN = 10.0
-"""How many times as long as one's own vector, for as many tokens, its mean may be; second moments, the square of it."""
-
-
 class Evidence(NamedTuple):
-    """Why a member is not trusted.
+    """Reason to distrust a member.
 
     Attributes:
         reason: What it did.
-        is_proof: No honest software does that.
+        is_proof: Honest software never does it.
     """
 
     reason: str
@@ -179,15 +177,15 @@ class Evidence(NamedTuple):
 
 
 class Auditor:
-    """One member's eyes in a group's all-reduce.
+    """One member's audit of a group's all-reduce.
 
     Args:
         peers: All members.
-        tokens: That each one has trained.
-        weights: Of each one's contribution.
+        tokens: Tokens that each has trained.
+        weights: Weight of each one's contribution.
         me: This member's place among them.
-        format: How the group's vector travels; its first segment is the delta, and only that is evidence.
-        usual: Tokens that members of the roster usually have trained; 0 if that is not known.
+        format: The vector's format; its first segment is the delta.
+        usual: Tokens that members of the roster usually train; 0 if unknown.
     """
 
     def __init__(
@@ -199,7 +197,11 @@ class Auditor:
         format: Format,
         usual: float = 0.0,
     ) -> None:
-        self._peers, self._tokens, self._weights, self._me, self._format = peers, tokens, weights, me, format
+        self._peers = peers
+        self._tokens = tokens
+        self._weights = weights
+        self._me = me
+        self._format = format
         self._usual = usual
         self._senders = [index for index, weight in enumerate(weights) if weight > 0]
         self._gram_snn = torch.zeros(len(format.segments), len(self._senders), len(self._senders), dtype=torch.float64)
@@ -209,17 +211,17 @@ class Auditor:
 
     @property
     def can_tell_outliers(self) -> bool:
-        """Whether so many bring something that the odd one can be told from the others."""
+        """Whether enough members send to tell an outlier from the others."""
         return len(self._senders) >= MIN_SENDERS
 
     # ------------------------------------------------------------------ as a reducer
 
     def weigh(self, part: Part, values: Sequence[Tensor | None]) -> list[float]:
-        """Return what each sender weighs in the mean of a part, to be divided by the sum of those who sent it.
+        """Return each sender's weight in the mean of a part, to be divided by the sum of the senders' weights.
 
         Args:
-            part: Which.
-            values: What they have sent of it; None where that could not be read.
+            part: Part of this reducer's slice.
+            values: Each sender's values of it; None where they are unreadable.
         """
         here = [place for place, value in enumerate(values) if value is not None]
         kept = [0.0] * len(values)
@@ -240,19 +242,19 @@ class Auditor:
             grown = tokens if part.segment == 0 else [1.0] * len(here)
             return centered_clip_weights(gram_nn, weights, grown, CLIP**power)
         own = [number for number, place in enumerate(here) if self._senders[place] == self._me]
-        return (
-            length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, self._usual) if own else weights
-        )
+        if not own:
+            return weights
+        return length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, self._usual)
 
     # ------------------------------------------------------------------ as a receiver
 
     def observe_mean(self, reducer: int, message: Sequence[Part], mean_N: Tensor, source: Tensor) -> None:
-        """Take note of the mean that a reducer has sent, beside what this member brought.
+        """Compare the mean that a reducer has sent with what this member sent.
 
         Args:
             reducer: Its place.
             message: The mean's parts.
-            mean_N: Its values.
+            mean_N: The mean's values.
             source: This member's whole encoded vector, uint8.
         """
         for part in message if self._weights[self._me] > 0 else ():
@@ -262,7 +264,7 @@ class Auditor:
             self._means[reducer][part.segment] += torch.stack([here_N @ own_N, here_N @ here_N, own_N @ own_N])
 
     def liars(self) -> dict[str, Evidence]:
-        """Return the reducers whose means cannot be what they should."""
+        """Return the reducers whose means cannot be right."""
         found: dict[str, Evidence] = {}
         if not self._weights[self._me] > 0:
             return found
@@ -276,28 +278,28 @@ class Auditor:
             if own > 0:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
         if len(cosines) >= MIN_SENDERS - 1:  # guard: mean-direction
-            # One's own delta may be small, and mostly noise; that a mean points the other way is no accident.
-            for index in odd(list(cosines.values()), -ODD):
+            # Our own delta may be small, and mostly noise; a mean that points the other way is no accident.
+            for index in outliers(list(cosines.values()), -OUTLIER_SHARE):
                 peer = self._peers[list(cosines)[index]]
                 found.setdefault(peer, Evidence("its mean points away from our delta", False))
         return found
 
     def _longest_mean(self, segment: Segment) -> float:
-        """Return how many times as long as our part of a segment its mean may be; few tokens make noise of moments."""
+        """Return how many times as long as our part of a segment its mean may be."""
         return MAX_TIMES_OWN ** _power(segment) * max(max_length_ratios(self._tokens, self._me, self._usual))
 
-    # ------------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------------ evidence
 
     def record_proof(self, index: int, reason: str) -> None:
-        """Take note of what no honest member does."""
+        """Record what an honest member never does."""
         self._proofs[self._peers[index]] = Evidence(reason, True)  # guard: unreadable-proof
 
     def evidence(self) -> Mapping[str, Evidence]:
-        """Return what this member holds against others, by their ids."""
+        """Return this member's evidence against others, by peer."""
         return (self._suspects() if self.can_tell_outliers else {}) | self.liars() | self._proofs
 
     def _suspects(self) -> dict[str, Evidence]:
-        """Return the senders whose deltas are unlike all others', or whose moments are beyond all measure."""
+        """Return the senders whose deltas are unrelated to all others', or whose moments are far too large."""
         found: dict[str, Evidence] = {}
         for segment, gram_nn in list(zip(self._format.segments, self._gram_snn, strict=True))[1:]:
             length_n = gram_nn.diagonal().sqrt()
@@ -309,8 +311,8 @@ class Auditor:
             return {}
         scaled_nn, share_n = per_token(gram_nn, [self._tokens[index] for index in self._senders])
         centre_n = medoid(scaled_nn)
-        times = (distances(scaled_nn, centre_n) / room(scaled_nn, centre_n, share_n)).tolist()
-        against = odd(_cosines(gram_nn))
+        times = (distances(scaled_nn, centre_n) / typical_distances(scaled_nn, centre_n, share_n)).tolist()
+        against = outliers(_cosines(gram_nn))
         for place, index in enumerate(self._senders):
             if times[place] > FAR:  # guard: far-delta
                 found[self._peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
@@ -321,12 +323,12 @@ class Auditor:
 
 
 def _power(segment: Segment) -> int:
-    """Return 2 for second moments: what is three times as long in a gradient is nine times as long in its square."""
+    """Return 2 for second moments: a gradient three times as long has a square nine times as long."""
     return 2 if segment.non_negative else 1
 
 
 def _cosines(gram_nn: Tensor) -> list[float]:
-    """Return each vector's cosine with the sum of the others, all of them taken to be of one length."""
+    """Return each vector's cosine with the sum of the others, all of them scaled to one length."""
     length_n = gram_nn.diagonal().sqrt()
     unit_nn = gram_nn / torch.outer(length_n, length_n).clamp(min=1e-300)
     own_n, inner_n = unit_nn.diagonal(), unit_nn.sum(dim=1) - unit_nn.diagonal()
@@ -334,11 +336,11 @@ def _cosines(gram_nn: Tensor) -> list[float]:
     return (inner_n / others_n).tolist()
 
 
-def odd(cosines: Sequence[float], share: float = ODD) -> set[int]:
-    """Return the places of those below so large a share of the median, while most agree with the others."""
+def outliers(cosines: Sequence[float], share: float = OUTLIER_SHARE) -> set[int]:
+    """Return the places of cosines below this share of the median; none if the median member disagrees too."""
     median = sorted(cosines)[len(cosines) // 2]
     return (
         {place for place, cosine in enumerate(cosines) if cosine < share * median}
-        if median > AGREEMENT  # guard: no-agreement
+        if median > MIN_AGREEMENT  # guard: no-agreement
         else set()
     )

@@ -1,4 +1,4 @@
-"""Memory that a peer shares with its averager's process: what it sends, what comes of it, and what rounding leaves."""
+"""Memory that a peer shares with its averager's process: vectors to send, means, and residuals."""
 
 from __future__ import annotations
 
@@ -9,38 +9,40 @@ from torch import Tensor
 
 from spes_p2p.codecs import Format
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 
 
 class Buffers:
-    """What the averager's process shares with its peer for one group: bytes in, bytes out, and rounding errors.
+    """Shared memory for one group.
 
     Args:
-        format: The largest that may travel here.
+        format: The largest format in which the group's vector travels.
+
+    Attributes:
+        source: The encoded vector to send, uint8.
+        result: The encoded mean, uint8.
+        residual: Rounding error that earlier committed means left in this reducer's slice of the delta, fp32.
+        new_residual: Rounding error of the newest mean, committed or not.
     """
 
     def __init__(self, format: Format) -> None:
         self.source = _shared(torch.uint8, format.num_bytes)
         self.result = _shared(torch.uint8, format.num_bytes)
-        # The kernel gives these memory only where they are written to: in this reducer's own slice.
+        # The kernel backs these with memory only where they are written: in this reducer's own slice.
         numel = 0 if format.is_exact else format.segments[0].numel
-        self.error = _shared(torch.float32, numel)
-        self.new_error = _shared(torch.float32, numel)
+        self.residual = _shared(torch.float32, numel)
+        self.new_residual = _shared(torch.float32, numel)
         self._is_clean = True
 
-    def left(self, start: int, stop: int) -> tuple[int, Tensor]:
-        """Return where the slice starts that this peer has reduced, and what that has left over."""
-        return start, self.new_error[start:stop]
-
-    def keep(self, start: int, error: Tensor) -> None:
-        """Let what a committed mean has left over go with a later round's."""
-        self.error[start : start + error.numel()] = error
+    def keep_residual(self, start: int, residual: Tensor) -> None:
+        """Add the rounding error of a committed mean to a later round's mean."""
+        self.residual[start : start + residual.numel()] = residual
         self._is_clean = False
 
-    def forget_error(self) -> None:
-        """Give up what was left over."""
+    def reset_residual(self) -> None:
+        """Discard the residual."""
         if not self._is_clean:
-            self.error.zero_()
+            self.residual.zero_()
             self._is_clean = True
 
 
@@ -50,50 +52,37 @@ def _shared(dtype: torch.dtype, numel: int) -> Tensor:
 
 
 class BufferPool:
-    """Buffers for every group that a peer may be in at once: first those of `shared`, then one for each slot.
+    """Buffers for every group that a peer may be in at once: those of `shared`, then one for each slot it holds.
 
     Args:
         encoding: How vectors travel.
         max_slots: Slots that the peer may hold at once.
-
-    Attributes:
-        all: In that order.
     """
 
     def __init__(self, encoding: DeltaEncoding, max_slots: int) -> None:
-        self.all = [
-            Buffers(format) for format in (encoding.largest(SHARED), *[encoding.largest(slot_name(0))] * max_slots)
-        ]
+        names = [SHARED, *[VectorName.of_slot(0)] * max_slots]
+        self._all = [Buffers(encoding.largest(name)) for name in names]
         self._slots: tuple[int, ...] = ()
 
-    def assign(self, slots: tuple[int, ...]) -> None:
-        """Give the places to these slots; errors of slots that move are given up."""
+    def of(self, slots: tuple[int, ...]) -> dict[VectorName, Buffers]:
+        """Return the buffers of a peer that holds these slots, by group."""
+        return dict(zip([SHARED, *map(VectorName.of_slot, slots)], self._all, strict=False))
+
+    def assign(self, slots: tuple[int, ...]) -> dict[VectorName, Buffers]:
+        """Return the buffers of `shared` and these slots; if the slots change, all residuals of slots are discarded."""
         if slots != self._slots:
-            for buffers in self.all[1:]:
-                buffers.forget_error()
+            for buffers in self._all[1:]:
+                buffers.reset_residual()
             self._slots = slots
+        return self.of(slots)
 
-    @property
-    def by_name(self) -> dict[str, Buffers]:
-        """Those in use, by the name of their group."""
-        return dict(zip([SHARED, *map(slot_name, self._slots)], self.all, strict=False))
+    def keep_residuals(self, residuals: Mapping[VectorName, tuple[int, Tensor]]) -> None:
+        """Add what encoding the committed means has left over to a later round's means; as in `Attempt.residuals`."""
+        buffers = self.of(self._slots)
+        for name, (start, residual) in residuals.items():
+            buffers[name].keep_residual(start, residual)
 
-    def fill(self, encoded: Mapping[str, Tensor]) -> None:
-        """Put in what is to be sent."""
-        for name, buffers in self.by_name.items():
-            buffers.source[: encoded[name].numel()].copy_(encoded[name])
-
-    def keep_errors(self, left: Mapping[str, tuple[int, Tensor]]) -> None:
-        """Let what the means of committed groups have left over go with a later round's.
-
-        Args:
-            left: As in the attempt.
-        """
-        places = self.by_name
-        for name, (start, error) in left.items():
-            places[name].keep(start, error)
-
-    def forget_errors(self) -> None:
-        """Give up what was left over, because the anchors have been replaced."""
-        for buffers in self.all:
-            buffers.forget_error()
+    def reset_residuals(self) -> None:
+        """Discard all residuals, because the anchors have been replaced."""
+        for buffers in self._all:
+            buffers.reset_residual()

@@ -1,4 +1,4 @@
-"""How a peer's vectors travel: in which formats, and with what earlier rounds have left over."""
+"""Encoding of the vectors that a peer averages and publishes, and the residuals of rounding."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Feedback, Format, Segment, format_of, from_bytes, to_bytes
+from spes_p2p.codecs import ErrorFeedback, Format, Segment, format_of, from_bytes, to_bytes
 from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
 from spes_p2p.swarm.interface import Contribution
+from spes_p2p.swarm.names import AnyName, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS
-from spes_p2p.swarm.roster import Member, kind_of
+from spes_p2p.swarm.roster import Member
 
 log = logging.getLogger(__name__)
 
 PROMPT_SECONDS = 1.0
-"""Vectors that took longer to encode are encoded before others are met."""
+"""Vectors that took longer to encode are encoded before the matchmaking."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Vectors:
     """The vectors that a run averages and publishes; the same on all of its peers.
 
     Attributes:
-        bundle_numel: Elements of a published vector, by kind: `shared`, `slot`, and of their moments.
-        segments: What a group averages and how it travels, for `shared` and for `slot`: the delta, then moments.
-        advance: From a name, its bundle and the mean delta, makes the bundle that follows; None has all versions come
-            whole.
-        keyframe_rounds: Most deltas that lead from one version to another.
-        coded: Of published vectors that do not lie and travel in fp32, how they do, by kind.
+        bundle_numel: Elements of a published vector, by kind: `shared`, `slot`, and those of their moments.
+        segments: Contents and codecs of an averaged vector, for the kinds `shared` and `slot`: the delta, then moments.
+        advance: Makes the next version of a published vector from its name, its values and the mean delta; None if
+            versions always travel whole.
+        keyframe_rounds: Largest number of deltas that lead from one version to another.
+        coded: Contents and codecs of published vectors, by kind; kinds that are missing here travel in fp32.
         num_slots: Experts per layer of the run's model; by default as many as there are names for.
     """
 
@@ -50,56 +51,57 @@ class Vectors:
         """The names of the run's vectors."""
         return vector_names(self.num_slots)
 
-    def strange(self, names: Iterable[str]) -> dict[str, str]:
-        """Return why nobody may be asked for them, of those names that the run does not have."""
+    def unknown(self, names: Iterable[AnyName]) -> dict[AnyName, str]:
+        """Return those of the names that the run does not have, each with the reason for not pulling it."""
         return {name: "this run has no such version" for name in names if name not in self.names}
 
     @cached_property
     def formats(self) -> Mapping[str, Format]:
-        """How the coded ones are written, by kind."""
+        """Formats of the coded kinds."""
         return {kind: Format(segments) for kind, segments in self.coded.items()}
 
     def codec(self, name: str) -> CodecKind:
-        """Return what a published vector's version says that its bytes are."""
-        return "coded" if kind_of(name) in self.formats else "fp32"
+        """Return the codec that a published vector's version states."""
+        return "coded" if VectorName(name).kind in self.formats else "fp32"
 
     def num_bytes(self, name: str) -> int:
         """Return the length of a published vector."""
-        kind = kind_of(name)
+        kind = VectorName(name).kind
         return self.formats[kind].num_bytes if kind in self.formats else 4 * self.bundle_numel[kind]
 
     def encode(self, name: str, flat_N: Tensor) -> memoryview:
-        """Return the bytes that are published of a vector."""
-        format = self.formats.get(kind_of(name))
+        """Return the bytes of a vector to publish."""
+        format = self.formats.get(VectorName(name).kind)
         return to_bytes(flat_N if format is None else format.encode(flat_N))
 
     def decode(self, name: str, data: bytes) -> Tensor:
-        """Return the vector that was published so, as a new tensor.
+        """Return the values of a published vector, as a new tensor.
 
         Raises:
             ExchangeError: wrong length, or a value that is not finite.
         """
-        format = self.formats.get(kind_of(name))
-        return from_bytes(data, self.bundle_numel[kind_of(name)]) if format is None else format.decode(data)
+        kind = VectorName(name).kind
+        format = self.formats.get(kind)
+        return from_bytes(data, self.bundle_numel[kind]) if format is None else format.decode(data)
 
 
 class DeltaEncoding:
     """Encodes one peer's contributions and decodes the swarm's means; the same for every kind of swarm.
 
-    Error feedback: what rounding takes from a delta is added to the next one of the same group that is committed, so
-    that nothing is lost for good, however few the bits.
+    Error feedback: the rounding error of a committed delta is added to the next delta of the same group, so that no
+    part of it is lost for good at any number of bits.
 
     Source: Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al.,
     https://arxiv.org/abs/1901.09847.
 
     Args:
-        segments: What a vector consists of, for the kinds `shared` and `slot`: the delta, then averaged moments.
+        segments: Contents and codecs of a vector, for the kinds `shared` and `slot`: the delta, then averaged moments.
     """
 
     def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
         self._segments = {kind: tuple(parts) for kind, parts in segments.items()}
         self._formats: dict[tuple[Segment, ...], Format] = {}
-        self._feedback = Feedback()
+        self._feedback = ErrorFeedback()
         self._pending: dict[str, Tensor | None] = {}
         self._encode_seconds = math.inf
 
@@ -109,12 +111,12 @@ class DeltaEncoding:
         return repr(sorted(self._segments.items()))
 
     def format(self, name: str, round: int) -> Format:
-        """Return how a group's vector travels when this round is committed."""
-        return self._cached([part for part in self._segments[kind_of(name)] if round % part.interval == 0])
+        """Return the format of a group's vector in the round that commits it."""
+        return self._cached([part for part in self._segments[VectorName(name).kind] if round % part.interval == 0])
 
     def largest(self, name: str) -> Format:
-        """Return the format of a group in rounds in which everything travels."""
-        return self._cached(self._segments[kind_of(name)])
+        """Return the format of a group's vector in rounds in which all of its segments travel."""
+        return self._cached(self._segments[VectorName(name).kind])
 
     def _cached(self, segments: Iterable[Segment]) -> Format:
         key = tuple(segments)
@@ -123,72 +125,49 @@ class DeltaEncoding:
         return self._formats[key]
 
     def delta_bytes(self, kind: str) -> int:
-        """Return the size of an encoded delta; 0 where it travels exactly, and so is as large as what it leads to."""
+        """Return the size of an encoded delta; 0 if its codec is exact, because the next version is no larger."""
         delta = self._cached(self._segments[kind][:1])
         return 0 if delta.is_exact else delta.num_bytes
 
     # ------------------------------------------------------------------ contributions
 
     def entry(self, contribution: Contribution) -> Member:
-        """Return the roster entry that `encode` will return, unless a codec refuses what is finite; takes a glance."""
+        """Return the roster entry that `encode` will return, unless a codec refuses finite values; fast."""
         for flat_N in contribution.deltas.values():
             if flat_N.numel() and not all(torch.isfinite(extreme) for extreme in flat_N.aminmax()):
                 return contribution.member.model_copy(update={"tokens": 0})
         return contribution.member
 
-    def encode(self, contribution: Contribution) -> tuple[Member, dict[str, Tensor]]:
+    def encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         """Return a contribution's roster entry, and its vectors as uint8.
 
-        A peer whose own vectors hold NaN or infinity enters without weight: its work of the round is lost, nobody
-        else's is.
+        A peer whose own vectors hold NaN or infinity enters without weight: it loses its own work of the round, and
+        the others lose nothing.
         """
         member, round = contribution.member, contribution.member.round + 1
-        for name in set(self._feedback.names) - set(contribution.deltas):
-            self._feedback.forget(name)
-        encoded: dict[str, Tensor] = {}
+        for name in self._feedback.names - set(contribution.deltas):
+            self._feedback.drop(name)
+        encoded: dict[VectorName, Tensor] = {}
         self._pending = {}
+        formats = {VectorName(name): self.format(name, round) for name in contribution.deltas}
         try:
-            for name, flat_N in contribution.deltas.items():
-                encoded[name], self._pending[name] = self._feedback.encode(name, self.format(name, round), flat_N)
+            for name, format in formats.items():
+                encoded[name], self._pending[name] = self._feedback.encode(name, format, contribution.deltas[name])
         except ValueError as error:
-            log.warning("round %d: throwing away this peer's work, of which it cannot send %s: %s", round, name, error)
+            log.warning("round %d: dropping this peer's work, because %s cannot be encoded: %s", round, name, error)
             self._pending = {}
-            formats = {name: self.format(name, round) for name in contribution.deltas}
             zeros = {name: torch.zeros(format.num_bytes, dtype=torch.uint8) for name, format in formats.items()}
             return member.model_copy(update={"tokens": 0}), zeros
         return member, encoded
 
-    def commit(self, committed: Iterable[str]) -> None:
-        """Keep what was left over of the groups that were committed; the others' deltas go nowhere, with their rest."""
-        for name in committed:
-            error = self._pending.get(name)
-            if error is not None:
-                self._feedback.keep(name, error)
-        self._pending = {}
+    def encoder(self, contribution: Contribution) -> Callable[[], tuple[Member, Mapping[VectorName, Tensor]]]:
+        """Return a function that encodes a contribution once: when it is first called, or now if encoding is slow.
 
-    def residuals(self) -> dict[str, Tensor]:
-        """Return what is left over, by group, to outlive this process."""
-        return self._feedback.kept()
-
-    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Go on with what an earlier process had left over of the same anchors."""
-        for name, error_N in residuals.items():
-            self._feedback.keep(name, error_N.clone())
-
-    def forget(self) -> None:
-        """Give up what was left over, because the anchors have been replaced."""
-        self._pending = {}
-        for name in list(self._feedback.names):
-            self._feedback.forget(name)
-
-    def encoder(self, contribution: Contribution) -> Callable[[], tuple[Member, Mapping[str, Tensor]]]:
-        """Return what encodes a contribution, once: when it is called if that is quick, or else now.
-
-        While a peer encodes, those who have met it wait for its first byte, and not for long.
+        Members that have met a peer wait for its first byte while it encodes, and not for long.
         """
 
         @cache
-        def encode() -> tuple[Member, Mapping[str, Tensor]]:
+        def encode() -> tuple[Member, Mapping[VectorName, Tensor]]:
             began = time.monotonic()
             encoded = self.encode(contribution)
             self._encode_seconds = time.monotonic() - began
@@ -198,19 +177,44 @@ class DeltaEncoding:
             encode()
         return encode
 
+    # ------------------------------------------------------------------ residuals
+
+    def commit(self, committed: Iterable[str]) -> None:
+        """Keep the residuals of the committed groups; those of the others are dropped together with their deltas."""
+        for name in committed:
+            residual_N = self._pending.get(name)
+            if residual_N is not None:
+                self._feedback.keep(name, residual_N)
+        self._pending = {}
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Return the residuals by group, to be saved in a checkpoint."""
+        return self._feedback.residuals()
+
+    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue with the residuals of an earlier process, whose anchors were the same."""
+        for name, residual_N in residuals.items():
+            self._feedback.keep(name, residual_N.clone())
+
+    def forget(self) -> None:
+        """Discard all residuals, because the anchors have been replaced."""
+        self._pending = {}
+        for name in self._feedback.names:
+            self._feedback.drop(name)
+
     # ------------------------------------------------------------------ means
 
     def decode(self, name: str, round: int, data: Tensor) -> Tensor:
-        """Return a mean's values.
+        """Return the values of a mean, as a new tensor.
 
         Raises:
-            ExchangeError: one is not finite.
+            ExchangeError: a value is not finite.
         """
         return self.format(name, round).decode(data)
 
     def delta_of(self, name: str, data: Tensor) -> bytes:
-        """Return the delta's bytes of an encoded mean; none where it travels exactly."""
-        return data[: self.delta_bytes(kind_of(name))].numpy().tobytes()
+        """Return the delta's bytes of an encoded mean; empty if its codec is exact."""
+        return data[: self.delta_bytes(VectorName(name).kind)].numpy().tobytes()
 
     def decode_delta(self, name: str, delta: bytes) -> Tensor:
         """Return the values of an encoded mean delta.
@@ -218,4 +222,4 @@ class DeltaEncoding:
         Raises:
             ExchangeError: wrong length, or a value that is not finite.
         """
-        return self._cached(self._segments[kind_of(name)][:1]).decode(delta)
+        return self._cached(self._segments[VectorName(name).kind][:1]).decode(delta)

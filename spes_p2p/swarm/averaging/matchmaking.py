@@ -1,14 +1,16 @@
-"""How members of a run find each other in the DHT when a round is due, and without it when they redo one."""
+"""Matchmaking: how members of a run form a group, through the DHT, or without it when they redo a round."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import msgpack
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException, PotentialLeaders
@@ -18,34 +20,39 @@ from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
+from spes_p2p.errors import RecordError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT
+from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS
+from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.swarm.validation import owner_of
 
 log = logging.getLogger(__name__)
 
 ASK_AGAIN_SECONDS = 0.1
 LIAR_SECONDS = 600.0
-"""For so long nobody follows a leader that has lied about its group."""
+"""Time for which a leader that has lied about its group is not followed."""
 MAX_ENTRY_BYTES = 2**16 + 2**10
-"""Of what a peer gives the matchmaking: a roster entry of the greatest length, and hivemind's own."""
+"""Largest entry that a leader accepts from a follower: the longest roster entry, and hivemind's own fields."""
+MAX_GATHERED_BYTES = 2**17
+"""Largest entry that is decoded of those that a leader has gathered."""
 
 
 class Declarations(GroupKeyManager):
     """Declares until when this peer waits for others, and reads the same of them.
 
-    Stock lets the declaration itself expire at that time, and a DHT keeps whichever of two records expires later:
-    who once planned to wait until noon could be found by nobody before noon, not even to redo a failed round. Here
-    the time is the declaration's value, and each declaration outlives the last.
+    In stock hivemind the declaration itself expires at that time, and a DHT keeps the record that expires later: after
+    one plan to wait until noon, a peer could not be found before noon, not even to redo a failed round. Here the time
+    is the declaration's value, and each declaration outlives the last.
 
-    A DHT takes seconds to notice that one of its nodes is gone, and nothing here waits for what it stores.
+    A DHT takes seconds to notice that one of its nodes is gone; nothing here waits for a store.
     """
 
     dht: SwarmDHT
     leaders: Leaders
-    """Of the search that this one reads for."""
+    """The search that reads the declarations."""
     survivors: Sequence[PeerID] | None = None
-    """Whom to meet where a round is redone: they know each other, and need no DHT."""
+    """Peers to meet when a round is redone: they know each other, and need no DHT."""
     _expires_at = 0.0
 
     async def declare_averager(
@@ -71,7 +78,7 @@ class Declarations(GroupKeyManager):
         if found is None or not isinstance(found.value, dict):
             return []
         waiting = {owner_of(subkey): item.value for subkey, item in found.value.items()}
-        # Whoever waits for longer than this search lasts can be followed by nobody in it.
+        # A peer that waits for longer than this search lasts cannot lead it.
         until_when = self.leaders.search_end_time
         return [
             (PeerID.from_base58(peer), end)
@@ -80,39 +87,39 @@ class Declarations(GroupKeyManager):
         ]
 
     async def _survivors_to_follow(self) -> list[tuple[PeerID, float]]:
-        """Return the survivors with lesser ids, again and again: whoever has the least of all leads."""
+        """Return the survivors with smaller ids, anew each time; the one with the smallest id leads."""
         assert self.survivors is not None
         await asyncio.sleep(ASK_AGAIN_SECONDS)
         me, soon = self.peer_id.to_bytes(), time.time() + 3 * ASK_AGAIN_SECONDS
-        lesser = sorted(peer.to_bytes() for peer in self.survivors if peer.to_bytes() < me)
-        # Whom it has asked once under the same time, hivemind does not ask again.
-        return [(PeerID(peer), soon + 1e-6 * rank) for rank, peer in enumerate(lesser)]
+        smaller = sorted(peer.to_bytes() for peer in self.survivors if peer.to_bytes() < me)
+        # Hivemind does not ask a peer twice under the same time.
+        return [(PeerID(peer), soon + 1e-6 * rank) for rank, peer in enumerate(smaller)]
 
     async def update_key_on_group_assembled(self, group_info: GroupInfo) -> None:
-        """Meet under the same key next time: there is one, and a group may be larger than a member expected."""
+        """Keep the key: there is only one, and a group may be larger than a member expected."""
 
     async def update_key_on_not_enough_peers(self) -> None:
-        """Meet under the same key next time."""
+        """Keep the key."""
 
 
 class Leaders(PotentialLeaders):
-    """Whom a peer may follow, until its own time is up.
+    """The peers that this one may follow, until its own time is up.
 
-    Stock takes any declaration for a time that is up, the first of a search too: whoever had a follower by then began
-    with that one alone, as soon as half of those expected were there, and the third of three was left behind. It also
-    looks no further once somebody has said to wait for long: one who lies about that kept all others from each other.
+    In stock hivemind any declaration ends the time, even the first one of a search: a peer with a follower began with
+    it as soon as half of the expected peers were there, and the third of three was left behind. Stock also stops
+    looking once a peer has declared a long wait, so that one lie kept all others from each other.
     """
 
-    heeded = math.inf
-    """Until when this peer waits, as far as this search knows."""
+    seen_expiration = math.inf
+    """End of this peer's waiting, as far as this search knows."""
     max_assured_time = property(lambda self: -math.inf, lambda self, time: None)  # guard: no-assured-time
-    """Until when nobody unseen can lead, by the declarations seen: they assure of nothing."""
+    """Time before which, by the declarations seen, no unseen peer can lead; declarations assure nothing here."""
 
     def ask_again(self, leader: PeerID, answer_seconds: float) -> None:
-        """Ask a leader once more that has not taken us, after half of the time in which it would have answered.
+        """Allow another request to a leader that has not accepted us, after half of the time in which it would answer.
 
-        Stock asks each of them once: a leader busy for that second met the others without whoever had asked in it. Who
-        asks too late for an answer in time would keep its own followers waiting.
+        Stock asks each leader once: a leader that was busy for that second met the others without this peer. A request
+        whose answer would come too late is not repeated, because this peer's own followers would wait for it.
         """
         if get_dht_time() + 1.5 * answer_seconds < self.declared_expiration_time:
             asked = {attempt for attempt in self.past_attempts if attempt[0] == leader}
@@ -124,13 +131,13 @@ class Leaders(PotentialLeaders):
             try:
                 return await super().pop_next_leader()
             except TimeoutError:
-                before, self.heeded = self.heeded, self.declared_expiration_time
+                before, self.seen_expiration = self.seen_expiration, self.declared_expiration_time
                 if math.isfinite(before):
                     raise
 
 
 class SwarmMatchmaking(Matchmaking):
-    """One peer's search for a group: of everybody in the DHT, or of those who have just failed together."""
+    """One peer's search for a group: all peers in the DHT, or those whose last attempt has just failed together."""
 
     group_key_manager: Declarations
     potential_leaders: Leaders
@@ -145,22 +152,23 @@ class SwarmMatchmaking(Matchmaking):
         self._liars: dict[PeerID, float] = {}
 
     def prepare(self, target: int | None, least: int, survivors: Sequence[PeerID] | None) -> None:
-        """Set the size at which the next group stands at once, and the least; `survivors` to redo a round with them."""
-        self.target_group_size, self.min_group_size = target, least
+        """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with."""
+        self.target_group_size = target
+        self.min_group_size = least
         self.group_key_manager.target_group_size = target
         self.group_key_manager.survivors = survivors
-        self.potential_leaders.heeded = math.inf
+        self.potential_leaders.seen_expiration = math.inf
 
     def get_request_expiration_time(self) -> float:
         if self.group_key_manager.survivors is not None:
-            # Others may have failed a little later than we, so their search for a group began later.
+            # The others may have failed a little later than we, so that their search began later.
             return self.potential_leaders.search_end_time
         return super().get_request_expiration_time()
 
     async def _request_join_group(self, leader: PeerID) -> GroupInfo | None:
-        """Ask to join a leader's group; one that has lied about a group is not asked for a while.
+        """Ask to join a leader's group; a leader that has lied about one is not asked for a while.
 
-        Stock gives up the whole search for one lie: who always leads first would end all averaging.
+        Stock gives up the whole search for one lie: a liar that always leads first would end all averaging.
         """
         if self._liars.get(leader, 0.0) > time.monotonic():
             return None
@@ -188,22 +196,22 @@ class SwarmMatchmaking(Matchmaking):
         if survivors is not None and context.remote_id not in survivors:  # guard: survivors-only
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
         if len(request.gather) > MAX_ENTRY_BYTES:  # guard: entry-size
-            # The others would have to take it from the leader.
+            # The other members would have to take it from the leader.
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
         return super()._check_reasons_to_reject(request, context)
 
 
 def check_snapshot(msg: averaging_pb2.MessageFromLeader, leader: PeerID, me: PeerID, mine: bytes) -> None:
-    """Compare what a leader says of a group with what its follower knows.
+    """Compare a leader's description of its group with what a follower knows.
 
-    Entries carry no signatures: that everybody looks for its own keeps a leader from changing them. Bandwidths and
-    modes, which hivemind gathers beside them, are used by nobody here.
+    Entries carry no signatures; each member checks its own, so that a leader cannot change any. The bandwidths and
+    modes that hivemind gathers beside them are not used.
 
     Args:
-        msg: From the leader.
-        leader: Who it is.
+        msg: The leader's message.
+        leader: The leader.
         me: The follower.
-        mine: What it has sent.
+        mine: The entry that the follower has sent.
 
     Raises:
         MatchmakingException: that cannot be the group.
@@ -222,10 +230,11 @@ def check_snapshot(msg: averaging_pb2.MessageFromLeader, leader: PeerID, me: Pee
 
 
 class _PromptStubs:
-    """Stands in for a servicer class in `Matchmaking`, which would wait for a frozen peer's stream for ever."""
+    """Replaces the servicer class in `Matchmaking`, which would wait for a frozen peer's stream forever."""
 
     def __init__(self, servicer, seconds: float) -> None:
-        self._servicer, self._seconds = servicer, seconds
+        self._servicer = servicer
+        self._seconds = seconds
 
     def get_stub(self, p2p, peer: PeerID, *, namespace: str | None) -> _PromptStub:
         return _PromptStub(self._servicer.get_stub(p2p, peer, namespace=namespace), self._seconds)
@@ -233,7 +242,57 @@ class _PromptStubs:
 
 class _PromptStub:
     def __init__(self, stub: StubBase, seconds: float) -> None:
-        self._stub, self._seconds = stub, seconds
+        self._stub = stub
+        self._seconds = seconds
 
     async def rpc_join_group(self, request: averaging_pb2.JoinRequest):
         return await asyncio.wait_for(self._stub.rpc_join_group(request), self._seconds)
+
+
+# ---------------------------------------------------------------------- what the matchmaking has gathered
+
+
+def read_roster(group_info: GroupInfo, guests: GuestList | None = None) -> tuple[Roster, dict[str, str]]:
+    """Return a group's roster, and why other peers that met are not on it; the same on all members.
+
+    Args:
+        group_info: Result of the matchmaking.
+        guests: Peers that may take part; None for all.
+    """
+    members: list[Member] = []
+    refused: dict[str, str] = {}
+    for peer, gathered in zip(group_info.peer_ids, group_info.gathered, strict=True):
+        try:
+            members.append(Member.decode(peer.to_base58(), _user_part(gathered)[1]))
+        except (RecordError, ValueError, TypeError) as error:  # guard: unreadable-entry
+            refused[peer.to_base58()] = str(error)
+    roster = Roster(members)
+    if guests is not None and roster:  # guard: closed-roster
+        shown = {member.peer_id: member.invite for member in roster}
+        ever_invited = roster.without(guests.refusals(shown, now=0.0))
+        # The members' clocks, not this peer's own: all members must agree which invite has expired.
+        now = statistics.median([member.ready_at for member in ever_invited] or [0.0])  # guard: invite-clock
+        uninvited = guests.refusals(shown, now)
+        roster = roster.without(uninvited)
+        refused |= uninvited
+    return roster, refused
+
+
+def expected_of(gathered: bytes) -> int | None:
+    """Return the number of peers that this peer expects to meet, from what it gives the matchmaking."""
+    expected = _user_part(gathered)[0]
+    return expected if isinstance(expected, int) and expected >= 2 else None
+
+
+def _user_part(gathered: bytes) -> list[Any]:
+    """Return [expected, roster entry] from what hivemind gathered, decoded without msgpack's extension types."""
+    if len(gathered) > MAX_GATHERED_BYTES:
+        raise ValueError("roster entry is too large")
+    try:
+        _bandwidth, _mode, user = msgpack.unpackb(gathered, raw=False)
+        part = msgpack.unpackb(user, raw=False)
+    except (ValueError, TypeError, msgpack.UnpackException) as error:
+        raise ValueError(f"roster entry is malformed: {error}") from error
+    if not isinstance(part, list) or len(part) != 2:
+        raise ValueError("roster entry is not a pair")
+    return part

@@ -1,8 +1,8 @@
-"""The arithmetic of a group's weighted mean: who reduces what, in which order, to which bytes.
+"""Arithmetic of a group's weighted mean: which member reduces which slice, in which order, to which bytes.
 
-Every member reduces a slice: it takes the others' encoded parts of it, adds them up in the order of the roster,
-encodes the mean, and sends those bytes to everybody, itself included. So all members end with the same bytes, whatever
-the codec, and whatever arrived when.
+Each member reduces a slice: it takes the encoded parts that the others send, adds them up in the order of the roster,
+encodes the mean, and sends those bytes to all members, itself included. Therefore all members end with the same bytes,
+with any codec and any order of arrival.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Format, Part, encode_with_error, joined
+from spes_p2p.codecs import Format, Part, encode_with_error, join_parts
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.audit import Auditor, capped_tokens
-from spes_p2p.swarm.roster import Member, credits, uplinks, usual_tokens
+from spes_p2p.swarm.roster import Roster
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB (facts: wan 4)."""
@@ -27,12 +27,12 @@ Message = tuple[Part, ...]
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float], total: float | None = None) -> Tensor:
     """Return sum(w_i x_i) / sum(w_i), added up in the order given.
 
-    The one definition of a mean in the swarm: both implementations of the seam use it, so their digests agree.
+    The swarm's only definition of a mean: both implementations of `Swarm` use it, so that their digests agree.
 
     Args:
         parts: Tensors of one shape, fp32.
         weights: Non-negative, not all zero.
-        total: Divides by this instead.
+        total: Divisor; the sum of the weights by default.
     """
     mean = torch.zeros_like(parts[0])
     for part, weight in zip(parts, weights, strict=True):
@@ -42,13 +42,13 @@ def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float], total: floa
 
 
 def reduced_shares(uplinks: Sequence[float]) -> list[float]:
-    """Return the share of a vector that each of n members reduces, so that all uplinks end at the same time.
+    """Return the share of a vector that each of n members reduces, so that all uplinks finish at the same time.
 
-    Who reduces the share f of a vector of size S sends `S (1 - f)` as a member and `S f (n - 1)` as a reducer. The
-    shares level `(1 + f (n - 2)) / u`; a member too slow for that reduces nothing. Facts: wan 2.
+    A member that reduces the share f of a vector of size S sends `S (1 - f)` as a member and `S f (n - 1)` as a
+    reducer. The shares level `(1 + f (n - 2)) / u`; a member that is too slow for that reduces nothing. Facts: wan 2.
 
     Args:
-        uplinks: Each member's u, in any unit; 0 of those who reduce nothing, which not all may be.
+        uplinks: Each member's u, in any unit; 0 for members that reduce nothing, which must not be all.
     """
     n = len(uplinks)
     if n <= 2:
@@ -56,7 +56,7 @@ def reduced_shares(uplinks: Sequence[float]) -> list[float]:
         return [share / sum(able) for share in able]
     active = sorted(range(n), key=lambda i: (-uplinks[i], i))
     while True:
-        # Sum of f over the active is 1: sum(T u - 1) = n - 2, with T in units of S.
+        # The shares of the active members sum to 1: sum(T u - 1) = n - 2, with T in units of S.
         level = (n - 2 + len(active)) / sum(uplinks[i] for i in active)
         if level * uplinks[active[-1]] >= 1:
             break
@@ -65,18 +65,17 @@ def reduced_shares(uplinks: Sequence[float]) -> list[float]:
 
 
 def slices(format: Format, shares: Sequence[float]) -> list[list[Message]]:
-    """Return what each member reduces: its parts of the vector, in the messages that carry them.
+    """Return the parts of the vector that each member reduces, in the messages that carry them.
 
-    Everybody has its share of every segment, the delta's first, so that all who reduce see what others bring of it.
+    Each member gets its share of every segment, the delta's first, so that every reducer can audit the deltas.
     """
     given: list[list[Message]] = [[] for _ in shares]
     for number in range(len(format.segments)):
         parts = [part for part in format.parts if part.segment == number]
         ends = [round(end * len(parts)) for end in itertools.accumulate(shares)]
         ends[-1] = len(parts)
-        for messages, (start, end) in zip(
-            given, itertools.pairwise([0, *itertools.accumulate(ends, max)]), strict=True
-        ):
+        edges = itertools.pairwise([0, *itertools.accumulate(ends, max)])
+        for messages, (start, end) in zip(given, edges, strict=True):
             messages += _messages(parts[start:end])
     return given
 
@@ -87,11 +86,16 @@ def _messages(parts: Sequence[Part]) -> list[Message]:
     room = MESSAGE_BYTES
     for part in parts:
         if batch and part.num_bytes > room:
-            messages.append(joined(batch))
+            messages.append(join_parts(batch))
             batch, room = [], MESSAGE_BYTES
         batch.append(part)
         room -= part.num_bytes
-    return [*messages, joined(batch)] if batch else messages
+    return [*messages, join_parts(batch)] if batch else messages
+
+
+def bytes_of(message: Message) -> slice:
+    """Return the place of a message's parts in the encoded vector."""
+    return slice(message[0].byte_start, message[-1].byte_stop)
 
 
 def reduce_message(
@@ -99,37 +103,37 @@ def reduce_message(
     message: Message,
     decoded: Sequence[Tensor | None],
     weights: Sequence[float],
-    error: Tensor | None,
+    residual: Tensor | None,
     auditor: Auditor | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the encoded mean of a message's parts, and what encoding them has left over.
+    """Return the encoded mean of a message's parts, and its new residual.
 
     Args:
-        format: The vector's.
+        format: The vector's format.
         message: Consecutive parts.
-        decoded: Each sender's values of these parts, one behind the other; of those with a weight. None counts as if
-            its sender had none.
-        weights: Of the same senders.
-        error: What was left over of these parts' deltas before; None where the codec is exact.
-        auditor: Says what each part may weigh; without one, all of them weigh what they should.
+        decoded: Values of these parts, concatenated, from each sender with a weight; None where they are unreadable,
+            which counts as if their sender had no weight.
+        weights: Weights of the same senders.
+        residual: Rounding error of these parts of the delta so far; None where the codec is exact.
+        auditor: Lowers the weight of outliers; None takes all weights as they are.
 
     Raises:
-        ValueError: the mean is not finite, or nobody sent anything.
+        ValueError: the mean is not finite, or there are no values.
     """
     mean_N, start = _mean(message, decoded, weights, auditor), message[0].start
-    if error is None:
+    if residual is None:
         return encode_message(format, message, mean_N), None
     encoded: list[Tensor] = []
-    left: list[Tensor] = []
+    residuals: list[Tensor] = []
     for part in message:
         here = slice(part.start - start, part.stop - start)
-        if here.stop <= error.numel():
-            data, rest = encode_with_error(part, mean_N[here], error[here])
-            left.append(rest)
+        if here.stop <= residual.numel():
+            data, new_residual = encode_with_error(part, mean_N[here], residual[here])
+            residuals.append(new_residual)
         else:
             data = format.encode_part(part, mean_N[here])
         encoded.append(data)
-    return torch.cat(encoded), torch.cat(left)
+    return torch.cat(encoded), torch.cat(residuals)
 
 
 def _mean(
@@ -138,7 +142,7 @@ def _mean(
     start, means = message[0].start, []
     total = sum(weight for weight, values in zip(weights, decoded, strict=True) if values is not None)
     if not total:
-        raise ValueError("nobody sent a value of it")
+        raise ValueError("no member sent a readable value of it")
     for part in message:
         pieces = [None if v is None else v[part.start - start : part.stop - start] for v in decoded]
         kept = weights if auditor is None else auditor.weigh(part, pieces)
@@ -168,17 +172,17 @@ def decode_message(format: Format, message: Message, data: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Who reduces what in a group; derived from the roster, the same on all members.
+    """Partition of a group's vector among its reducers; derived from the roster, the same on all members.
 
     Attributes:
         peers: Members, ascending.
-        tokens: That each member has trained, within reason; 0 only receives.
-        weights: Of each member's contribution: its tokens by its credit.
-        format: How the vector travels.
+        tokens: Tokens that each member has trained, capped; a member with 0 only receives.
+        weights: Weight of each member's contribution: its tokens times its aggregation weight.
+        format: The vector's format.
         slices: Messages that each member reduces.
-        called: Members that everybody can call, and so ask for a digest.
-        delta_numel: Elements of the vector's delta, whose rounding is fed back; 0 if the format is exact.
-        usual_tokens: That members of the roster usually have trained; 0 if that is not known.
+        reachable: Members that every other can call, and so ask for a digest.
+        delta_numel: Elements of the vector's delta, which has a residual; 0 if the format is exact.
+        usual_tokens: Tokens that members of the roster usually train; 0 if unknown.
     """
 
     peers: tuple[str, ...]
@@ -186,7 +190,7 @@ class GroupPlan:
     weights: tuple[float, ...]
     format: Format
     slices: list[list[Message]]
-    called: frozenset[str]
+    reachable: frozenset[str]
     delta_numel: int
     usual_tokens: float = 0.0
 
@@ -197,43 +201,52 @@ class GroupPlan:
         tokens: Sequence[float],
         uplinks: Sequence[float],
         format: Format,
-        credits: Sequence[float] | None = None,
-        usual: float = 0.0,
+        token_weights: Sequence[float] | None = None,
+        usual_tokens: float = 0.0,
     ) -> GroupPlan:
-        """Return the plan of a group whose members, ascending, have these tokens, uplinks and, if not 1, credits."""
-        numel = 0 if format.is_exact else format.segments[0].numel
-        called = frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink)
-        fair = tuple(
+        """Return the plan of a group of these members, ascending; a token of each weighs 1 by default."""
+        capped = tuple(
             capped_tokens(tokens)  # guard: fair-weights
         )
-        weights = tuple(count * credit for count, credit in zip(fair, credits or [1.0] * len(fair), strict=True))
-        return cls(tuple(peers), fair, weights, format, slices(format, reduced_shares(uplinks)), called, numel, usual)
+        return cls(
+            peers=tuple(peers),
+            tokens=capped,
+            weights=tuple(n * w for n, w in zip(capped, token_weights or [1.0] * len(capped), strict=True)),
+            format=format,
+            slices=slices(format, reduced_shares(uplinks)),
+            reachable=frozenset(peer for peer, uplink in zip(peers, uplinks, strict=True) if uplink),
+            delta_numel=0 if format.is_exact else format.segments[0].numel,
+            usual_tokens=usual_tokens,
+        )
 
     @classmethod
-    def in_roster(cls, roster: Sequence[Member], peers: Sequence[str], format: Format) -> GroupPlan:
+    def in_roster(cls, roster: Roster, peers: Sequence[str], format: Format) -> GroupPlan:
         """Return the plan of the group of these members of a roster, ascending.
 
-        What their tokens are worth the whole roster says: most slots have too few holders to tell who claims too many.
+        Tokens are capped within the whole roster: most slots have too few holders to tell which of them overstates.
         """
-        credit, speeds = credits(roster), uplinks(roster)
-        fair = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
-        tokens = dict(zip([member.peer_id for member in roster], fair, strict=True))
+        capped = capped_tokens([float(member.tokens) for member in roster])  # guard: slot-weights
+        tokens = dict(zip([member.peer_id for member in roster], capped, strict=True))
         return cls.of(
             peers,
             [tokens[peer] for peer in peers],
-            [speeds[peer] for peer in peers],
+            [roster.uplinks[peer] for peer in peers],
             format,
-            [credit[peer] for peer in peers],
-            usual_tokens(roster),
+            [roster.weights[peer] for peer in peers],
+            roster.usual_tokens,
         )
 
     def auditor(self, peer: str) -> Auditor:
-        """Return a member's eyes."""
+        """Return a member's auditor."""
         place = self.peers.index(peer)
         return Auditor(self.peers, self.tokens, self.weights, place, self.format, self.usual_tokens)
 
+    def residual_span(self, message: Message) -> slice:
+        """Return the elements of a message that belong to the delta's residual; an empty slice if none do."""
+        return slice(*(min(edge, self.delta_numel) for edge in (message[0].start, message[-1].stop)))
+
     def span(self, peer: str) -> tuple[int, int]:
-        """Return the elements of the delta that a member reduces and encodes anew; none where it is alone."""
+        """Return the elements of the delta that a member reduces and so rounds; none where it is alone."""
         mine = [message for message in self.slices[self.peers.index(peer)] if message[0].segment == 0]
         if not mine or len(self.peers) == 1 or not self.delta_numel:
             return 0, 0

@@ -10,7 +10,7 @@ from hivemind.averaging.group_info import GroupInfo
 from hivemind.p2p import PeerID
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.averaging.allreduce import read_roster
+from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.invites import GuestList, issue, show
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import Member
