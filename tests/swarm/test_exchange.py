@@ -167,11 +167,11 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_peer_asked(trio, monkeypat
 
 def test_whoever_was_busy_is_named_though_its_rest_ended_with_the_time(trio):
     puller, _, rogue = trio
-    puller.exchange.rests.was_busy(rogue.peer_id, now=0.0)
+    puller.exchange.backoff.record_busy(rogue.peer_id, now=0.0)
     try:
         failures = puller.pull({"slot-1": [rogue.peer_id]}, min_round=99, timeout=0.0)
     finally:
-        puller.exchange.rests.was_free(rogue.peer_id)
+        puller.exchange.backoff.reset(rogue.peer_id)
     assert f"out of time, waiting for {rogue.peer_id[-6:]}" in failures["slot-1"]
 
 

@@ -112,7 +112,7 @@ def test_a_delta_that_cannot_be_applied_is_replaced_by_the_whole(trio, seed, mon
     holder = Holder(swarm, "slot-8", seed)
     pulled_bytes(two, swarm, holder)
     holder.step()
-    monkeypatch.setattr(two.exchange, "_advance", refuse)
+    monkeypatch.setattr(two.exchange, "_apply_delta", refuse)
     assert pulled_bytes(two, swarm, holder) == ONE + WHOLE
     assert "not a delta" in caplog.text
 

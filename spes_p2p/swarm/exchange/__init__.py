@@ -1,1 +1,1 @@
-"""Versions: kept, offered, fetched from whoever has them, verified."""
+"""Versions: stored, offered, fetched from several peers, verified."""

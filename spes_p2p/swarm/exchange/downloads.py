@@ -1,4 +1,4 @@
-"""A payload on its way here: which bytes have come from whom, and which are still to be had."""
+"""Payloads on their way here: which bytes have come from which peer, and which peer sends the rest."""
 
 from __future__ import annotations
 
@@ -12,108 +12,113 @@ from spes_p2p.swarm.exchange.protocol import Answer, Request, Signal
 from spes_p2p.swarm.exchange.versions import Version
 
 RANGE_BYTES = 2**21
-"""What one of several peers is asked for at a time."""
-LEAST_SHARED_BYTES = 2**16
-LEAST_PARALLEL, PARALLEL_BYTES = 4, 2**26
-"""Downloads at a time, whatever their size, and bytes of them together: they lie in memory."""
-LEAST_FROM_ONE, BYTES_FROM_ONE = 2, 2**24
-"""The same of one peer, so that a slow one does not take up all turns."""
-TURN_SECONDS = 5.0
+"""Bytes requested at a time from each of several peers."""
+MIN_SPLIT_BYTES = 2**16
+"""Shorter rests of a range are taken over whole."""
+MIN_PARALLEL = 4
+MAX_PARALLEL_BYTES = 2**26
+"""Downloads at a time, whatever their size, and bytes of more of them together: they lie in memory."""
+MIN_PARALLEL_PER_PEER = 2
+MAX_PARALLEL_BYTES_PER_PEER = 2**24
+"""The same for one peer, so that a slow peer does not use up the budget."""
+RECHECK_SECONDS = 5.0
 
 
 class DownloadBudget:
-    """Bounds the downloads under way: a few at a time in any case, and more of them as long as they are small."""
+    """Bounds the downloads under way: a few of any size, and more of them while their bytes are few."""
 
     def __init__(self) -> None:
-        self._underway: list[tuple[str, int]] = []
+        self._active: list[tuple[str, int]] = []
         self._changed = Signal()
 
     async def acquire(self, peer: str, num_bytes: int) -> None:
-        """Wait until a download of so many bytes from a peer may begin."""
+        """Wait until a download of `num_bytes` from a peer may begin."""
         while not self._has_room(peer, num_bytes):
-            await self._changed.wait(TURN_SECONDS)
-        self._underway.append((peer, num_bytes))
+            await self._changed.wait(RECHECK_SECONDS)
+        self._active.append((peer, num_bytes))
 
     def _has_room(self, peer: str, num_bytes: int) -> bool:
-        sizes = [size for _, size in self._underway]
-        of_peer = [size for other, size in self._underway if other == peer]
-        return all(
-            len(underway) < least or sum(underway) + num_bytes <= most
-            for underway, least, most in (
-                (sizes, LEAST_PARALLEL, PARALLEL_BYTES),
-                (of_peer, LEAST_FROM_ONE, BYTES_FROM_ONE),
-            )
+        sizes = [size for _, size in self._active]
+        of_peer = [size for other, size in self._active if other == peer]
+        return (len(sizes) < MIN_PARALLEL or sum(sizes) + num_bytes <= MAX_PARALLEL_BYTES) and (
+            len(of_peer) < MIN_PARALLEL_PER_PEER or sum(of_peer) + num_bytes <= MAX_PARALLEL_BYTES_PER_PEER
         )
 
     def release(self, peer: str, num_bytes: int) -> None:
-        """Let another begin."""
-        self._underway.remove((peer, num_bytes))
+        """End a download."""
+        self._active.remove((peer, num_bytes))
         self._changed.fire()
 
 
 @dataclass(eq=False)
 class Range:
-    """Bytes that one peer was asked for.
+    """Bytes requested from one peer.
 
     Attributes:
-        peer: Who.
-        first: Where they begin.
-        start: Up to where they have come.
-        stop: Up to where they are wanted; a faster peer may take over their end.
-        requested: Up to where they were asked for.
-        began: When its turn came, in the loop's seconds; those asked for ahead wait behind others.
+        peer: The peer's id.
+        first: Offset of the first byte.
+        stop: Offset behind the last byte still wanted from this peer; a faster peer may take over the end.
+        started_at: Time at which the peer began to send it, in the loop's seconds; requests wait behind each other.
+        position: Offset behind the last byte received.
+        requested: Offset behind the last byte requested.
     """
 
     peer: str
     first: int
     stop: int
-    began: float = math.inf
-    start: int = field(init=False)
+    started_at: float = math.inf
+    position: int = field(init=False)
     requested: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.start, self.requested = self.first, self.stop
+        self.position = self.first
+        self.requested = self.stop
 
     def remaining_seconds(self, now: float) -> float:
-        """Return how long the rest takes at the pace so far."""
-        return (self.stop - self.start) * (now - self.began) / max(self.start - self.first, 1)
+        """Return the time that the rest takes at the rate so far."""
+        return (self.stop - self.position) * (now - self.started_at) / max(self.position - self.first, 1)
 
 
 @dataclass
-class _Share:
+class _Gap:
+    """Bytes not requested yet; `owner` is the peer to send them, "" any peer."""
+
     start: int
     stop: int
     owner: str = ""
 
 
 class Download:
-    """One payload: its bytes so far, shared out among those who have it.
+    """One payload: its bytes so far, and the division of the rest among its senders.
 
     Args:
-        answer: The offer taken.
-        version: Its version, verified.
-        have: Digest of the version that its deltas start from.
-        num_bytes: Its exact length.
-        shares: By peer, the part that is to come from it first, as weights in the order given; none lets each peer
-            take the next part.
+        answer: The accepted offer.
+        version: The offered version, verified.
+        base: Digest of the version to which its deltas are applied.
+        num_bytes: Exact length.
+        shares: Weight by peer, in order, of the part to request from that peer first; None lets each peer send the
+            next part.
 
     Attributes:
-        data: The bytes, those that have come in place.
-        ranges: Everything asked for so far.
-        is_over: Nothing more comes.
+        data: The payload; received bytes are in place.
+        ranges: All ranges requested so far.
+        is_closed: No more bytes come.
     """
 
     def __init__(
-        self, answer: Answer, version: Version, have: str, num_bytes: int, shares: Mapping[str, float] | None = None
+        self, answer: Answer, version: Version, base: str, num_bytes: int, shares: Mapping[str, float] | None = None
     ) -> None:
-        self.answer, self.version, self.have, self.num_bytes = answer, version, have, num_bytes
+        self.answer = answer
+        self.version = version
+        self.base = base
+        self.num_bytes = num_bytes
         self.data = bytearray(num_bytes)
         self.ranges: list[Range] = []
-        self._missing = _shares(num_bytes, shares or {"": 1.0})
-        self._underway: set[Range] = set()
+        self.is_closed = False
+        self._gaps = _divide(num_bytes, shares or {"": 1.0})
+        self._active: set[Range] = set()
         self._num_received = 0
         self._changed = Signal()
-        self.is_over = False
 
     @property
     def is_complete(self) -> bool:
@@ -122,139 +127,137 @@ class Download:
 
     @property
     def senders(self) -> set[str]:
-        """Everybody who has sent some of it."""
-        return {range.peer for range in self.ranges if range.start > range.first}
+        """Peers that have sent some of it."""
+        return {range.peer for range in self.ranges if range.position > range.first}
 
-    def answers(self, request: Request) -> bool:
-        """Tell whether a peer that asks so, for a payload it knows from another, wants these very bytes."""
-        if self.is_over or request.digest != self.version.digest:
+    def satisfies(self, request: Request) -> bool:
+        """Tell whether these are the bytes that a relay requests of a version it knows from another peer."""
+        if self.is_closed or request.digest != self.version.digest:
             return False
         if not request.max_deltas:
             return self.answer.state == "whole"
-        return self.have == request.have and self.answer.num_deltas == request.max_deltas
+        return self.base == request.have and self.answer.num_deltas == request.max_deltas
 
-    # ------------------------------------------------------------------ sharing out
+    # ------------------------------------------------------------------ dividing
 
-    def claim(self, peer: str, most: int, *, only_its_share: bool = False) -> Range | None:
-        """Return what to ask a peer for next: of its own share, or of what is anybody's."""
+    def claim(self, peer: str, max_bytes: int, *, only_its_share: bool = False) -> Range | None:
+        """Return the next range to request from a peer: of its own share, or of the part that any peer may send."""
         for owner in (peer,) if only_its_share else (peer, ""):
-            for share in self._missing:
-                if share.owner == owner:
-                    stop = min(share.stop, share.start + most)
-                    range = Range(peer, share.start, stop)
-                    share.start = stop
-                    self._missing = [share for share in self._missing if share.start < share.stop]
+            for gap in self._gaps:
+                if gap.owner == owner:
+                    stop = min(gap.stop, gap.start + max_bytes)
+                    range = Range(peer, gap.start, stop)
+                    gap.start = stop
+                    self._gaps = [gap for gap in self._gaps if gap.start < gap.stop]
                     self.ranges.append(range)
-                    self._underway.add(range)
+                    self._active.add(range)
                     return range
         return None
 
-    def is_hopeless(self, deadline: float) -> bool:
-        """Tell whether nobody sends anything, or so slowly that it will not be here by then, in the loop's seconds."""
+    def will_miss(self, deadline: float) -> bool:
+        """Tell whether no peer sends, or one so slowly that its range is not here by then, in the loop's seconds."""
         now = asyncio.get_running_loop().time()
-        return not self._underway or any(now + range.remaining_seconds(now) > deadline for range in self._underway)
+        return not self._active or any(now + range.remaining_seconds(now) > deadline for range in self._active)
 
     def slowest(self, seconds: float) -> Range | None:
-        """Return the range that would take its peer longest, if that is over `seconds`, and has been."""
+        """Return the range that will take its peer longest, if it has taken more than `seconds` and will again."""
         now = asyncio.get_running_loop().time()
-        slow = [range for range in self._underway if now - range.began > seconds < range.remaining_seconds(now)]
+        slow = [range for range in self._active if now - range.started_at > seconds < range.remaining_seconds(now)]
         return max(slow, key=lambda range: range.remaining_seconds(now), default=None)
 
     def take_over(self, peer: str, seconds: float) -> Range | None:
-        """Return the end of a range that is so slow for another peer, for one that has nothing else to do."""
+        """Reassign the end of another peer's slow range to an idle peer."""
         slowest = self.slowest(seconds)
         if slowest is None or slowest.peer == peer:
             return None
-        length = slowest.stop - slowest.start
-        middle = slowest.start + (length // 2 if length > LEAST_SHARED_BYTES else 0)
-        self._missing.append(_Share(middle, slowest.stop))
+        length = slowest.stop - slowest.position
+        middle = slowest.position + (length // 2 if length > MIN_SPLIT_BYTES else 0)
+        self._gaps.append(_Gap(middle, slowest.stop))
         slowest.stop = middle
         return self.claim(peer, length)
 
     def release(self, peer: str) -> None:
-        """Let anybody have the share of a peer that does not send it."""
-        for share in self._missing:
-            if share.owner == peer:
-                share.owner = ""
+        """Let any peer send the share of one that does not."""
+        for gap in self._gaps:
+            if gap.owner == peer:
+                gap.owner = ""
         self._changed.fire()
 
     # ------------------------------------------------------------------ receiving
 
-    def take(self, range: Range, data: bytes) -> None:
-        """Put bytes where they belong, but for those that another peer was asked for meanwhile."""
-        wanted = data[: range.stop - range.start]
-        self.data[range.start : range.start + len(wanted)] = wanted
-        range.start += len(wanted)
+    def write(self, range: Range, data: bytes) -> None:
+        """Put received bytes in place, except those reassigned to another peer in the meantime."""
+        wanted = data[: range.stop - range.position]
+        self.data[range.position : range.position + len(wanted)] = wanted
+        range.position += len(wanted)
         self._num_received += len(wanted)
         self._changed.fire()
 
-    def give_back(self, range: Range) -> None:
-        """Note that no more of a range will come: only what has not come is asked for again."""
-        self._underway.discard(range)
-        if range.start < range.stop:
-            self._missing.append(_Share(range.start, range.stop))
-            range.stop = range.start
+    def finish(self, range: Range) -> None:
+        """End a range; request what has not come of it again."""
+        self._active.discard(range)
+        if range.position < range.stop:
+            self._gaps.append(_Gap(range.position, range.stop))
+            range.stop = range.position
         self._changed.fire()
 
-    # ------------------------------------------------------------------ waiting
+    def close(self) -> None:
+        """Give up on the bytes that have not come."""
+        self.is_closed = True
+        self._changed.fire()
+
+    # ------------------------------------------------------------------ reading
 
     async def wait(self, seconds: float) -> None:
-        """Return when anything has changed, at the latest after `seconds`."""
+        """Return at the next change, at the latest after `seconds`."""
         await self._changed.wait(seconds)
 
     async def wait_for(self, start: int, stop: int, seconds: float) -> int:
-        """Return up to where the bytes from `start` on are here, once that is `stop` or beyond.
+        """Wait until the bytes from `start` to `stop` are here; return the offset up to which more are.
 
         Raises:
-            ExchangeError: they did not come.
+            ExchangeError: they did not come in time.
         """
         deadline = asyncio.get_running_loop().time() + seconds
         while (reached := self._reached(start)) < stop:
             remaining = deadline - asyncio.get_running_loop().time()
-            if remaining <= 0 or self.is_over:
+            if remaining <= 0 or self.is_closed:
                 raise ExchangeError(f"{self.version.name} did not arrive here")
             await self._changed.wait(remaining)
         return reached
 
     def _reached(self, start: int) -> int:
-        while True:
-            there = next((range for range in self.ranges if range.first <= start < range.start), None)
-            if there is None:
-                return start
-            start = there.start
+        while found := next((range for range in self.ranges if range.first <= start < range.position), None):
+            start = found.position
+        return start
 
-    def close(self) -> None:
-        """Give up on what has not come."""
-        self.is_over = True
-        self._changed.fire()
-
-    def unlike(self, other: Download) -> set[str]:
-        """Return who has sent other bytes than stand in `other`."""
+    def senders_unlike(self, other: Download) -> set[str]:
+        """Return the peers whose bytes differ from those in `other`."""
         return {
             range.peer
             for range in self.ranges
-            if self.data[range.first : range.start] != other.data[range.first : range.start]
+            if self.data[range.first : range.position] != other.data[range.first : range.position]
         }
 
 
-def _shares(num_bytes: int, weights: Mapping[str, float]) -> list[_Share]:
+def _divide(num_bytes: int, weights: Mapping[str, float]) -> list[_Gap]:
     total, edges = sum(weights.values()), [0]
     reached = 0.0
     for weight in weights.values():
         reached += weight
         edges.append(round(num_bytes * reached / total))
     spans = zip(weights, edges[:-1], edges[1:], strict=True)
-    return [_Share(start, stop, owner) for owner, start, stop in spans if start < stop]
+    return [_Gap(start, stop, owner) for owner, start, stop in spans if start < stop]
 
 
-def shares_of(relays: Sequence[str], me: str, holder: str, uplinks: Mapping[str, float]) -> dict[str, float]:
-    """Return from whom a relay takes which part: its own from the holder, the others' from them, the same on all.
+def relay_shares(relays: Sequence[str], me: str, holder: str, uplinks: Mapping[str, float]) -> dict[str, float]:
+    """Divide a payload among the relays that fetch it, alike on all of them: weights by the peer that sends the part.
 
     Args:
-        relays: All who fetch the payload, in an order that they share.
-        me: This one.
-        holder: Who has it.
-        uplinks: What they may send; those left out count as the fastest.
+        relays: All relays, in an order that they share.
+        me: This relay's id; its own part comes from the holder, the others' parts from them.
+        holder: A peer that has the payload.
+        uplinks: The relays' uplinks; those left out count as the fastest.
     """
     fastest = max(uplinks.values(), default=1.0)
     return {holder if peer == me else peer: uplinks.get(peer, fastest) for peer in relays}

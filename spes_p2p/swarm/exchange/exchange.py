@@ -1,4 +1,4 @@
-"""Versions move between peers: who has what, and the bytes, verified before use."""
+"""Moves versions between peers: inventories, pulls, and their verification before use."""
 
 from __future__ import annotations
 
@@ -20,45 +20,55 @@ from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
 from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Channel, Wanted
 from spes_p2p.swarm.exchange.server import Server
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
+from spes_p2p.swarm.names import AnyName, VectorName
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.roster import kind_of
 
 log = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 20.0
-"""Longest silence of another peer before the next one is tried."""
+"""Longest silence of a peer before another one is asked."""
 INVENTORY_SECONDS = 10.0
 MAX_NAMES = 4200
 PARALLEL_OFFERS = 16
-"""Versions asked for at a time; as long as nobody has them yet, they cost nothing."""
+"""Versions requested at a time; until a peer has them, they cost nothing."""
 
 ApplyDelta = Callable[[str, Tensor, bytes], Tensor]
-"""From a name, its bundle, and an encoded mean delta, the bundle that follows."""
+"""From a name, its vector, and an encoded mean delta to the next vector."""
 
 
 class Exchange:
-    """Serves this peer's versions and pulls others'.
+    """Serves this peer's versions, and pulls others.
 
     Args:
-        node: The peer's host; serving starts at once.
-        store: Where versions lie.
-        serve: Answer others.
-        uplink_mbit: Most to send, in 10^6 bits per second; None holds nothing back.
+        node: The peer's host.
+        store: The versions.
+        serve: Serve other peers, from now on.
+        uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
+
+    Attributes:
+        budget: Bounds the downloads under way.
+        backoff: Busy peers, over all downloads.
+        bytes_in: Payload bytes received.
     """
 
     def __init__(
         self, node: Node, store: VersionStore, *, serve: bool = True, uplink_mbit: float | None = None
     ) -> None:
-        self.serves, self.peer_id, self.run_id = serve, node.peer_id, node.run_id
+        self.serves = serve
+        self.peer_id = node.peer_id
+        self.run_id = node.run_id
         self.bytes_in = 0
-        self.turns, self.rests, self._offers = DownloadBudget(), Backoff(), asyncio.Semaphore(PARALLEL_OFFERS)
-        self._node, self._store = node, store
-        self._advance: ApplyDelta | None = None
+        self.budget = DownloadBudget()
+        self.backoff = Backoff()
+        self._offers = asyncio.Semaphore(PARALLEL_OFFERS)
+        self._node = node
+        self._store = store
+        self._apply_delta: ApplyDelta | None = None
         self._delta_bytes: Mapping[str, int] = {}
         self._formats: Mapping[str, Format] = {}
-        self._downloads: dict[str, Download] = {}
-        self._server = Server(store, self._downloads, uplink_mbit)
+        self._relayed: dict[str, Download] = {}
+        self._server = Server(store, self._relayed, uplink_mbit)
         store.subscribe(lambda: node.notify(self._server.changed.fire))
         if serve:
             node.run(self._listen(), INVENTORY_SECONDS)
@@ -76,28 +86,30 @@ class Exchange:
         """Payload bytes sent."""
         return self._server.bytes_out
 
-    def accept_deltas(self, advance: ApplyDelta, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
-        """Fetch deltas in place of whole versions where that is less, and keep them for others.
+    def accept_deltas(self, apply: ApplyDelta, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
+        """Fetch deltas in place of whole versions where they are smaller, and keep them for other peers.
 
         Args:
-            advance: Applies one.
-            delta_bytes: Exact bytes of one, by kind of vector; kinds left out come whole.
-            keyframe_rounds: Most of them in a row.
+            apply: Applies one delta.
+            delta_bytes: Exact bytes of a delta by kind of vector; kinds left out come whole.
+            keyframe_rounds: Most deltas in a row.
         """
-        self._advance, self._delta_bytes, self._store.deltas.keep = advance, delta_bytes, keyframe_rounds
+        self._apply_delta = apply
+        self._delta_bytes = delta_bytes
+        self._store.deltas.keep = keyframe_rounds
 
     def accept_formats(self, formats: Mapping[str, Format]) -> None:
-        """Fetch vectors of these kinds as these formats write them, and no others."""
+        """Fetch vectors of these kinds only if they are encoded in these formats."""
         self._formats = formats
 
     # ------------------------------------------------------------------ serving
 
     def reserve_for(self, peers: Collection[str], seconds: float) -> None:
-        """Serve nobody but `peers` for so long, or until `release`: a round goes before newcomers."""
+        """Serve only `peers` for `seconds`, or until `release`, so that newcomers do not delay a round."""
         self._server.reserve_for(peers, seconds)
 
     def release(self) -> None:
-        """Serve everybody again."""
+        """Serve all peers again."""
         self._server.release()
 
     async def _handle(
@@ -115,7 +127,7 @@ class Exchange:
         await self._server.serve(channel, peer)
 
     async def serve_inventory(self, channel: Channel, peer: str) -> None:
-        """Name the newest version of everything this peer has."""
+        """List this peer's newest version of each name."""
         for version in self._store.newest().values():
             await channel.send_text(version.model_dump_json())
         await channel.send(END)
@@ -124,20 +136,23 @@ class Exchange:
     # ------------------------------------------------------------------ pulling
 
     def inventory(self, peers: Sequence[str]) -> dict[str, dict[str, Version]]:
-        """Return what each peer has, by name, but for what was refused here; the silent are left out."""
+        """Return each peer's versions by name, without those refused here; silent peers are left out."""
 
-        async def ask_all() -> list[tuple[str, dict[str, Version]]]:
-            answers = await asyncio.gather(*(self._ask(peer) for peer in peers), return_exceptions=True)
-            for peer, answer in zip(peers, answers, strict=True):
-                if isinstance(answer, BaseException):
-                    log.warning("no inventory from %s: %r", peer[-6:], answer)
-            return [(p, a) for p, a in zip(peers, answers, strict=True) if not isinstance(a, BaseException)]
+        async def ask_all() -> list[dict[str, Version] | BaseException]:
+            return await asyncio.gather(*(self._ask(peer) for peer in peers), return_exceptions=True)
 
         try:
-            return dict(self._node.run(ask_all(), 2 * INVENTORY_SECONDS))
+            answers = self._node.run(ask_all(), 2 * INVENTORY_SECONDS)
         except TimeoutError:
-            log.warning("nobody said in time what there is to fetch; this machine may have stood still")
+            log.warning("no peer listed its versions in time; this machine may have stood still")
             return {}
+        found: dict[str, dict[str, Version]] = {}
+        for peer, answer in zip(peers, answers, strict=True):
+            if isinstance(answer, BaseException):
+                log.warning("no inventory from %s: %r", peer[-6:], answer)
+            else:
+                found[peer] = answer
+        return found
 
     async def _ask(self, peer: str) -> dict[str, Version]:
         versions: dict[str, Version] = {}
@@ -157,53 +172,53 @@ class Exchange:
 
     def pull(
         self,
-        wanted: Mapping[str, Sequence[str]],
+        wanted: Mapping[AnyName, Sequence[str]],
         *,
         min_round: int,
         timeout: float,
-        max_bytes: Mapping[str, int],
-        relays: Mapping[str, Sequence[str]] | None = None,
+        max_bytes: Mapping[AnyName, int],
+        relays: Mapping[AnyName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
-        authors: Mapping[str, Collection[str]] | None = None,
-    ) -> dict[str, str]:
+        authors: Mapping[AnyName, Collection[str]] | None = None,
+    ) -> dict[AnyName, str]:
         """Fetch versions into the store; see `Swarm.pull`.
 
         Args:
-            max_bytes: By name, most bytes of a document, exact bytes of a vector.
+            max_bytes: By name: most bytes of a document, exact bytes of a vector.
         """
 
-        async def pull_one(name: str, deadline: float) -> str:
+        async def pull_one(name: AnyName, deadline: float) -> str:
+            kind = "" if name in DOCUMENTS else VectorName(name).kind
             item = Wanted(
                 name,
                 min_round,
                 max_bytes[name],
-                delta_bytes=self._delta_bytes.get(kind_of(name), 0),
-                max_deltas=min(self._store.deltas.keep, MAX_DELTAS) if kind_of(name) in self._delta_bytes else 0,
+                delta_bytes=self._delta_bytes.get(kind, 0),
+                max_deltas=min(self._store.deltas.keep, MAX_DELTAS) if kind in self._delta_bytes else 0,
                 relays=(relays or {}).get(name, ()),
                 uplinks=uplinks or {},
-                codec="coded" if kind_of(name) in self._formats else "fp32",
+                codec="coded" if kind in self._formats else "fp32",
                 authors=(authors or {}).get(name, ()),
                 refused=self._store.refused,
             )
-            have = self._store.find(name)
-            return await Pull(item, wanted[name], have.digest if have else "", self).run(deadline)
-
-        async def pull_all() -> dict[str, str]:
-            deadline = asyncio.get_running_loop().time() + timeout
-            reasons = await asyncio.gather(*(pull_in_turn(name, deadline) for name in wanted))
-            return {name: why for name, why in zip(wanted, reasons, strict=True) if why}
-
-        async def pull_in_turn(name: str, deadline: float) -> str:
             async with self._offers:
-                return await pull_one(name, deadline)
+                own = self._store.find(name)
+                return await Pull(item, wanted[name], own.digest if own else "", self).run(deadline)
+
+        async def pull_all() -> dict[AnyName, str]:
+            deadline = asyncio.get_running_loop().time() + timeout
+            reasons = await asyncio.gather(*(pull_one(name, deadline) for name in wanted))
+            return {name: why for name, why in zip(wanted, reasons, strict=True) if why}
 
         try:
             return self._node.run(pull_all(), timeout + CHUNK_SECONDS)
         except TimeoutError:
-            # Each pull keeps its deadline; only a machine that stood still meanwhile is late for all of them.
+            # Every pull keeps its deadline; only a machine that stood still is late for all of them.
             newest = self._store.newest()
             lacking = [name for name in wanted if name not in newest or newest[name].round < min_round]
             return dict.fromkeys(lacking, f"not here after {timeout:.0f} s, in which this machine may have stood still")
+
+    # ------------------------------------------------------------------ the context of a pull
 
     async def connect(self, peer: str) -> Channel:
         return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
@@ -211,14 +226,12 @@ class Exchange:
     def count(self, num_bytes: int) -> None:
         self.bytes_in += num_bytes
 
-    def share(self, name: str, download: Download | None) -> None:
+    def relay(self, name: str, download: Download | None) -> None:
         if download is None:
-            self._downloads.pop(name, None)
+            self._relayed.pop(name, None)
         else:
-            self._downloads[name] = download
+            self._relayed[name] = download
         self._server.changed.fire()
-
-    # ------------------------------------------------------------------ verifying
 
     async def accept(self, version: Version, download: Download | None) -> None:
         if download is None:
@@ -230,38 +243,38 @@ class Exchange:
     def _add(self, version: Version, download: Download) -> None:
         data, steps = memoryview(download.data), list[_Step]()
         if download.answer.state == "deltas":
-            data, steps = self._follow(version.name, download)
-        if (steps[-1].reached if steps else digest(data)) != version.digest:  # guard: download-digest
+            data, steps = self._apply_deltas(version.name, download)
+        if (steps[-1].digest if steps else digest(data)) != version.digest:  # guard: download-digest
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
         if version.codec == "fp32":
-            least, most = torch.frombuffer(data, dtype=torch.float32).aminmax()  # either is NaN if anything is
-            if not (torch.isfinite(least) and torch.isfinite(most)):  # guard: finite-vector
+            low, high = torch.frombuffer(data, dtype=torch.float32).aminmax()  # both are NaN if any element is
+            if not (torch.isfinite(low) and torch.isfinite(high)):  # guard: finite-vector
                 raise ExchangeError(f"{version.name} holds NaN or infinity")
         if version.codec == "coded":
-            self._formats[kind_of(version.name)].decode(data)
+            self._formats[VectorName(version.name).kind].decode(data)
         for step in steps:
-            self._store.deltas.add(version.name, step.base, step.reached, step.delta)
+            self._store.deltas.add(version.name, step.base, step.digest, step.delta)
         self._store.add({version.name: (version, data)})
 
-    def _follow(self, name: str, download: Download) -> tuple[memoryview, list[_Step]]:
+    def _apply_deltas(self, name: str, download: Download) -> tuple[memoryview, list[_Step]]:
         """Return the bytes to which a chain of deltas leads, and its steps."""
-        assert self._advance is not None
-        bundle = self._store.load(name, download.have)
-        size, base, steps = download.num_bytes // download.answer.num_deltas, download.have, []
+        assert self._apply_delta is not None
+        vector_N = self._store.load(name, download.base)
+        size, base, steps = download.num_bytes // download.answer.num_deltas, download.base, []
         for start in range(0, download.num_bytes, size):
             delta = bytes(download.data[start : start + size])
             try:
-                bundle = self._advance(name, bundle, delta)
+                vector_N = self._apply_delta(name, vector_N, delta)
             except ValueError as error:
                 raise ExchangeError(f"a delta of {name} cannot be applied: {error}") from error
-            steps.append(_Step(base, digest(bundle), delta))
-            base = steps[-1].reached
-        return to_bytes(bundle), steps
+            steps.append(_Step(base, digest(vector_N), delta))
+            base = steps[-1].digest
+        return to_bytes(vector_N), steps
 
 
 class _Step(NamedTuple):
-    """A delta, and the digests between which it leads."""
+    """An encoded delta, and the digests of the versions before and after it."""
 
     base: str
-    reached: str
+    digest: str
     delta: bytes

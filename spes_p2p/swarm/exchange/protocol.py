@@ -1,6 +1,6 @@
-"""Messages of bounded length over one libp2p stream, each within a time.
+"""The exchange's messages: requests, offers and bytes over one libp2p stream, each bounded in length and time.
 
-Hivemind's protobuf streams take messages of any announced length into memory, and twice the CPU time.
+hivemind's protobuf streams buffer messages of any announced length, and take twice the CPU time.
 """
 
 from __future__ import annotations
@@ -28,11 +28,7 @@ class _Message(BaseModel):
 
     @classmethod
     def parse(cls, data: bytes):
-        """Return the message that a peer sent.
-
-        Raises:
-            ExchangeError: malformed.
-        """
+        """Return the message that a peer sent; raise ExchangeError if it is malformed."""
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
@@ -40,49 +36,49 @@ class _Message(BaseModel):
 
 
 class Request(_Message):
-    """Asks for a version; ranges of its bytes are asked for once it is offered."""
+    """Asks for a version; ranges of its bytes are requested once it is offered."""
 
     name: Name
     min_round: Count
-    """Older versions do not help."""
+    """Oldest round that helps."""
     timeout: Annotated[float, Field(ge=0, le=MAX_WAIT_SECONDS, allow_inf_nan=False)]
-    """Seconds that the caller would wait for such a version to be published."""
+    """Seconds that the caller waits for such a version to be published."""
     have: Digest | Literal[""] = ""
-    """The version that the caller has."""
+    """The caller's own version."""
     max_deltas: Annotated[int, Field(ge=0, le=MAX_DELTAS)] = 0
-    """Most deltas that it would apply to that one."""
+    """Most deltas that the caller would apply to its own version."""
     digest: Digest | Literal[""] = ""
-    """The version that the caller has begun to fetch elsewhere, and would rather have than any other."""
+    """The version that the caller has begun to fetch from another peer, and prefers."""
     at_once: bool = False
-    """Send the whole payload right behind the offer, which saves a round trip; asked of one peer at a time."""
+    """Send the whole payload right behind the offer, which saves a round trip; set for one peer at a time."""
 
 
 class Answer(_Message):
-    """What the peer offers."""
+    """Offers a version, or says why not."""
 
     state: Literal["busy", "absent", "refused", "same", "deltas", "whole"]
-    """`busy`: ask again later; `absent`: it has no such version; `refused`: no such request is answered; `same`: the
-    caller's version is the newest; otherwise what the payload is made of."""
+    """`busy`: ask again later; `absent`: no such version; `refused`: malformed request; `same`: the caller's version is
+    the newest; `deltas` and `whole`: what the payload consists of."""
     version: Annotated[str, Field(max_length=4096)] = ""
-    """The signed description of the version offered."""
+    """The signed description of the offered version."""
     num_deltas: Annotated[int, Field(ge=0, le=MAX_DELTAS)] = 0
 
 
 @dataclass
 class Wanted:
-    """What is to be fetched.
+    """A version to fetch, and how.
 
     Attributes:
-        name: Of the version.
-        min_round: Least round that helps.
-        num_bytes: Most bytes of a document, exact bytes of a vector.
-        delta_bytes: Exact bytes of one delta; 0 where none can be applied.
-        max_deltas: Most of them.
-        relays: All who fetch it now, this peer included, and share it out among themselves; usually nobody.
-        uplinks: What they may send.
-        codec: What its bytes are.
-        authors: Of whom one must have signed it; anybody may if empty.
-        refused: Digests of versions that are not wanted, whoever has signed them.
+        name: The version's name.
+        min_round: Oldest round that helps.
+        num_bytes: Exact bytes of a vector; most bytes of a document.
+        delta_bytes: Exact bytes of one delta; 0 if none can be applied.
+        max_deltas: Most deltas to apply.
+        relays: Peers, this one included, that fetch the version now and share it out among themselves; usually none.
+        uplinks: The relays' uplinks in 10^6 bits per second.
+        codec: Encoding of the bytes.
+        authors: Peers of which one must have signed the version; empty for any author.
+        refused: Digests of versions not to fetch.
     """
 
     name: str
@@ -97,11 +93,7 @@ class Wanted:
     refused: Container[str] = ()
 
     def check(self, version: Version) -> None:
-        """Compare what is offered with what is wanted.
-
-        Raises:
-            ExchangeError: it is something else.
-        """
+        """Raise ExchangeError if an offered version is not the wanted one."""
         if self.authors and version.author not in self.authors:  # guard: founders-manifest
             raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
         if version.digest in self.refused:  # guard: refused-version
@@ -117,80 +109,78 @@ class Wanted:
                 f"wanted {self.name} of round {self.min_round}, {self.num_bytes} bytes, {codec}"
             )
 
-    def payload_bytes(self, version: Version, answer: Answer, asked: int) -> int:
+    def payload_bytes(self, version: Version, answer: Answer, max_deltas: int) -> int:
         """Return the exact bytes of an offered payload.
 
         Args:
-            version: Offered.
-            answer: Offers it.
-            asked: Most deltas asked for.
+            version: The offered version.
+            answer: The offer.
+            max_deltas: Most deltas that were requested.
 
         Raises:
-            ExchangeError: it cannot be one.
+            ExchangeError: the offer is impossible.
         """
         if answer.state == "whole":
             return version.num_bytes
         num_bytes = answer.num_deltas * self.delta_bytes
         if (  # guard: delta-count
-            answer.state != "deltas" or not 0 < answer.num_deltas <= asked or not 0 < num_bytes < version.num_bytes
+            answer.state != "deltas" or not 0 < answer.num_deltas <= max_deltas or not 0 < num_bytes < version.num_bytes
         ):
-            raise ExchangeError(f"offered {answer.num_deltas} deltas ({answer.state}), of at most {asked}")
+            raise ExchangeError(f"offered {answer.num_deltas} deltas ({answer.state}), of at most {max_deltas}")
         return num_bytes
 
 
 FRAME_BYTES = 2**18
-"""Most bytes of one message of data."""
+"""Most bytes of a DATA message."""
 MAX_TEXT_BYTES = 8192
 """Most bytes of any other message."""
 TEXT, RANGE, DATA, BUSY, END = b"t", b"r", b"d", b"b", b"e"
-"""Kinds of messages: JSON, a request for bytes of a payload, some of them, "not now", and "that was all"."""
+"""Kinds of messages: JSON, a request for a range of the payload, bytes of it, "ask again later", end of a list."""
 _HEADER = struct.Struct("!cI")
 _SPAN = struct.Struct("!QQ")
 
 
 class DisconnectedError(ExchangeError):
-    """The other side hung up, or the way to it broke."""
+    """The stream ended before the payload did; the peer may be asked again."""
 
 
 class Channel:
-    """One stream to a peer.
+    """One stream to a peer, as messages.
 
     Args:
-        reader: Its incoming bytes.
-        writer: Its outgoing bytes; closed with the channel.
-        seconds: Longest silence of the other side, or refusal to take what is sent.
+        reader: Incoming bytes.
+        writer: Outgoing bytes; closed with the channel.
+        seconds: Longest time for the peer to send, or to accept what is sent.
     """
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seconds: float) -> None:
-        self._reader, self._writer, self.seconds = reader, writer, seconds
+        self._reader = reader
+        self._writer = writer
+        self.seconds = seconds
         writer.transport.set_write_buffer_limits(high=2 * FRAME_BYTES)
 
     @classmethod
     async def open(cls, node: Node, peer: str, service: str, seconds: float) -> Self:
-        """Connect to a peer's service.
-
-        Raises:
-            TimeoutError: the peer cannot be reached in time.
-        """
+        """Connect to a peer's service; raise TimeoutError if that takes longer than `seconds`."""
         dialling = asyncio.ensure_future(node.p2p.call_binary_stream_handler(PeerID.from_base58(peer), service))
         try:
             _, reader, writer = await asyncio.wait_for(asyncio.shield(dialling), seconds)
         except BaseException:
-            dialling.add_done_callback(_hang_up)  # who comes too late finds nobody, but leaves no socket behind
+            dialling.add_done_callback(_hang_up)  # a late stream must leave no socket behind
             raise
         return cls(reader, writer, seconds)
 
     # ------------------------------------------------------------------ sending
 
     async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
-        """Send a message once the one before it is on its way.
+        """Send a message; wait until the operating system accepts it.
 
         Raises:
-            DisconnectedError: the other side is gone.
-            TimeoutError: it takes nothing.
+            DisconnectedError: the peer has hung up.
+            TimeoutError: the peer does not read.
         """
-        async with self._in_time():
-            if self._writer.transport.is_closing():  # uvloop takes writing to it for a bug
+        async with _Deadline(self.seconds):
+            if self._writer.transport.is_closing():  # uvloop would report a bug
                 raise DisconnectedError("hung up")
             self._writer.write(_HEADER.pack(kind, len(data)))
             if data:
@@ -202,7 +192,7 @@ class Channel:
         await self.send(TEXT, text.encode())
 
     async def send_range(self, start: int, stop: int) -> None:
-        """Ask for bytes `start` to `stop` of the payload that the other side has offered."""
+        """Request bytes `start` to `stop` of the payload that the peer has offered."""
         await self.send(RANGE, _SPAN.pack(start, stop))
 
     # ------------------------------------------------------------------ receiving
@@ -211,68 +201,58 @@ class Channel:
         """Return the next message's kind and length.
 
         Raises:
-            DisconnectedError: there is no next one.
+            DisconnectedError: the peer has hung up.
             TimeoutError: nothing came in time.
         """
-        async with self._in_time():
+        async with _Deadline(self.seconds):
             return _HEADER.unpack(await self._reader.readexactly(_HEADER.size))
 
     async def read(self, num_bytes: int) -> bytes:
-        """Return some of the next bytes, at least one and at most `num_bytes`; raises as `receive_header` does."""
-        async with self._in_time():
+        """Return the next bytes, at least one and at most `num_bytes`; raise as `receive_header` does."""
+        async with _Deadline(self.seconds):
             data = await self._reader.read(num_bytes)
         if not data:
             raise DisconnectedError("hung up amid a message")
         return data
 
     async def receive_text(self) -> bytes:
-        """Return a message of JSON, empty at the end.
-
-        Raises:
-            ExchangeError: another kind of message, or one that is too long.
-        """
+        """Return a JSON message, empty at the end of a list; raise ExchangeError for another kind, or a longer one."""
         kind, num_bytes = await self.receive_header()
         if kind == END:
             return b""
         if kind != TEXT or not 0 < num_bytes <= MAX_TEXT_BYTES:  # guard: text-size
             raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of at most {MAX_TEXT_BYTES}")
-        async with self._in_time():
+        async with _Deadline(self.seconds):
             return await self._reader.readexactly(num_bytes)
 
     async def receive_range(self) -> tuple[int, int]:
-        """Return the start and stop of the next bytes wanted.
-
-        Raises:
-            ExchangeError: this is no such request.
-        """
+        """Return the start and stop of the requested range; raise ExchangeError for another kind of message."""
         kind, num_bytes = await self.receive_header()
         if (kind, num_bytes) != (RANGE, _SPAN.size):
             raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of a range")
-        async with self._in_time():
+        async with _Deadline(self.seconds):
             return _SPAN.unpack(await self._reader.readexactly(num_bytes))
 
     # ------------------------------------------------------------------ the end
 
     async def wait_for_hang_up(self) -> None:
-        """Let the other side close first: a stream that its sender closes may lose its tail on the way."""
-        async with self._in_time():
+        """Wait until the peer closes: the last bytes of a stream that its sender closes may be lost."""
+        async with _Deadline(self.seconds):
             await self._reader.read(1)
 
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._writer.close()
 
-    def _in_time(self) -> _InTime:
-        return _InTime(self.seconds)
 
-
-class _InTime:
-    """Bounds a step by time, and says what went wrong with it; a class, for each read passes through one."""
+class _Deadline:
+    """Bounds a step in time and names its failure. A class, as every read makes one and a generator costs more."""
 
     __slots__ = ("_seconds", "_timeout")
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._timeout = seconds, asyncio.timeout(seconds)
+        self._seconds = seconds
+        self._timeout = asyncio.timeout(seconds)
 
     async def __aenter__(self) -> None:
         await self._timeout.__aenter__()
@@ -294,13 +274,13 @@ def _hang_up(dialled: asyncio.Future) -> None:
 
 
 class Signal:
-    """Wakes, in one event loop, everybody who waits for something to change."""
+    """Wakes all tasks of an event loop that wait for a change."""
 
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
     def fire(self) -> None:
-        """Wake them; those who begin to wait later wait for the next change."""
+        """Wake the tasks that wait now; later ones wait for the next change."""
         for future in self._waiting:
             if not future.done():
                 future.set_result(None)

@@ -1,4 +1,4 @@
-"""What this peer sends to others: offers first, then ranges of bytes, to so many at once and at such a rate."""
+"""Serves versions to other peers: an offer, then ranges of bytes, bounded in number and rate."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -30,38 +30,55 @@ from spes_p2p.swarm.p2p.rate_limit import RateLimit
 RELAYED_BYTES = FRAME_BYTES // 4
 """Bytes of an unfinished download that are passed on together."""
 RELAY_SECONDS = 20.0
+MAX_UPLOADS = 32
+MAX_NON_MEMBER_UPLOADS = 4
+"""Uploads, among those, to peers that were not in the last round: training goes before joining."""
+MAX_RELAYED = 64
+"""Uploads of unfinished downloads; most of them wait."""
+MAX_STREAMS_PER_PEER = 64
+QUEUE_SECONDS = 5.0
+"""Time for which an upload waits for its turn before the answer is BUSY."""
+LONGEST_WAIT_SECONDS = 10.0
+"""Time for which a caller is kept waiting for a version to be published."""
+NUM_READERS = 2
+BLOCK_BYTES = 4 * FRAME_BYTES
 
 
 class Payload(Protocol):
-    """An offer and its bytes."""
+    """An offer and its bytes.
+
+    Attributes:
+        is_partial: The bytes are still arriving here.
+    """
 
     answer: Answer
     num_bytes: int
-    is_arriving: bool
+    is_partial: bool
 
     async def read(self, start: int, stop: int) -> bytes | memoryview:
-        """Return bytes from `start` on, at least one and at most up to `stop`."""
+        """Return bytes from `start` on, at least one, up to `stop` at most."""
 
     def close(self) -> None:
-        """Let go of files."""
+        """Close files."""
 
 
 class FilePayload:
-    """Files, one after the other; open, so that they can be read when they are deleted meanwhile.
+    """The bytes of several files in a row, held open, so that they can be read after their deletion.
 
     Args:
-        answer: Offers them.
-        paths: Where they lie.
-        readers: Threads that read them, so that a slow disk holds nobody else up.
+        answer: The offer.
+        paths: The files.
+        readers: Threads that read, so that a slow disk does not block the event loop.
 
     Raises:
-        FileNotFoundError: one is deleted already.
+        FileNotFoundError: a file is gone.
     """
 
-    is_arriving = False
+    is_partial = False
 
     def __init__(self, answer: Answer, paths: Sequence[Path], readers: Executor) -> None:
-        self.answer, self._readers = answer, readers
+        self.answer = answer
+        self._readers = readers
         self._files: list[int] = []
         try:
             for path in paths:
@@ -86,12 +103,14 @@ class FilePayload:
 
 
 class RelayedPayload:
-    """What this peer is still fetching itself, passed on unverified: whoever gets it checks the whole."""
+    """A download under way, passed on unverified; its receivers verify the whole."""
 
-    is_arriving = True
+    is_partial = True
 
     def __init__(self, download: Download) -> None:
-        self.answer, self.num_bytes, self._download = download.answer, download.num_bytes, download
+        self.answer = download.answer
+        self.num_bytes = download.num_bytes
+        self._download = download
 
     async def read(self, start: int, stop: int) -> memoryview:
         enough = min(stop, start + RELAYED_BYTES)
@@ -102,57 +121,47 @@ class RelayedPayload:
         pass
 
 
-MAX_UPLOADS = 32
-MAX_STRANGER_UPLOADS = 4
-"""Of those, most to peers that were not in the last round: who trains goes before who joins."""
-MAX_RELAYED = 64
-"""Uploads of what is still arriving; they mostly wait."""
-MAX_STREAMS_PER_PEER = 64
-QUEUE_SECONDS = 5.0
-"""How long an upload waits for its turn before the answer is BUSY."""
-LONGEST_WAIT_SECONDS = 10.0
-"""How long a caller is kept waiting for a version to be published."""
-NUM_READERS = 2
-BLOCK_BYTES = 4 * FRAME_BYTES
-
-
 class Server:
-    """Answers those who pull.
+    """Answers requests for versions.
 
     Args:
-        store: What this peer has.
-        downloads: What is arriving, by name, for those who share it out.
-        uplink_mbit: Most to send, in 10^6 bits per second.
+        store: This peer's versions.
+        relayed: Downloads under way that are shared out among relays, by name.
+        uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
 
     Attributes:
         bytes_out: Payload bytes sent.
-        changed: Fires when the store or the downloads have something new.
+        changed: Fires when the store or `relayed` has changed.
     """
 
-    def __init__(self, store: VersionStore, downloads: Mapping[str, Download], uplink_mbit: float | None) -> None:
-        self.bytes_out, self.changed = 0, Signal()
-        self._store, self._downloads, self._pace = store, downloads, RateLimit(uplink_mbit)
+    def __init__(self, store: VersionStore, relayed: Mapping[str, Download], uplink_mbit: float | None) -> None:
+        self.bytes_out = 0
+        self.changed = Signal()
+        self._store = store
+        self._relayed = relayed
+        self._rate_limit = RateLimit(uplink_mbit)
         self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
         self._streams: Counter[str] = Counter()
         self._uploads = asyncio.Semaphore(MAX_UPLOADS)
-        self._stranger_uploads = asyncio.Semaphore(MAX_STRANGER_UPLOADS)
-        self._relayed = asyncio.Semaphore(MAX_RELAYED)
+        self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
+        self._partial_uploads = asyncio.Semaphore(MAX_RELAYED)
         self._members: Collection[str] = ()
         self._reserved_until = 0.0
 
     def reserve_for(self, peers: Collection[str], seconds: float) -> None:
-        """Serve nobody but `peers` for so long, or until `release`; they go before others ever after."""
-        self._members, self._reserved_until = frozenset(peers), time.monotonic() + seconds
+        """Serve only `peers` for `seconds`, or until `release`; after that they still go before other peers."""
+        self._members = frozenset(peers)
+        self._reserved_until = time.monotonic() + seconds
 
     def release(self) -> None:
-        """Serve everybody again."""
+        """Serve all peers again."""
         self._reserved_until = 0.0
 
-    def _is_stranger(self, peer: str) -> bool:
+    def _is_non_member(self, peer: str) -> bool:
         return bool(self._members) and peer not in self._members
 
-    def _turns_away(self, peer: str) -> bool:
-        return self._is_stranger(peer) and time.monotonic() < self._reserved_until
+    def _is_turned_away(self, peer: str) -> bool:
+        return self._is_non_member(peer) and time.monotonic() < self._reserved_until
 
     # ------------------------------------------------------------------ offers
 
@@ -160,8 +169,8 @@ class Server:
         """Serve one stream of an authenticated peer until it hangs up.
 
         Raises:
-            ExchangeError: it asked for something impossible, or went.
-            TimeoutError: it fell silent, or took nothing.
+            ExchangeError: a request is impossible, or the peer hung up in the middle of an answer.
+            TimeoutError: the peer is silent, or does not read.
         """
         self._streams[peer] += 1
         try:
@@ -177,7 +186,7 @@ class Server:
         except ExchangeError:
             await self._decline(channel, "refused")
             raise
-        if self._streams[peer] > MAX_STREAMS_PER_PEER or self._turns_away(peer):
+        if self._streams[peer] > MAX_STREAMS_PER_PEER or self._is_turned_away(peer):
             return await self._decline(channel, "busy")
         payload = await self._find(request)
         if payload is None:
@@ -200,19 +209,20 @@ class Server:
         await channel.wait_for_hang_up()
 
     async def _find(self, request: Request) -> Payload | None:
-        """Return what the caller needs, once it is there; None if it did not come in time."""
+        """Return the payload for a request, once there is one; None if there is none in time."""
         deadline = time.monotonic() + min(request.timeout, LONGEST_WAIT_SECONDS)
         while True:
             payload = self._payload(request)
             if payload is not None or (remaining := deadline - time.monotonic()) <= 0:
                 return payload
-            if self._comes_otherwise(request):
-                return None
+            download = self._relayed.get(request.name)
+            if download and request.digest == download.version.digest and not download.satisfies(request):
+                return None  # the version arrives here in a form that does not help the caller
             await self.changed.wait(remaining)
 
     def _payload(self, request: Request) -> Payload | None:
-        version, download = self._store.find(request.name, request.digest), self._downloads.get(request.name)
-        if version is None and download is not None and download.answers(request):
+        version, download = self._store.find(request.name, request.digest), self._relayed.get(request.name)
+        if version is None and download is not None and download.satisfies(request):
             return RelayedPayload(download)
         version = version or self._store.find(request.name)
         if version is None or version.round < request.min_round:
@@ -229,44 +239,33 @@ class Server:
                     return payload
                 payload.close()
             return FilePayload(Answer(state="whole", version=described), [self._store.path(version)], self._readers)
-        except FileNotFoundError:  # displaced by a newer version meanwhile
+        except FileNotFoundError:  # a newer version has replaced it
             return None
-
-    def _comes_otherwise(self, request: Request) -> bool:
-        """Tell whether the version asked for is arriving here in a form that does not help the caller."""
-        download = self._downloads.get(request.name)
-        return download is not None and request.digest == download.version.digest and not download.answers(request)
 
     # ------------------------------------------------------------------ bytes
 
     async def _send(self, channel: Channel, peer: str, payload: Payload, start: int, stop: int) -> None:
-        """Send a range, or BUSY in place of it or of the rest of it."""
-        async with contextlib.AsyncExitStack() as turn:
-            queues = [self._relayed] if payload.is_arriving else [self._uploads]
-            if self._is_stranger(peer):
-                queues.insert(0, self._stranger_uploads)
-            for queue in queues:
-                if not await _in_time(queue.acquire, QUEUE_SECONDS):
+        """Send a range; BUSY in place of all or the rest of it if the peer must wait."""
+        async with contextlib.AsyncExitStack() as held:
+            limits = [self._partial_uploads] if payload.is_partial else [self._uploads]
+            if self._is_non_member(peer):
+                limits.insert(0, self._non_member_uploads)
+            for limit in limits:
+                try:
+                    async with asyncio.timeout(QUEUE_SECONDS):
+                        await limit.acquire()
+                except TimeoutError:
                     return await channel.send(BUSY)
-                turn.callback(queue.release)
+                held.callback(limit.release)
             while start < stop:
                 async with asyncio.timeout(channel.seconds):
                     block = memoryview(await payload.read(start, min(stop, start + BLOCK_BYTES)))
                 start += len(block)
-                frame_bytes = self._pace.burst_bytes(FRAME_BYTES)
+                frame_bytes = self._rate_limit.burst_bytes(FRAME_BYTES)
                 for offset in range(0, len(block), frame_bytes):
                     frame = block[offset : offset + frame_bytes]
-                    await self._pace.take(len(frame))
-                    if self._turns_away(peer):
+                    await self._rate_limit.take(len(frame))
+                    if self._is_turned_away(peer):
                         return await channel.send(BUSY)
                     await channel.send(DATA, frame)
                     self.bytes_out += len(frame)
-
-
-async def _in_time(work: Callable[[], Awaitable[object]], seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await work()
-    except TimeoutError:
-        return False
-    return True

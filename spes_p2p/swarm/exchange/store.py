@@ -1,7 +1,7 @@
-"""Versions on disk, and the deltas that lead from one to the next.
+"""Versions on disk, and the deltas between them.
 
-Bytes lie on disk, not in memory: what a peer does not train costs it no RAM twice, a restarted peer still has
-them, and the last copy of a dead peer's expert survives with everybody who pulled it.
+Versions lie on disk, not in memory: slots that a peer does not train cost it no memory, a restarted peer still has
+them, and the last copy of a dead peer's expert survives on each peer that has pulled it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import re
 import shutil
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,21 +24,28 @@ from spes_p2p.codecs import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import DOCUMENTS, RefusedVersions, Version
-from spes_p2p.swarm.names import SLOT
+from spes_p2p.swarm.names import SLOT, AnyName
 
 log = logging.getLogger(__name__)
 
-_FILE = re.compile(rf"^((?:shared|{SLOT}))\.([0-9a-f]{{64}})\.from\.([0-9a-f]{{64}})\.delta$")
+_DELTA_FILE = re.compile(rf"^((?:shared|{SLOT}))\.([0-9a-f]{{64}})\.from\.([0-9a-f]{{64}})\.delta$")
+PIECE_BYTES = 2**18
+"""Bytes written at a time; larger writes cost ten times the processor's time where memory is fragmented."""
+SPARE_LINES = 256
+"""Outdated lines of the index after which it is written anew."""
+INDEX = "index.jsonl"
+KEEP_PER_NAME = 2
+"""Versions kept of each name: the newest, and the one that slower peers may still be fetching."""
 
 
 @dataclass(frozen=True)
 class Delta:
-    """One step between versions.
+    """An encoded delta between two versions.
 
     Attributes:
-        base: Digest of the version that it starts from.
-        digest: Digest of the version that it leads to.
-        path: File that holds the encoded delta.
+        base: Digest of the version before it.
+        digest: Digest of the version after it.
+        path: The file.
     """
 
     base: str
@@ -49,27 +56,28 @@ class Delta:
 class DeltaStore:
     """The last deltas of each name, safe to use from several threads.
 
-    They outlive the versions between them. What is written here needs no index: its name says what it is, and a chain
-    that does not lead where it says is found out by the digest at its end.
+    They outlive the versions between them. The files' names are the index; a chain that leads elsewhere fails the
+    check of the digest at its end.
 
     Args:
-        directory: Folder of the store; what it holds from before a restart is used again.
+        directory: Folder of the store; deltas from before a restart are used again.
 
     Attributes:
-        keep: Most deltas kept of each name; at first those that are there.
+        keep: Most deltas kept of each name; 0 stores no new ones.
     """
 
     def __init__(self, directory: Path) -> None:
         self.keep = 0
-        self._directory, self._lock = directory, threading.Lock()
+        self._directory = directory
+        self._lock = threading.Lock()
         self._deltas: dict[str, dict[str, Delta]] = {}
         for path in sorted(directory.glob("*.delta"), key=lambda path: path.stat().st_mtime_ns):
-            if found := _FILE.match(path.name):
+            if found := _DELTA_FILE.match(path.name):
                 name, digest, base = found.groups()
                 self._deltas.setdefault(name, {})[digest] = Delta(base, digest, path)
 
     def add(self, name: str, base: str, digest: str, data: bytes | memoryview) -> None:
-        """Keep a delta, as the newest of its name."""
+        """Store a delta as the newest of its name."""
         if not self.keep:
             return
         path = self._directory / f"{name}.{digest}.from.{base}.delta"
@@ -85,52 +93,44 @@ class DeltaStore:
                 if old.path != path:
                     old.path.unlink(missing_ok=True)
 
-    def chain(self, name: str, base: str, digest: str, most: int) -> Sequence[Delta]:
-        """Return the deltas from `base` to `digest`, in order; none if there is a gap, or they are more than `most`."""
+    def chain(self, name: str, base: str, digest: str, max_deltas: int) -> Sequence[Delta]:
+        """Return the deltas from `base` to `digest`, in order; none if there is a gap, or more than `max_deltas`."""
         chain: list[Delta] = []
         with self._lock:
             kept = self._deltas.get(name, {})
             while digest != base:
-                if digest not in kept or len(chain) >= min(most, len(kept)):
+                if digest not in kept or len(chain) >= min(max_deltas, len(kept)):
                     return []
                 chain.append(kept[digest])
                 digest = kept[digest].base
         return chain[::-1]
 
 
-PIECE_BYTES = 2**18
-"""Written at a time: where memory is fragmented, pieces of megabytes cost ten times the processor's time."""
-SPARE_LINES = 256
-"""Of the index that are out of date before it is written anew."""
-INDEX = "index.jsonl"
-KEEP_PER_NAME = 2
-"""Versions kept of each name: the newest, and the one that slower peers may still be fetching."""
-
-
 class VersionStore:
-    """Versions on disk, safe to read from one thread while another adds.
+    """Versions on disk, safe to read in one thread while another adds.
 
-    The newest of a name is the one added last: who catches up with a majority may go back a round. Files are
-    immutable: a new version is a new file, moved in whole. Serving opens the file, so that deleting an old version
-    does not disturb a transfer under way.
+    The newest version of a name is the one added last; its round may be lower, as a peer that joins a majority may go
+    back. Files are immutable and appear whole. Serving holds files open, so that a deletion disturbs no transfer.
 
     Args:
         directory: Folder of the store; an index in it makes it survive a restart.
         run_id: Versions of other runs are refused.
 
     Attributes:
-        deltas: What leads from older versions to these.
-        refused: Digests of versions that were bad, and shall not come back.
+        deltas: Deltas that lead from older versions to these.
+        refused: Digests of bad versions, which must not come back.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
-        self._directory, self._run_id = directory, run_id
+        self.refused = RefusedVersions()
+        self._directory = directory
+        self._run_id = run_id
         self._lock = threading.RLock()
         self._versions: dict[str, list[Version]] = {}
-        self.refused = RefusedVersions()
         self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
-        self._index, self._num_lines = directory / INDEX, 0
+        self._index = directory / INDEX
+        self._num_lines = 0
         self.deltas = DeltaStore(directory)
         self._read_index()
 
@@ -140,63 +140,83 @@ class VersionStore:
             return {name: versions[0] for name, versions in self._versions.items() if versions}
 
     def find(self, name: str, digest: str = "") -> Version | None:
-        """Return the newest version of a name, or the one with this digest, if this peer has it."""
+        """Return the newest version of a name, or the one with this digest; None if it is not here."""
         with self._lock:
             return next((version for version in self._versions.get(name, ()) if digest in ("", version.digest)), None)
 
     def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener`, in whatever thread adds versions, after each time some were."""
+        """Call `listener` after each addition, in the thread that adds."""
         self._listeners.append(listener)
 
     def path(self, version: Version) -> Path:
-        """Return the file that holds a version's bytes."""
+        """Return the file of a version's bytes."""
         return self._directory / file_name(version)
 
-    def add(self, items: Mapping[str, tuple[Version, bytes | memoryview]]) -> None:
-        """Store verified versions with their bytes, all visible at once; drop the oldest ones."""
+    # ------------------------------------------------------------------ adding
+
+    def add(self, items: Mapping[AnyName, tuple[Version, bytes | memoryview]]) -> None:
+        """Store verified versions with their bytes, visible all at once; delete the oldest ones."""
         for version, data in items.values():
             if not self.path(version).exists():
                 write_whole(self.path(version), data)
         with self._lock:
             for version, data in items.values():
-                if not self.path(version).exists():  # displaced, and deleted, by another thread meanwhile
+                if not self.path(version).exists():  # another thread has displaced and deleted it since
                     write_whole(self.path(version), data)
-                self._list(version)
+                self._insert(version)
             self._append_to_index([version for version, _ in items.values()])
-        self._tell()
+        self._notify()
 
     def store_known_bytes(self, version: Version) -> None:
-        """Store a version whose bytes this peer has already, from an older one.
+        """Store a version whose bytes this peer has from an older one.
 
         Raises:
-            ExchangeError: it has them no more.
+            ExchangeError: the bytes are gone.
         """
         with self._lock:
             if not self.path(version).exists():
                 raise ExchangeError(f"{self.path(version)} is gone")
-            self._list(version)
+            self._insert(version)
             self._append_to_index([version])
-        self._tell()
+        self._notify()
 
     def restore(self, files: Mapping[Path, Version]) -> None:
-        """Have versions as the newest again, from files elsewhere that were verified."""
+        """Make versions the newest again, from verified files elsewhere, whose bytes are shared if possible."""
         with self._lock:
             for file, version in files.items():
-                if not (self.path(version).exists() and self.path(version).samefile(file)):
-                    link_or_copy(file, self.path(version))
-                self._list(version)
+                path = self.path(version)
+                if not (path.exists() and path.samefile(file)):
+                    with scratch_path(path) as scratch:
+                        if not link_file(file, scratch):
+                            shutil.copyfile(file, scratch)
+                        scratch.replace(path)
+                self._insert(version)
             self._append_to_index(list(files.values()))
-        self._tell()
+        self._notify()
+
+    def _insert(self, version: Version) -> None:
+        older = self._versions.get(version.name, [])
+        kept = [version, *(old for old in older if old.round != version.round)][:KEEP_PER_NAME]
+        self._versions[version.name] = kept
+        # Only the displaced files: those of other threads may be written and not inserted yet.
+        for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
+            path.unlink(missing_ok=True)
+
+    def _notify(self) -> None:
+        for listener in self._listeners:
+            listener()
+
+    # ------------------------------------------------------------------ deleting
 
     def keep_only(self, names: Collection[str]) -> None:
-        """Forget vectors of other names, once it is known which the run has: what nobody can load nobody shall have."""
+        """Delete vectors of other names, once the run's names are known, so that no other peer fetches them."""
         for name in set(self.newest()) - {*names, *DOCUMENTS}:
             while (version := self.find(name)) is not None:
                 log.warning("%s of %s is no part of this run; it is deleted", name, version.author)
                 self.delete(version)
 
     def repair(self) -> None:
-        """Forget versions whose bytes are damaged, and delete what a peer that was killed had half written."""
+        """Delete damaged versions, and the unfinished files of a process that was killed."""
         for name in list(self._versions):
             while (version := self.find(name)) is not None and not self._is_whole(version):
                 log.warning("%s is damaged; it is deleted, and taken from elsewhere", self.path(version))
@@ -211,35 +231,25 @@ class VersionStore:
         except OSError:
             return False
 
-    def _list(self, version: Version) -> None:
-        older = self._versions.get(version.name, [])
-        kept = [version, *(old for old in older if old.round != version.round)][:KEEP_PER_NAME]
-        self._versions[version.name] = kept
-        # Only what this call displaced: other threads' files may be written, but not listed yet.
-        for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
-            path.unlink(missing_ok=True)
-
-    def _tell(self) -> None:
-        for listener in self._listeners:
-            listener()
-
     def refuse(self, version: Version) -> None:
-        """Forget a version that turned out bad, and remember that it did, until this process ends."""
+        """Delete a bad version, and do not take it again in this process."""
         self.refused.add(version.digest)  # guard: refused-remembered
         self.delete(version)
 
     def delete(self, version: Version) -> None:
-        """Forget a version that turned out damaged, or is of no use; it can be pulled again."""
+        """Delete a version; it can be pulled again."""
         with self._lock:
             others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
             self._versions[version.name] = others
             self.path(version).unlink(missing_ok=True)
 
+    # ------------------------------------------------------------------ reading
+
     def read(self, name: str, *, before: bool = False) -> bytes:
-        """Return the bytes of the newest version of `name`, or of the one before it, verified.
+        """Return the verified bytes of the newest version of `name`, or of the one before it.
 
         Raises:
-            ExchangeError: there is none, or the file is damaged.
+            ExchangeError: there is none, or its file is damaged.
         """
         with self._lock:
             kept = self._versions.get(name, [])[before:]
@@ -256,10 +266,10 @@ class VersionStore:
         return data
 
     def load(self, name: str, digest: str) -> Tensor:
-        """Return a version's bytes, unverified, as a new fp32 vector: what is made of it is verified.
+        """Return a version as a new fp32 vector, not verified: the vector that deltas make of it is.
 
         Raises:
-            ExchangeError: this peer has it no more.
+            ExchangeError: the version is gone.
         """
         version = self.find(name, digest)
         if version is None:
@@ -272,20 +282,20 @@ class VersionStore:
     # ------------------------------------------------------------------ the index
 
     def _append_to_index(self, versions: Sequence[Version]) -> None:
-        """Note versions in the order in which they were added; those that are gone are known by their missing files."""
+        """Add versions in order; a deleted version keeps its line and is recognised by its missing file."""
         with self._index.open("ab") as file:
-            file.write(b"".join(version.model_dump_json().encode() + b"\n" for version in versions))
+            file.write(_lines(versions))
         self._num_lines += len(versions)
         if self._num_lines > SPARE_LINES + 4 * KEEP_PER_NAME * len(self._versions):
             self._rewrite_index()
 
     def _rewrite_index(self) -> None:
         versions = [version for kept in self._versions.values() for version in reversed(kept)]
-        write_whole(self._index, b"".join(version.model_dump_json().encode() + b"\n" for version in versions))
+        write_whole(self._index, _lines(versions))
         self._num_lines = len(versions)
 
     def _read_index(self) -> None:
-        """Take up what an earlier process has left; a last line that it could not finish counts for nothing."""
+        """Load what an earlier process has stored; a last line that it could not finish is ignored."""
         if not self._index.exists():
             return
         try:
@@ -297,25 +307,21 @@ class VersionStore:
         versions = [Version.verify(line, self._run_id) for line in lines]  # guard: edited-index
         for version in versions:
             if self.path(version).exists():
-                self._list(version)
+                self._insert(version)
         self._rewrite_index()
 
 
+def _lines(versions: Iterable[Version]) -> bytes:
+    return b"".join(version.model_dump_json().encode() + b"\n" for version in versions)
+
+
 def file_name(version: Version) -> str:
-    """Return the name of the file that holds a version's bytes: by digest, never by what a peer says."""
+    """Return the name of a version's file: it carries the digest, and no text that a peer chooses."""
     return f"{version.name}.{version.digest}.bin"
 
 
-def link_or_copy(source: Path, target: Path) -> None:
-    """Let a file appear, whole, under a second name: with its bytes shared where the file system can."""
-    with scratch_path(target) as scratch:
-        if not link_file(source, scratch):
-            shutil.copyfile(source, scratch)
-        scratch.replace(target)
-
-
 def write_whole(path: Path, data: bytes | bytearray | memoryview) -> None:
-    """Make a file appear with all its bytes, in place of any before it."""
+    """Write a file that appears with all its bytes, in place of an older one."""
     with write_atomic(path, durable=False) as file, memoryview(data) as view:
         for start in range(0, len(view), PIECE_BYTES):
             file.write(view[start : start + PIECE_BYTES])

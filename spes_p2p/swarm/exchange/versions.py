@@ -1,4 +1,4 @@
-"""Published tensor bundles: their signed descriptions."""
+"""Signed descriptions of published vectors and documents."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from spes_p2p.swarm.records import Count, Digest, PeerId
 
 MAX_MANIFEST_BYTES = 4096
 MAX_REFUSED = 1024
-"""Versions that a peer remembers to have refused."""
+"""Refused versions that a peer remembers."""
 DOCUMENTS = ("manifest", "tokenizer")
-"""Names whose bytes are a document; all others are vectors."""
+"""Names of documents; all other names are vectors."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
 Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]  # guard: version-name
 Name = Annotated[Text, AfterValidator(lambda name: name if name in DOCUMENTS else VectorName(name))]
 
 
 def vector_names(num_slots: int) -> frozenset[VectorName]:
-    """Return the names of a run's vectors, and so of all versions but documents: bundles, and moments of each.
+    """Return the names of a run's vectors: weights, and optimizer moments of each.
+
+    A version of another name fits no part of the model, whatever its signature.
 
     Args:
-        num_slots: Experts per layer of its model. What is named otherwise fits no part of that, whoever has signed it.
+        num_slots: Experts per layer of the run's model.
     """
     weights = (SHARED, *map(VectorName.of_slot, range(num_slots)))
     return frozenset(weights) | {name.moments for name in weights}
 
 
 class Version(BaseModel):
-    """The signed description of a published bundle; whoever has the bytes may serve it."""
+    """The signed description of a published vector or document; any peer that has the bytes may serve it."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -47,13 +49,13 @@ class Version(BaseModel):
     codec: CodecKind
     """`fp32`: a flat little-endian vector; `coded`: one in the run's codec for its kind; `raw`: a document."""
     base: Digest | Literal[""] = ""
-    """The version from which an encoded mean delta leads here; empty where none does."""
+    """Digest of the version from which an encoded mean delta leads here; empty for none."""
     author: PeerId
     public_key: Annotated[str, Field(max_length=1024)]
     signature: Annotated[str, Field(max_length=1024)] = ""
 
     def signed_part(self) -> bytes:
-        """Return the bytes that the author signs: everything but the signature."""
+        """Return the bytes that the author signs: all fields but the signature."""
         return json.dumps(self.model_dump(exclude={"signature"}), sort_keys=True).encode()
 
     @classmethod
@@ -67,16 +69,16 @@ class Version(BaseModel):
         codec: CodecKind,
         base: str = "",
     ) -> Version:
-        """Return the signed version of a bundle's bytes; a version is no base of itself."""
-        described = digest(data)
+        """Describe and sign bytes; a base equal to the result is left out."""
+        own = digest(data)
         unsigned = cls(
             run_id=run_id,
             name=name,
             round=round,
-            digest=described,
+            digest=own,
             num_bytes=len(data),
             codec=codec,
-            base=base if base != described else "",
+            base=base if base != own else "",
             author=identity.peer_id,
             public_key=identity.public_key.decode(),
         )
@@ -84,11 +86,7 @@ class Version(BaseModel):
 
     @classmethod
     def verify(cls, data: bytes | str, run_id: str) -> Version:
-        """Return the version that a peer described.
-
-        Raises:
-            RecordError: malformed, of another run, or not signed by its author.
-        """
+        """Parse a description; raise RecordError if it is malformed, of another run, or not signed by its author."""
         try:
             if len(data) > MAX_MANIFEST_BYTES:
                 raise RecordError(f"version manifest exceeds {MAX_MANIFEST_BYTES} bytes")
@@ -104,13 +102,13 @@ class Version(BaseModel):
 
 
 class RefusedVersions:
-    """Digests of the versions that a peer has refused, the last of them: whoever offers their bytes is not heard."""
+    """Digests of the last versions that a peer has refused; offers of them are ignored."""
 
     def __init__(self) -> None:
         self._digests: dict[str, None] = {}
 
     def add(self, digest: str) -> None:
-        """Remember one, in place of the oldest where there are too many."""
+        """Remember a digest, in place of the oldest beyond MAX_REFUSED."""
         self._digests[digest] = None
         for oldest in list(self._digests)[:-MAX_REFUSED]:  # guard: refused-memory
             del self._digests[oldest]
