@@ -1,16 +1,20 @@
-"""Training sequences: windows over the tokenised corpus in an order that can be resumed exactly.
+"""Training sequences: a corpus's tokens, cached in memory-mapped files, and windows over them in a resumable order.
 
-Shapes: B sequences of a batch, T tokens of a sequence, N tokens of a corpus.
+Shape legend: B sequences of a batch, T tokens of a sequence, N tokens of a corpus.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -18,39 +22,154 @@ from torch import LongTensor, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.hub import load, row_text, rows
-from spes_p2p.data.sources import Document, Part, documents, in_held_out_part, is_in
-from spes_p2p.data.tokens import TokenFile, encode, token_file
+from spes_p2p.data.sources import (
+    Document,
+    Part,
+    corpus_identity,
+    documents,
+    hub_rows,
+    in_held_out_part,
+    is_in,
+    load_hub,
+    row_text,
+)
+from spes_p2p.data.tokenizer import tokenizer_digest
 from spes_p2p.errors import DataError
+from spes_p2p.fs import cache_folder, locked, write_atomic
 
-# Fewer make an epoch that is hardly more than one batch.
+Item = TypeVar("Item")
+log = logging.getLogger(__name__)
+
 MIN_WINDOWS = 8
+"""Fewest windows of a corpus: an epoch must be more than about one batch."""
+BLOCK_DOCUMENTS = 1024
+BLOCK_CHARACTERS = 8 * 2**20
+# Below this many shards, all peers would read the same text in about the same order; parquet can be cut into more.
+_MIN_SHARDS = 64
+_BATCH_CHARACTERS = 2**20
+_TOKENISING_SECONDS = 4 * 3600.0
+_LAYOUT_VERSION = 1
+# Parts written in one pass over the corpus; if the last file of a group exists, all of them do.
+_WRITTEN_TOGETHER: tuple[tuple[Part, ...], ...] = (("held_out", "train"), ("tuning", "reported"))
+
+
+class TokenFile(NamedTuple):
+    """One part of a tokenised corpus.
+
+    Attributes:
+        tokens_N: uint16 or uint32, read-only; documents in order, each followed by the end-of-text token.
+        key: Digest of tokenizer, corpus and settings; equal keys mean equal tokens.
+    """
+
+    tokens_N: np.ndarray
+    key: str
+
+
+def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+    """Return the smallest unsigned type that holds every id."""
+    return np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield ids in arrays of about a million characters each, with the end-of-text token after every text."""
+    for batch in _batches(texts, len):
+        yield _encode_batch(tokenizer, batch)
+
+
+def token_file(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path, part: Part
+) -> TokenFile:
+    """Return one part of an `embedded` or `files` corpus, tokenised at first use by one process while others wait.
+
+    Raises:
+        ConfigError: `paths` is empty, or `cache` cannot be written.
+        DataError: the corpus cannot be read, or another process holds the lock for hours.
+    """
+    dtype = token_dtype(tokenizer)
+    identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus_identity(data, paths)}"
+    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    folder = cache_folder(cache, "tokens")
+    together = next(parts for parts in _WRITTEN_TOGETHER if part in parts)
+    files = {name: folder / f"{key}.{name}.bin" for name in together}
+    if not files[together[-1]].exists():
+        with locked(folder / key, _TOKENISING_SECONDS):
+            if not files[together[-1]].exists():
+                _tokenise(data, tokenizer, paths, files)
+    return TokenFile(_map(files[part], dtype), key)
+
+
+def _tokenise(
+    data: DataConfig, tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], files: Mapping[Part, Path]
+) -> None:
+    """Write the parts' files, and rename them into place in their order."""
+    started = time.monotonic()
+    dtype = token_dtype(tokenizer)
+    num_tokens = 0
+    with contextlib.ExitStack() as stack:
+        streams = {part: stack.enter_context(write_atomic(files[part])) for part in reversed(list(files))}
+        for batch in _batches(documents(data, paths), lambda document: len(document.text)):
+            for part, stream in streams.items():
+                for ids_N in encode(tokenizer, (document.text for document in batch if is_in(part, document, data))):
+                    stream.write(ids_N.astype(dtype).tobytes())
+                    num_tokens += len(ids_N)
+    log.info("tokenised %d tokens of %s in %.1f s", num_tokens, " and ".join(files), time.monotonic() - started)
+
+
+def _batches(items: Iterable[Item], num_characters_of: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Yield the items in batches of about a million characters."""
+    batch: list[Item] = []
+    num_characters = 0
+    for item in items:
+        batch.append(item)
+        num_characters += num_characters_of(item)
+        if num_characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
+
+
+def _encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarray:
+    # verbose=False: do not warn that a text is longer than a model's context.
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    flat = np.empty(sum(map(len, encoded)) + len(encoded), dtype=np.uint32)
+    position = 0
+    for ids in encoded:
+        flat[position : position + len(ids)] = ids
+        flat[position + len(ids)] = tokenizer.eos_token_id
+        position += len(ids) + 1
+    return flat
+
+
+def _map(file: Path, dtype: np.dtype) -> np.ndarray:
+    """Map a token file into memory, if it is not empty: an empty file cannot be mapped."""
+    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
 
 
 def num_windows(num_tokens: int, sequence_length: int) -> int:
-    """Windows in a run of tokens; a tail shorter than a window is left out."""
+    """Return the number of whole windows in so many tokens."""
     return max(num_tokens - 1, 0) // sequence_length
 
 
-def gather(tokens_N: np.ndarray, indices_B: np.ndarray, sequence_length: int) -> LongTensor:
-    """Copies the windows of the given indices into `[B, T + 1]` int64."""
+def gather_windows(tokens_N: np.ndarray, indices_B: np.ndarray, sequence_length: int) -> LongTensor:
+    """Copy the windows of the given indices to `[B, T + 1]` int64."""
     positions_BT1 = indices_B[:, None] * sequence_length + np.arange(sequence_length + 1)
     return cast(LongTensor, torch.from_numpy(tokens_N[positions_BT1].astype(np.int64)))
 
 
-def too_little(part: str, num_tokens: int, sequence_length: int, remedy: str) -> DataError:
-    """The error for a corpus that is too small to use."""
+def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str) -> DataError:
+    """Return the error for a corpus that is too small."""
     return DataError(
         f"the {part} text has {num_tokens} tokens, less than {MIN_WINDOWS} sequences of {sequence_length}; "
         f"{remedy}, or lower data.sequence_length"
     )
 
 
-def check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Checks that a saved place belongs to this order.
+def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Check that a saved position belongs to this order.
 
     Raises:
-        DataError: it names other tokens, another length or another seed.
+        DataError: it has other tokens, another length or another seed.
     """
     for name, value in identity.items():
         if state.get(name) != value:
@@ -60,47 +179,42 @@ def check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
             )
 
 
-def unsigned(seed: int) -> int:
-    """NumPy takes no negative seeds."""
-    return seed % 2**64
-
-
-BLOCK_DOCUMENTS = 1024
-BLOCK_CHARACTERS = 8 * 2**20
-# Below this many shards their order alone would send all peers through the same text; parquet can be cut further.
-_FEW_SHARDS = 64
+def _rng(seed: int, *more: int) -> np.random.Generator:
+    return np.random.default_rng([seed % 2**64, *more])  # NumPy refuses negative seeds
 
 
 class StreamSource:
     """Windows of a streamed data set: shards in a seeded order, documents shuffled block by block.
 
-    A block is a run of documents; its permutation depends on seed, epoch and block number alone. The state is therefore
-    the data set's place at the block's start, the few tokens carried over from the block before, and the number of
-    windows already given: small, and exact where a rolling shuffle buffer would lose its content.
+    A block is a run of documents, and its permutation depends on seed, epoch and block number alone. So the state is
+    small and exact: the data set's position at the block's start, the tokens carried over from the block before, and
+    the number of windows already returned. A rolling shuffle buffer would lose its content on resume.
 
     Args:
         data: Data set, split, text field, sequence length T.
         tokenizer: The run's tokenizer.
-        order_seed: Keys the order of shards and documents.
+        order_seed: Seed of the order of shards and documents.
 
     Raises:
         DataError: the data set cannot be streamed or has too little text.
     """
 
     def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, order_seed: int):
-        self._data, self._tokenizer, self._order_seed = data, tokenizer, order_seed
-        dataset = load(data)
-        self._base = dataset.reshard() if dataset.num_shards < _FEW_SHARDS else dataset
+        self._data = data
+        self._tokenizer = tokenizer
+        self._order_seed = order_seed
+        dataset = load_hub(data)
+        self._base = dataset.reshard() if dataset.num_shards < _MIN_SHARDS else dataset
         self._carry = np.empty(0, dtype=np.uint32)
         self._begin_epoch(0)
         self._next_block()
         self._check_size()
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        """Returns the next sequences, `[B, T + 1]`.
+        """Return the next sequences, `[B, T + 1]`.
 
         Raises:
-            DataError: the stream broke, or a row holds no text.
+            DataError: the stream broke, or a row's field does not hold text.
         """
         parts: list[Tensor] = []
         missing = num_sequences
@@ -108,22 +222,22 @@ class StreamSource:
             while self._given == self._num_windows:
                 self._next_block()
             indices = np.arange(self._given, min(self._given + missing, self._num_windows))
-            parts.append(gather(self._tokens, indices, self._data.sequence_length))
+            parts.append(gather_windows(self._tokens, indices, self._data.sequence_length))
             self._given += len(indices)
             missing -= len(indices)
         return cast(LongTensor, torch.cat(parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the stream."""
+        """Return the position in the stream."""
         return {**self._identity(), **copy.deepcopy(self._block_start), "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a place that `state_dict` returned, re-reading one block.
+        """Continue from a position that `state_dict` returned; read one block again.
 
         Raises:
             DataError: the state is malformed or belongs to another stream or order, or the stream cannot be read.
         """
-        check_state(state, self._identity())
+        _check_state(state, self._identity())
         try:
             carry = np.array(state["carry"], dtype=np.uint32)
             self._begin_epoch(int(state["epoch"]), int(state["block"]))
@@ -138,13 +252,14 @@ class StreamSource:
         self._given = given
 
     def _check_size(self) -> None:
+        """Refuse a data set with fewer than `MIN_WINDOWS` windows."""
         start = self.state_dict()
         found = self._num_windows
         while found < MIN_WINDOWS and self._epoch == 0:
             self._next_block()
             found += self._num_windows
         if found < MIN_WINDOWS:
-            raise too_little("training", len(self._tokens), self._data.sequence_length, "choose a larger data set")
+            raise _too_small("training", len(self._tokens), self._data.sequence_length, "choose a larger data set")
         if self._block_start["block"] > 0:
             self.load_state_dict(start)
 
@@ -157,13 +272,14 @@ class StreamSource:
         }
 
     def _begin_epoch(self, epoch: int, block: int = 0) -> None:
-        self._epoch, self._block = epoch, block
+        self._epoch = epoch
+        self._block = block
         # A buffer of one row shuffles shards only, and loses nothing on resume.
         self._dataset = self._base.shuffle(generator=self._generator(), buffer_size=1, max_buffer_input_shards=1)
-        self._rows: Iterator[dict[str, Any]] = rows(self._dataset, self._data)
+        self._rows: Iterator[dict[str, Any]] = hub_rows(self._dataset, self._data)
 
     def _generator(self, *more: int) -> np.random.Generator:
-        return np.random.default_rng([unsigned(self._order_seed), self._epoch, *more])
+        return _rng(self._order_seed, self._epoch, *more)
 
     def _next_block(self) -> None:
         start = {
@@ -175,15 +291,16 @@ class StreamSource:
         try:
             texts, at_end = self._read_block()
         except DataError:
-            # A broken generator looks like an exhausted one: reopen it, so that the next call tries this block again.
+            # A generator that raised then looks exhausted: reopen it, so that the next call reads this block again.
             self._dataset.load_state_dict(start["dataset"])
-            self._rows = rows(self._dataset, self._data)
+            self._rows = hub_rows(self._dataset, self._data)
             raise
         if at_end and not texts and self._block == 0:
-            raise too_little("training", len(self._carry), self._data.sequence_length, "choose a larger data set")
+            raise _too_small("training", len(self._carry), self._data.sequence_length, "choose a larger data set")
         order = self._generator(self._block).permutation(len(texts))
         self._tokens = np.concatenate([self._carry, *encode(self._tokenizer, (texts[i] for i in order))])
-        self._num_windows, self._given = num_windows(len(self._tokens), self._data.sequence_length), 0
+        self._num_windows = num_windows(len(self._tokens), self._data.sequence_length)
+        self._given = 0
         self._carry = self._tokens[self._num_windows * self._data.sequence_length :]
         self._block_start = start
         if at_end:
@@ -192,7 +309,7 @@ class StreamSource:
             self._block += 1
 
     def _read_block(self) -> tuple[list[str], bool]:
-        """Returns training texts, and whether the data set ended."""
+        """Return training texts, and whether the data set ended."""
         texts: list[str] = []
         num_characters = 0
         while len(texts) < BLOCK_DOCUMENTS and num_characters < BLOCK_CHARACTERS:
@@ -207,16 +324,16 @@ class StreamSource:
 
 
 class TokenSource(Protocol):
-    """Training sequences without end, in an order that a state of a few numbers restores."""
+    """An endless source of training sequences, in an order that a small state restores."""
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        """Returns the next sequences, `[B, T + 1]`: inputs and, shifted by one, targets."""
+        """Return the next sequences, `[B, T + 1]`: inputs and, shifted by one, targets."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the order, as JSON-able values."""
+        """Return the position in the order, as values that JSON can hold."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a place that `state_dict` returned.
+        """Continue from a position that `state_dict` returned.
 
         Raises:
             DataError: the state is malformed or belongs to other tokens or another order.
@@ -224,50 +341,53 @@ class TokenSource(Protocol):
 
 
 class WindowSource:
-    """Windows of a tokenised corpus, every one once per epoch, each epoch in a new order.
+    """Windows of a tokenised corpus, each once per epoch, in a new order every epoch.
 
     Args:
         file: Training tokens.
-        sequence_length: T; window i covers tokens i*T to i*T + T, its last token being the next one's first.
-        order_seed: Keys the orders; peers use different ones.
+        sequence_length: T; window i covers tokens i*T to i*T + T, and shares its last token with the next window.
+        order_seed: Seed of the order, different on each peer.
 
     Raises:
-        DataError: too little text.
+        DataError: the corpus has too little text.
     """
 
     def __init__(self, file: TokenFile, sequence_length: int, order_seed: int):
-        self._file, self._sequence_length, self._order_seed = file, sequence_length, order_seed
+        self._file = file
+        self._sequence_length = sequence_length
+        self._order_seed = order_seed
         self._num_windows = num_windows(len(file.tokens_N), sequence_length)
         if self._num_windows < MIN_WINDOWS:
-            raise too_little("training", len(file.tokens_N), sequence_length, "give more text")
+            raise _too_small("training", len(file.tokens_N), sequence_length, "give more text")
         self._epoch = self._position = 0
         self._order = self._permutation()
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        """Returns the next sequences, `[B, T + 1]`."""
+        """Return the next sequences, `[B, T + 1]`."""
         parts: list[np.ndarray] = []
         missing = num_sequences
         while missing > 0:
             if self._position == self._num_windows:
-                self._epoch, self._position = self._epoch + 1, 0
+                self._epoch += 1
+                self._position = 0
                 self._order = self._permutation()
             part = self._order[self._position : self._position + missing]
             parts.append(part)
             self._position += len(part)
             missing -= len(part)
-        return gather(self._file.tokens_N, np.concatenate(parts), self._sequence_length)
+        return gather_windows(self._file.tokens_N, np.concatenate(parts), self._sequence_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the place in the order."""
+        """Return the position in the order."""
         return {**self._identity(), "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues from a place that `state_dict` returned.
+        """Continue from a position that `state_dict` returned.
 
         Raises:
             DataError: the state is malformed or belongs to other tokens or another order.
         """
-        check_state(state, self._identity())
+        _check_state(state, self._identity())
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0):
             raise DataError(f"data order state has epoch={epoch!r}, position={position!r}; resume from another save")
@@ -275,32 +395,33 @@ class WindowSource:
             raise DataError(
                 f"data order state has position={position} of {self._num_windows}; resume from another save"
             )
-        self._epoch, self._position = epoch, position
+        self._epoch = epoch
+        self._position = position
         self._order = self._permutation()
 
     def _identity(self) -> dict[str, Any]:
         return {"tokens": self._file.key, "sequence_length": self._sequence_length, "order_seed": self._order_seed}
 
     def _permutation(self) -> np.ndarray:
-        return np.random.default_rng([unsigned(self._order_seed), self._epoch]).permutation(self._num_windows)
+        return _rng(self._order_seed, self._epoch).permutation(self._num_windows)
 
 
 def train_source(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path, order_seed: int
 ) -> TokenSource:
-    """Returns training sequences of the configured corpus, without end and without held-out documents.
+    """Return an endless source of the configured corpus's training sequences, without held-out documents.
 
-    All ranks of a peer pass the same `order_seed` and see one order: each draws the whole batch and takes its rows.
+    Pass the same `order_seed` on all ranks of a peer: each draws the whole batch and takes its rows.
 
     Args:
         data: Source and sequence length.
         tokenizer: The run's tokenizer.
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
-        order_seed: Keys the order; peers use different ones.
+        order_seed: Seed of the order, different on each peer.
 
     Raises:
-        ConfigError: no paths for the source `files`, or `cache` cannot be written.
+        ConfigError: `paths` is empty with the source `files`, or `cache` cannot be written.
         DataError: the corpus cannot be read, or has fewer than 8 windows.
     """
     return train_sources(data, tokenizer, paths=paths, cache=cache)(order_seed)
@@ -309,7 +430,7 @@ def train_source(
 def train_sources(
     data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path
 ) -> Callable[[int], TokenSource]:
-    """Returns `train_source` as a function of the order's seed alone, having found the corpus once for all."""
+    """Return `train_source` as a function of `order_seed` alone, which reads the corpus only once."""
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
     file = token_file(data, tokenizer, paths=paths, cache=cache, part="train")
@@ -327,17 +448,17 @@ def held_out_batches(
     seed: int,
     part: Part = "held_out",
 ) -> list[LongTensor]:
-    """Returns fixed batches `[B, T + 1]` of held-out text, the last one possibly smaller.
+    """Return fixed batches `[B, T + 1]` of held-out text; the last one may be smaller.
 
     Args:
         data: Source, sequence length and held-out share.
         tokenizer: The run's tokenizer.
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
-        num_sequences: Sequences wanted; all there are where there are fewer, but at least 8.
+        num_sequences: Largest number of sequences; a corpus with fewer gives all, if it has at least 8.
         batch_size: B.
-        seed: Chooses among the windows where there are more than wanted; a stream gives its first.
-        part: Which documents: all that are held out, or one half of them.
+        seed: Seed of the choice of windows; a stream gives its first windows.
+        part: All held-out documents, or one half of them.
 
     Raises:
         ConfigError: as `train_source`.
@@ -350,26 +471,26 @@ def held_out_batches(
         tokens_N = token_file(data, tokenizer, paths=paths, cache=cache, part=part).tokens_N
     found = num_windows(len(tokens_N), data.sequence_length)
     if found < min(MIN_WINDOWS, num_sequences):
-        raise too_little(
+        raise _too_small(
             "held-out", len(tokens_N), data.sequence_length, "give more text, raise data.held_out_fraction"
         )
     chosen = np.arange(found)
     if found > num_sequences:
-        chosen = np.sort(np.random.default_rng(unsigned(seed)).choice(found, num_sequences, replace=False))
+        chosen = np.sort(np.random.default_rng(seed % 2**64).choice(found, num_sequences, replace=False))
     return window_batches(tokens_N, chosen, data.sequence_length, batch_size)
 
 
 def window_batches(
     tokens_N: np.ndarray, indices: np.ndarray, sequence_length: int, batch_size: int
 ) -> list[LongTensor]:
-    """Returns the windows of the given indices as batches `[B, T + 1]`, the last one possibly smaller."""
+    """Return the windows of the given indices as batches `[B, T + 1]`; the last one may be smaller."""
     starts = range(0, len(indices), batch_size)
-    return [gather(tokens_N, indices[start : start + batch_size], sequence_length) for start in starts]
+    return [gather_windows(tokens_N, indices[start : start + batch_size], sequence_length) for start in starts]
 
 
 def _first_tokens(tokenizer: PreTrainedTokenizerBase, texts: Any, num_tokens: int) -> np.ndarray:
     parts, found = [np.empty(0, dtype=np.uint32)], 0
-    # Few texts at a time: a stream must not be read further than needed.
+    # Encode a few texts at a time, so that a stream is not read further than needed.
     while found < num_tokens and (some := list(islice(texts, 16))):
         for ids_N in encode(tokenizer, some):
             parts.append(ids_N)

@@ -1,4 +1,4 @@
-"""The run's tokenizer: trained on the corpus or loaded, and carried to joining peers as bounded, checked JSON."""
+"""The run's tokenizer: trained on the corpus or loaded, and sent to joining peers as bounded, checked JSON."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import json
 import logging
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -26,21 +27,21 @@ _DOCUMENT_CHARACTERS = 65_536
 _SMALLEST_VOCABULARY = 257  # all bytes and the end of text
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _FILES = ("special_tokens.json", "tokenizer.json")
-# A received tokenizer must cope with this before it is believed.
+# A received tokenizer must encode and decode this text before it is accepted.
 _PROBE = "The peer's 2 slots:\n\n\tdef f(x): return x  # 漢字 ünï 🙂 \x00"
 _TRAINING_SECONDS = 600.0
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Trains a byte-level BPE; the same texts give the same tokenizer, byte for byte.
+    """Train a byte-level BPE; the same texts give the same tokenizer, byte for byte.
 
     Args:
-        texts: Documents, in an order that does not matter to the merges but for ties.
+        texts: Documents; their order affects only ties between merges.
         vocab_size: Entries including all 256 bytes and `<|endoftext|>` (bos, eos and pad); little text gives fewer.
 
     Raises:
         ConfigError: `vocab_size` has no room for the bytes.
-        DataError: no text.
+        DataError: `texts` is empty.
     """
     if vocab_size < _SMALLEST_VOCABULARY:
         raise ConfigError(f"data.vocab_size={vocab_size} has no room for all bytes; set it to {_SMALLEST_VOCABULARY}+")
@@ -54,25 +55,19 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    num_texts = 0
-
-    def counted() -> Iterator[str]:
-        nonlocal num_texts
-        for text in texts:
-            num_texts += 1
-            yield text
-
-    bpe.train_from_iterator(counted(), trainer)
-    if not num_texts:
+    remaining = iter(texts)
+    if (first := next(remaining, None)) is None:
         raise DataError("no training text for a tokenizer; give more text, or set data.tokenizer")
+    bpe.train_from_iterator(chain([first], remaining), trainer)
     return _wrap(bpe, {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "pad_token": END_OF_TEXT})
 
 
 def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Loads a Hugging Face tokenizer; never runs code that comes with it.
+    """Load a Hugging Face tokenizer without running code that comes with it.
 
     Raises:
-        DataError: there is none, the hub cannot be reached, or it has no end-of-text token or holes in its ids.
+        DataError: it does not exist, the hub cannot be reached, or it lacks an end-of-text token or has holes in its
+            ids.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory_or_name), trust_remote_code=False)
@@ -87,12 +82,12 @@ def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
 
 
 def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> PreTrainedTokenizerBase:
-    """Returns the run's tokenizer: `data.tokenizer`, or a BPE trained on a sample at first use and then kept.
+    """Return the run's tokenizer: `data.tokenizer`, or a BPE trained on a sample at first use and then cached.
 
-    Safe with several processes starting at once: one trains, the others wait.
+    Of several processes that start at once, one trains and the others wait.
 
     Raises:
-        ConfigError: no paths for the source `files`, or `cache` cannot be written.
+        ConfigError: `paths` is empty with the source `files`, or `cache` cannot be written.
         DataError: the tokenizer cannot be loaded, or the corpus cannot be read.
     """
     if data.tokenizer is not None:
@@ -110,14 +105,14 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
 
 
 def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """Encodes a tokenizer as canonical JSON: equal tokenizers give equal bytes, on every machine.
+    """Encode a tokenizer as canonical JSON: equal tokenizers give equal bytes on every machine.
 
     Raises:
-        DataError: the tokenizer is no fast one, or larger than 64 MiB.
+        DataError: the tokenizer is not a fast one, or is larger than 64 MiB.
     """
     _check(tokenizer, tokenizer.name_or_path or type(tokenizer).__name__)
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
-    # A call with padding or truncation leaves these behind.
+    # An earlier call with padding or truncation sets these.
     backend["padding"] = backend["truncation"] = None
     special = {name: str(value) for name in _SPECIAL_TOKENS if (value := getattr(tokenizer, name)) is not None}
     payload = _canonical({"special_tokens.json": _canonical(special), "tokenizer.json": _canonical(backend)}).encode()
@@ -127,16 +122,17 @@ def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> bytes:
 
 
 def tokenizer_from_bytes(data: bytes, directory: Path) -> PreTrainedTokenizerBase:
-    """Decodes what `tokenizer_bytes` made, trusting none of it, and saves it as an ordinary tokenizer folder.
+    """Decode a peer's `tokenizer_bytes` without trusting them, and save an ordinary tokenizer folder.
 
     No name in the payload becomes a path, and no class or template is taken from it.
 
     Args:
-        data: Payload of a stranger.
+        data: Untrusted payload.
         directory: Folder for the tokenizer's files; made if absent.
 
     Raises:
-        DataError: too large, not the JSON expected, unexpected files, or no working tokenizer.
+        DataError: the payload is too large, is not the expected JSON, has unexpected files, or is not a working
+            tokenizer.
         ConfigError: `directory` cannot be written.
     """
     tokenizer = _decode(data, "the tokenizer received")
@@ -181,7 +177,7 @@ def _decode(payload: bytes, where: str) -> PreTrainedTokenizerFast:
 
 
 def _check_ids(backend: dict[str, Any], where: str) -> None:
-    """Refuses ids beyond the number of entries before tokenizers sees them: it counts up to the largest."""
+    """Refuse ids beyond the number of entries before tokenizers sees them: it allocates up to the largest id."""
     model, added = backend.get("model"), backend.get("added_tokens") or []
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
@@ -208,7 +204,7 @@ def _wrap(backend: Tokenizer, special: dict[str, str]) -> PreTrainedTokenizerFas
 
 
 def _check(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
-    """Ids must index an embedding of `len(tokenizer)` rows, and documents need an end."""
+    """Check that ids index an embedding of `len(tokenizer)` rows, and that documents get an end-of-text token."""
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(f"{where} is no fast tokenizer; choose one with a tokenizer.json")
     if tokenizer.eos_token_id is None:
@@ -219,7 +215,7 @@ def _check(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
 
 
 def _sample(data: DataConfig, paths: Sequence[Path]) -> Iterator[str]:
-    """Yields training documents spread evenly over the corpus, about `SAMPLE_CHARACTERS` in all."""
+    """Yield training documents spread evenly over the corpus, about `SAMPLE_CHARACTERS` in all."""
     total = corpus_bytes(data, paths)
     share = 1.0 if total is None else min(1.0, SAMPLE_CHARACTERS / max(total, 1))
     num_seen = num_taken = 0
@@ -238,5 +234,5 @@ def _canonical(value: Any) -> str:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 of `tokenizer_bytes`, in hex."""
+    """Return the SHA-256 of `tokenizer_bytes`, in hex."""
     return hashlib.sha256(tokenizer_bytes(tokenizer)).hexdigest()

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data import tokens as tokens_module
-from spes_p2p.data.packing import WindowSource, held_out_batches, train_source
+from spes_p2p.data import packing as packing_module
+from spes_p2p.data.packing import TokenFile, WindowSource, held_out_batches, token_file, train_source
 from spes_p2p.data.sources import documents, split_documents
-from spes_p2p.data.tokens import TokenFile, token_file
 from spes_p2p.errors import ConfigError, DataError
 
 from .conftest import sentences, write_rows
@@ -168,7 +167,7 @@ def test_a_state_of_another_order_is_refused(source_of, damage):
 
 def test_the_second_call_does_not_tokenise(source_of, files_data, tokenizer, corpus, tmp_path, monkeypatch):
     first = source_of().next_batch(10)
-    monkeypatch.setattr(tokens_module, "_encode_batch", lambda *args: pytest.fail("tokenised again"))
+    monkeypatch.setattr(packing_module, "_encode_batch", lambda *args: pytest.fail("tokenised again"))
     assert torch.equal(source_of().next_batch(10), first)
     source_of(data=files_data.model_copy(update={"sequence_length": 8}))
     with corpus.open("a") as stream:
@@ -189,8 +188,8 @@ def _open(data, tokenizer, corpus, cache, queue) -> None:
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    tokens_module.log.addHandler(handler)
-    tokens_module.log.setLevel(logging.INFO)
+    packing_module.log.addHandler(handler)
+    packing_module.log.setLevel(logging.INFO)
     file = token_file(data, tokenizer, paths=[corpus], cache=cache, part="train")
     queue.put((file.tokens_N.astype(int).tolist(), len(messages)))
 
@@ -215,7 +214,7 @@ def test_waiting_for_another_process_has_a_deadline(source_of, files_data, token
     key = source_of()._file.key
     folder = tmp_path / "cache" / "tokens"
     (folder / f"{key}.train.bin").unlink()
-    monkeypatch.setattr(tokens_module, "_TOKENISING_SECONDS", 0.1)
+    monkeypatch.setattr(packing_module, "_TOKENISING_SECONDS", 0.1)
     with FileLock(folder / f"{key}.lock"), pytest.raises(DataError, match="another process"):
         source_of()
 
@@ -253,9 +252,9 @@ def test_a_home_relative_cache_lands_in_the_home(source_of, files_data, tokenize
 
 def test_large_vocabularies_take_four_bytes(tokenizer, monkeypatch):
     monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 2**16)
-    assert tokens_module.token_dtype(tokenizer).itemsize == 2
+    assert packing_module.token_dtype(tokenizer).itemsize == 2
     monkeypatch.setattr(type(tokenizer), "__len__", lambda self: 2**16 + 1)
-    assert tokens_module.token_dtype(tokenizer).itemsize == 4
+    assert packing_module.token_dtype(tokenizer).itemsize == 4
 
 
 def test_windows_overlap_by_the_token_that_is_target_and_then_input():

@@ -14,8 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.files import PIECE_CHARACTERS
-from spes_p2p.data.sources import corpus_identity, documents, in_held_out_part, is_held_out, split_documents
+from spes_p2p.data.sources import (
+    PIECE_CHARACTERS,
+    corpus_identity,
+    documents,
+    in_held_out_part,
+    is_held_out,
+    split_documents,
+)
 from spes_p2p.errors import ConfigError, DataError
 
 from .conftest import sentences, write_rows
