@@ -149,7 +149,7 @@ class SwarmPeer:
         )
 
     def _pull_slots(self, result: RoundResult, round: int) -> None:
-        """Fetch the others' slots as `training.held` does."""
+        """Fetch the others' slots as `training.slots` does."""
         links, chains = result.roster.uplinks, relays(result.roster, {})
         wanted = {
             name: preferred(self._swarm.peer_id, name, makers, links)
@@ -161,9 +161,10 @@ class SwarmPeer:
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
         """Pull versions that all `peers` have, spread over them as newcomers do; return how long it took."""
-        return self.pull({name: preferred(self._swarm.peer_id, name, peers) for name in names}, min_round)
+        wanted = {VectorName(name): preferred(self._swarm.peer_id, name, peers) for name in names}
+        return self.pull(wanted, min_round)
 
-    def pull(self, wanted: Mapping[str, Sequence[str]], min_round: int, **routes: Mapping) -> float:
+    def pull(self, wanted: Mapping[VectorName, Sequence[str]], min_round: int, **routes: Mapping) -> float:
         """Pull versions; return how long it took.
 
         Raises:

@@ -55,8 +55,8 @@ class PullPlan:
         older: Peers by name by round, for slots that have no version of that round yet, or never will.
     """
 
-    current: dict[str, list[str]]
-    older: dict[int, dict[str, list[str]]]
+    current: dict[VectorName, list[str]]
+    older: dict[int, dict[VectorName, list[str]]]
 
 
 def plan_pull(
@@ -148,7 +148,7 @@ class Archive:
             log.warning("no version of %s of round %d: %s", name, round, reason)
         self.load()
 
-    def _pull_older(self, round: int, wanted: Mapping[str, Sequence[str]]) -> None:
+    def _pull_older(self, round: int, wanted: Mapping[VectorName, Sequence[str]]) -> None:
         own = self._swarm.versions()
         missing = {name: peers for name, peers in wanted.items() if name not in own or own[name].round < round}
         if missing:

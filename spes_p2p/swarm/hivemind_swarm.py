@@ -95,7 +95,7 @@ class HivemindSwarm:
             sizes = {kind: encoding.delta_bytes(kind) for kind in vectors.segments if encoding.delta_bytes(kind)}
 
             def advance(name: str, bundle: Tensor, delta: bytes) -> Tensor:
-                return step(name, bundle, encoding.decode_delta(name, delta))
+                return step(VectorName(name), bundle, encoding.decode_delta(name, delta))
 
             self.exchange.accept_deltas(advance, sizes, vectors.keyframe_rounds)
         if max_slots:

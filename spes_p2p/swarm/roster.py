@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated
 
@@ -33,26 +32,6 @@ MIN_VOTERS = 5
 MAX_MEMBER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
-
-
-def slot_name(slot: int) -> VectorName:
-    """Return the name of a slot's group and version."""
-    return VectorName.of_slot(slot)
-
-
-def moments_name(group: str) -> VectorName:
-    """Return the name of the version that holds a group's averaged optimizer moments."""
-    return VectorName(f"moments-{group}")
-
-
-def is_bundle(name: str) -> bool:
-    """Tell whether a version's name is that of model weights."""
-    return isinstance(name, VectorName) and name.is_weights
-
-
-def kind_of(name: str) -> str:
-    """Return whose size a vector has: `shared`, `slot`, `moments-shared` or `moments-slot`."""
-    return name.split("slot-")[0] + "slot" if "slot-" in name else name
 
 
 class Member(BaseModel):
@@ -306,44 +285,3 @@ def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
     """
     newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MAX_LAG) for member in others)
     return 2 * newer > len(others)  # guard: one-newer-slot
-
-
-# Until averaging/ and training/ take what they need from a `Roster`.
-
-
-@dataclass(frozen=True)
-class Groups:
-    """The derived groups of one roster, as `Roster` has them."""
-
-    round: int
-    behind: tuple[str, ...]
-    members: Mapping[str, tuple[str, ...]]
-
-
-def _as_roster(members: Sequence[Member]) -> Roster:
-    return members if isinstance(members, Roster) else Roster(members)
-
-
-def derive_groups(roster: Sequence[Member]) -> Groups:
-    known = _as_roster(roster)
-    return Groups(known.round, known.behind, {name: peers for name, peers in known.groups.items()})
-
-
-def uplinks(members: Sequence[Member]) -> Mapping[str, float]:
-    return _as_roster(members).uplinks
-
-
-def credits(roster: Sequence[Member]) -> Mapping[str, float]:
-    return _as_roster(roster).weights
-
-
-def usual_tokens(roster: Sequence[Member]) -> float:
-    return _as_roster(roster).usual_tokens
-
-
-def missing_votes(roster: Sequence[Member]) -> str:
-    return _as_roster(roster).missing_quorum
-
-
-def distrusted(roster: Sequence[Member]) -> frozenset[str]:
-    return _as_roster(roster).distrusted

@@ -41,7 +41,7 @@ class Vectors:
 
     bundle_numel: Mapping[str, int] = field(default_factory=dict)
     segments: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
-    advance: Callable[[str, Tensor, Tensor], Tensor] | None = None
+    advance: Callable[[VectorName, Tensor, Tensor], Tensor] | None = None
     keyframe_rounds: int = 0
     coded: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
     num_slots: int = MAX_SLOTS

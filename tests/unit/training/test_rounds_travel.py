@@ -13,7 +13,7 @@ from virtual import VirtualPeer, peer_id, tiny_run
 from spes_p2p.codecs import digest, format_of
 from spes_p2p.config import CodecConfig, MergeConfig, OuterConfig, OuterStep, RoundConfig, RunConfig
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
-from spes_p2p.swarm.roster import SHARED, kind_of
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.fetch_plan import staleness_bound
 
@@ -44,7 +44,7 @@ class FollowedSwarm(MemorySwarm):
         self.moments_rounds |= {round for name in bundles if name.startswith("moments-")}
         for name, delta in (deltas or {}).items():
             assert self.follower is not None
-            mean_delta = format_of(self.follower.segments()[kind_of(name)][:1], 0).decode(delta)
+            mean_delta = format_of(self.follower.segments()[VectorName(name).kind][:1], 0).decode(delta)
             assert digest(self.follower.advance(name, self.load(name), mean_delta)) == digest(bundles[name])
             self.followed.setdefault(round, set()).add(name)
         return super().publish(round, bundles, deltas)
@@ -65,13 +65,15 @@ def run_followed(run: RunConfig, num_peers: int, max_slots: int, machines: Mappi
     for index, choices in (machines or {}).items():
         sync = peers[index].sync
         sync._machine = sync._machine.model_copy(update=choices)
-        sync.holdings.refresh_slots = sync._machine.refresh_slots
+        sync.held.refresh_slots = sync._machine.refresh_slots
     initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
     return peers, swarms
 
 
-@pytest.mark.parametrize("outer", [{}, pytest.param({"optimizer": "nesterov"}, marks=pytest.mark.full)], ids=["mean", "nesterov"])
+@pytest.mark.parametrize(
+    "outer", [{}, pytest.param({"optimizer": "nesterov"}, marks=pytest.mark.full)], ids=["mean", "nesterov"]
+)
 @pytest.mark.parametrize("apart", [False, True], ids=["alike", "slots-apart"])
 def test_a_published_delta_leads_to_the_published_version(outer, apart):
     outer = OuterConfig.model_validate({**outer, **({"slots": {"optimizer": "nesterov", "lr": 0.5}} if apart else {})})
