@@ -1,1 +1,1 @@
-"""Every subclass and patch of hivemind's internals."""
+"""Subclasses and patches of hivemind's internals; README.md lists each with its symptom, its test, and when it can go."""
