@@ -24,7 +24,8 @@ from spes_p2p.config import ModelConfig, OptimizerName, Storage, TrainConfig
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.planner import Setup, model_size, peer_memory
+from spes_p2p.planner.memory import Setup, peer_memory
+from spes_p2p.planner.size import model_size
 
 MODEL = ModelConfig(hidden_size=512, num_layers=4, num_heads=8, num_kv_heads=8, intermediate_size=512)
 """The shape of the facts: 16 experts, top 2, 57 M parameters."""

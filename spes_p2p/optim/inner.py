@@ -351,11 +351,13 @@ def _widening(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
             if p.grad is None or p.grad.dtype == p.dtype:
                 super().update_step(group, p, gindex, pindex)
                 return
-            grad, p.grad = p.grad, None
+            grad = p.grad
+            p.grad = None
             p.grad_dtype = p.dtype
             p.grad = grad.to(p.dtype)
             super().update_step(group, p, gindex, pindex)
-            p.grad, p.grad_dtype = None, narrow
+            p.grad = None
+            p.grad_dtype = narrow
 
     return Widening
 

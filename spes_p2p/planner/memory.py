@@ -1,4 +1,4 @@
-"""How many slots fit, and what to set where they do not."""
+"""The memory that a peer needs, the slots that fit, and what to set if they do not."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
 
 WIDE = 4
-"""Bytes of what stays fp32 under autocast: the residual stream, norms, router scores, logits."""
+"""Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
 NARROW = {"fp32": 4, "bf16": 2}
 
 
 @dataclass(frozen=True)
 class Activations:
-    """One forward pass of a rank.
+    """Activation memory of one rank's forward and backward pass.
 
-    Attention is taken to be fused (its scores are never whole in memory), experts to be an `ExpertBank`'s.
+    Assumes fused attention, whose scores are never whole in memory, and experts in an `ExpertBank`.
 
     Attributes:
         model: Shapes.
         vocab_size: Width of the logits.
-        sequences: Of one microbatch.
-        sequence_length: Tokens of each.
-        precision: The run's.
-        checkpointing: Keep each layer's input only, and compute the rest again.
+        sequences: Sequences of one microbatch.
+        sequence_length: Tokens per sequence.
+        precision: The run's precision.
+        checkpointing: Whether only each layer's input is kept, and the rest computed again.
     """
 
     model: ModelConfig
@@ -53,9 +53,9 @@ class Activations:
 
     @property
     def kept_bytes(self) -> int:
-        """What the forward pass leaves behind: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
+        """Bytes that the forward pass keeps: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
 
-        Under autocast the matrices of attention, routers and the head are kept once more, as they were rounded.
+        Autocast also keeps rounded copies of the matrices of attention, routers and the head.
         """
         layer = WIDE * self.model.hidden_size if self.checkpointing else self._layer()
         per_token = self.model.num_layers * layer + self._norm() + WIDE * self.vocab_size
@@ -63,27 +63,27 @@ class Activations:
 
     @property
     def num_bytes(self) -> int:
-        """At the peak of the backward pass.
+        """Bytes at the peak of the backward pass.
 
-        That is at the logits, where there are two gradients of their size, or, where the vocabulary is small, in a
-        layer: its gradients take about what it has kept. With checkpointing it has to be computed again as well.
+        The peak is at the logits, with two gradients of their size, or, if the vocabulary is small, in a layer, whose
+        gradients take about what it has kept; with checkpointing the layer is also computed again.
         """
         logits = WIDE * self.vocab_size
         in_a_layer = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
         return self.kept_bytes + self.tokens * max(2 * logits, in_a_layer - logits)
 
     def _norm(self) -> int:
-        """Bytes that the last norm keeps per token: its input, what it normalised, and its output."""
+        """Return the last norm's bytes per token: its input, normalised input and output."""
         return (2 * WIDE + NARROW[self.precision]) * self.model.hidden_size
 
     def _layer(self) -> int:
-        """Bytes that one layer keeps per token.
+        """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`, F the keys' width.
 
-        In fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`; where queries and keys have no norms, `8 (D + F)` less.
+        Without norms of queries and keys, it is `8 (D + F)` less.
         """
         model, narrow = self.model, NARROW[self.precision]
         width, key_width = model.hidden_size, _key_width(model)
-        # Each norm's input, what it normalised, and its output: autocast rounds that for every module it goes to.
+        # Each norm's input, normalised input and output; autocast rounds the output for every module that takes it.
         norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
         attention = narrow * (2 * width + 2 * key_width)  # queries, keys, values and the output
         if model.family != "mixtral":  # queries and keys are normalised
@@ -107,26 +107,26 @@ def _key_width(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class Setup:
-    """How a peer trains, as far as memory and traffic go.
+    """The settings of run and machine that determine a peer's memory and traffic.
 
     Attributes:
         storage: Precision of the frozen experts.
         optimizer: Inner optimizer.
-        averaged_moments: How many of its moments are averaged with the deltas.
-        kept_moments: How many of them are published of every slot.
-        copies: Peers on which a slot lives at least.
-        shared_momentum: Whether the shared anchor moves with a momentum, which it then has and travels with.
-        slot_momentum: Whether the slots' do.
-        codecs: How deltas and averaged moments travel.
-        refresh_slots: Slots of others that it fetches in a round; None fetches all.
+        averaged_moments: Number of its moments that are averaged with the deltas.
+        kept_moments: Number of its moments that are published of every slot.
+        copies: Fewest peers that should hold a slot.
+        shared_momentum: Whether the shared anchor has an outer momentum, which travels with it.
+        slot_momentum: Whether the slots' anchors have one.
+        codecs: Codecs of deltas and averaged moments.
+        refresh_slots: Other peers' slots fetched per round; None fetches all.
         overlaps: Whether a round is averaged while the next one trains.
-        merges: Whether experts are pulled together.
+        merges: Whether similar experts are merged.
         num_ranks: Processes of the peer on this machine.
-        shard: Whether each holds what is trained, or a share of it; frozen experts are whole in each.
-        on_gpu: The ranks' part lies on GPUs, one to each, and only the swarm's share on the host.
-        activations: One forward pass of a rank; None leaves it out.
-        accumulates: Whether a step of a rank has several of them.
-        gradient_bytes: Of one parameter's gradient: 4, or 2 where the machine keeps gradients in bf16.
+        shard: `ddp`: each rank holds all that is trained; `fsdp`: a shard of it. Frozen experts are never sharded.
+        on_gpu: Whether each rank trains on its own GPU, so that only the swarm's vectors are on the host.
+        activations: One forward pass of a rank; None leaves activations out.
+        accumulates: Whether a rank's step has several forward passes.
+        gradient_bytes: Bytes of one parameter's gradient: 4, or 2 if the machine keeps gradients in bf16.
     """
 
     storage: Storage = "bf16"
@@ -157,7 +157,7 @@ class Setup:
         num_ranks: int = 1,
         on_gpu: bool = False,
     ) -> Setup:
-        """A peer of a run.
+        """Return the setup of a peer of a run.
 
         Args:
             run: The run's settings.
@@ -199,31 +199,31 @@ class Setup:
 
 
 FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
-"""Per frozen parameter; int8 and nf4 with an fp32 scale to every block, nf4's of 64."""
+"""Bytes per frozen parameter; int8 and nf4 have an fp32 scale per block, nf4's of 64."""
 MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, "lamb": 2, "muon": 2}
-"""Kept of a parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
+"""Moments per parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
 EIGHT_BIT_BYTES = 1 + 4 / 256
-"""Bytes of an 8-bit moment, with an fp32 scale to every block of 256."""
+"""Bytes of an 8-bit moment, with an fp32 scale per block of 256."""
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Bytes by part; the first seven of each rank, the others of the leader's dealings with the swarm, on the host.
+    """Bytes by part: the first seven of each rank, the next three of the leader's host.
 
     Attributes:
         shared_weights: 4 S.
         slot_weights: 4 C P.
-        gradients: 4 N; not held at a round's end.
+        gradients: 4 N for N trained parameters; freed at a round's end.
         optimizer: 8 N for AdamW.
-        frozen: b M.
-        activations: See `Activations.num_bytes`; of training only.
-        gathered: What a rank has of others' for a moment; see `gathered_bytes`.
+        frozen: b M for M frozen parameters of b bytes.
+        activations: See `Activations.num_bytes`; only while training.
+        gathered: Parameters and gradients of other ranks; see `gathered_bytes`.
         vectors: Flat vectors held between rounds; see `vector_bytes`.
-        round_vectors: Flat vectors at a round's end, at their peak.
-        opening: Models and flat vectors while the peer enters the swarm.
-        overlaps: A round is averaged while the next one trains, so that its vectors come on top.
-        num_ranks: Ranks that need the above.
-        on_gpu: The ranks' part lies on GPUs.
+        round_vectors: Flat vectors at their peak, at a round's end.
+        startup: Models and flat vectors while the peer joins.
+        overlaps: Whether training and a round's vectors are in memory at once.
+        num_ranks: Number of ranks.
+        on_gpu: Whether the ranks' part is on GPUs.
     """
 
     shared_weights: int
@@ -235,53 +235,51 @@ class PeerMemory:
     gathered: int
     vectors: int
     round_vectors: int
-    opening: int
+    startup: int
     overlaps: bool
     num_ranks: int
     on_gpu: bool
 
     @property
     def static_bytes(self) -> int:
-        """What one rank holds between two steps: weights, gradients, optimizer state, frozen experts."""
+        """Bytes of one rank between two steps: weights, gradients, optimizer state, frozen experts."""
         return self.shared_weights + self.slot_weights + self.gradients + self.optimizer + self.frozen
 
     @property
     def rank_bytes(self) -> int:
-        """What one rank holds while it trains."""
+        """Bytes of one rank while it trains."""
         return self.static_bytes + self.activations + self.gathered
 
     @property
     def training_bytes(self) -> int:
-        """All ranks and the leader's vectors, while they train."""
+        """Bytes of all ranks and the leader's vectors while they train."""
         return self.num_ranks * self.rank_bytes + (self.round_vectors if self.overlaps else self.vectors)
 
     @property
     def round_bytes(self) -> int:
-        """The same at a round's end: gradients and activations are gone, and there are more vectors."""
+        """Bytes at a round's end, without gradients and activations but with more vectors."""
         return self.num_ranks * (self.static_bytes - self.gradients + self.gathered) + self.round_vectors
 
     @property
     def host_bytes(self) -> int:
-        """The machine's memory at its fullest."""
+        """The host's bytes at their peak."""
         if self.on_gpu:
-            return max(self.round_vectors, self.opening)
-        return max(self.training_bytes, self.round_bytes, self.opening)
+            return max(self.round_vectors, self.startup)
+        return max(self.training_bytes, self.round_bytes, self.startup)
 
     @property
     def device_bytes(self) -> int:
-        """What the memory that is trained in must hold: one GPU's, or the machine's."""
+        """Peak bytes where the peer trains: one GPU's memory, or the machine's."""
         return self.rank_bytes if self.on_gpu else self.host_bytes
 
 
 def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
-    """Returns what a peer needs that trains `claimed` slots.
-
-    Not in it: Python and its libraries (half a GB to a peer of one rank), and data.
+    """Return the memory of a peer that trains `claimed` slots, without Python, its libraries and data.
 
     Args:
-        size: From `model_size`.
+        size: Result of `model_size`.
         claimed: C, in [0, E].
-        setup: How it trains.
+        setup: The peer's settings.
     """
     assert 0 <= claimed <= size.num_slots, f"{claimed} of {size.num_slots} slots"
     shares = setup.num_ranks if setup.shard == "fsdp" else 1
@@ -297,7 +295,7 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         gathered=gathered_bytes(size, claimed, setup),
         vectors=held,
         round_vectors=peak,
-        opening=opening_bytes(size, claimed, setup),
+        startup=startup_bytes(size, claimed, setup),
         overlaps=setup.overlaps,
         num_ranks=setup.num_ranks,
         on_gpu=setup.on_gpu,
@@ -305,10 +303,10 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
 
 
 def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> int:
-    """Returns the bytes of an inner optimizer's state for everything that is trained.
+    """Return the bytes of an inner optimizer's state for all trained parameters.
 
-    8 per parameter for AdamW and LAMB; for their 8-bit kind 2 + 8/256 where a tensor has 4096 elements, else 8; for
-    Lion in 8 bits half of that; for Muon 4 in matrices of attention, routers and experts, else AdamW's 8.
+    Per parameter: 8 for AdamW and LAMB; for 8-bit AdamW 2 + 8/256 in tensors of 4096 elements or more, else 8; half of
+    that for 8-bit Lion; for Muon 4 in matrices of attention, routers and experts, else 8.
     """
     trained = size.trained_params(claimed)
     if optimizer == "muon":
@@ -320,11 +318,11 @@ def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> 
 
 
 def gathered_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
-    """Returns what each of several ranks needs for what they exchange.
+    """Return the bytes that each of several ranks needs to exchange parameters and gradients.
 
-    DDP's buckets take 4 N. FSDP gathers the embedding and the head for a whole step, weights and gradients, and of the
-    layers one after the other, with the next one's weights; and it keeps gradients whole where a step has several
-    forward passes. That is an estimate.
+    DDP's buckets take 4 N. FSDP (an estimate) gathers weights and gradients of the embedding and the head for a whole
+    step, and those of one layer at a time with the next layer's weights. It keeps gradients unsharded if a step has
+    several forward passes.
     """
     trained = size.trained_params(claimed)
     if setup.num_ranks == 1:
@@ -337,16 +335,15 @@ def gathered_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
 
 
 def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]:
-    """Returns the bytes of a leader's flat vectors, between rounds and at their peak.
+    """Return the bytes of a leader's flat vectors, between rounds and at their peak.
 
-    With k = 1 + the number of averaged moments, a = 2 with outer momentum, else 1, and e the bytes in which k numbers
-    travel, it holds per trained parameter the anchor (4 a) and the averager's inputs and outputs (2 e), and, where
-    deltas do not travel exactly, what rounding left over: of its own (4) and of the part that it reduces (4 at most).
-    A round's end adds what was taken of the model (4 k), the contribution made of it (4 k) and the result, or its parts
-    while they come in (4 k), and then what is left over anew (4) and one more copy as it travels (e); and one after the
-    other: a group's parts being put together (k), all slots for the merge (E P, a layer of them three times more),
-    bundles to publish (a), and every slot that was fetched (M) with some on their way (3 a P). Where ranks have parts,
-    each of them puts the whole together at first (k).
+    k is 1 + the number of averaged moments, a is 2 with outer momentum and else 1, e is the encoded bytes of k numbers.
+    Between rounds, a trained parameter takes 4 a (anchor) and 2 e (the averager's inputs and outputs), and with a lossy
+    codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k (read from
+    the model), 4 k (contribution) and 4 k (result), and with a lossy codec 4 (new residual) and e (one more copy).
+    On top comes the largest of these phases: joining a group's parts (k), all slots for the merge (E P, and a layer of
+    them three times more), versions to publish (a), fetched slots (M, and 3 a P in transit), and with FSDP the
+    unsharded parameters on each rank (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md with exact deltas.
     """
@@ -368,13 +365,13 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class _GroupVectors:
-    """What is held of the trained parameters of one kind.
+    """Flat vectors of the trained parameters of one kind.
 
     Attributes:
-        numel: Parameters.
-        anchors: Copies that a bundle has: 2 with outer momentum.
-        encoded: Bytes to a parameter of a contribution as it travels, with moments.
-        is_exact: Whether nothing is left over.
+        numel: Number of parameters.
+        anchors: fp32 vectors in a version: 2 with outer momentum, else 1.
+        encoded: Bytes per parameter of an encoded contribution, with moments.
+        is_exact: Whether the codec is lossless.
     """
 
     numel: int
@@ -384,17 +381,17 @@ class _GroupVectors:
 
     @property
     def held_bytes(self) -> float:
-        """Of one parameter, between rounds."""
+        """Bytes per parameter between rounds."""
         return FP32 * self.anchors + 2 * self.encoded + (0 if self.is_exact else 2 * FP32)
 
     @property
     def round_bytes(self) -> float:
-        """Of one parameter, more at a round's end."""
+        """Additional bytes per parameter at a round's end."""
         return 0 if self.is_exact else FP32 + self.encoded
 
 
 def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupVectors, _GroupVectors]:
-    """The shared parameters' and the claimed slots' vectors."""
+    """Return the vectors of the shared parameters and of the claimed slots."""
     moments = setup.averaged_moments * element_bytes(setup.codecs.moments)
     shared, slots = setup.codecs.shared, setup.codecs.slots
     return (
@@ -405,11 +402,11 @@ def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupV
     )
 
 
-def opening_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
-    """Returns the host's bytes while a peer enters the swarm.
+def startup_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
+    """Return the host's bytes while a peer joins.
 
-    Every rank has the model with all slots frozen, and the leader the averager's buffers. It draws the run's initial
-    weights, flattens them and makes bundles of them: the whole model in fp32 two times, and once or twice more.
+    Every rank holds the model with all slots frozen, and the leader the averager's buffers. The leader draws, flattens
+    and publishes the run's initial weights: three or four fp32 copies of the whole model.
     """
     models = FP32 * size.shared_params + round(FROZEN_BYTES[setup.storage] * size.frozen_params(0))
     buffers = sum(2 * group.encoded * group.numel for group in _group_vectors(size, claimed, setup))
@@ -419,28 +416,28 @@ def opening_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
 
 
 def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
-    """Returns all memory of `peer_memory` that is trained in: the machine's, or one GPU's if `setup.on_gpu`."""
+    """Return a peer's peak bytes where it trains: of the machine, or of one GPU if `setup.on_gpu`."""
     return peer_memory(size, claimed, setup).device_bytes
 
 
 def fits(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> bool:
-    """Tells whether `claimed` slots fit; the arguments are those of `slots_that_fit`."""
+    """Tell whether `claimed` slots fit; arguments as in `slots_that_fit`."""
     memory = peer_memory(size, claimed, setup)
     host_fits = host_bytes is None or memory.host_bytes <= host_bytes
     return memory.device_bytes <= memory_bytes and host_fits
 
 
 def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> int:
-    """Returns the most slots that a peer can claim.
+    """Return the most slots that a peer can claim.
 
     Args:
-        size: From `model_size`.
-        setup: How it trains.
-        memory_bytes: What there is: of the machine, or of one GPU if `setup.on_gpu`.
-        host_bytes: With GPUs, what there is on the host; None does not look.
+        size: Result of `model_size`.
+        setup: The peer's settings.
+        memory_bytes: Memory of the machine, or of one GPU if `setup.on_gpu`.
+        host_bytes: With GPUs, memory of the host; None sets no limit.
 
     Raises:
-        ConfigError: Not even one slot fits; says by how much, and what would.
+        ConfigError: not even one slot fits; tells what is missing, and a remedy.
     """
     fitting = [k for k in range(1, size.num_slots + 1) if fits(size, k, setup, memory_bytes, host_bytes)]
     if not fitting:
@@ -449,7 +446,7 @@ def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes:
 
 
 def shortage(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> str:
-    """Returns by how much `claimed` slots do not fit, and what to set instead, in one line."""
+    """Return by how much `claimed` slots do not fit, and what to set instead, in one line."""
     memory = peer_memory(size, claimed, setup)
     slots = "1 slot" if claimed == 1 else f"{claimed} slots"
     missing = memory.device_bytes - memory_bytes
@@ -472,9 +469,8 @@ def _remedy(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host
 
 
 def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
-    """Flags and setups that make the same steps with less, what changes the result least first."""
-    # AdamW in 8 bits makes AdamW's steps; no other optimizer may stand in for the run's.
-    # Nor can it work on the parts of parameters that FSDP leaves to a rank.
+    """Yield flags and setups that make the same steps with less memory, in order of their effect on the result."""
+    # Only 8-bit AdamW may replace an optimizer, AdamW, and it cannot step the shards of FSDP.
     is_whole = setup.num_ranks == 1 or setup.shard == "ddp"
     may_shrink = setup.optimizer == "adamw" and is_whole
     optimizers: list[OptimizerName] = ["adamw", "adamw8bit"] if may_shrink else [setup.optimizer]
@@ -486,7 +482,7 @@ def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
     for flags, other in smaller:
         for more_flags, activations in _smaller_activations(setup.activations):
             yield " ".join([*flags, *more_flags]), replace(other, activations=activations)
-    # Gradients of two bytes are for the 8-bit optimizers and one rank, and add up badly.
+    # bf16 gradients need an 8-bit optimizer and one rank, and accumulate inaccurately.
     if setup.num_ranks == 1 and not setup.accumulates:
         for flags, other in smaller:
             if other.optimizer in EIGHT_BIT:
@@ -494,7 +490,7 @@ def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def _smaller_storages(setup: Setup, optimizer: OptimizerName) -> Iterator[tuple[Storage, list[str]]]:
-    """Storages no larger than the setup's, and the flags that set them and the optimizer."""
+    """Yield storages no larger than the setup's, and the flags that set them and the optimizer."""
     for storage in get_args(Storage):
         if FROZEN_BYTES[storage] <= FROZEN_BYTES[setup.storage]:
             flags = [f"--storage {storage}"] if storage != setup.storage else []

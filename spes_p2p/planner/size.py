@@ -1,4 +1,4 @@
-"""Bytes of an element as it travels, by codec."""
+"""Model sizes by shape, bytes per element by codec, and this machine's free memory."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from spes_p2p.codecs import PART_NUMEL, Segment, format_of
 from spes_p2p.config import CodecName, ModelConfig
 
 SMALL_NUMEL = 4096
-"""Tensors of fewer elements keep an optimizer's state in fp32, as bitsandbytes has it."""
+"""Tensors with fewer elements keep an optimizer's state in fp32, as in bitsandbytes."""
 
 Kind = Literal["table", "matrix", "vector"]
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """A model's parameters; the whole has S + E P."""
+    """A model's numbers of parameters; the whole has S + E P."""
 
     shared_params: int
-    """S: everything outside the experts, each tensor counted once."""
+    """S: parameters outside the experts, tied ones counted once."""
     slot_params: int
-    """P: one expert of every layer."""
+    """P: parameters of one expert in every layer."""
     num_slots: int
     """E."""
     matrix_params: int = 0
-    """Of the shared ones, those that Muon takes: matrices of attention and routers."""
+    """Shared parameters that Muon takes: matrices of attention and routers."""
     small_shared_params: int = 0
-    """Of the shared ones, those in tensors too small for 8-bit state."""
+    """Shared parameters in tensors too small for 8-bit state."""
     small_slot_params: int = 0
-    """Of a slot's, those in tensors too small for 8-bit state."""
+    """A slot's parameters in tensors too small for 8-bit state."""
     num_layers: int = 1
     """L."""
 
@@ -43,16 +43,16 @@ class ModelSize:
         return self.shared_params + self.num_slots * self.slot_params
 
     def trained_params(self, claimed: int) -> int:
-        """Parameters that a peer with so many slots trains."""
+        """Return the parameters that a peer with `claimed` slots trains."""
         return self.shared_params + claimed * self.slot_params
 
     def frozen_params(self, claimed: int) -> int:
-        """Parameters that it keeps frozen."""
+        """Return the parameters that a peer with `claimed` slots keeps frozen."""
         return (self.num_slots - claimed) * self.slot_params
 
 
 def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
-    """Counts parameters from the configured shapes, without building the model.
+    """Count parameters from the configured shapes, without building the model.
 
     Args:
         model: Shapes; heads are `hidden_size / num_heads` wide in every family.
@@ -72,7 +72,7 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
 
 
 def _shared_tensors(model: ModelConfig, vocab_size: int) -> Iterator[tuple[Kind, int, int]]:
-    """Kind, elements and number of the tensors outside the experts."""
+    """Yield kind, elements and number of the tensors outside the experts."""
     width, layers = model.hidden_size, model.num_layers
     head_width = width // model.num_heads
     key_width = head_width * model.num_kv_heads
@@ -90,26 +90,26 @@ def _shared_tensors(model: ModelConfig, vocab_size: int) -> Iterator[tuple[Kind,
 
 
 _UNLIMITED = 2**60
-"""What version 1 of control groups writes where there is no limit is larger than this."""
+"""Version 1 of control groups writes a larger number if there is no limit."""
 _FILES = {
     2: ("memory.max", "memory.current", "inactive_file"),
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 }
-"""By version: the files of limit and use, and what the part of the use is called that can be given back."""
+"""By version: the files of limit and use, and the name of the reclaimable part of the use."""
 
 
 def free_memory_bytes(groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the memory that new processes can use without swapping, as the system or a container's limit has it.
+    """Return the memory that new processes can use without swapping, within the system's and a container's limits.
 
     Args:
-        groups: Names the control groups of this process.
-        mount: Where control groups are mounted.
+        groups: File that names this process's control groups.
+        mount: Mount point of control groups.
     """
     return min(int(psutil.virtual_memory().available), *_free_in_groups(groups, mount))
 
 
 def _free_in_groups(groups: Path, mount: Path) -> list[int]:
-    """What each limit that holds for this process leaves free."""
+    """Return what each limit on this process leaves free."""
     try:
         lines = [line.split(":", 2) for line in groups.read_text().splitlines()]
     except OSError:  # no Linux
@@ -118,7 +118,7 @@ def _free_in_groups(groups: Path, mount: Path) -> list[int]:
     for _, controllers, name in (line for line in lines if len(line) == 3):
         if not controllers or controllers == "memory":
             version, root = (2, mount) if not controllers else (1, mount / "memory")
-            # A limit further up holds as well; within a container the name may be that on the host, and not be there.
+            # Parents' limits apply too. In a container the name may be the host's, and its folder absent.
             for folder in [root / name.strip("/"), *(root / name.strip("/")).parents]:
                 if folder.is_relative_to(root):
                     free += _free_in(folder, version)
@@ -138,15 +138,15 @@ def _free_in(folder: Path, version: int) -> Iterator[int]:
 
 
 FP32 = 4
-"""Bytes of a number in fp32, in which everything trained is held."""
+"""Bytes of an fp32 number; everything trained is held in fp32."""
 
 
 @cache
 def element_bytes(codec: CodecName) -> float:
-    """Returns the bytes of one element of a long vector, its share of the scales included."""
+    """Return the bytes of one element of a long vector, including its share of the scales."""
     return format_of((Segment(PART_NUMEL, codec),), 0).num_bytes / PART_NUMEL
 
 
 def is_exact(codec: CodecName) -> bool:
-    """Tells whether nothing is lost on the way, so that no error is fed back."""
+    """Tell whether a codec is lossless, so that no residual is kept."""
     return format_of((Segment(PART_NUMEL, codec),), 0).is_exact

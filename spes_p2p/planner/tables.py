@@ -1,4 +1,4 @@
-"""A plan as people read it, in lines of text."""
+"""A plan as lines of text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = {"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"}
 
 
 def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, vocab_size: int) -> Iterator[str]:
-    """Yield what the model is, and which part of it the peer trains."""
+    """Yield the model's shape and size, and the part of it that the peer trains."""
     model, tokenizer = run.model, run.data.tokenizer
     yield (
         f"{NAMES[model.family]}: {model.num_layers} layers of width {model.hidden_size}, {model.num_experts} experts "
@@ -36,7 +36,7 @@ def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, voc
 
 
 def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
-    """Yield what the peer needs of memory, by part."""
+    """Yield the peer's memory by part."""
     each = f" of each of {setup.num_ranks} ranks ({setup.shard})" if setup.num_ranks > 1 else ""
     yield ""
     yield f"{f'memory{each}':<50}{'GB':>10}"
@@ -54,25 +54,25 @@ def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
     if memory.on_gpu:
         yield _row("= on a GPU", memory.device_bytes)
         yield _row("on the host, at a round's end", memory.round_vectors)
-        yield _row("on the host, at the start", memory.opening)
+        yield _row("on the host, at the start", memory.startup)
         return
     if memory.num_ranks > 1:
         yield _row("= all ranks", memory.num_ranks * memory.rank_bytes)
     yield _row("vectors held between rounds", memory.vectors)
     yield _row("= training", memory.training_bytes)
     yield _row("= at a round's end, without gradients", memory.round_bytes)
-    yield _row("= at the start", memory.opening)
+    yield _row("= at the start", memory.startup)
 
 
 def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claimed: int) -> Iterator[str]:
-    """Yield what the peer moves in a round."""
+    """Yield the peer's traffic in a round."""
     yield ""
     yield f"{f'a round of {num_peers} such peers':<50}{'GB up':>10}{'GB down':>10}"
     yield _row("averaging the shared parameters", traffic.shared, traffic.shared)
     yield _row("averaging slots with their other holders", traffic.slots, traffic.slots)
-    yield _row("fetching others' slots, and serving its own", traffic.pulled, traffic.pulled)
-    if traffic.kept:
-        yield _row("keeping moments of slots with too few holders", traffic.kept, traffic.kept)
+    yield _row("fetching others' slots, and serving its own", traffic.fetched, traffic.fetched)
+    if traffic.replicated:
+        yield _row("keeping moments of slots with too few holders", traffic.replicated, traffic.replicated)
     yield _row("= in all", traffic.total, traffic.total)
     star = star_traffic(size, claimed)
     yield _row("SPES's star in fp32, each of its peers", star.sent, star.received)
@@ -83,7 +83,7 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
         here = "- this plan, of what the star's peer moves"
         yield f"  {here:<48}{_fraction(up):>10}{_fraction(down):>10}   {_fraction(both)} of both"
     if num_peers * claimed < size.num_slots:
-        yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: nobody trains the others"
+        yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: no peer trains the others"
 
 
 def time_lines(
@@ -93,15 +93,7 @@ def time_lines(
     links_mbit: tuple[float | None, float | None],
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yield what a round takes at least, as far as that is known.
-
-    Args:
-        run: The run's settings.
-        traffic: Of each peer.
-        num_peers: Peers of the swarm.
-        links_mbit: Uplink and downlink.
-        tokens_per_second: A peer's speed.
-    """
+    """Yield the least time of a round, as far as links (uplink, downlink) and speed are known."""
     uplink, downlink = links_mbit
     if not uplink or not downlink:
         return
@@ -110,7 +102,7 @@ def time_lines(
     yield f"{f'time at {uplink:g} Mbit/s up and {downlink:g} down, at least':<50}{'seconds':>10}"
     for name, phase, deadline in (
         ("averaging", least.averaging, "averaging_seconds"),
-        ("fetching", least.pulling, "exchange_seconds"),
+        ("fetching", least.fetching, "exchange_seconds"),
     ):
         allowed = getattr(run.round, deadline)
         too_long = f"   longer than round.{deadline}={allowed:g}" if phase > allowed else ""
@@ -137,7 +129,7 @@ def _gigabytes(num_bytes: int) -> str:
 
 
 def params_text(count: int) -> str:
-    """Return a number of parameters for people."""
+    """Format a number of parameters for people."""
     if count < 10_000:
         return f"{count:,}"
     return f"{count / 1e9:.3g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"

@@ -26,7 +26,8 @@ from spes_p2p.model.frozen import unavailable
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.planner import Activations, ModelSize, Setup, fits, model_size, peer_bytes, peer_memory, slots_that_fit
+from spes_p2p.planner.memory import Activations, Setup, fits, peer_bytes, peer_memory, slots_that_fit
+from spes_p2p.planner.size import ModelSize, model_size
 
 SIZE = ModelSize(shared_params=1000, slot_params=300, num_slots=8)
 VOCAB = 97
@@ -198,7 +199,7 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     overlapping = peer_memory(SIZE, 2, replace(local, overlaps=True))
     assert overlapping.training_bytes == plan.training_bytes + plan.round_vectors - plan.vectors
     start = 4 * 1000 + 4 * 8 * 300 + 4 * (2 * trained + 3 * 3400)
-    assert plan.opening == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
+    assert plan.startup == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
 
 
 def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None:
@@ -210,7 +211,7 @@ def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None
     assert after.vectors == pytest.approx(shared + slots, abs=1) and after.vectors < before.vectors
     anew = 1000 * (4 + int4 + 2 * int8)
     assert after.round_vectors - after.vectors == pytest.approx(before.round_vectors - before.vectors + anew, abs=1)
-    assert after.opening < before.opening
+    assert after.startup < before.startup
 
 
 def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
@@ -242,7 +243,7 @@ def test_eight_bit_adamw_is_not_offered_to_ranks_that_have_parts() -> None:
 def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors() -> None:
     gpu = peer_memory(SIZE, 2, Setup(num_ranks=2, shard="fsdp", on_gpu=True))
     assert gpu.device_bytes == gpu.rank_bytes == gpu.static_bytes + gpu.gathered
-    assert gpu.host_bytes == max(gpu.round_vectors, gpu.opening) > gpu.device_bytes
+    assert gpu.host_bytes == max(gpu.round_vectors, gpu.startup) > gpu.device_bytes
 
 
 # ---------------------------------------------------------------------- slots

@@ -96,7 +96,7 @@ def test_a_machines_own_uplink_is_the_plans(capsys: pytest.CaptureFixture[str], 
 
 def test_slots_that_nobody_holds_are_told_of(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SEVEN, "--slots", "7", "--peers"]
-    assert "they hold 28 of 32 slots: nobody trains the others" in planned(capsys, *flags, "4")
+    assert "they hold 28 of 32 slots: no peer trains the others" in planned(capsys, *flags, "4")
     assert "they hold" not in planned(capsys, *flags, "5")
 
 

@@ -10,8 +10,9 @@ import pytest
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.plan import PlanConfig
 from spes_p2p.config import MachineConfig, RunConfig
-from spes_p2p.planner import Activations, ModelSize, Setup, model_size, peer_memory, round_traffic, star_traffic
-from spes_p2p.planner.memory import FROZEN_BYTES
+from spes_p2p.planner.memory import FROZEN_BYTES, Activations, Setup, peer_memory
+from spes_p2p.planner.size import ModelSize, model_size
+from spes_p2p.planner.traffic import round_traffic, star_traffic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MANY = 10**6

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from spes_p2p.planner import free_memory_bytes
+from spes_p2p.planner.size import free_memory_bytes
 
 MIB = 2**20
 

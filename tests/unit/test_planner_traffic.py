@@ -13,16 +13,9 @@ from hypothesis import strategies as st
 from peer_processes import TINY, write_corpus
 
 from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
-from spes_p2p.planner import (
-    ModelSize,
-    RoundTraffic,
-    Setup,
-    model_size,
-    round_traffic,
-    star_traffic,
-    training_seconds,
-    transfer_seconds,
-)
+from spes_p2p.planner.memory import Setup
+from spes_p2p.planner.size import ModelSize, model_size
+from spes_p2p.planner.traffic import RoundTraffic, round_traffic, star_traffic, training_seconds, transfer_seconds
 from spes_p2p.sim.simulator import Scenario, simulate
 
 
@@ -92,8 +85,8 @@ def test_moments_travel_with_deltas_and_momentum_with_slots() -> None:
             Setup(averaged_moments=0, slot_momentum=True),
         )
     )
-    assert (both.shared, both.slots, both.pulled) == (3 * plain.shared, 3 * plain.slots, plain.pulled)
-    assert (nesterov.averaged, nesterov.pulled) == (plain.averaged, 2 * plain.pulled)
+    assert (both.shared, both.slots, both.fetched) == (3 * plain.shared, 3 * plain.slots, plain.fetched)
+    assert (nesterov.averaged, nesterov.fetched) == (plain.averaged, 2 * plain.fetched)
 
 
 def test_moments_that_travel_seldom_count_by_the_round() -> None:
@@ -105,19 +98,19 @@ def test_moments_that_travel_seldom_count_by_the_round() -> None:
         for moments, interval in ((2, 1), (2, 5), (0, 1))
     )
     assert seldom.averaged == pytest.approx(local.averaged + (every.averaged - local.averaged) / 5)
-    assert seldom.pulled == every.pulled
+    assert seldom.fetched == every.fetched
 
 
 def test_a_smaller_budget_spares_bytes_only_where_copies_are_fetched() -> None:
     """A slot that lies three rounds behind takes three deltas."""
     size, local = ModelSize(1000, 640, 16), Setup(averaged_moments=0)
-    copies = [round_traffic(size, 4, 4, replace(local, refresh_slots=slots)).pulled for slots in (None, 99, 12, 6, 3)]
+    copies = [round_traffic(size, 4, 4, replace(local, refresh_slots=slots)).fetched for slots in (None, 99, 12, 6, 3)]
     assert copies == [4 * 640 * slots for slots in (12, 12, 12, 6, 3)]
     int4 = replace(local, codecs=CodecConfig(slots="int4"))
-    deltas = [round_traffic(size, 4, 4, replace(int4, refresh_slots=slots)).pulled for slots in (None, 6, 2, 1)]
+    deltas = [round_traffic(size, 4, 4, replace(int4, refresh_slots=slots)).fetched for slots in (None, 6, 2, 1)]
     assert deltas == [340 * 12, 340 * 12, 340 * 12, 4 * 640], "at last a copy is less than twelve deltas"
     few = replace(int4, codecs=CodecConfig(slots="int4", keyframe_rounds=2), refresh_slots=4)
-    assert round_traffic(size, 4, 4, few).pulled == 4 * 4 * 640, "nobody chains more deltas than the run allows"
+    assert round_traffic(size, 4, 4, few).fetched == 4 * 4 * 640, "nobody chains more deltas than the run allows"
 
 
 @given(peers=st.integers(2, 100), slots=st.integers(1, 64), slot=st.integers(1, 10**9))
@@ -131,14 +124,14 @@ def test_a_star_sends_what_its_peers_train_and_returns_the_model(peers: int, slo
 
 def test_slots_without_a_holder_are_not_fetched() -> None:
     few = round_traffic(ModelSize(1000, 300, 64), 2, 4, Setup())
-    assert few.slots == 0 and few.pulled == 4 * (4 * 2 - 2) * 300
+    assert few.slots == 0 and few.fetched == 4 * (4 * 2 - 2) * 300
 
 
 def test_the_slower_direction_sets_the_time() -> None:
-    traffic = RoundTraffic(shared=10**6, slots=10**6, pulled=4 * 10**6)
+    traffic = RoundTraffic(shared=10**6, slots=10**6, fetched=4 * 10**6)
     for links in ((8, 100), (100, 8), (8, 8)):
         seconds = transfer_seconds(traffic, *links)
-        assert (seconds.averaging, seconds.pulling, seconds.total) == (2.0, 4.0, 6.0)
+        assert (seconds.averaging, seconds.fetching, seconds.total) == (2.0, 4.0, 6.0)
 
 
 def test_training_takes_what_the_rounds_mode_says() -> None:

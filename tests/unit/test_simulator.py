@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SimulationError
-from spes_p2p.planner import model_size
+from spes_p2p.planner.size import model_size
 from spes_p2p.sim.simulator import Attack, Event, Scenario, SimulationResult, simulate
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.p2p.identity import hashed_peer_id

@@ -11,7 +11,7 @@ from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import ModelConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
-from spes_p2p.planner import model_size
+from spes_p2p.planner.size import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
