@@ -11,42 +11,45 @@ from spes_p2p.codecs import Layout, Segment, digest
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
 from spes_p2p.swarm.averaging.encoding import Vectors
-from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 
 
 class Anchors:
     """Anchors of `shared` and of the held slots, fp32 on the CPU, with their outer momentum.
 
-    A *bundle* is what is published of one: its weights, followed by its momentum if its outer optimizer has any, in
-    one flat vector, so that whoever pulls it steps on exactly as its holders do.
+    A *bundle* is what is published of an anchor: its weights, followed by its momentum if its outer optimizer has any,
+    in one flat vector. A peer that fetches it steps on exactly as its holders do.
 
     Args:
-        run: How averaged deltas move an anchor, which moments are averaged with them, and how all of it travels.
+        run: The run's outer optimizer, averaged moments, and codecs.
         numels: Elements of the `shared` and of a `slot` vector.
     """
 
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
         self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
-        self._moments, self._kept, self._codecs = run.averaged_moments, run.kept_moments, run.codecs
-        self._numels, self._num_slots = dict(numels), run.model.num_experts
-        self._weights: dict[str, Tensor] = {}
-        self._momenta: dict[str, Tensor] = {}
+        self._moments = run.averaged_moments
+        self._kept = run.kept_moments
+        self._codecs = run.codecs
+        self._numels = dict(numels)
+        self._num_slots = run.model.num_experts
+        self._weights: dict[VectorName, Tensor] = {}
+        self._momenta: dict[VectorName, Tensor] = {}
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names that have an anchor here."""
+    def names(self) -> tuple[VectorName, ...]:
+        """Names of the anchors."""
         return tuple(self._weights)
 
     # ------------------------------------------------------------------ sizes
 
     def bundle_numel(self) -> dict[str, int]:
-        """Return the elements of what is published, by kind: bundles, and moments where the run keeps any."""
+        """Return the elements of published vectors, by kind: bundles, and moments if the run publishes any."""
         bundles = {kind: (2 if self._outers[kind].has_state else 1) * numel for kind, numel in self._numels.items()}
         moments = {f"moments-{kind}": len(self._kept) * numel for kind, numel in self._numels.items()}
         return bundles | (moments if self._kept else {})
 
     def segments(self) -> dict[str, tuple[Segment, ...]]:
-        """Return what a contribution is made of, by kind: the delta, then each averaged moment."""
+        """Return the segments of a contribution, by kind: the delta, then each averaged moment."""
         deltas = {SHARED: self._codecs.shared, "slot": self._codecs.slots}
         return {
             kind: (Segment(numel, deltas[kind]), *(self._moment_segment(numel, moment) for moment in self._moments))
@@ -62,7 +65,7 @@ class Anchors:
         )
 
     def coded(self) -> dict[str, tuple[Segment, ...]]:
-        """Return how moments are published, by kind, where that is in fewer bits than fp32's."""
+        """Return the segments of published moments, by kind, if they travel in fewer bits than fp32."""
         if self._codecs.moments == "fp32" or not self._kept:
             return {}
         return {
@@ -78,7 +81,7 @@ class Anchors:
         )
 
     def averages_moments(self, round: int) -> bool:
-        """Tell whether moments travel in the averaging that commits `round`."""
+        """Tell whether the averaging that commits `round` carries moments."""
         return bool(self._moments) and round % self._codecs.moments_interval == 0
 
     def publishes_moments(self, round: int) -> bool:
@@ -87,45 +90,46 @@ class Anchors:
 
     # ------------------------------------------------------------------ bundles
 
-    def set(self, name: str, bundle: Tensor) -> None:
+    def set(self, name: VectorName, bundle: Tensor) -> None:
         """Take a published bundle as the anchor."""
         weights, momentum = self.split(name, bundle)
+        name = VectorName(name)
         self._weights[name] = weights.clone()
         if momentum is not None:
             self._momenta[name] = momentum.clone()
 
-    def split(self, name: str, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
+    def split(self, name: VectorName, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a bundle's weights and momentum, as views."""
-        numel = self._numels[kind_of(name)]
-        return bundle[:numel], bundle[numel:] if self._outers[kind_of(name)].has_state else None
+        numel = self._numels[name.kind]
+        return bundle[:numel], bundle[numel:] if self._outers[name.kind].has_state else None
 
-    def bundle(self, name: str) -> Tensor:
+    def bundle(self, name: VectorName) -> Tensor:
         """Return the bundle to publish, as a new vector."""
         return _join(self._weights[name], self._momenta.get(name))
 
-    def weights(self, name: str) -> Tensor:
+    def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
         return self._weights[name]
 
-    def digest(self, name: str) -> str:
+    def digest(self, name: VectorName) -> str:
         """Return the first half of the bundle's digest, as rosters carry it."""
         return digest(self.bundle(name))[:16]
 
-    def forget(self, name: str) -> None:
-        """Drop the anchor of a slot that is no longer held."""
+    def forget(self, name: VectorName) -> None:
+        """Drop the anchor of a released slot."""
         self._weights.pop(name, None)
         self._momenta.pop(name, None)
 
     # ------------------------------------------------------------------ steps
 
-    def contribution(self, name: str, local: Tensor, moments: Tensor | None, round: int) -> Tensor:
+    def contribution(self, name: VectorName, local: Tensor, moments: Tensor | None, round: int) -> Tensor:
         """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments.
 
         Args:
             name: The group.
             local: Its parameters now.
-            moments: Its moments; None counts as zeros, where any are averaged.
-            round: To be committed; in many a round moments stay at home.
+            moments: Its moments; None counts as zeros if moments are averaged.
+            round: The round to be committed; moments travel in some rounds only.
         """
         delta = self._weights[name] - local
         if not self.averages_moments(round):
@@ -134,9 +138,9 @@ class Anchors:
             moments = delta.new_zeros(len(self._moments) * delta.numel())
         return torch.cat([delta, moments])
 
-    def commit(self, name: str, mean: Tensor, shift: Tensor | None = None) -> Tensor | None:
-        """Step the anchor by a mean contribution, and by a merge's shift; return the mean moments if it has any."""
-        numel = self._numels[kind_of(name)]
+    def commit(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> Tensor | None:
+        """Step the anchor by a mean contribution and a merge's shift; return the mean moments, if any."""
+        numel = self._numels[name.kind]
         mean_delta, moments = mean[:numel], mean[numel:]
         weights, momentum = self._step(name, self._weights[name], self._momenta.get(name), mean_delta)
         self._weights[name] = weights if shift is None else weights + shift
@@ -144,22 +148,22 @@ class Anchors:
             self._momenta[name] = momentum
         return moments if moments.numel() else None
 
-    def advance(self, name: str, bundle: Tensor, mean_delta: Tensor) -> Tensor:
-        """Return the bundle that a mean delta makes of the one before: the bits that the holders of it publish.
+    def advance(self, name: VectorName, bundle: Tensor, mean_delta: Tensor) -> Tensor:
+        """Return the bundle that follows from a mean delta, bit for bit as the holders publish it.
 
-        Whoever does not hold `name` follows its holders so, from what they average; not over a merge's shift.
+        Peers that do not hold `name` follow its holders so, but not over a merge's shift.
 
         Args:
-            name: Whose bundle.
-            bundle: The version that the holders started the round from; stays as it is.
-            mean_delta: What they committed, as it was decoded.
+            name: Name of the bundle.
+            bundle: The version that the holders started the round from; not changed.
+            mean_delta: The decoded mean that they committed.
         """
         return _join(*self._step(name, *self.split(name, bundle), mean_delta))
 
     def _step(
-        self, name: str, weights: Tensor, momentum: Tensor | None, mean_delta: Tensor
+        self, name: VectorName, weights: Tensor, momentum: Tensor | None, mean_delta: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        return self._outers[kind_of(name)].step(weights, mean_delta, momentum)
+        return self._outers[name.kind].step(weights, mean_delta, momentum)
 
 
 def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:
@@ -168,12 +172,14 @@ def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:
 
 def merge_shifts(
     merge: MergeConfig, round: int, layout: Layout, all_slots: Mapping[int, Tensor], held: tuple[int, ...]
-) -> dict[str, Tensor]:
+) -> dict[VectorName, Tensor]:
     """Return how far SPES's merge warm-up moves each held slot in this round.
 
-    It looks at the anchors that the round started from, which all holders of a slot share, rather than at the
-    round's results, of which a peer sees only its own in time: so all holders move a slot by the same bits. SPES's
-    server merges the results themselves; to first order in alpha the two agree.
+    The merge uses the anchors that the round started from: all holders of a slot share them, and so move the slot by
+    the same bits. SPES's server merges the round's results, of which a peer here has only its own in time; to first
+    order in alpha the two agree.
+
+    Source: SPES (https://arxiv.org/abs/2602.11543), expert merging.
 
     Args:
         merge: The run's merge settings.
@@ -196,23 +202,23 @@ def merge_shifts(
         for slot in held:
             for name, old_EOI, new_EOI in zip((gate_up, down), before, after, strict=True):
                 views[slot][name].copy_(new_EOI[rows[slot]] - old_EOI[rows[slot]])
-    return {slot_name(slot): flat for slot, flat in shifts.items()}
+    return {VectorName.of_slot(slot): flat for slot, flat in shifts.items()}
 
 
 def initial_bundles(
     anchors: Anchors, layouts: Mapping[str, Layout], state_dict: Mapping[str, Tensor], num_slots: int
-) -> dict[str, Tensor]:
+) -> dict[VectorName, Tensor]:
     """Return the bundles of `shared` and every slot at the run's start, the same on every peer.
 
     Args:
         anchors: Anchors of the run's sizes.
         layouts: Layouts of `shared` and of a `slot`.
-        state_dict: The freshly initialised stock model's; experts fused as `[E, ...]`.
+        state_dict: Of the freshly initialised stock model; experts fused as `[E, ...]`.
         num_slots: Experts E per layer.
     """
-    flats = {SHARED: layouts[SHARED].flatten({name: state_dict[name] for name in layouts[SHARED].shapes})}
+    vectors = {SHARED: layouts[SHARED].flatten({name: state_dict[name] for name in layouts[SHARED].shapes})}
     for slot in range(num_slots):
         tensors = {name: state_dict[name][slot] for name in layouts["slot"].shapes}
-        flats[slot_name(slot)] = layouts["slot"].flatten(tensors)
+        vectors[VectorName.of_slot(slot)] = layouts["slot"].flatten(tensors)
     sizes = anchors.bundle_numel()
-    return {n: torch.cat([flat, flat.new_zeros(sizes[kind_of(n)] - flat.numel())]) for n, flat in flats.items()}
+    return {n: torch.cat([flat, flat.new_zeros(sizes[n.kind] - flat.numel())]) for n, flat in vectors.items()}

@@ -13,10 +13,10 @@ from spes_p2p.config import MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.swarm.interface import Swarm
-from spes_p2p.swarm.roster import SHARED, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, initial_bundles
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.slots import Holdings
+from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -79,7 +79,7 @@ def build_synchroniser(
     """
     machine = machine or MachineConfig()
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
-    holdings = Holdings(
+    holdings = HeldSlots(
         swarm,
         run,
         run_id=run_id,
@@ -88,22 +88,22 @@ def build_synchroniser(
         refresh_slots=machine.refresh_slots,
         clock=trainer.clock,
     )
-    return Synchroniser(swarm, run, holdings=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
+    return Synchroniser(swarm, run, held=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
 
 
-def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> dict[str, Tensor]:
+def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> dict[VectorName, Tensor]:
     """Return the bundles of `shared` and every slot at the run's start, as the run's seed draws them."""
     stock = stock_model(run.model, vocab_size, run.data.sequence_length, run.seed)
     return initial_bundles(sync.anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)
 
 
 class WholeModel:
-    """Every parameter in fp32, at first as the run's seed draws it: the anchor of round 0.
+    """The whole model in fp32, initially as the run's seed draws it: the anchor of round 0.
 
     Args:
         run: The run's settings.
         vocab_size: Entries of the run's tokenizer.
-        device: Where it lies.
+        device: Device of the model.
     """
 
     def __init__(self, run: RunConfig, vocab_size: int, device: torch.device | None = None) -> None:
@@ -125,18 +125,19 @@ class WholeModel:
         return {kind: layout.numel for kind, layout in self._layouts.items()}
 
     def load(self, swarm: Swarm) -> dict[int, int]:
-        """Load the versions that a peer has, and return each slot's round; slots that it lacks stay, and have round 0.
+        """Load the versions that a peer has; return each slot's round, 0 for slots without a version.
 
         Raises:
             ExchangeError: it lacks `shared`, or a file is damaged.
         """
         versions = swarm.versions()
-        slots = [slot for slot in range(self._num_slots) if slot_name(slot) in versions]
-        flats = {name: swarm.load(name) for name in [SHARED, *map(slot_name, slots)]}
-        self._model.load_shared(self._unflatten(SHARED, flats[SHARED]))
+        slots = [slot for slot in range(self._num_slots) if VectorName.of_slot(slot) in versions]
+        vectors = {name: swarm.load(name) for name in [SHARED, *map(VectorName.of_slot, slots)]}
+        self._model.load_shared(self._unflatten(SHARED, vectors[SHARED]))
         for slot in slots:
-            self._model.load_slot(slot, self._unflatten("slot", flats[slot_name(slot)]))
-        return {slot: versions[slot_name(slot)].round if slot in slots else 0 for slot in range(self._num_slots)}
+            self._model.load_slot(slot, self._unflatten("slot", vectors[VectorName.of_slot(slot)]))
+        rounds = {slot: versions[VectorName.of_slot(slot)].round for slot in slots}
+        return {slot: rounds.get(slot, 0) for slot in range(self._num_slots)}
 
     def _unflatten(self, kind: str, bundle_N: Tensor) -> dict[str, Tensor]:
         return self._layouts[kind].unflatten(bundle_N[: self._layouts[kind].numel])

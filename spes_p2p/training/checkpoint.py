@@ -42,7 +42,7 @@ class PeerState:
         steps: Local optimizer steps so far.
         total_tokens: Tokens trained so far.
         data: State of its token source.
-        versions: Of all bundles, moments and documents that it had.
+        versions: Of all vectors and documents that it had.
     """
 
     run_id: str
@@ -55,7 +55,7 @@ class PeerState:
 
 
 def encode_state(state: PeerState, tensors_digest: str) -> bytes:
-    """Return a state as JSON that vouches for itself and for the file of tensors beside it."""
+    """Return a state as JSON, with digests of itself and of the file of tensors beside it."""
     content = {
         "format": FORMAT,
         "run_id": state.run_id,
@@ -76,7 +76,7 @@ def decode_state(data: bytes, run_id: str) -> tuple[PeerState, str]:
     Raises:
         ValueError: damaged, or of a format that this software does not know.
         RecordError: it names a version that its author has not signed.
-        JoinError: it is another run's.
+        JoinError: it belongs to another run.
     """
     try:
         content = json.loads(data)
@@ -91,16 +91,17 @@ def decode_state(data: bytes, run_id: str) -> tuple[PeerState, str]:
         content["slots"] = tuple(content["slots"])
         return PeerState(**content), tensors_digest
     except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"the state is none of a peer: {error!r}") from error
+        raise ValueError(f"this is not the state of a peer: {error!r}") from error
 
 
 def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-STATE, TENSORS = "state.json", "tensors.safetensors"
+STATE = "state.json"
+TENSORS = "tensors.safetensors"
 DRAFT = ".draft"
-"""Suffix of folders that are not whole yet, or not any more."""
+"""Suffix of folders that are being written or deleted."""
 _FOLDER = re.compile(r"^round-(\d+)-step-(\d+)$")
 
 
@@ -108,9 +109,9 @@ class Found(NamedTuple):
     """A checkpoint that was verified.
 
     Attributes:
-        name: Its folder's.
+        name: Name of its folder.
         state: The peer's position.
-        files: Its versions by file, those that are whole.
+        files: Its undamaged versions by file.
     """
 
     name: str
@@ -119,7 +120,7 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A checkpoint that was loaded: a `Found` with its tensors, whose names say first what they are."""
+    """A loaded checkpoint: a `Found` with its tensors, by names such as `moments/...`."""
 
     state: PeerState
     tensors: Mapping[str, Tensor]
@@ -129,9 +130,9 @@ class Saved(NamedTuple):
 class PeerCheckpoint:
     """The checkpoints of one peer: the newest, and the one before it.
 
-    A save copies nothing of what it is given and writes in a thread of its own. While that is busy, the next one is
-    left out, so that memory holds one copy of the tensors at most. A save that fails leaves what was there, is said
-    once, and is tried again after the next round.
+    A save writes in a thread of its own, without a copy of its tensors. A save that comes while another is under way is
+    skipped, so that memory holds one set of tensors at most. A save that fails leaves the older checkpoints, logs one
+    error, and is tried again after the next round.
 
     Args:
         directory: Holds the folders.
@@ -139,7 +140,8 @@ class PeerCheckpoint:
     """
 
     def __init__(self, directory: Path, versions: Path) -> None:
-        self._directory, self._versions = directory, versions
+        self._directory = directory
+        self._versions = versions
         self._thread: threading.Thread | None = None
         self._newest = ""
         self._is_failing = False
@@ -152,17 +154,17 @@ class PeerCheckpoint:
         return self._thread is not None and self._thread.is_alive()
 
     def wait(self, seconds: float) -> bool:
-        """Wait for the save under way for so long at most; return whether there is none any more."""
+        """Wait for the save under way, at most so long; return whether it has ended."""
         if self._thread is not None:
             self._thread.join(seconds)
         return not self.is_busy
 
     def save(self, state: PeerState, tensors: Mapping[str, Tensor]) -> None:
-        """Begin to save; nothing happens while an earlier save is under way.
+        """Start to save; does nothing while an earlier save is under way.
 
         Args:
             state: The peer's position; the store may drop its versions once this has returned.
-            tensors: Nobody may change them until the save is done.
+            tensors: They must not change until the save is done.
         """
         name = f"round-{state.round}-step-{state.steps}"
         if self.is_busy or name == self._newest:
@@ -197,8 +199,8 @@ class PeerCheckpoint:
         return [v for v in versions if not link_file(self._versions / file_name(v), draft / file_name(v))]
 
     def _replace(self, name: str, draft: Path) -> None:
-        """Let a checkpoint appear, and keep one other: that which was the newest until now."""
-        if (self._directory / name).exists():  # as damaged as whatever is newer than what this peer resumed from
+        """Publish a checkpoint by rename, and keep one other: the newest until now."""
+        if (self._directory / name).exists():  # damaged, as all are that are newer than the one resumed from
             self._drop(self._directory / name)
         draft.rename(self._directory / name)
         sync(self._directory)
@@ -211,13 +213,13 @@ class PeerCheckpoint:
             log.info("checkpoints are written again: %s", self._directory / name)
 
     def _drop(self, folder: Path) -> None:
-        """Delete a checkpoint so that no half of it is ever taken for one."""
+        """Delete a checkpoint; it never appears half deleted."""
         doomed = folder.with_name(f"{folder.name}.old{DRAFT}")
         folder.rename(doomed)
         shutil.rmtree(doomed)
 
     def _fail(self, draft: Path, error: OSError, num_bytes: int) -> None:
-        """Clear away what was begun; say once what is the matter and what to do."""
+        """Delete the draft; log the reason and the remedy once."""
         shutil.rmtree(draft, ignore_errors=True)
         if self._is_failing:
             return
@@ -234,13 +236,13 @@ class PeerCheckpoint:
     # ------------------------------------------------------------------ loading
 
     def find(self, run_id: str) -> Found | None:
-        """Return the newest checkpoint that is whole; None if nothing was ever saved. Says which are not, and why.
+        """Return the newest undamaged checkpoint; None if none was ever saved. Logs which are damaged, and why.
 
-        One of which only versions are damaged is returned if no other is whole: other peers may have these.
+        A checkpoint with damaged versions is returned if no other is whole: other peers may have these versions.
 
         Raises:
-            DataError: there are some, and none can be used.
-            JoinError: they are another run's.
+            DataError: there are checkpoints, and none can be used.
+            JoinError: they belong to another run.
         """
         with_gaps: Found | None = None
         reasons: list[str] = []
@@ -265,18 +267,18 @@ class PeerCheckpoint:
         return with_gaps
 
     def load(self, found: Found) -> Saved:
-        """Return a checkpoint that was found; the next save keeps it, and deletes all others."""
+        """Load a checkpoint; the next save keeps it and deletes all others."""
         self._newest = found.name
         return Saved(found.state, load_file(self._directory / found.name / TENSORS), found.files)
 
     def _names(self) -> list[str]:
-        """Return the finished checkpoints, newest first: a peer's steps only ever grow, its rounds may go back."""
+        """Return the finished checkpoints, newest first: a peer's steps only grow, its rounds may go back."""
         names = [entry.name for entry in self._directory.iterdir()] if self._directory.is_dir() else []
         ages = {name: (int(found[2]), int(found[1])) for name in names if (found := _FOLDER.match(name))}
         return sorted(ages, key=lambda name: ages[name], reverse=True)
 
     def _verified(self, name: str, run_id: str) -> Found:
-        """Return a checkpoint with those of its versions that are whole.
+        """Return a checkpoint with its undamaged versions.
 
         Raises:
             DataError: its state or its tensors are damaged.
@@ -302,14 +304,14 @@ def _has_digest(file: Path, digest: str) -> bool:
 
 
 def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor]) -> None:
-    """Write what a folder of version files lacks to be a checkpoint, and bring all of it to the disk.
+    """Add state and tensors to a folder of version files, and sync all of it to the disk.
 
     Raises:
         OSError: the disk is full, or fails.
     """
     try:
         save_file(dict(tensors), folder / TENSORS)
-    except SafetensorError as error:  # which hides what the system said
+    except SafetensorError as error:  # it hides the system's error number
         raise OSError(*_system_error(error)) from error
     content = encode_state(state, digest_of_file(folder / TENSORS))
     (folder / STATE).write_bytes(content)
@@ -323,24 +325,21 @@ def _system_error(error: SafetensorError) -> tuple[int, str]:
     return int(found[1]) if found else errno.EIO, str(error)
 
 
-MOST_ROUNDS_BACK = 8
-"""Rounds that a peer alone makes again, so as to go on exactly; more of them are worth more than that."""
+MAX_ROLLBACK_ROUNDS = 8
+"""Rounds that a lone peer repeats to continue exactly; it keeps more rounds than that, and gives up exactness."""
 
 
 def checkpoint_of(output: Path) -> PeerCheckpoint:
-    """Return the checkpoint of a peer with this output."""
+    """Return the checkpoints in a peer's output folder."""
     return PeerCheckpoint(output / "checkpoint", output / "versions")
 
 
 def recover(output: Path, run_id: str) -> tuple[VersionStore, Found | None]:
-    """Find the newest checkpoint that can be used, and make the versions in store whole again with its help.
+    """Find the newest usable checkpoint, and repair the version store with it.
 
     Args:
-        output: The peer's.
+        output: The peer's output folder.
         run_id: The run's name.
-
-    Returns:
-        The store, in which nothing is damaged, and the checkpoint.
 
     Raises:
         DataError: there are checkpoints, and none can be used.
@@ -369,14 +368,14 @@ def _store(directory: Path, run_id: str, found: Found | None) -> VersionStore:
         return VersionStore(directory, run_id)
 
 
-def go_back(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version]) -> None:
-    """Start from a checkpoint's versions if nobody else has any: all else in the checkpoint is of their round.
+def rollback_alone(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version]) -> None:
+    """Continue from a checkpoint's versions if no other peer has any: moments and data belong to their round.
 
-    A peer that was killed may have published a round that it had not saved yet; alone, it makes the same one again.
+    A killed peer may have published a round that it had not saved yet; alone, it makes the same round again.
 
     Args:
-        swarm: The peer's.
-        others: To ask.
+        swarm: This peer's swarm.
+        others: Peers to ask.
         files: The checkpoint's versions by file.
     """
     offers = swarm.inventory(others).values() if others else ()
@@ -386,9 +385,9 @@ def go_back(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version]) 
     if saved is None:
         return
     newest = swarm.versions()[SHARED].round if SHARED in swarm.versions() else saved
-    if newest - saved > MOST_ROUNDS_BACK:
+    if newest - saved > MAX_ROLLBACK_ROUNDS:
         log.warning("the checkpoint is of round %d only; round %d goes on with its moments and data", saved, newest)
         return
     if newest != saved:
         log.warning("round %d was published, but not saved; going on from the checkpoint of round %d", newest, saved)
-    swarm.go_back(files)
+    swarm.rollback(files)

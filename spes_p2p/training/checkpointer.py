@@ -1,4 +1,4 @@
-"""Between a peer's rounds and its checkpoints: what is saved of them, and taken up again; all ranks together."""
+"""What a peer saves of each round, and restores after a restart; on all ranks together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.errors import DataError
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.round_work import StateUpdate
@@ -16,19 +16,21 @@ from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
 LAST_SECONDS = 120.0
-"""Longest a peer that has ended stays for its last save."""
-MOMENTS, REMAINDERS, RANDOM = "moments/", "remainders/", "random/"
+"""Longest that a peer that has ended waits for its last save."""
+MOMENTS = "moments/"
+RESIDUALS = "remainders/"
+RANDOM = "random/"
 
 
 class Checkpointer:
-    """Saves where a peer stands, and puts it back there.
+    """Saves a peer's state after a round, and restores it.
 
     Args:
         checkpoint: Where to; None saves nothing.
         run_id: The run's name.
         trainer: This rank's share of the training.
         group: The peer's ranks.
-        sync: The leader's dealings with the swarm; None on other ranks.
+        sync: The leader's connection to the swarm; None on other ranks.
     """
 
     def __init__(
@@ -39,21 +41,24 @@ class Checkpointer:
         group: ProcessGroup,
         sync: Synchroniser | None,
     ) -> None:
-        self._checkpoint, self._run_id = checkpoint, run_id
-        self._trainer, self._group, self._sync = trainer, group, sync
+        self._checkpoint = checkpoint
+        self._run_id = run_id
+        self._trainer = trainer
+        self._group = group
+        self._sync = sync
 
     def save(self, round: int, steps: int, total_tokens: int, data: Mapping[str, object], *, is_last: bool) -> None:
-        """Begin to save a committed round, unless the save before is still under way; the last one waits for that.
+        """Start to save a committed round, unless the previous save is still under way; the last save waits for it.
 
         Args:
-            round: That was committed.
-            steps: Local steps when it ended.
-            total_tokens: RoundWork by then.
+            round: The committed round.
+            steps: Local steps at its end.
+            total_tokens: Tokens trained by then.
             data: State of the token source then.
-            is_last: No other follows.
+            is_last: Whether no other save follows.
         """
-        checkpoint, patience = self._checkpoint, LAST_SECONDS if is_last else 0.0
-        if checkpoint is None or not self._group.from_leader(lambda: checkpoint.wait(patience)):
+        checkpoint, timeout = self._checkpoint, LAST_SECONDS if is_last else 0.0
+        if checkpoint is None or not self._group.from_leader(lambda: checkpoint.wait(timeout)):
             return
         moments = self._trainer.state_tensors()  # copies
         if self._sync is None:
@@ -62,7 +67,7 @@ class Checkpointer:
         versions = tuple(swarm.versions().values())
         state = PeerState(self._run_id, round, self._trainer.slots, steps, total_tokens, data, versions)
         tensors = {f"{MOMENTS}{name}": tensor for name, tensor in moments.items()}
-        tensors |= {f"{REMAINDERS}{name}": tensor for name, tensor in swarm.residuals().items()}
+        tensors |= {f"{RESIDUALS}{name}": tensor for name, tensor in swarm.residuals().items()}
         tensors |= {f"{RANDOM}{name}": tensor for name, tensor in self._random_state().items()}
         checkpoint.save(state, tensors)
 
@@ -71,35 +76,40 @@ class Checkpointer:
         if self._checkpoint is not None:
             self._checkpoint.wait(LAST_SECONDS)
 
-    def take_up(self, saved: Saved, update: StateUpdate) -> None:
-        """Go on from a checkpoint, after the model was brought to the swarm's state.
+    def restore(self, saved: Saved, update: StateUpdate) -> None:
+        """Continue from a checkpoint, after the model was brought to the swarm's state.
 
         Args:
-            saved: The checkpoint; moments of slots no longer held are left out.
-            update: What the model was brought to.
+            saved: The checkpoint; moments of slots that are no longer held are left out.
+            update: The swarm's state.
         """
         self._trainer.steps = saved.state.steps
         self._trainer.data.load_state_dict(dict(saved.state.data))
-        groups = (SHARED, *map(slot_name, self._trainer.slots))
         moments = _under(MOMENTS, saved.tensors)
-        self.load_moments({name: tensor for name, tensor in moments.items() if name.split("/")[0] in groups})
+        self.load_moments({key: m for key, m in moments.items() if key.split("/")[0] in self._trainer.names})
         self._load_random_state(_under(RANDOM, saved.tensors))
-        newer: dict[str, Tensor] = {}
+        newer: dict[VectorName, Tensor] | None = None
         if self._sync is not None:
-            here = {version.name: version.digest for version in saved.state.versions}
-            there = self._sync.swarm.versions()
-            if there[SHARED].digest == here.get(SHARED):
-                self._sync.swarm.restore_residuals(_under(REMAINDERS, saved.tensors))
-            # What the swarm has averaged since is worth more than this peer's own; not what a round had made that is
-            # made again. Of a slot that has fallen to this peer since, it had none.
-            own = {moments_name(name.split("/")[0]) for name in moments}
+            saved_digests = {version.name: version.digest for version in saved.state.versions}
+            versions = self._sync.swarm.versions()
+            if versions[SHARED].digest == saved_digests.get(SHARED):
+                self._sync.swarm.restore_residuals(_under(RESIDUALS, saved.tensors))
+            # Moments that the swarm has averaged since replace this peer's own; those of a round that is made again do
+            # not. The checkpoint has none of a slot that has fallen to this peer since.
+            own = {VectorName(key.split("/")[0]).moments for key in moments}
             newer = {
-                n: flat
-                for n, flat in update.vectors.items()
-                if n.startswith("moments-")
-                and (n not in own or (there[n].digest != here.get(n) and there[n].round <= there[SHARED].round))
+                name: vector
+                for name, vector in update.vectors.items()
+                if not name.is_weights
+                and (
+                    name not in own
+                    or (
+                        versions[name].digest != saved_digests.get(name)
+                        and versions[name].round <= versions[SHARED].round
+                    )
+                )
             }
-        self._trainer.load(newer if self._sync is not None else None)
+        self._trainer.load(newer)
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:
         """Put saved moments into the optimizer.

@@ -1,4 +1,4 @@
-"""Which versions a peer fetches after a round, from which peers, and which it keeps for others."""
+"""Which versions a peer fetches after a round, from which peers, and which it keeps for others. Pure functions."""
 
 from __future__ import annotations
 
@@ -7,41 +7,92 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
-from spes_p2p.swarm.roster import SHARED, Groups, Member, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Roster
 
 SLOW = 0.5
-"""Share of the roster's median uplink below which a holder leaves it to others to pass its slots on."""
-LEAST = 1e-9
-"""Stands for no uplink at all where one divides by it."""
+"""Share of the roster's median uplink below which other peers relay a holder's slots."""
+MIN_UPLINK = 1e-9
+"""Stands for an uplink of zero in a division."""
+Peers = Sequence[str]
+"""Peer ids."""
 
 
-def relays(
-    groups: Groups, roster: Sequence[Member], uplinks: Mapping[str, float], keepers: Mapping[str, Sequence[str]]
-) -> dict[str, tuple[str, ...]]:
-    """Return those who pass a slot on, for slots of which no holder could send it to all.
+@dataclass(frozen=True)
+class FetchPlan:
+    """What to fetch after a round.
+
+    Attributes:
+        wanted: Peers to ask, by version, in order of preference.
+        relays: Peers that fetch a version together and pass it on to each other.
+        authors: Peers of which one must have signed a version.
+    """
+
+    wanted: Mapping[VectorName, Peers]
+    relays: Mapping[VectorName, Peers]
+    authors: Mapping[VectorName, Peers]
+
+
+def plan_fetch(
+    me: str,
+    roster: Roster,
+    makers: Mapping[VectorName, Peers],
+    chosen: Collection[VectorName],
+    keepers: Mapping[VectorName, Peers],
+    *,
+    with_moments: bool,
+) -> FetchPlan:
+    """Decide which peers to ask for which version.
 
     Args:
-        groups: The roster's.
-        roster: Its members.
-        uplinks: Of each of them.
-        keepers: Its custodians.
-
-    Returns:
-        By the slot's name, all who fetch it for certain and can be called, ascending, the same on every member. They
-        share it out among themselves, so that they are two at least; but where no holder can be called, others who
-        cannot be called either get it from one as well.
+        me: This peer.
+        roster: Of the round that was committed.
+        makers: The other peers that made the round's version of a slot.
+        chosen: Versions to fetch: as many as this peer takes, and those that it keeps for others.
+        keepers: Replicas of each slot, as `replicas` returns them.
+        with_moments: Whether this round's moments were published.
     """
-    slow = SLOW * statistics.median(uplinks.values())
-    fetching = [
+    links = roster.uplinks
+    wanted: dict[VectorName, list[str]] = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
+    chains = {name: peers for name, peers in relays(roster, keepers).items() if name in chosen}
+    for name in [name for name, peers in chains.items() if me not in peers]:
+        # A peer that the others do not count on to relay a slot need not load its holder either.
+        wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
+    if with_moments:
+        trained = {member.peer_id for member in roster if member.tokens}
+        for name in sorted(chosen):
+            if me in keepers.get(name, ()) and trained & set(makers[name]):
+                asked = moment_sources(me, makers[name], keepers[name], links)
+                wanted[name.moments] = preferred(me, name, asked, links)
+    # Otherwise a liar could have its version signed by another key of its own, and would go without a strike.
+    authors = {name: makers[name.weights] for name in wanted}
+    return FetchPlan(wanted, chains, authors)
+
+
+def relays(roster: Roster, keepers: Mapping[VectorName, Peers]) -> dict[VectorName, tuple[str, ...]]:
+    """Return the peers that relay each slot whose holders could not send it to everyone.
+
+    They are all members that certainly fetch the slot and can be called, ascending, the same on every member. They
+    split the slot among themselves, so there are two at least; if no holder can be called, one relay is enough, since
+    members in client mode get the slot from no one else.
+
+    Args:
+        roster: Of the round that was committed.
+        keepers: Replicas of each slot.
+    """
+    links = roster.uplinks
+    slow = SLOW * statistics.median(links.values())
+    fetching = {
         member.peer_id
         for member in roster
-        if not (member.refreshes or member.calls_only) and member.peer_id in groups.members[SHARED]
-    ]
-    chains = dict[str, tuple[str, ...]]()
-    for name, holders in groups.members.items():
-        fastest = max(uplinks[peer] for peer in holders)
-        certain = set(fetching) | (set() if fastest else set(callable_of(keepers.get(name, ()), uplinks)))
+        if not (member.refreshes or member.calls_only) and member.peer_id in roster.groups[SHARED]
+    }
+    chains: dict[VectorName, tuple[str, ...]] = {}
+    for name, holders in roster.groups.items():
+        fastest = max(links[peer] for peer in holders)
+        certain = fetching if fastest else fetching | set(callable_of(keepers.get(name, ()), links))
         chain = tuple(sorted(certain - set(holders)))
         if name != SHARED and (fastest < slow or not fastest) and len(chain) > (1 if fastest else 0):
             chains[name] = chain
@@ -49,57 +100,83 @@ def relays(
 
 
 def callable_of(peers: Iterable[str], uplinks: Mapping[str, float]) -> list[str]:
-    """Return those who can be called; of nobody else is nothing asked (see `swarm.roster.uplinks`)."""
+    """Return the peers that can be called; members in client mode have an uplink of zero (`Roster.uplinks`)."""
     return [peer for peer in peers if uplinks[peer]]
 
 
-def having_moments(
-    puller: str, makers: Sequence[str], keepers: Sequence[str], uplinks: Mapping[str, float]
-) -> Sequence[str]:
-    """Return whom to ask for a slot's moments: who trains it, but who else keeps them if `puller` can reach no maker.
-
-    Args:
-        puller: Who asks.
-        makers: Who has made them.
-        keepers: The slot's custodians.
-        uplinks: Of the roster's members.
-    """
+def moment_sources(puller: str, makers: Peers, keepers: Peers, uplinks: Mapping[str, float]) -> Peers:
+    """Return the peers to ask for a slot's moments: its makers, or other replicas if `puller` can reach no maker."""
     others = [peer for peer in callable_of(keepers, uplinks) if peer != puller]
     return makers if uplinks[puller] or callable_of(makers, uplinks) else others or makers
 
 
 def preferred(puller: str, name: str, peers: Iterable[str], uplinks: Mapping[str, float] | None = None) -> list[str]:
-    """Return the peers in the order in which `puller` should ask them for `name`.
+    """Return peers in the order in which `puller` should ask them for `name`.
 
-    A peer comes first as often as its share of their uplinks: lots are drawn by hash, so that not everybody asks the
-    fastest, and two pullers seldom ask in the same order. Source: weighted rendezvous hashing (Schindelhauer and
-    Schomaker, 2005).
+    A peer comes first with a probability of its share of the uplinks, drawn by hash: so pullers spread over the
+    peers, and two pullers seldom ask in the same order.
+
+    Source: weighted rendezvous hashing (Schindelhauer and Schomaker, 2005).
 
     Args:
-        puller: Who asks.
-        name: For this version.
-        peers: Who have it, or are about to.
-        uplinks: What they may send; those that it lacks count as the fastest of it.
+        puller: The peer that asks.
+        name: The version.
+        peers: Peers that have it, or will soon.
+        uplinks: In 10^6 bits per second; a peer without an entry counts as the fastest.
     """
     weights = uplinks or {}
     fastest = max(weights.values(), default=1.0)
 
     def lot(peer: str) -> tuple[float, str]:
         drawn = int.from_bytes(hashlib.sha256(f"{puller}/{name}/{peer}".encode()).digest()[:6], "big")
-        return -math.log((drawn + 1) / (2**48 + 1)) / max(weights.get(peer, fastest), LEAST), peer
+        return -math.log((drawn + 1) / (2**48 + 1)) / max(weights.get(peer, fastest), MIN_UPLINK), peer
 
     return sorted(peers, key=lot)
+
+
+def replicas(
+    groups: Mapping[VectorName, Peers], copies: int, uplinks: Mapping[str, float]
+) -> dict[VectorName, tuple[str, ...]]:
+    """Return the peers that keep a copy of each slot until the next round, beside its holders.
+
+    Every member computes the same. The peer that keeps least comes next, ties by lot; if no holder can be called, peers
+    that can come first, because adopters could fetch the slot from no one else.
+
+    Args:
+        groups: Members of each group of the committed round.
+        copies: Peers that each slot should live on at least; slots with so many holders need no replica.
+        uplinks: Of the roster's members.
+    """
+    kept: dict[VectorName, tuple[str, ...]] = {}
+    load: Counter[str] = Counter()
+    for name in sorted(set(groups) - {SHARED}):
+        holders = groups[name]
+        others = set(groups[SHARED]) - set(holders)
+        first = others if callable_of(holders, uplinks) else set(callable_of(others, uplinks))
+        willing = sorted(others, key=lambda peer: (peer not in first, load[peer], _lot(name, peer)))
+        chosen = tuple(willing[: max(0, copies - len(holders))])
+        load.update(chosen)
+        if chosen:
+            kept[name] = chosen
+    return kept
+
+
+def _lot(name: str, peer: str) -> bytes:
+    return hashlib.sha256(f"{name}/{peer}".encode()).digest()
+
+
+# ---------------------------------------------------------------------- a budget of refreshed slots
 
 
 def staleness_bound(num_slots: int, budget: int) -> int:
     """Return the most rounds that a slot may lie behind before it is fetched: `ceil(n / ceil(B / 2))`.
 
-    `choose` keeps it whatever is routed where. A slot that is not chosen has seen `ceil(B / 2)` others chosen that had
-    waited as long or longer; these come behind it from then on, and there are `n - 1` others.
+    `choose` keeps it, however tokens are routed. When a slot is not chosen, `ceil(B / 2)` slots that have waited as
+    long or longer are; they come behind it from then on, and there are `n - 1` other slots.
 
     Args:
-        num_slots: n, that others train.
-        budget: B, to fetch in a round.
+        num_slots: n, slots that others train.
+        budget: B, slots fetched in a round.
     """
     return -(-num_slots // -(-budget // 2))
 
@@ -107,13 +184,13 @@ def staleness_bound(num_slots: int, budget: int) -> int:
 def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: int) -> tuple[int, ...]:
     """Return the slots to fetch in this round, ascending.
 
-    First those that have waited as long as they may; then, with half of what is left of the budget, those that most
-    tokens were routed to; then those that have waited longest. None of them lies behind by more than
-    `staleness_bound` when it is chosen, unless fetching failed, or others' slots became more.
+    First come slots at `staleness_bound`; then, with half of what is left of the budget, those that most tokens were
+    routed to; then those that have waited longest. A slot exceeds the bound only if fetching failed or the others'
+    slots became more.
 
     Args:
-        rounds_behind: Rounds by which this peer's version lies behind the newest, by slot, for all that others train.
-        routed: Tokens routed to each slot in the round; who is not in it got none.
+        rounds_behind: Rounds that this peer's version of each slot lies behind, for all slots that others train.
+        routed: Tokens routed to each slot in the round.
         budget: Slots to fetch.
     """
     bound = staleness_bound(len(rounds_behind), budget)
@@ -126,51 +203,25 @@ def choose(rounds_behind: Mapping[int, int], routed: Mapping[int, int], budget: 
 
 
 def affordable(
-    rounds_behind: Mapping[str, int], routed: Mapping[int, int], budget: int | None, held: Collection[str]
-) -> set[str]:
-    """Return the names of the versions to fetch: of the others' slots as many as a peer takes, and everything else.
+    rounds_behind: Mapping[VectorName, int],
+    routed: Mapping[int, int],
+    budget: int | None,
+    held: Collection[VectorName],
+) -> set[VectorName]:
+    """Return the versions to fetch: the budget's slots of others, and everything else.
 
     Args:
-        rounds_behind: Rounds by which this peer's version lies behind the newest, by name, for all there is to fetch.
+        rounds_behind: Rounds that this peer's version lies behind, by name, for all that can be fetched.
         routed: Tokens routed to each slot.
         budget: Slots of others to fetch; None fetches all.
-        held: What this peer trains; it needs all of that.
+        held: Vectors that this peer trains; it needs all of them.
     """
     if budget is None:
         return set(rounds_behind)
     others = {
-        int(name.removeprefix("slot-")): behind
+        name.slot: behind
         for name, behind in rounds_behind.items()
-        if name.startswith("slot-") and name not in held
+        if name.slot is not None and name.is_weights and name not in held
     }
-    return set(rounds_behind) - {slot_name(slot) for slot in set(others) - set(choose(others, routed, budget))}
-
-
-def custodians(groups: Groups, copies: int, uplinks: Mapping[str, float]) -> dict[str, tuple[str, ...]]:
-    """Return who keeps a copy of each slot until the next round, beside its holders; the same on every member.
-
-    Args:
-        groups: Of the round that was committed.
-        copies: Peers on which a slot should live at least.
-        uplinks: Of the roster's members.
-
-    Returns:
-        Peers by the slot's name, for slots with fewer holders than that. Whoever keeps least is next; ties go by lot.
-        Where no holder can be called, those who can come first: nobody else could fetch it, or adopters get it.
-    """
-    kept: dict[str, tuple[str, ...]] = {}
-    burden: Counter[str] = Counter()
-    for name in sorted(set(groups.members) - {SHARED}):
-        holders = groups.members[name]
-        others = set(groups.members[SHARED]) - set(holders)
-        first = others if callable_of(holders, uplinks) else set(callable_of(others, uplinks))
-        willing = sorted(others, key=lambda peer: (peer not in first, burden[peer], _lot(name, peer)))
-        chosen = tuple(willing[: max(0, copies - len(holders))])
-        burden.update(chosen)
-        if chosen:
-            kept[name] = chosen
-    return kept
-
-
-def _lot(name: str, peer: str) -> bytes:
-    return hashlib.sha256(f"{name}/{peer}".encode()).digest()
+    fetched = choose(others, routed, budget)
+    return set(rounds_behind) - {VectorName.of_slot(slot) for slot in others if slot not in fetched}

@@ -1,7 +1,8 @@
-"""The training loop of one peer: local steps until the round ends, then synchronise. All ranks run it.
+"""The training loop of one peer: train until the round ends, synchronise, load, save, report. All ranks run it.
 
-With `round.overlap` it does not wait for the synchronisation: it trains the next round, and corrects what it has when
-the result is there (`overlap`). The last round's is waited for.
+`TrainingLoop._one_round` is the whole of a round on one screen; `Synchroniser.synchronise` is the leader's part of it.
+With `round.overlap` the loop trains the next round while the synchronisation runs, and corrects its parameters when
+the result is there (`overlap`); the last round's synchronisation is waited for.
 """
 
 from __future__ import annotations
@@ -13,15 +14,14 @@ from torch import Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.optim.inner import rate_of_step
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Metrics
-from spes_p2p.swarm.roster import slot_name
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
-from spes_p2p.training.checkpointer import Saving
+from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.loss_gate import LossGate
-from spes_p2p.training.overlap import Correction, Flight, Task, ThreadTask
+from spes_p2p.training.overlap import Correction, PendingSync, Task, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.reports import Work, log_report, report_of
-from spes_p2p.training.round_work import Trained, Update
+from spes_p2p.training.round_work import RoundWork, StateUpdate
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -30,23 +30,23 @@ log = logging.getLogger(__name__)
 CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
 UNFINISHED = 0.999
-"""Share of a round that is over at most while nobody knows when it ends."""
+"""Largest share of a round that counts as over while its end is not known."""
 LEAVING_SECONDS = 5.0
-"""For so long a peer that is interrupted lets a synchronisation end that is under way."""
+"""Time that an interrupted peer gives a synchronisation under way to end."""
 
 
-class Rounds:
+class TrainingLoop:
     """Runs a peer from its first roster to the run's last round.
 
     Args:
         run: The run's settings.
         trainer: This rank's share of the training.
         group: The peer's ranks.
-        sync: The leader's dealings with the swarm; None on other ranks.
-        gate: Looks at what others publish of their slots; None takes it as it comes.
+        sync: The leader's connection to the swarm; None on other ranks.
+        gate: Judges the slots that others publish; None accepts all.
         checkpoint: Where the leader saves the peer's state after each round; None saves nothing.
         run_id: The run's name, for the checkpoint.
-        start: Begins work beside the training; a virtual peer's is in virtual time.
+        start: Starts work beside the training; in virtual time for a virtual peer.
     """
 
     def __init__(
@@ -61,38 +61,45 @@ class Rounds:
         run_id: str = "run",
         start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
-        self._run, self._trainer, self._group, self._sync = run, trainer, group, sync
+        self._run = run
+        self._trainer = trainer
+        self._group = group
+        self._sync = sync
         self._gate = gate
-        self._saving, self._start = Saving(checkpoint, run_id, trainer, group, sync), start
+        self._checkpointer = Checkpointer(checkpoint, run_id, trainer, group, sync)
+        self._start = start
         self._on_round: Callable[[Metrics], None] | None = None
-        self._flight: Flight | None = None
-        self._round = self._total_tokens = 0
-        self._speed = 0.0
-        self._started_at = self._ends_at = 0.0
-        self._began = self._trainer.clock()
-        self._waited_seconds = self._halted_seconds = 0.0
+        self._pending: PendingSync | None = None
+        self._round = 0
+        self._total_tokens = 0
+        self._tokens_per_second = 0.0
+        self._round_started = 0.0  # DHT time
+        self._round_ends = 0.0  # DHT time
+        self._last_report = self._trainer.clock()
+        self._waited_seconds = 0.0
+        self._halted_seconds = 0.0
         self.brought_steps = 0
         """Local steps that have been brought to a synchronisation."""
         self.begun_rounds = 0
-        """Times that this peer began to train a round; what came of them is in its reports."""
+        """Rounds that this peer began to train, whether they were committed or not."""
 
-    def open(self, initial: Callable[[], Mapping[str, Tensor]] | None, saved: Saved | None = None) -> None:
+    def open(self, initial: Callable[[], Mapping[VectorName, Tensor]] | None, saved: Saved | None = None) -> None:
         """Enter the swarm and load its state; on all ranks.
 
         Args:
-            initial: Makes the bundles of the run's start; the leader's only.
+            initial: Makes the published vectors of the run's start; on the leader only.
             saved: This peer's checkpoint, after a restart.
         """
-        outcome = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
-        self._apply(outcome)
+        update = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
+        self._load(update)
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
-            self._saving.take_up(saved, outcome[0])
+            self._checkpointer.restore(saved, update)
         is_late = self._group.from_leader(lambda: self._sync is not None and self._sync.is_late)
-        self._speed = self._trainer.calibrate(measures=not is_late)  # the others have announced when their round ends
+        self._tokens_per_second = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
         if saved is None:
-            self._saving.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
-        self._apply(self._lead(lambda sync: sync.meet(self._speed)))
+            self._checkpointer.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
+        self._load(self._lead(lambda sync: sync.meet(self._tokens_per_second)))
 
     def run(self, on_round: Callable[[Metrics], None] | None = None) -> None:
         """Train until the run's last round is committed.
@@ -103,72 +110,77 @@ class Rounds:
         self._on_round = on_round
         try:
             while not self._is_over:
-                self._run_one()
+                self._one_round()
         finally:
-            if self._flight is not None:
-                self._flight.abandon(LEAVING_SECONDS)
-            self._saving.close()
+            self.abandon_pending(LEAVING_SECONDS)
+            self._checkpointer.close()
 
-    def settle(self, seconds: float) -> None:
-        """Before this peer leaves, let a synchronisation end that it was interrupted in; for so long at most."""
-        if self._flight is not None:
-            self._flight.abandon(seconds)
+    def _one_round(self) -> None:
+        """One round; its vectors are gone when the next round's are made."""
+        work = self._train()  # local vectors, moments, tokens, routed
+        if self._is_over:
+            return  # the others have gone on meanwhile, and ended the run
+        if self._run.round.overlap and self._round + 1 < self._run.round.total:
+            self._synchronise_beside_training(work)
+            return
+        began, before = self._trainer.clock(), self._round
+        self._load(self._lead(lambda sync: sync.synchronise(work, starts_at=self._round_ends)))
+        if self._round > before:
+            waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
+            self._conclude(work, waited)
+
+    def abandon_pending(self, seconds: float) -> None:
+        """Let a synchronisation that this peer was interrupted in end, at most so long."""
+        if self._pending is not None:
+            self._pending.abandon(seconds)
 
     @property
     def _is_over(self) -> bool:
         return self._round >= self._run.round.total
 
-    def _run_one(self) -> None:
-        """Train once, and synchronise or begin to; the round's vectors are gone when the next one's are made."""
-        work, before = self._train(), self._round
-        if self._is_over:
-            return  # the others have gone on, and ended the run
-        if self._run.round.overlap and self._round + 1 < self._run.round.total:
-            self._depart(work)
-            return
-        began = self._trainer.clock()
-        self._apply(self._lead(lambda sync: sync.finish(work.trained, starts_at=self._ends_at)))
-        if self._round > before:
-            waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
-            self._conclude(work, waited)
-
     # ------------------------------------------------------------------ training
 
-    def _train(self) -> Work:
-        """Make local steps until the round ends; whatever was under way has landed then."""
+    def _train(self) -> RoundWork:
+        """Make local steps until the round ends, and apply a pending synchronisation on the way."""
         began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
-        self._started_at = self._now()
+        self._round_started = self._now()
         self.begun_rounds += 1
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
-            position = self._round + (self._flight is not None) + min(done, 1.0)
+            position = self._round + (self._pending is not None) + min(done, 1.0)
             step = self._trainer.step(*self._rates(position))
             steps += 1
             if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
-                tokens, weighted_loss = tokens + step.tokens, weighted_loss + step.loss * step.tokens
-            if self._flight is None:
+                tokens += step.tokens
+                weighted_loss += step.loss * step.tokens
+            if self._pending is None:
                 self._rescue_orphans()
             else:
-                self._flight.advance(step.tokens)
-                self._land_if_due(self._flight)
-        if self._flight is not None:
-            self._land(self._flight)
+                self._pending.advance(step.tokens)
+                self._land_if_due(self._pending)
+        if self._pending is not None:
+            self._land(self._pending)
         seconds = self._trainer.clock() - began - self._halted_seconds
-        self._speed = tokens / seconds
+        self._tokens_per_second = tokens / seconds
         self._total_tokens += tokens
         if not tokens:
             log.warning(
                 "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it comes "
-                "again, to others too, the run needs a lower train.lr; if to this alone, --resume with --device cpu",
+                "again, to others too, the run needs a lower train.lr; if to this peer alone, --resume with "
+                "--device cpu",
                 *(self._round + 1, steps),
             )
         return self._work(tokens, weighted_loss, seconds)
 
-    def _work(self, tokens: int, weighted_loss: float, seconds: float) -> Work:
-        """Return what was trained, and begin to count anew."""
-        local, moments = self._trainer.all_flats(), self._moments()
-        self.brought_steps = self._trainer.steps
-        work = Work(
-            trained=Trained(local, tokens, self._speed, seconds, moments, self._trainer.routed_tokens()),
+    def _work(self, tokens: int, weighted_loss: float, seconds: float) -> RoundWork:
+        """Return what was trained, and start the counters again."""
+        averaged = self._trainer.names if self._run.averaged_moments else self._trainer.names[1:]
+        work = RoundWork(
+            vectors=self._trainer.all_vectors(),
+            tokens=tokens,
+            tokens_per_second=self._tokens_per_second,
+            seconds=seconds,
+            moments=self._trainer.all_moments(self._run.kept_moments, averaged),
+            routed=self._trainer.routed_tokens(),
             loss=weighted_loss / tokens if tokens else None,
             steps=self._trainer.steps,
             total_tokens=self._total_tokens,
@@ -176,37 +188,35 @@ class Rounds:
             ended=self._trainer.clock(),
             waited_seconds=self._waited_seconds,
         )
-        self._waited_seconds = self._halted_seconds = 0.0
+        self.brought_steps = self._trainer.steps
+        self._waited_seconds = 0.0
+        self._halted_seconds = 0.0
         return work
 
-    def _moments(self) -> dict[str, Tensor]:
-        """Return what is averaged, or published for those who adopt a slot."""
-        names = self._trainer.names if self._run.averaged_moments else self._trainer.names[1:]
-        return self._trainer.all_moments(self._run.kept_moments, names)
-
     def _share_done(self, steps: int) -> float:
-        """Return the share of the round that is over, by steps or by the common clock; the leader's word counts."""
+        """Return the share of the round that is over, by steps or by the leader's clock."""
         if self._run.round.mode == "steps":
             return steps / self._run.round.steps
         return self._group.from_leader(lambda: self._share_elapsed(steps))
 
     def _share_elapsed(self, steps: int) -> float:
-        """Return the share of the round's time that is over; a slow machine's is, if it can end no other step in it.
+        """Return the share of the round's time that is over: 1 if another step would end too late.
 
-        Until a synchronisation that is under way has landed nobody knows that time, but no round outlasts the longest.
+        While a synchronisation is pending the round's end is not known, but no round outlasts `round.max_seconds`.
         """
-        now, began = self._now(), self._started_at
-        share = (now - began) / max(self._ends_at - began, 1e-3)
-        if self._flight is not None:
+        now, began = self._now(), self._round_started
+        share = (now - began) / max(self._round_ends - began, 1e-3)
+        if self._pending is not None:
             return min(share, UNFINISHED) if now - began < self._run.round.max_seconds else 1.0
         step_seconds = (now - began - self._halted_seconds) / max(steps, 1)
-        patience = PUNCTUAL * self._run.round.matchmaking_seconds
-        return max(share, 1.0) if steps and now + step_seconds > self._ends_at + patience else share
+        tolerance = PUNCTUAL * self._run.round.matchmaking_seconds
+        return max(share, 1.0) if steps and now + step_seconds > self._round_ends + tolerance else share
 
     def _now(self) -> float:
         return self._sync.swarm.now() if self._sync is not None else 0.0
 
     def _rates(self, rounds_elapsed: float) -> tuple[float, float]:
+        """Return the learning rate, and SPES's factor on claimed experts in the balance loss."""
         lr = rate_of_step(self._run, rounds_elapsed)
         start = self._run.train.claimed_balance_factor
         risen = min(1.0, rounds_elapsed / (CLAIMED_FACTOR_SHARE * self._run.round.total))
@@ -215,15 +225,15 @@ class Rounds:
     def _rescue_orphans(self) -> None:
         update = self._sync.rescue_orphans() if self._sync is not None else None
         if self._group.from_leader(lambda: update is not None):
-            ends_at = self._ends_at
-            self._apply(self._lead(lambda sync: update or Update(())))
-            self._ends_at = ends_at
+            ends_at = self._round_ends
+            self._load(self._lead(lambda sync: update or StateUpdate(())))
+            self._round_ends = ends_at
 
     # ------------------------------------------------------------------ synchronising
 
-    def _lead(self, work: Callable[[Synchroniser], Update]) -> tuple[Update, int, float]:
-        """Let the leader synchronise; return its update, round and round end on every rank."""
-        update: Update | None = None
+    def _lead(self, work: Callable[[Synchroniser], StateUpdate]) -> StateUpdate:
+        """Let the leader synchronise; every rank learns the slots, the round and its end, the leader the vectors."""
+        update: StateUpdate | None = None
 
         def compute() -> tuple[tuple[int, ...], int, float]:
             nonlocal update
@@ -231,69 +241,123 @@ class Rounds:
             update = work(self._sync)
             return update.slots, self._sync.round, update.ends_at
 
-        slots, round, ends_at = self._group.from_leader(compute)
-        return update or Update(slots), round, ends_at
+        slots, self._round, self._round_ends = self._group.from_leader(compute)
+        return update or StateUpdate(slots)
 
-    def _apply(self, outcome: tuple[Update, int, float]) -> None:
-        """Bring this rank's model to the leader's state."""
-        update, self._round, self._ends_at = outcome
-        new = {slot_name(slot) for slot in set(update.slots) - set(self._trainer.slots)}
-        flats = update.flats if self._sync is not None else None
-        masters = {name: flats[name] for name in sorted(new)} if flats is not None else None
+    def _load(self, update: StateUpdate) -> None:
+        """Bring this rank's model to the leader's state, slot by slot as the loss gate admits them."""
+        adopted = {VectorName.of_slot(slot) for slot in set(update.slots) - set(self._trainer.slots)}
+        vectors = update.vectors if self._sync is not None else None
+        masters = {name: vectors[name] for name in sorted(adopted)} if vectors is not None else None
         self._trainer.set_slots(update.slots, masters)
         if self._gate is not None:
-            self._gate.load(flats, self._sync, adopted=new)
+            self._gate.load(vectors, self._sync, adopted=adopted)
+        elif vectors is not None:
+            self._trainer.load({name: vector for name, vector in vectors.items() if name not in adopted})
         else:
-            self._trainer.load({n: flat for n, flat in flats.items() if n not in new} if flats is not None else None)
+            self._trainer.load(None)
 
-    # ------------------------------------------------------------------ synchronising while training
-
-    def _depart(self, work: Work) -> None:
-        """Begin to synchronise; until it lands, nothing else here touches the leader's synchroniser."""
-        task, sync, starts_at, trained = None, self._sync, self._ends_at, work.trained
+    def _synchronise_beside_training(self, work: RoundWork) -> None:
+        """Start the synchronisation; until it lands, nothing else here touches the leader's synchroniser."""
+        task, sync, starts_at = None, self._sync, self._round_ends
         if sync is not None:
-            task = self._start(lambda: Correction.of(sync.finish(trained, starts_at=starts_at), trained))
-            # Taken to last as long as this one until its end is known.
-            self._ends_at = self._now() + max(0.0, starts_at - self._started_at)
-        self._flight = Flight(work, self._run.round.overlap, task)
+            task = self._start(lambda: Correction.of(sync.synchronise(work, starts_at=starts_at), work))
+            # The next round is taken to last as long as this one until its end is known.
+            self._round_ends = self._now() + max(0.0, starts_at - self._round_started)
+        self._pending = PendingSync(work, self._run.round.overlap, task)
 
-    def _land_if_due(self, flight: Flight) -> None:
+    def _land_if_due(self, pending: PendingSync) -> None:
         ends_by_time = self._run.round.mode == "tokens"
-        if self._group.from_leader(lambda: flight.is_due(self._now() if ends_by_time else None)):
-            self._land(flight)
+        if self._group.from_leader(lambda: pending.is_due(self._now() if ends_by_time else None)):
+            self._land(pending)
 
-    def _land(self, flight: Flight) -> None:
-        """Wait for a synchronisation and apply what came of it to what was trained on meanwhile."""
+    def _land(self, pending: PendingSync) -> None:
+        """Wait for a synchronisation and apply its result to what was trained on meanwhile."""
         began, before = self._trainer.clock(), self._round
-        landed: Correction | None = None
+        correction: Correction | None = None
 
-        def land(sync: Synchroniser) -> Update:
-            nonlocal landed
-            landed = flight.land()
-            return landed.update
+        def land(sync: Synchroniser) -> StateUpdate:
+            nonlocal correction
+            correction = pending.land()
+            return correction.update
 
-        outcome = self._lead(land)
-        self._flight = None
+        update = self._lead(land)
+        self._pending = None
         self._waited_seconds += self._trainer.clock() - began
-        self._apply(outcome)
-        self._trainer.shift(landed.shifts if landed else None)
-        moments, own = (landed.moments, landed.before) if landed else (None, None)
-        self._trainer.load_moments_late(moments, own, flight.optimizer_steps)
+        self._load(update)
+        self._trainer.shift(correction.shifts if correction else None)
+        moments, own = (correction.moments, correction.before) if correction else (None, None)
+        self._trainer.load_moments_late(moments, own, pending.optimizer_steps)
         if self._round > before:
-            self._conclude(flight.work, flight.work.waited_seconds, ended=flight.work.ended)
+            self._conclude(pending.work, pending.work.waited_seconds, ended=pending.work.ended)
         self._halted_seconds += self._trainer.clock() - began
 
-    # ------------------------------------------------------------------ reporting
+    # ------------------------------------------------------------------ saving and reporting
 
-    def _conclude(self, work: Work, waited_seconds: float | None, ended: float | None = None) -> None:
-        """Save and report a committed round, whose time ended when it was brought, or ends now."""
-        self._saving.save(self._round, work.steps, work.total_tokens, work.data, is_last=self._is_over)
+    def _conclude(self, work: RoundWork, waited_seconds: float | None, ended: float | None = None) -> None:
+        """Save and report a committed round.
+
+        Args:
+            work: What was committed.
+            waited_seconds: Time for which training stood still for synchronisations; None if for all of this one.
+            ended: Second at which the round's time ended; by default now.
+        """
+        self._checkpointer.save(self._round, work.steps, work.total_tokens, work.data, is_last=self._is_over)
         if self._sync is None:
             return
         ended = self._trainer.clock() if ended is None else ended
-        wall_seconds, self._began = ended - self._began, ended
-        report = report_of(self._sync, work, self._trainer.slots, wall_seconds, waited_seconds)
-        log_report(report)
+        wall_seconds = ended - self._last_report
+        self._last_report = ended
+        report = _metrics(self._sync, work, self._trainer.slots, wall_seconds, waited_seconds)
+        _log_report(report)
         self._sync.swarm.report(report)
         if self._on_round is not None:
             self._on_round(report)
+
+
+def _metrics(
+    sync: Synchroniser, work: RoundWork, slots: tuple[int, ...], wall_seconds: float, waited_seconds: float | None
+) -> Metrics:
+    """Return the report of the round that was committed last."""
+    stats = sync.stats
+    bytes_in, bytes_out = sync.swarm.traffic()
+    spent = work.seconds + stats.matchmaking_seconds + stats.averaging_seconds + stats.exchange_seconds
+    if waited_seconds is not None:
+        spent = work.seconds + waited_seconds
+    return Metrics(
+        peer_id=sync.swarm.peer_id,
+        round=sync.round,
+        step=work.steps,
+        tokens=work.tokens,
+        total_tokens=work.total_tokens,
+        loss=work.loss,
+        tokens_per_second=work.tokens_per_second,
+        slots=slots,
+        num_members=stats.num_members,
+        committed=stats.num_committed,
+        dropped=stats.num_dropped,
+        shared_digest=sync.anchors.digest(SHARED),
+        train_seconds=work.seconds,
+        matchmaking_seconds=stats.matchmaking_seconds,
+        averaging_seconds=stats.averaging_seconds,
+        exchange_seconds=stats.exchange_seconds,
+        other_seconds=max(0.0, wall_seconds - spent),
+        waited_seconds=waited_seconds,
+        bytes_in=bytes_in,
+        bytes_out=bytes_out,
+        stale_rounds=stats.stale_rounds,
+    )
+
+
+def _log_report(report: Metrics) -> None:
+    loss = "none" if report.loss is None else f"{report.loss:.3f}"
+    waited = "" if report.waited_seconds is None else f"; waited {report.waited_seconds:.1f} s"
+    stale = f"; slots up to {report.stale_rounds} rounds old" if report.stale_rounds else ""
+    log.info(
+        "round %d: %d peers, loss %s, %.0f tokens/s, shared %s, slots %s; "
+        "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s%s",
+        *(report.round, report.num_members, loss, report.tokens_per_second, report.shared_digest),
+        ",".join(map(str, report.slots)),
+        *(report.train_seconds, report.matchmaking_seconds, report.averaging_seconds),
+        *(report.exchange_seconds, report.other_seconds, waited, stale),
+    )

@@ -1,12 +1,12 @@
-"""A synchronisation that runs while training goes on, and what its result means for parameters that moved meanwhile.
+"""A synchronisation that runs while the next round trains, and how its result is applied.
 
-With theta_s the parameters that a peer brought to the round's end and theta those that it has trained on to since, the
-new anchor A is applied as `theta + (A - theta_s)`: the steps since are kept, and the next round's delta, `A` minus the
-parameters at its end, is those steps and the ones to come. Where a group was dropped, A is the old anchor, and the same
-formula takes back the round's work and keeps the steps since.
+A peer brings its parameters `theta_s` to the synchronisation and trains on to `theta`. The new anchor A is applied as
+`theta + (A - theta_s)`: the steps made meanwhile are kept, and the next round's delta, A minus the parameters at its
+end, contains them. If a group was dropped, A is the old anchor: the same formula takes back the round's work and keeps
+the steps made since.
 
 Source: the overlapped communication of Streaming DiLoCo (https://arxiv.org/abs/2501.18512), without its mixing of local
-and global parameters; hivemind's `delta_rule_averaging` is the same.
+and global parameters; hivemind's `delta_rule_averaging` does the same.
 """
 
 from __future__ import annotations
@@ -19,40 +19,37 @@ from typing import Generic, Protocol, TypeVar
 
 from torch import Tensor
 
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
-from spes_p2p.training.reports import Work
-from spes_p2p.training.round_work import Trained, Update
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.training.round_work import RoundWork, StateUpdate
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
-LOOK_SECONDS = 60.0
-"""How often who waits for a synchronisation looks whether it has ended."""
+POLL_SECONDS = 60.0
+"""Interval at which a peer that waits for a synchronisation checks whether it has ended."""
 
 
 class Task(Protocol[T_co]):
-    """Work under way in another thread."""
+    """Work in another thread."""
 
     @property
     def is_done(self) -> bool:
         """Whether it has ended."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait until it has ended, for so long at most; return whether it has."""
+        """Wait until it has ended, at most so long; return whether it has."""
 
     def result(self) -> T_co:
         """Return what the work returned, once it has ended, or raise what it raised."""
 
 
 class ThreadTask(Generic[T]):
-    """A task in a thread of this process.
-
-    The thread is a daemon's: all it waits for has a deadline, but a peer that is interrupted does not stay for that.
+    """A task in a daemon thread, so that an interrupted peer does not stay for its deadlines.
 
     Args:
-        work: What to do. It must touch neither the model nor a device, which are training's.
+        work: What to do. It must touch neither the model nor a device: training uses both.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -87,62 +84,62 @@ class Correction:
     """What a finished synchronisation changes in a model that was trained on meanwhile.
 
     Attributes:
-        update: What to do all the same; its `flats` are those that replace what is there.
-        shifts: By name, new anchor minus what was brought; added to what is there.
-        moments: Averaged optimizer moments of the same names, where there are any, as of the round's end.
-        before: The peer's own then.
+        update: What replaces the present state.
+        shifts: New anchor minus what was brought; added to the present parameters.
+        moments: Averaged optimizer moments of the same names, as of the round's end.
+        before: This peer's own moments then.
     """
 
-    update: Update
-    shifts: Mapping[str, Tensor]
-    moments: Mapping[str, Tensor]
-    before: Mapping[str, Tensor]
+    update: StateUpdate
+    shifts: Mapping[VectorName, Tensor]
+    moments: Mapping[VectorName, Tensor]
+    before: Mapping[VectorName, Tensor]
 
     @classmethod
-    def of(cls, update: Update, trained: Trained) -> Correction:
-        """Return what an update means; slots that are held no longer are not in it, new ones replace what is there.
+    def of(cls, update: StateUpdate, work: RoundWork) -> Correction:
+        """Split an update into what is added to the parameters and what replaces them.
 
-        Whatever was not finite when it was brought is replaced, too, or it would never be finite again.
+        Released slots are in neither. Adopted slots are replaced, and so are vectors that were not finite when they
+        were brought: a shift would keep them so.
         """
-        held = {SHARED, *map(slot_name, update.slots)}
-        moved = {name: update.flats[name] - local for name, local in trained.local.items() if name in held}
+        held = {SHARED, *map(VectorName.of_slot, update.slots)}
+        moved = {name: update.vectors[name] - own for name, own in work.vectors.items() if name in held}
         shifts = {name: shift for name, shift in moved.items() if shift.isfinite().all()}
-        moments = {name: update.flats[moments_name(name)] for name in shifts if moments_name(name) in update.flats}
-        corrected = {*shifts, *map(moments_name, moments)}
-        return cls(
-            Update(update.slots, {n: flat for n, flat in update.flats.items() if n not in corrected}, update.ends_at),
-            shifts,
-            moments,
-            {name: trained.moments[name] for name in moments},
-        )
+        moments = {name: update.vectors[name.moments] for name in shifts if name.moments in update.vectors}
+        corrected = {*shifts, *(name.moments for name in moments)}
+        replaced = {name: vector for name, vector in update.vectors.items() if name not in corrected}
+        before = {name: work.moments[name] for name in moments}
+        return cls(StateUpdate(update.slots, replaced, update.ends_at), shifts, moments, before)
 
 
-class Flight:
-    """A synchronisation on its way, as each rank sees it.
+class PendingSync:
+    """A synchronisation under way, as each rank sees it.
 
     Args:
         work: The round's work that is being synchronised.
         delay_steps: Local steps before its result may be applied.
-        task: The leader's; None on other ranks.
+        task: The leader's task; None on other ranks.
     """
 
-    def __init__(self, work: Work, delay_steps: int, task: Task[Correction] | None) -> None:
-        self.work, self._delay, self._task = work, delay_steps, task
-        self._steps = 0
+    def __init__(self, work: RoundWork, delay_steps: int, task: Task[Correction] | None) -> None:
+        self.work = work
         self.optimizer_steps = 0
+        self._delay = delay_steps
+        self._task = task
+        self._steps = 0
 
     def advance(self, tokens: int) -> None:
-        """Take note of a local step; one without tokens has changed nothing."""
+        """Count a local step; a step without tokens has changed nothing."""
         self._steps += 1
         self.optimizer_steps += tokens > 0
 
     def is_due(self, now: float | None) -> bool:
-        """Tell whether the result is to be applied; on the leader.
+        """Tell, on the leader, whether the result is to be applied.
 
-        Before the delay is over, a failure is, and what says that the round has ended already.
+        A failure is due before the delay is over, and so is a result which says that the round has ended already.
 
         Args:
-            now: DHT time; None where a round does not end by it.
+            now: DHT time; None where rounds do not end by the clock.
 
         Raises:
             SpesError: what the synchronisation raised.
@@ -154,18 +151,18 @@ class Flight:
         return self._steps >= self._delay or (now is not None and update.ends_at <= now)
 
     def land(self) -> Correction:
-        """Wait for the result, as long as it takes: whoever has lost all others waits for them; on the leader.
+        """Wait, on the leader, for the result. A peer that has lost all others waits for them without a limit.
 
         Raises:
             SpesError: what the synchronisation raised.
         """
         assert self._task is not None
-        while not self._task.wait(LOOK_SECONDS):
+        while not self._task.wait(POLL_SECONDS):
             pass
         return self._task.result()
 
     def abandon(self, seconds: float) -> None:
-        """Give a synchronisation whose result nobody here will use so long to end."""
+        """Give a synchronisation whose result is not needed here any more so long to end."""
         if self._task is not None and not self._task.is_done:
             log.info("letting a synchronisation end first, at most %.0f s; Ctrl-C again ends at once", seconds)
             self._task.wait(seconds)

@@ -14,12 +14,13 @@ from torch import Tensor
 from spes_p2p.errors import ConfigError, SpesError
 
 T = TypeVar("T")
+Name = TypeVar("Name", bound=str)
 
-PATIENCE = datetime.timedelta(hours=2)
-"""Longest a rank waits for what all ranks do at once: one that stands still for so long is not coming back."""
-LEADERS_PATIENCE = datetime.timedelta(weeks=52)
-"""Longest a rank waits for the leader's word, which waits for the swarm as long as that is out of reach. A leader that
-has died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
+COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
+"""Longest that a rank waits for a collective operation."""
+LEADER_TIMEOUT = datetime.timedelta(weeks=52)
+"""Longest that a rank waits for the leader, which waits for the swarm while it is unreachable. A leader that has
+died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
 
 
 class ProcessGroup:
@@ -40,7 +41,7 @@ class ProcessGroup:
         use_cuda = device != "cpu" and torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         self.device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
-        self._words: dist.ProcessGroup | None = None
+        self._from_leader: dist.ProcessGroup | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -51,9 +52,9 @@ class ProcessGroup:
         """Join the other ranks; after everything that forks, because forks and GPU contexts do not mix."""
         if self.world_size > 1:
             backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=PATIENCE)
-            # On the CPU: a GPU that waited for a word would be busy all the time.
-            self._words = dist.new_group(backend="gloo", timeout=LEADERS_PATIENCE)
+            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            # On the CPU: a GPU that waits for a message would be busy all the time.
+            self._from_leader = dist.new_group(backend="gloo", timeout=LEADER_TIMEOUT)
 
     def from_leader(self, compute: Callable[[], T]) -> T:
         """Run `compute` on the leader and return its result on every rank, however long that takes.
@@ -69,17 +70,17 @@ class ProcessGroup:
                 outcome[0] = compute()
             except SpesError as error:
                 outcome[1] = error
-        dist.broadcast_object_list(outcome, src=0, group=self._words)
+        dist.broadcast_object_list(outcome, src=0, group=self._from_leader)
         if outcome[1] is not None:
             raise outcome[1]
         return outcome[0]
 
-    def share(self, tensors: Mapping[str, Tensor] | None) -> dict[str, Tensor]:
+    def share(self, tensors: Mapping[Name, Tensor] | None) -> dict[Name, Tensor]:
         """Return the leader's flat fp32 CPU vectors on every rank; other ranks pass None."""
         if self.world_size == 1:
             return dict(tensors or {})
         sizes = self.from_leader(lambda: {name: flat.numel() for name, flat in (tensors or {}).items()})
-        shared: dict[str, Tensor] = {}
+        shared: dict[Name, Tensor] = {}
         for name, numel in sizes.items():
             flat = tensors[name] if tensors is not None else torch.empty(numel)
             on_device = flat.to(self.device)

@@ -1,63 +1,77 @@
-"""What passes between a peer's rounds and its synchroniser."""
+"""What one round of local training brings to the synchronisation, and what the synchronisation gives back."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from spes_p2p.swarm.interface import RoundResult
+from spes_p2p.swarm.names import VectorName
 
 
 @dataclass(frozen=True)
-class Update:
-    """What every rank must do after the leader has synchronised.
+class RoundWork:
+    """Local training since the anchors.
+
+    Attributes:
+        vectors: Flat fp32 parameters of `shared` and the held slots as they are now; empty if nothing was trained.
+        tokens: Tokens trained.
+        tokens_per_second: Speed of this peer.
+        seconds: Time spent training.
+        moments: Flat optimizer moments of the same names, where the run averages or publishes them.
+        routed: Tokens routed to each slot, over all layers; slots without tokens are left out.
+        loss: Mean cross entropy, nats per token; None if no step had a finite gradient.
+        steps: Local steps since this peer joined.
+        total_tokens: Tokens trained since this peer joined.
+        data: State of the token source.
+        ended: Second of this peer's clock at which training ended.
+        waited_seconds: Time for which training stood still until the previous synchronisation had ended.
+    """
+
+    vectors: Mapping[VectorName, Tensor]
+    tokens: int
+    tokens_per_second: float
+    seconds: float
+    moments: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    routed: Mapping[int, int] = field(default_factory=dict)
+    loss: float | None = None
+    steps: int = 0
+    total_tokens: int = 0
+    data: Mapping[str, Any] = field(default_factory=dict)
+    ended: float = 0.0
+    waited_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class StateUpdate:
+    """What every rank loads after the leader has synchronised.
 
     Attributes:
         slots: Slots to train from now on.
-        flats: Flat fp32 weights to put into the model, by name, and moments to put into its optimizer.
-        ends_at: DHT time at which the next round's training stops.
+        vectors: Flat fp32 weights for the model, and moments for the optimizer.
+        ends_at: DHT time at which the next round's training ends.
     """
 
     slots: tuple[int, ...]
-    flats: Mapping[str, Tensor] = field(default_factory=dict)
+    vectors: Mapping[VectorName, Tensor] = field(default_factory=dict)
     ends_at: float = 0.0
 
 
 @dataclass(frozen=True)
-class Trained:
-    """What this peer brings to the end of a round.
-
-    Attributes:
-        local: Flat parameters of `shared` and the held slots as they are now.
-        tokens: Tokens trained since the anchors.
-        tokens_per_second: This peer's speed.
-        seconds: Spent training them.
-        moments: Flat optimizer moments of the same groups, where the run averages or keeps them.
-        routed: Tokens routed to each slot meanwhile, over all layers; those that are not in it got none.
-    """
-
-    local: Mapping[str, Tensor]
-    tokens: int
-    tokens_per_second: float
-    seconds: float
-    moments: Mapping[str, Tensor] = field(default_factory=dict)
-    routed: Mapping[int, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Synchronised:
-    """How a synchronisation went; without its tensors, which must not outlive it.
+class SyncStats:
+    """How a synchronisation went, without its tensors: they must not outlive it.
 
     Attributes:
         num_members: Members of the roster.
         num_committed: Groups of this peer that were committed.
-        num_dropped: Groups that were not.
-        matchmaking_seconds: As in the averaging's result.
-        averaging_seconds: As in the averaging's result.
-        exchange_seconds: Spent on everything after it.
-        stale_rounds: Most rounds between a slot of this peer's model and its holders', behind or ahead.
+        num_dropped: Groups of this peer that were dropped.
+        matchmaking_seconds: Time until the roster stood.
+        averaging_seconds: Time from there to the last confirmed digest.
+        exchange_seconds: Time spent publishing and fetching.
+        stale_rounds: Largest distance in rounds between a slot of this peer's model and its holders' version.
     """
 
     num_members: int
@@ -69,7 +83,7 @@ class Synchronised:
     stale_rounds: int = 0
 
     @classmethod
-    def of(cls, result: RoundResult, exchange_seconds: float, stale_rounds: int = 0) -> Synchronised:
+    def of(cls, result: RoundResult, exchange_seconds: float, stale_rounds: int = 0) -> SyncStats:
         return cls(
             num_members=len(result.roster),
             num_committed=len(result.committed),

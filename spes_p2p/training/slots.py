@@ -1,4 +1,4 @@
-"""What this peer holds of the model's slots, by its claims and everybody else's."""
+"""What this peer holds of the model's slots, by its claims and the others'."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from torch import Tensor
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm.claims import Claimant
-from spes_p2p.swarm.exchange.versions import vector_names
+from spes_p2p.swarm.exchange.versions import Version, vector_names
 from spes_p2p.swarm.interface import Swarm
-from spes_p2p.swarm.quorum import Having, active_of, heard, latest, majoritys, state_of, voters_of
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.quorum import Having, active_of, heard, latest, majority_of, state_of, voters_of
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, is_bundle, kind_of, moments_name, slot_name, uplinks
+from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.fetch_plan import affordable, custodians, having_moments, preferred, relays
+from spes_p2p.training.fetch_plan import FetchPlan, affordable, plan_fetch, preferred, replicas
 
 log = logging.getLogger(__name__)
 
 
-class Holdings:
+class HeldSlots:
     """One peer's claims, and the anchors that go with them.
 
     Args:
         swarm: The peer's swarm.
         run: The run's settings.
         run_id: The run's name; seeds the allocation's lots.
-        anchors: This peer's anchors; held slots have one, others do not.
-        max_slots: Slots this peer can train.
+        anchors: This peer's anchors: held slots have one, other slots have none.
+        max_slots: Slots that this peer can train.
         refresh_slots: Slots of others to fetch per round; None fetches all.
-        clock: Tells the seconds that pass; a virtual peer's are virtual.
+        clock: Seconds that pass; virtual for a virtual peer.
     """
 
     def __init__(
@@ -49,24 +50,30 @@ class Holdings:
     ) -> None:
         self.slots: tuple[int, ...] = ()
         self.distrusted: frozenset[str] = frozenset()
-        """Peers that the last roster left out: what they claim and offer does not count."""
-        self.makers: Mapping[str, Sequence[str]] = {}
-        """The other peers that have made the last round's version of each group."""
+        """Peers that the last roster left out: their claims and offers do not count."""
+        self.makers: Mapping[VectorName, Sequence[str]] = {}
+        """The other peers that made the last round's version of each slot."""
         self.has_committed = False
-        """This peer has committed a round in this life, and so has a vote."""
-        self.clock, self.refresh_slots, self.stale_rounds = clock, refresh_slots, 0
-        self._swarm, self._run = swarm, run
-        self._anchors, self._max_slots, self._num_slots = anchors, max_slots, run.model.num_experts
-        self._averages_moments, self._keeps_moments = bool(run.averaged_moments), bool(run.kept_moments)
+        """Whether this peer has committed a round since it started, and so has a vote."""
+        self.clock = clock
+        self.refresh_slots = refresh_slots
+        self.stale_rounds = 0
+        self._swarm = swarm
+        self._run = run
+        self._anchors = anchors
+        self._max_slots = max_slots
+        self._num_slots = run.model.num_experts
         self._names = vector_names(self._num_slots)
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
-        self._since, self._looked_at, self._has_left = swarm.now(), 0.0, False
+        self._since = swarm.now()
+        self._checked_at = 0.0
+        self._has_left = False
 
     # ------------------------------------------------------------------ claims
 
     def announce(self, state: Literal["joining", "active"]) -> None:
-        """Tell everybody what this peer holds, and keep renewing it; nothing new any more once it has left."""
+        """Publish this peer's claim and keep renewing it; does nothing once the peer has left."""
         if not self._has_left:
             self._state = state
             self._swarm.announce(self._claim())
@@ -82,7 +89,7 @@ class Holdings:
         )
 
     def claims(self) -> dict[str, Claim]:
-        """Return everybody's claims, this peer's as it is now."""
+        """Return all peers' claims, this peer's as it is now."""
         return {**self._swarm.read(Claim), self._swarm.peer_id: self._claim()}  # type: ignore[dict-item]
 
     def active(self) -> list[str]:
@@ -90,36 +97,39 @@ class Holdings:
         return active_of(self.claims())
 
     def voters(self) -> list[str]:
-        """Return the active peers that have a vote: all, while none has committed a round."""
+        """Return the active peers that have a vote: all of them until one has committed a round."""
         return voters_of(self.trusted(self.claims()))
 
     def others(self) -> list[str]:
-        """Return all other peers with a claim that counts."""
+        """Return all other peers whose claims count."""
         return [peer for peer in self.trusted(self.claims()) if peer != self._swarm.peer_id]
 
     def trusted(self, claims: Mapping[str, Claim]) -> dict[str, Claim]:
-        """Return those claims that are not of peers whom the last roster left out."""
+        """Return the claims of peers that the last roster did not leave out."""
         out = self.distrusted - {self._swarm.peer_id}
         return {peer: claim for peer, claim in claims.items() if peer not in out}
 
     def leave(self) -> None:
-        """Give the slots back at once, rather than when the lease ends; for good."""
-        self.slots, self._max_slots = (), 0
+        """Release all slots now, not when the lease ends; for good."""
+        self.slots = ()
+        self._max_slots = 0
         self.announce("joining")
         self._has_left = True
 
-    def hand_over(self, seconds: float) -> list[str]:
-        """Give the slots back, and serve them until others have the newest version of each; return those they lack.
+    def hand_over(self, seconds: float) -> list[VectorName]:
+        """Release all slots, and serve them until others have the newest versions, at most so long.
 
-        Args:
-            seconds: For so long at most.
+        Returns:
+            The versions that no other peer has.
         """
+        held = map(VectorName.of_slot, self.slots)
         mine = self._swarm.versions()
-        names = [name for slot in map(slot_name, self.slots) for name in (slot, moments_name(slot)) if name in mine]
+        names = [name for slot in held for name in (slot, slot.moments) if name in mine]
         self.leave()
         began = self.clock()
         while True:
-            mine, offers = self._swarm.versions(), self._offers(self.others()).values()
+            mine = self._swarm.versions()
+            offers = self._offers(self.others()).values()
             lacking = [n for n in names if not any(n in offer and offer[n].round >= mine[n].round for offer in offers)]
             if not lacking or not offers or self.clock() >= began + seconds or self._swarm.wait(1.0):
                 return lacking
@@ -130,142 +140,140 @@ class Holdings:
         """Claim again, before anything is allocated, what was held before a restart."""
         self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
 
-    def rebalance(self, round: int) -> dict[str, Tensor]:
-        """Hold, from `round` on, what the claims allocate to this peer; return the weights of slots that are new."""
+    def rebalance(self, round: int) -> dict[VectorName, Tensor]:
+        """Hold, from `round` on, what the claims allocate to this peer; return the vectors of new slots."""
         return self._hold(self._claimant.after_round(self.clock(), self.trusted(self.claims()), round))
 
-    def rescue_orphans(self) -> dict[str, Tensor]:
-        """Once per heartbeat, adopt slots that have lost their last holder; return the weights of what is new."""
-        if self.clock() - self._looked_at < self._run.round.heartbeat_seconds:
+    def rescue_orphans(self) -> dict[VectorName, Tensor]:
+        """Once per heartbeat, adopt slots that lost their last holder; return the vectors of new slots."""
+        if self.clock() - self._checked_at < self._run.round.heartbeat_seconds:
             return {}
-        self._looked_at = self.clock()
-        target = self._claimant.at_heartbeat(self._looked_at, self.trusted(self.claims()))
+        self._checked_at = self.clock()
+        target = self._claimant.at_heartbeat(self._checked_at, self.trusted(self.claims()))
         return self._hold(target) if target != self.slots else {}
 
-    def _hold(self, target: Sequence[int]) -> dict[str, Tensor]:
+    def _hold(self, target: Sequence[int]) -> dict[VectorName, Tensor]:
         """Make `target` the held slots; masters come from the newest version that goes with this peer's model."""
-        new, old = set(target) - set(self.slots), set(self.slots) - set(target)
-        missing = [slot_name(slot) for slot in sorted(set(target)) if slot_name(slot) not in self._anchors.names]
-        moments: dict[str, Tensor] = {}
+        new = [VectorName.of_slot(slot) for slot in sorted(set(target) - set(self.slots))]
+        old = [VectorName.of_slot(slot) for slot in sorted(set(self.slots) - set(target))]
+        missing = [name for name in map(VectorName.of_slot, sorted(set(target))) if name not in self._anchors.names]
+        moments: dict[VectorName, Tensor] = {}
         if (new or old) and self.slots:
-            log.info("adopting slots %s, releasing slots %s", sorted(new), sorted(old))
-            self.fetch_newest([slot_name(slot) for slot in new])
-        if self._keeps_moments and new:
-            wanted = [moments_name(slot_name(slot)) for slot in sorted(new)]
+            log.info("adopting slots %s, releasing slots %s", [n.slot for n in new], [n.slot for n in old])
+            self.fetch_newest(new)
+        if self._run.kept_moments and new:
+            wanted = [name.moments for name in new]
             self.fetch_newest(wanted)
             moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
-        for slot in old:
-            self._anchors.forget(slot_name(slot))
+        for name in old:
+            self._anchors.forget(name)
         for name in missing:
             self._anchors.set(name, self._swarm.load(name))
         self.slots = tuple(sorted(target))
         return {name: self._anchors.weights(name) for name in missing} | moments
 
-    def fetch_newest(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Pull what others have newer, as far as it goes with this peer's model; return the weights that came."""
-        mine, inventories = self._swarm.versions(), self._offers(self.others() if names else ())
-        wanted: dict[str, Sequence[str]] = {}
+    def fetch_newest(self, names: Collection[VectorName]) -> dict[VectorName, Tensor]:
+        """Fetch versions that others have newer and that go with this peer's model; return the vectors that came."""
+        mine = self._swarm.versions()
+        inventories = self._offers(self.others() if names else ())
+        wanted: dict[VectorName, Sequence[str]] = {}
         for name in sorted(names):
             having = {peer: state_of(offers[name]) for peer, offers in inventories.items() if name in offers}
             own = [state_of(mine[name])] if name in mine else []
             if having and (best := latest([*having.values(), *own], mine[SHARED].round)) not in own:
-                wanted[name] = preferred(self._swarm.peer_id, name, [p for p in having if having[p] == best])
-        return self.pull(wanted, 0) if wanted else {}
+                wanted[name] = preferred(self._swarm.peer_id, name, [peer for peer in having if having[peer] == best])
+        return self._pull(FetchPlan(wanted, {}, {}), 0) if wanted else {}
 
     # ------------------------------------------------------------------ versions
 
-    def held_moments(self) -> set[str]:
-        """Return the names of the moments that this peer trains with, where its run publishes any."""
-        if self._averages_moments:
-            return {moments_name(group) for group in (SHARED, *self._anchors.names)}
-        return {moments_name(slot_name(slot)) for slot in self.slots} if self._keeps_moments else set()
+    def held_moments(self) -> set[VectorName]:
+        """Return the names of the moments that this peer trains with, if its run publishes any."""
+        if self._run.averaged_moments:
+            return {name.moments for name in (SHARED, *self._anchors.names)}
+        return {VectorName.of_slot(slot).moments for slot in self.slots} if self._run.kept_moments else set()
 
     def fetch(
-        self, roster: Sequence[Member], round: int, published: Collection[str], routed: Mapping[int, int]
-    ) -> dict[str, Tensor]:
-        """Pull the slots that the others have brought to `round`, or as many as this peer takes; return their weights.
+        self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
+    ) -> dict[VectorName, Tensor]:
+        """Fetch the slots that the others have brought to `round`, as many as this peer takes; return their vectors.
 
-        What this peer keeps for a slot's only holder comes with them, and stays on disk.
+        Versions that this peer keeps as a replica come with them, and stay on disk.
 
         Args:
-            roster: Of the averaging that has made them.
-            round: The one just committed.
-            published: Versions of it that this peer has made itself.
+            roster: Of the averaging that made them.
+            round: The round just committed.
+            published: Versions of it that this peer made itself.
             routed: Tokens that this peer routed to each slot since the last round.
         """
-        me, groups, links = self._swarm.peer_id, derive_groups(roster), uplinks(roster)
-        made = {
-            n: peers
-            for n, peers in groups.members.items()
-            if n in self._names  # guard: strange-slot
-            and n not in published
+        me = self._swarm.peer_id
+        makers = {
+            name: [peer for peer in peers if peer != me]
+            for name, peers in roster.groups.items()
+            if name in self._names  # guard: strange-slot
+            and name not in published
         }
-        makers = {name: [peer for peer in peers if peer != me] for name, peers in made.items()}
-        self.makers = makers = {name: peers for name, peers in makers.items() if peers}
-        keepers = custodians(groups, self._run.round.copies, links)
-        kept = {name for name in makers if me in keepers.get(name, ())}
-        behind = {name: self._rounds_behind(name, round) for name in makers}
+        self.makers = {name: peers for name, peers in makers.items() if peers}
+        keepers = replicas(roster.groups, self._run.round.copies, roster.uplinks)
+        kept = {name for name in self.makers if me in keepers.get(name, ())}
+        behind = {name: self._rounds_behind(name, round) for name in self.makers}
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
-        chains = {name: peers for name, peers in relays(groups, roster, links, keepers).items() if name in chosen}
-        wanted = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
-        for name in [name for name, peers in chains.items() if me not in peers]:
-            # Whoever cannot be counted on to pass a slot on still need not burden its holder.
-            wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
-        if self._anchors.publishes_moments(round):
-            trained = {member.peer_id for member in roster if member.tokens}
-            asked = {n: having_moments(me, makers[n], keepers[n], links) for n in kept if trained & set(makers[n])}
-            wanted |= {moments_name(name): preferred(me, name, asked[name], links) for name in sorted(asked)}
-        # Else a liar could have its version signed by another key of its own, and nobody would be struck for it.
-        authors = {name: makers[name.removeprefix("moments-")] for name in wanted}
-        flats = self.pull(wanted, round, chains, links, authors)  # guard: makers-signature
-        self.stale_rounds = max((self._rounds_behind(name, round) for name in makers), default=0)
-        return flats
+        with_moments = self._anchors.publishes_moments(round)
+        plan = plan_fetch(me, roster, self.makers, chosen, keepers, with_moments=with_moments)
+        vectors = self._pull(plan, round, roster.uplinks)
+        self.stale_rounds = max((self._rounds_behind(name, round) for name in self.makers), default=0)
+        return vectors
 
-    def _rounds_behind(self, name: str, round: int) -> int:
-        """Return how many rounds lie between a round and the version held here; one ahead must be fetched as well."""
+    def _rounds_behind(self, name: VectorName, round: int) -> int:
+        """Return the rounds between `round` and the version held here; a version ahead must be fetched as well."""
         mine = self._swarm.versions()
         return abs(round - mine[name].round) if name in mine else round + 1
 
     def _offers(self, peers: Sequence[str]) -> Having:
-        """Ask peers what they have of this run; whatever else they name is left out."""
+        """Ask peers which versions of this run's vectors they have; other names are left out."""
         offers = self._swarm.inventory(peers) if peers else {}
-        return {peer: {n: of[n] for n in of if n in self._names} for peer, of in offers.items()}  # guard: strange-offer
+        return {
+            peer: {
+                VectorName(name): version
+                for name, version in offered.items()
+                if name in self._names  # guard: strange-offer
+            }
+            for peer, offered in offers.items()
+        }
 
-    def pull(
-        self,
-        wanted: Mapping[str, Sequence[str]],
-        min_round: int,
-        relays: Mapping[str, Sequence[str]] | None = None,
-        uplinks: Mapping[str, float] | None = None,
-        authors: Mapping[str, Sequence[str]] | None = None,
-    ) -> dict[str, Tensor]:
-        """Fetch versions as `Swarm.pull` does; return the weights of those that came, and say which did not."""
-        timeout = self._run.round.exchange_seconds
+    def _pull(
+        self, plan: FetchPlan, min_round: int, uplinks: Mapping[str, float] | None = None
+    ) -> dict[VectorName, Tensor]:
+        """Fetch versions as `Swarm.pull` does; return the vectors that came, and log the others."""
         failures = self._swarm.pull(
-            wanted, min_round=min_round, timeout=timeout, relays=relays, uplinks=uplinks, authors=authors
+            plan.wanted,
+            min_round=min_round,
+            timeout=self._run.round.exchange_seconds,
+            relays=plan.relays or None,
+            uplinks=uplinks,
+            authors=plan.authors or None,  # guard: makers-signature
         )
         for name, reason in failures.items():
             log.warning("keeping the old version of %s: %s", name, reason)
-        of_use = [name for name in wanted if is_bundle(name) or name in self.held_moments()]
+        of_use = [name for name in plan.wanted if name.is_weights or name in self.held_moments()]
         return {name: self.load(name) for name in of_use if name not in failures}
 
-    def load(self, name: str, *, before: bool = False) -> Tensor:
-        """Return the flat weights, or the moments, of the newest version that this peer has, or the one before it."""
+    def load(self, name: VectorName, *, before: bool = False) -> Tensor:
+        """Return the weights, or the moments, of this peer's newest version of a vector, or of the one before it."""
         bundle = self._swarm.load(name, before=before)
-        return self._anchors.split(name, bundle)[0].clone() if is_bundle(name) else bundle
+        return self._anchors.split(name, bundle)[0].clone() if name.is_weights else bundle
 
     def catch_up(
         self, peers: Sequence[str], min_round: int = 0, routed: Mapping[int, int] | None = None
-    ) -> dict[str, Tensor]:
-        """Take over the state that most have who take part in rounds; return the weights that changed.
+    ) -> dict[VectorName, Tensor]:
+        """Take over the state that most active peers have; return the vectors that changed.
 
         Args:
-            peers: To ask, beside those who serve versions without a claim.
-            min_round: Older states of `shared` have no vote, where there is a newer one.
-            routed: Tokens routed to each slot: takes no more of the others' slots than in any round; None takes all.
+            peers: To ask, beside peers that serve versions without a claim.
+            min_round: Older states of `shared` have no vote if there is a newer one.
+            routed: Tokens routed to each slot: fetch no more of the others' slots than in any round; None fetches all.
 
         Raises:
-            JoinError: others have it, but `shared` could not be pulled.
+            JoinError: others have it, but `shared` could not be fetched.
         """
         seeds = {
             peer
@@ -276,32 +284,37 @@ class Holdings:
         asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})  # guard: distrusted-seeds
         inventories = self._offers(asked)
         mine = self._swarm.versions()
-        held = {**inventories, self._swarm.peer_id: mine}
-        leading = heard(held, self.voters(), min_round)
-        shared = [state_of(offers[SHARED]) for offers in leading.values() if SHARED in offers]
-        model_round = majoritys(shared)[0] if shared else 0
-        wanted: dict[str, list[str]] = {}
-        behind: dict[str, int] = {}
-        averaged = self.held_moments() if self._averages_moments else set()
-        for name in sorted({n for have in inventories.values() for n in have if is_bundle(n) or n in averaged}):
-            is_slot = kind_of(name).endswith("slot")
-            states = [state_of(have[name]) for have in (held if is_slot else leading).values() if name in have]
-            if not states:
-                continue
-            best = latest(states, model_round) if is_slot else majoritys(states)
+        wanted: dict[VectorName, Sequence[str]] = {}
+        behind: dict[VectorName, int] = {}
+        for name, best in self._newest_states(inventories, min_round).items():
             if name not in mine or state_of(mine[name]) != best:
                 having = [p for p, offers in inventories.items() if name in offers and state_of(offers[name]) == best]
                 wanted[name] = preferred(self._swarm.peer_id, name, having)
                 behind[name] = self._rounds_behind(name, best[0])
         budget = None if routed is None else self.refresh_slots
         chosen = affordable(behind, routed or {}, budget, self._anchors.names)
-        wanted = {name: asked for name, asked in wanted.items() if name in chosen}
-        flats = self.pull(wanted, 0)
-        if SHARED in wanted and SHARED not in flats:
+        wanted = {name: peers for name, peers in wanted.items() if name in chosen}
+        vectors = self._pull(FetchPlan(wanted, {}, {}), 0)
+        if SHARED in wanted and SHARED not in vectors:
             raise JoinError("could not fetch the swarm's shared state from any peer; try again")
         for name in self._anchors.names:
             self._anchors.set(name, self._swarm.load(name))
         if wanted:
             round = self._swarm.versions()[SHARED].round
-            log.info("caught up with round %d: fetched %d of %d versions", round, len(flats), len(wanted))
-        return flats
+            log.info("caught up with round %d: fetched %d of %d versions", round, len(vectors), len(wanted))
+        return vectors
+
+    def _newest_states(self, inventories: Having, min_round: int) -> dict[VectorName, tuple[int, str]]:
+        """Return round and digest of the version of each vector that the swarm's state consists of."""
+        held: dict[str, Mapping[VectorName, Version]] = {**inventories, self._swarm.peer_id: self._swarm.versions()}
+        leading = heard(held, self.voters(), min_round)
+        shared = [state_of(offers[SHARED]) for offers in leading.values() if SHARED in offers]
+        model_round = majority_of(shared)[0] if shared else 0
+        averaged = self.held_moments() if self._run.averaged_moments else set()
+        newest: dict[VectorName, tuple[int, str]] = {}
+        for name in sorted({n for have in inventories.values() for n in have if n.is_weights or n in averaged}):
+            is_slot = name.slot is not None
+            states = [state_of(have[name]) for have in (held if is_slot else leading).values() if name in have]
+            if states:
+                newest[name] = latest(states, model_round) if is_slot else majority_of(states)
+        return newest

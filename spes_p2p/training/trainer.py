@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypeVar
 
 import torch
 from torch import LongTensor, Tensor, nn
@@ -21,53 +21,52 @@ from torch.nn.parallel import DistributedDataParallel
 from spes_p2p.codecs import Layout
 from spes_p2p.config import MachineConfig, TrainConfig, check_training, sequences_at_once
 from spes_p2p.data.packing import TokenSource
-from spes_p2p.dtensor import like
+from spes_p2p.dtensor import distribute_like
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.swarm.names import VectorName
-from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.process_group import ProcessGroup
 
 
 class Sharding(Protocol):
     """One way in which ranks train together."""
 
-    splits: bool
-    """Whether each rank keeps only a part of what is trained, so that all must join in looking at the whole."""
+    is_sharded: bool
+    """Whether each rank keeps only a shard of each parameter, so that all ranks must join to gather one."""
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
-        """Return what to call for the loss; called again whenever the slots have changed."""
+        """Return the module that computes the loss; called again after each change of slots."""
 
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
-        """Within it, gradients stay this rank's own."""
+        """Return a context in which gradients are not reduced over ranks."""
 
-    def settle(self, wrapped: nn.Module) -> None:
-        """Be as before a forward pass that no backward pass has followed."""
+    def reset(self, wrapped: nn.Module) -> None:
+        """Undo a forward pass that no backward pass follows."""
 
 
-class Alone:
+class SingleRank:
     """One process."""
 
-    splits = False
+    is_sharded = False
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         return loss
 
-    def settle(self, wrapped: nn.Module) -> None:
+    def reset(self, wrapped: nn.Module) -> None:
         pass
 
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
-class Copies:
-    """DDP: every rank keeps all that is trained, and gradients are averaged.
+class DDP:
+    """Every rank keeps all trained parameters, and gradients are averaged.
 
-    DDP notices only the parameters it was built with, so it is built anew whenever the slots change.
+    DDP registers parameters when it is built, so it is built again after each change of slots.
     """
 
-    splits = False
+    is_sharded = False
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         return DistributedDataParallel(loss, broadcast_buffers=False)
@@ -76,14 +75,14 @@ class Copies:
         assert isinstance(wrapped, DistributedDataParallel)
         return wrapped.no_sync()
 
-    def settle(self, wrapped: nn.Module) -> None:
+    def reset(self, wrapped: nn.Module) -> None:
         pass
 
 
-class Parts:
-    """FSDP2: every rank keeps a part of each parameter, of its gradient and of its optimizer state.
+class FSDP:
+    """FSDP2: every rank keeps a shard of each parameter, of its gradient and of its optimizer state.
 
-    What one layer trains is gathered for the layer's turn and dropped after it. Frozen experts are not split.
+    A layer's trained parameters are gathered for its forward and backward pass. Frozen experts are not sharded.
 
     Source: PyTorch FSDP (https://arxiv.org/abs/2304.11277), `torch.distributed.fsdp.fully_shard`.
 
@@ -91,7 +90,7 @@ class Parts:
         group: This peer's ranks, connected.
     """
 
-    splits = True
+    is_sharded = True
 
     def __init__(self, group: ProcessGroup) -> None:
         self._mesh = init_device_mesh(group.device.type, (group.world_size,))
@@ -118,25 +117,21 @@ class Parts:
         finally:
             wrapped.module.set_requires_gradient_sync(True)
 
-    def settle(self, wrapped: nn.Module) -> None:
+    def reset(self, wrapped: nn.Module) -> None:
         for part in wrapped.modules():
             if isinstance(part, FSDPModule):
-                part.reshard()  # some keep their parameters whole for a backward pass
+                part.reshard()  # some keep their parameters gathered for a backward pass
 
 
 def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> Sharding:
-    """Return the way to share the work of a peer's ranks.
-
-    Args:
-        name: As the machine's settings have it; nothing is shared by one rank alone.
-        group: This peer's ranks, connected.
-    """
+    """Return how a peer's ranks share the work; a single rank shares nothing."""
     if group.world_size == 1:
-        return Alone()
-    return Copies() if name == "ddp" else Parts(group)
+        return SingleRank()
+    return DDP() if name == "ddp" else FSDP(group)
 
 
 CALIBRATION_STEPS = 2
+Name = TypeVar("Name", bound=str)
 
 
 @dataclass(frozen=True)
@@ -164,7 +159,7 @@ class Trainer:
         data: Batches, in the same order on every rank.
         group: This peer's ranks.
         machine: How this machine computes; by default as the run says.
-        clock: Tells the seconds that pass; a virtual peer's are virtual.
+        clock: Seconds that pass; virtual for a virtual peer.
 
     Raises:
         ConfigError: the machine's choices cannot be combined, or the optimizer cannot work here.
@@ -182,7 +177,10 @@ class Trainer:
     ) -> None:
         machine = machine or MachineConfig()
         check_training(train, machine, group.world_size)
-        self.model, self.data, self._train, self._group = model, data, train, group
+        self.model = model
+        self.data = data
+        self._train = train
+        self._group = group
         self.clock = clock
         self._micro = sequences_at_once(train, machine, group.world_size)
         torch.nn.Module.to(model.module, group.device)
@@ -204,7 +202,7 @@ class Trainer:
         return self.model.claimed
 
     def close(self) -> None:
-        """Drop the DDP wrapper; it must not outlive the process group, or its destructor may wait for it for ever."""
+        """Drop the DDP wrapper: its destructor may wait forever for a process group that has ended."""
         self._wrapped = self._loss
 
     # ------------------------------------------------------------------ steps
@@ -242,7 +240,7 @@ class Trainer:
         """Return the tokens per second of forward and backward, leaving model and data order as they were.
 
         Args:
-            measures: If not, only the first use is made, and 0 returned.
+            measures: If False, only warm up, and return 0.
         """
         state = self.data.state_dict()
         self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
@@ -256,32 +254,32 @@ class Trainer:
         return tokens / (self.clock() - started) if measures else 0.0
 
     def loss_on(self, tokens_BT1: LongTensor) -> float:
-        """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, and train on none; on all ranks."""
+        """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training; on all ranks."""
         routed_E, self._loss.routed_E = self._loss.routed_E, None
         with torch.no_grad():
             loss = self._loss(tokens_BT1.to(self._group.device)).cross_entropy.item()
-        self._sharding.settle(self._loss)
+        self._sharding.reset(self._loss)
         self._loss.routed_E = routed_E
         return loss
 
     def routed_tokens(self) -> dict[int, int]:
-        """Return how many tokens this rank has routed to each slot, over all layers, since it was last asked."""
+        """Return the tokens that this rank has routed to each slot, over all layers, since the last call."""
         routed_E, self._loss.routed_E = self._loss.routed_E, None
         return dict(enumerate(routed_E.tolist())) if routed_E is not None else {}
 
     # ------------------------------------------------------------------ parameters
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def names(self) -> tuple[VectorName, ...]:
         """`shared` and the slots trained here."""
-        return (SHARED, *map(slot_name, self.slots))
+        return (SHARED, *map(VectorName.of_slot, self.slots))
 
-    def all_flats(self) -> dict[str, Tensor]:
-        """Return the current parameters of what is trained as flat fp32 CPU vectors by name; on the leader only."""
-        return self._on_leader(lambda: {name: self.flat(name) for name in self.names})
+    def all_vectors(self) -> dict[VectorName, Tensor]:
+        """Return all trained parameters as flat fp32 CPU vectors; on the leader only."""
+        return self._on_leader(lambda: {name: self.vector(name) for name in self.names})
 
-    def all_moments(self, kinds: Sequence[str], names: Sequence[str] | None = None) -> dict[str, Tensor]:
-        """Return what `moments` does of these groups, by default of all that are trained; on the leader only."""
+    def all_moments(self, kinds: Sequence[str], names: Sequence[VectorName] | None = None) -> dict[VectorName, Tensor]:
+        """Return the `moments` of these names, by default of all that are trained; on the leader only."""
         chosen = self.names if names is None else names
         return self._on_leader(lambda: {name: self.moments(name, kinds) for name in chosen} if kinds else {})
 
@@ -289,57 +287,53 @@ class Trainer:
         """Return the optimizer's state for a checkpoint, on the leader only."""
         return self._on_leader(self.optimizer.state_tensors)
 
-    def _on_leader(self, collect: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Collect on the leader; with the help of all ranks where each has only a part."""
-        if not self._group.is_leader and not self._sharding.splits:
+    def _on_leader(self, collect: Callable[[], dict[Name, Tensor]]) -> dict[Name, Tensor]:
+        """Collect on the leader, with the help of all ranks if parameters are sharded."""
+        if not self._group.is_leader and not self._sharding.is_sharded:
             return {}
         collected = collect()
         return collected if self._group.is_leader else {}
 
-    def flat(self, name: str) -> Tensor:
+    def vector(self, name: VectorName) -> Tensor:
         """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
-        return self.layouts[kind_of(name)].flatten(self._parameters(name))
+        return self.layouts[name.kind].flatten(self._parameters(name))
 
-    def _parameters(self, name: str) -> Mapping[str, Tensor]:
-        return self.model.shared_parameters() if name == SHARED else self.model.slot_parameters(_slot_of(name))
+    def _parameters(self, name: VectorName) -> Mapping[str, Tensor]:
+        return self.model.shared_parameters() if name.slot is None else self.model.slot_parameters(name.slot)
 
-    def moments(self, name: str, kinds: Sequence[str]) -> Tensor:
-        """Return a trained group's bias-corrected moments of these kinds, one behind the other, flat on the CPU."""
-        layout = self.layouts[kind_of(name)]
+    def moments(self, name: VectorName, kinds: Sequence[str]) -> Tensor:
+        """Return bias-corrected moments of these kinds, concatenated, flat on the CPU."""
+        layout = self.layouts[name.kind]
         return torch.cat([layout.flatten(tensors) for tensors in self.optimizer.moments(name, kinds)])
 
-    def load(self, flats: Mapping[str, Tensor] | None) -> None:
-        """Put flat fp32 vectors into the model, on every rank; only the leader passes them.
+    def load(self, vectors: Mapping[VectorName, Tensor] | None) -> None:
+        """Load flat fp32 vectors, on every rank; only the leader passes them.
 
         Args:
-            flats: By name, `shared` and any slots, trained here or frozen, and moments of what is trained here.
+            vectors: `shared`, any slots, trained here or frozen, and moments of what is trained here.
         """
-        for name, flat in self._group.share(flats).items():
-            group = VectorName(name).weights
-            layout = self.layouts[kind_of(group)]
+        for name, flat in self._group.share(vectors).items():
+            group = name.weights
+            layout = self.layouts[group.kind]
             if name != group:
                 self.optimizer.set_moments(group, self._by_kind(flat, layout))
-            elif name == SHARED:
+            elif name.slot is None:
                 self.model.load_shared(layout.unflatten(flat))
             else:
-                self.model.load_slot(_slot_of(name), layout.unflatten(flat))
+                self.model.load_slot(name.slot, layout.unflatten(flat))
 
-    def shift(self, shifts: Mapping[str, Tensor] | None) -> None:
-        """Add flat fp32 vectors to what is trained here, on every rank; only the leader passes them.
-
-        Args:
-            shifts: By name, of `shared` and of slots trained here.
-        """
+    def shift(self, shifts: Mapping[VectorName, Tensor] | None) -> None:
+        """Add flat fp32 vectors to what is trained here, on every rank; only the leader passes them."""
         for name, flat in self._group.share(shifts).items():
-            tensors = self.layouts[kind_of(name)].unflatten(flat)
+            tensors = self.layouts[name.kind].unflatten(flat)
             with torch.no_grad():
                 for key, param in self._parameters(name).items():
-                    param.add_(like(tensors[key], param))
+                    param.add_(distribute_like(tensors[key], param))
 
     def load_moments_late(
-        self, moments: Mapping[str, Tensor] | None, before: Mapping[str, Tensor] | None, steps: int
+        self, moments: Mapping[VectorName, Tensor] | None, before: Mapping[VectorName, Tensor] | None, steps: int
     ) -> None:
-        """Take averaged moments as if `load` had been given them `steps` steps ago, on every rank.
+        """Load averaged moments as if they had come `steps` optimizer steps ago, on every rank.
 
         Args:
             moments: Flat, by the name of what is trained here; only the leader passes them.
@@ -349,18 +343,16 @@ class Trainer:
         averaged = self._group.share(moments)
         known = self._group.share({name: before[name] for name in averaged} if before is not None else None)
         for name, flat in averaged.items():
-            layout = self.layouts[kind_of(name)]
-            self.optimizer.set_moments_late(
-                name, self._by_kind(flat, layout), self._by_kind(known[name], layout), steps
-            )
+            layout = self.layouts[name.kind]
+            self.optimizer.set_moments(name, self._by_kind(flat, layout), self._by_kind(known[name], layout), steps)
 
     def _by_kind(self, flat: Tensor, layout: Layout) -> dict[str, dict[str, Tensor]]:
-        """Return a vector of averaged moments as tensors by kind and parameter; one alone is the last that there is."""
+        """Split a vector of averaged moments by kind and parameter; a single one is the last kind."""
         parts = flat.split(layout.numel)
         kinds = self.optimizer.kinds[-len(parts) :]
         return {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
 
-    def set_slots(self, slots: Iterable[int], masters: Mapping[str, Tensor] | None) -> None:
+    def set_slots(self, slots: Iterable[int], masters: Mapping[VectorName, Tensor] | None) -> None:
         """Train these slots from now on, on every rank; only the leader passes masters.
 
         Args:
@@ -371,19 +363,15 @@ class Trainer:
         weights = self._group.share(masters)
         if new == old:
             return
-        # Where ranks keep parts, all slots' parameters are laid out anew, and their state must follow.
-        renewed = old if self._sharding.splits else old - new
+        # With sharded parameters, all slots are sharded again, and their optimizer state must follow.
+        renewed = old if self._sharding.is_sharded else old - new
         payloads = {slot: self.optimizer.remove_slot(slot) for slot in sorted(renewed)}
-        if self._sharding.splits:
+        if self._sharding.is_sharded:
             self.model.gather()
         for slot in sorted(old - new):
             self.model.release(slot)
         for slot in sorted(new - old):
-            self.model.adopt(slot, self.layouts["slot"].unflatten(weights[slot_name(slot)]))
+            self.model.adopt(slot, self.layouts["slot"].unflatten(weights[VectorName.of_slot(slot)]))
         self._wrapped = self._sharding.wrap(self._loss)
         for slot in sorted((new - old) | (renewed & new)):
             self.optimizer.add_slot(slot, self.model.slot_parameters(slot), payloads.get(slot))
-
-
-def _slot_of(name: str) -> int:
-    return int(name.removeprefix("slot-"))

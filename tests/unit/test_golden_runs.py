@@ -190,7 +190,7 @@ def lone_peer(
     from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
     from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
     from spes_p2p.training.checkpoint import Saved
-    from spes_p2p.training.loop import Rounds
+    from spes_p2p.training.loop import TrainingLoop
     from spes_p2p.training.process_group import ProcessGroup
 
     group = ProcessGroup("cpu")
@@ -208,7 +208,7 @@ def lone_peer(
     if before is not None:
         swarm._keep(before._before)
         swarm._keep(before._mine)
-        sync.holdings.resume(kept.state.slots)
+        sync.held.resume(kept.state.slots)
         initial, saved = None, Saved(kept.state, kept.tensors, {})
 
     def report(metrics: Any) -> None:
@@ -216,11 +216,11 @@ def lone_peer(
         if metrics.round == until:
             raise Interrupted
 
-    rounds = Rounds(run, trainer, group, sync, checkpoint=kept, run_id="run")
+    rounds = TrainingLoop(run, trainer, group, sync, checkpoint=kept, run_id="run")
     rounds.open(initial, saved)
     with contextlib.suppress(Interrupted):
         rounds.run(report)
-    weights, moments = trainer.all_flats(), trainer.state_tensors()
+    weights, moments = trainer.all_vectors(), trainer.state_tensors()
     trainer.close()
     group.close()
     if not group.is_leader:

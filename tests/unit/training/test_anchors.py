@@ -11,7 +11,7 @@ from spes_p2p.codecs import Layout, Segment, format_of
 from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.outer import merge_alpha, merge_experts
-from spes_p2p.swarm.roster import SHARED, kind_of, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
 
 NUMELS = {SHARED: 11, "slot": 7}
@@ -94,7 +94,7 @@ def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
     for name in (SHARED, "slot-2"):
         numel = 11 if name == SHARED else 7
         start, deltas = torch.randn(numel), torch.randn(2, numel)
-        anchors.set(name, torch.cat([start, torch.zeros(anchors.bundle_numel()[kind_of(name)] - numel)]))
+        anchors.set(name, torch.cat([start, torch.zeros(anchors.bundle_numel()[VectorName(name).kind] - numel)]))
         slots.set(name, torch.cat([start, torch.zeros(numel)]))
         for delta in deltas:
             anchors.commit(name, delta)
@@ -108,8 +108,8 @@ def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
 def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, seed):
     torch.manual_seed(seed)
     holder, other = Anchors(run, NUMELS), Anchors(run, NUMELS)
-    numel = NUMELS[kind_of(name)]
-    holder.set(name, torch.cat([torch.randn(numel), torch.zeros(holder.bundle_numel()[kind_of(name)] - numel)]))
+    numel = NUMELS[VectorName(name).kind]
+    holder.set(name, torch.cat([torch.randn(numel), torch.zeros(holder.bundle_numel()[VectorName(name).kind] - numel)]))
     followed = holder.bundle(name)
     for _ in range(3):
         before, delta = followed.clone(), torch.randn(numel)
@@ -184,7 +184,7 @@ def test_a_merge_moves_held_slots_as_merge_experts_moves_the_anchors(seed):
         ]
         expected = merge_experts(*fused, merge_alpha(merge, 3), 2)
         for slot in (1, 3):
-            moved = layout.unflatten(slots[slot] + shifts[slot_name(slot)])
+            moved = layout.unflatten(slots[slot] + shifts[VectorName.of_slot(slot)])
             for name, wanted in zip(("gate_up_proj", "down_proj"), expected, strict=True):
                 torch.testing.assert_close(moved[prefix + name], wanted[slot], rtol=1e-6, atol=1e-6)
                 assert not torch.equal(moved[prefix + name], layout.unflatten(slots[slot])[prefix + name])
@@ -229,7 +229,7 @@ def test_the_first_bundles_are_the_stock_models_weights(family, run, seed):
     layouts = {SHARED: Layout(built.shared_shapes()), "slot": Layout(built.slot_shapes())}
     anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
     bundles = initial_bundles(anchors, layouts, stock.state_dict(), 4)
-    assert set(bundles) == {SHARED, *map(slot_name, range(4))}
+    assert set(bundles) == {SHARED, *map(VectorName.of_slot, range(4))}
     named = dict(stock.named_parameters())
     seen = set()
     for name, bundle in bundles.items():

@@ -25,9 +25,9 @@ from spes_p2p.model.build import build_slot_model
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.roster import SHARED, slot_name
-from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, go_back, recover
+from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved, recover, rollback_alone
 from spes_p2p.training.checkpointer import MOMENTS, Checkpointer
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.process_group import ProcessGroup
@@ -273,7 +273,7 @@ class Company:
 
     def __init__(self, store: VersionStore, others: dict[str, dict[str, Version]]) -> None:
         self._store, self._others = store, others
-        self.versions, self.go_back = store.newest, store.restore
+        self.versions, self.rollback = store.newest, store.restore
 
     def inventory(self, peers):
         return {peer: self._others[peer] for peer in peers}
@@ -295,7 +295,7 @@ def test_a_round_that_was_not_saved_is_made_again_where_nobody_else_has_it(
         data = bytes(to_bytes(torch.full((9,), float(index))))
         there[f"peer {index}"] = {SHARED: Version.sign(identity, "run", SHARED, round, data, "fp32")}
     store, found = recover(disk.folder, "run")
-    go_back(Company(store, there), list(there), found.files)
+    rollback_alone(Company(store, there), list(there), found.files)
     again = VersionStore(disk.folder / "versions", "run")
     assert {version.round for version in again.newest().values()} == {expected}
     for name in again.newest():
@@ -401,15 +401,15 @@ def test_training_on_while_a_save_is_under_way_does_not_tear_it():
 def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(disk):
     steady = make_trainer()
     layout = steady.layouts["slot"]
-    masters = {slot_name(slot): layout.flatten(steady.model.slot_weights(slot)) for slot in (0, 3)}
+    masters = {VectorName.of_slot(slot): layout.flatten(steady.model.slot_weights(slot)) for slot in (0, 3)}
     steady.set_slots((0, 3), masters)
     for _ in range(3):
         steady.step(1e-2)
-    names = (SHARED, *map(slot_name, steady.slots))
+    names = (SHARED, *map(VectorName.of_slot, steady.slots))
     state = PeerState("run", 3, steady.slots, steady.steps, 999, steady.data.state_dict())
     disk.checkpoint.save(state, steady.optimizer.state_tensors())
     assert disk.checkpoint.wait(60)
-    weights = {name: steady.flat(name) for name in names}
+    weights = {name: steady.vector(name) for name in names}
 
     saved, kept, _ = disk.checkpoint.load(disk.checkpoint.find("run"))
     restarted = make_trainer()
@@ -420,7 +420,7 @@ def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(disk):
     for _ in range(3):
         assert steady.step(1e-2) == restarted.step(1e-2)
     for name in names:
-        assert torch.equal(steady.flat(name), restarted.flat(name)), name
+        assert torch.equal(steady.vector(name), restarted.vector(name)), name
 
 
 def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
@@ -431,22 +431,22 @@ def test_moments_of_another_optimizer_are_one_line_with_the_remedy():
     }
     rounds = TrainingLoop(tiny_run(), make_trainer(), ProcessGroup("cpu"), None)
     with pytest.raises(DataError, match="--inner-optimizer"):
-        rounds._saving.load_moments(moments)
+        rounds._checkpointer.load_moments(moments)
 
 
 def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it_kept_for_another():
     """It was the slot's custodian, has all its versions in its checkpoint, and adopts it as it comes back."""
     before, after = make_trainer((0, 1)), make_trainer((0, 3))
     before.step(1e-2)
-    names = (SHARED, *map(slot_name, range(4)), "moments-slot-3")
+    names = (SHARED, *map(VectorName.of_slot, range(4)), "moments-slot-3")
     versions = {name: SimpleNamespace(name=name, digest=name, round=7) for name in names}
     state = PeerState("run", 7, before.slots, 1, 999, before.data.state_dict(), tuple(versions.values()))
     tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
-    update = StateUpdate((0, 3), {"moments-slot-3": torch.full((2 * after.layouts["slot"].numel,), 0.5)})
+    update = StateUpdate((0, 3), {VectorName("moments-slot-3"): torch.full((2 * after.layouts["slot"].numel,), 0.5)})
     after.load(update.vectors)
     kept = after.moments("slot-3", ("exp_avg", "exp_avg_sq"))
     assert kept.abs().sum() > 0
     sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, restore_residuals=lambda residuals: None))
-    Checkpointer(None, "run", after, ProcessGroup("cpu"), sync).take_up(Saved(state, tensors, {}), update)
+    Checkpointer(None, "run", after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors, {}), update)
     assert torch.equal(after.moments("slot-3", ("exp_avg", "exp_avg_sq")), kept)
     assert torch.equal(after.moments("slot-0", ("exp_avg",)), before.moments("slot-0", ("exp_avg",)))

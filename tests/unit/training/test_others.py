@@ -14,7 +14,7 @@ from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.slots import Holdings
+from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
 
 FAR = 10**6
@@ -43,14 +43,14 @@ class Peer:
         run = tiny_run(round=rounds)
         numels = {SHARED: 5, "slot": 3}
         self.swarm, anchors = swarm(hub, peer_id(index)), Anchors(run, numels)
-        self.holdings = Holdings(self.swarm, run, run_id="run", anchors=anchors, max_slots=2, clock=self.swarm.now)
+        self.held = HeldSlots(self.swarm, run, run_id="run", anchors=anchors, max_slots=2, clock=self.swarm.now)
         self.sync = Synchroniser(
-            self.swarm, run, holdings=self.holdings, anchors=anchors, layout=Layout({"w": torch.Size([3])})
+            self.swarm, run, held=self.held, anchors=anchors, layout=Layout({"w": torch.Size([3])})
         )
         self.sync.round = round
         self.swarm.publish(round, {SHARED: torch.full((5,), float(round))})
-        self.holdings.has_committed = ends_at is not None
-        self.holdings.announce("active")
+        self.held.has_committed = ends_at is not None
+        self.held.announce("active")
         if ends_at is not None:
             self.swarm.announce(Progress(peer_id=self.swarm.peer_id, round=round, ends_at=ends_at))
 
@@ -63,7 +63,7 @@ def newcomer_beside_a_liar(round: int = 6, swarm: type[MemorySwarm] = MemorySwar
         Peer(hub, index, ends_at=ends_at)
     Peer(hub, 3, round=FAR, ends_at=1e10)
     liar = Peer(hub, 4, ends_at=1e10)
-    assert liar.holdings.voters() == sorted(peer_id(index) for index in range(5))
+    assert liar.held.voters() == sorted(peer_id(index) for index in range(5))
     return Peer(hub, 9, round=round, swarm=swarm), ends_at
 
 
@@ -71,9 +71,9 @@ def newcomer_beside_a_liar(round: int = 6, swarm: type[MemorySwarm] = MemorySwar
 def test_one_that_says_to_be_far_ahead_leads_nobody_there(is_late):
     """Nor does one that says of this round that it lasts for ever."""
     newcomer, ends_at = newcomer_beside_a_liar(5 if is_late else 6)
-    flats, found = newcomer.sync._find_place()
+    vectors, found = newcomer.sync._rejoin()
     assert (newcomer.sync.round, found) == (6, ends_at)
-    assert bool(flats) == is_late
+    assert bool(vectors) == is_late
     assert newcomer.sync._others.are_ahead(5) and not newcomer.sync._others.are_ahead(6)
 
 
@@ -88,16 +88,16 @@ def test_who_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expecte
     newcomer.sync._expected_since = ends_at + (-1.0 if is_expected else 0.05)
     patience = newcomer.sync._run.round.matchmaking_seconds
     hub.clock.advance(10.0 + 0.1 * patience)
-    flats, found = newcomer.sync._find_place()
-    assert not flats and found == (ends_at if is_expected else None)
+    vectors, found = newcomer.sync._rejoin()
+    assert not vectors and found == (ends_at if is_expected else None)
     if is_expected:
         hub.clock.advance(0.5 * patience)
-        assert newcomer.sync._find_place()[1] is None, "they have gone on without it by now"
+        assert newcomer.sync._rejoin()[1] is None, "they have gone on without it by now"
 
 
 def test_one_that_has_gone_further_than_all_others_is_not_followed_alone():
     late, _ = newcomer_beside_a_liar(5)
-    late.holdings.catch_up(late.holdings.others(), min_round=7)
+    late.held.catch_up(late.held.others(), min_round=7)
     assert late.swarm.versions()[SHARED].round == 6
 
 

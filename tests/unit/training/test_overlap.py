@@ -23,16 +23,16 @@ from spes_p2p.monitor.view import sync_share, wall_seconds
 from spes_p2p.peer.life import _hand_over
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Metrics
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
 from spes_p2p.training import loop as rounds_module
 from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
-from spes_p2p.training.checkpointer import Saving
-from spes_p2p.training.loop import Rounds
-from spes_p2p.training.overlap import Correction, Flight, ThreadTask
+from spes_p2p.training.checkpointer import Checkpointer
+from spes_p2p.training.loop import TrainingLoop
+from spes_p2p.training.overlap import Correction, PendingSync, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import Trained, Update
+from spes_p2p.training.round_work import RoundWork, StateUpdate
 from spes_p2p.training.trainer import Trainer
 
 STEPS, STEP_TOKENS = 3, 4 * 16
@@ -56,7 +56,7 @@ def digests(peers: list[VirtualPeer]) -> list[tuple[str, ...]]:
 def alone(run: RunConfig, max_slots: int = 3, index: int = 0) -> VirtualPeer:
     """A peer that has opened its run and may do as it likes with time."""
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(index)), index=index, max_slots=max_slots)
-    peer.rounds.open(peer.initial)
+    peer.loop.open(peer.initial)
     return peer
 
 
@@ -66,7 +66,7 @@ def watch_landings(trainer: Trainer) -> list[tuple[int, dict[str, Tensor]]]:
     shift = trainer.shift
 
     def watched(shifts: Mapping[str, Tensor] | None) -> None:
-        seen.append((trainer.steps, trainer.all_flats()))
+        seen.append((trainer.steps, trainer.all_vectors()))
         shift(shifts)
 
     trainer.shift = watched  # type: ignore[method-assign]
@@ -75,13 +75,13 @@ def watch_landings(trainer: Trainer) -> list[tuple[int, dict[str, Tensor]]]:
 
 def slow_down(peer: VirtualPeer, wait: Callable[[], object]) -> None:
     """Let every synchronisation of a peer's begin with a wait."""
-    finish = peer.sync.finish
+    synchronise = peer.sync.synchronise
 
-    def slow(trained: Trained, *, starts_at: float) -> Update:
+    def slow(trained: RoundWork, *, starts_at: float) -> StateUpdate:
         wait()
-        return finish(trained, starts_at=starts_at)
+        return synchronise(trained, starts_at=starts_at)
 
-    peer.sync.finish = slow  # type: ignore[method-assign]
+    peer.sync.synchronise = slow  # type: ignore[method-assign]
 
 
 # ---------------------------------------------------------------------- whole runs
@@ -107,7 +107,7 @@ def test_members_agree_each_round_learn_much_as_blocking_and_repeat_themselves(m
     assert digests(peers) == digests(again)
     assert [peer.reports for peer in peers] == [peer.reports for peer in again]
     for slot in range(4):
-        assert len({peer.anchors.digest(slot_name(slot)) for peer in peers if slot in peer.slots}) == 1
+        assert len({peer.anchors.digest(VectorName.of_slot(slot)) for peer in peers if slot in peer.slots}) == 1
     for peer, other in zip(peers, blocking, strict=True):
         assert peer.reports[-1].loss < 0.8 * peer.reports[0].loss
         assert peer.reports[-1].loss == pytest.approx(other.reports[-1].loss, rel=cost)
@@ -120,7 +120,7 @@ def test_without_overlap_nothing_is_started_beside_the_training(monkeypatch):
 
     expected = digests(run_virtual(overlapping(0), num_peers=2, max_slots=3))
     monkeypatch.setattr("spes_p2p.sim.clock.VirtualClock.start", refuse)
-    monkeypatch.setattr(rounds_module, "Flight", refuse)
+    monkeypatch.setattr(rounds_module, "PendingSync", refuse)
     monkeypatch.setattr(Trainer, "shift", refuse)
     peers = run_virtual(overlapping(0), num_peers=2, max_slots=3)
     assert digests(peers) == expected
@@ -136,7 +136,9 @@ def replayed(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, Tens
     """A trainer at the run's start, with a peer's slots and data."""
     other = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=len(peer.slots))
     initial = other.initial()
-    other.trainer.set_slots(peer.slots, {slot_name(slot): initial[slot_name(slot)] for slot in peer.slots})
+    other.trainer.set_slots(
+        peer.slots, {VectorName.of_slot(slot): initial[VectorName.of_slot(slot)] for slot in peer.slots}
+    )
     return other.trainer, initial
 
 
@@ -175,23 +177,23 @@ def test_a_late_result_moves_what_was_trained_on_by_anchor_minus_snapshot(moment
         id = peer.swarm.peer_id
         trainers[id], initial = replayed(run, peer)
         for step in range(STEPS):
-            trainers[id].step(*peer.rounds._rates(step / STEPS))
-        snapshots[id], states[id] = trainers[id].all_flats(), trainers[id].optimizer.state_tensors()
+            trainers[id].step(*peer.loop._rates(step / STEPS))
+        snapshots[id], states[id] = trainers[id].all_vectors(), trainers[id].optimizer.state_tensors()
         kept[id] = trainers[id].all_moments(["exp_avg", "exp_avg_sq"])
     first = stepped(initial, snapshots)
     for peer in peers:
         id = peer.swarm.peer_id
         trainer = trainers[id]
-        trainer.step(*peer.rounds._rates(1.0))
-        now = trainer.all_flats()
+        trainer.step(*peer.loop._rates(1.0))
+        now = trainer.all_vectors()
         shifted = {name: now[name] + (first[name] - snapshots[id][name]) for name in now}
         trainer.load({name: first[name] for name in first.keys() - now.keys()} | shifted)
         if moments == "both":
             groups = {name: [kept[i][name] for i in sorted(kept) if name in kept[i]] for name in now}
             carry(trainer, states[id], {n: weighted_mean(own, [192.0] * len(own)) for n, own in groups.items()})
         for step in (1, 2):
-            trainer.step(*peer.rounds._rates(1.0 + step / STEPS))
-    second = stepped(first, {id: trainer.all_flats() for id, trainer in trainers.items()})
+            trainer.step(*peer.loop._rates(1.0 + step / STEPS))
+    second = stepped(first, {id: trainer.all_vectors() for id, trainer in trainers.items()})
     for peer in peers:
         for name in peer.anchors.names:
             torch.testing.assert_close(peer.anchors.weights(name), second[name], rtol=1e-5, atol=2e-6, msg=name)
@@ -205,7 +207,7 @@ def test_a_late_result_moves_what_was_trained_on_by_anchor_minus_snapshot(moment
 def test_a_result_is_applied_after_the_delay_or_at_the_rounds_end(delay):
     peer = alone(overlapping(delay))
     landings = watch_landings(peer.trainer)
-    peer.rounds.run()
+    peer.loop.run()
     assert [steps for steps, _ in landings] == [STEPS * number + min(delay, STEPS) for number in (1, 2, 3)]
 
 
@@ -275,14 +277,14 @@ class Outage:
 
 def test_a_synchronisation_is_waited_for_as_long_as_the_swarm_is_out_of_reach():
     day = 24 * 3600.0
-    assert Flight(None, 1, Outage(day)).land() == "back"
+    assert PendingSync(None, 1, Outage(day)).land() == "back"
 
 
 def test_a_delay_longer_than_a_round_by_the_clock_does_not_prolong_it():
     settings = {"mode": "tokens", "tokens": 1000}
     long, short = (alone(overlapping(delay, **settings)) for delay in (1000, 1))
     for peer in (long, short):
-        peer.rounds.run(peer.reports.append)
+        peer.loop.run(peer.reports.append)
     assert [r.tokens for r in long.reports] == pytest.approx([r.tokens for r in short.reports], abs=2 * STEP_TOKENS)
 
 
@@ -290,25 +292,25 @@ def test_orphans_are_not_rescued_while_a_synchronisation_is_under_way():
     peer = alone(overlapping(2))
     looked: list[int] = []
     peer.sync.rescue_orphans = lambda: looked.append(peer.trainer.steps)  # type: ignore[method-assign]
-    peer.rounds.run()
+    peer.loop.run()
     assert looked == [1, 2, 3, 6, 9, 12], "in flight are the steps 4, 5, 7, 8, 10 and 11"
 
 
 # ---------------------------------------------------------------------- what
 
 
-def script(peer: VirtualPeer, *outcomes: Callable[[Trained], Update]) -> list[Trained]:
+def script(peer: VirtualPeer, *outcomes: Callable[[RoundWork], StateUpdate]) -> list[RoundWork]:
     """Let synchronisations come to these outcomes, one after the other, and the one after them stop the run."""
-    brought: list[Trained] = []
+    brought: list[RoundWork] = []
     left = list(outcomes)
 
-    def finish(trained: Trained, *, starts_at: float) -> Update:
+    def synchronise(trained: RoundWork, *, starts_at: float) -> StateUpdate:
         brought.append(trained)
         if not left:
             raise Stop
         return left.pop(0)(trained)
 
-    peer.sync.finish = finish  # type: ignore[method-assign]
+    peer.sync.synchronise = synchronise  # type: ignore[method-assign]
     return brought
 
 
@@ -319,17 +321,17 @@ def anchors_of(peer: VirtualPeer) -> dict[str, Tensor]:
 def test_a_dropped_round_takes_its_work_back_and_keeps_the_steps_since():
     peer = alone(overlapping(2))
     landings, start = watch_landings(peer.trainer), anchors_of(peer)
-    brought = script(peer, lambda trained: Update(peer.slots, start))
+    brought = script(peer, lambda trained: StateUpdate(peer.slots, start))
     loaded: list[dict[str, Tensor]] = []
     late = peer.trainer.load_moments_late
-    peer.trainer.load_moments_late = lambda *args: (loaded.append(peer.trainer.all_flats()), late(*args))  # type: ignore
+    peer.trainer.load_moments_late = lambda *args: (loaded.append(peer.trainer.all_vectors()), late(*args))  # type: ignore
     with pytest.raises(Stop):
-        peer.rounds.run(peer.reports.append)
+        peer.loop.run(peer.reports.append)
     (steps, before), after = landings[0], loaded[0]
     assert steps == STEPS + 2 and not peer.reports
     for name, anchor in start.items():
-        assert torch.equal(after[name], before[name] + (anchor - brought[0].local[name]))
-        since = before[name] - brought[0].local[name]
+        assert torch.equal(after[name], before[name] + (anchor - brought[0].vectors[name]))
+        since = before[name] - brought[0].vectors[name]
         assert since.abs().max() > 1e-3
         torch.testing.assert_close(after[name] - anchor, since, rtol=0, atol=1e-6)
     assert [trained.tokens for trained in brought] == [STEPS * STEP_TOKENS] * 2, "the next round's are its own alone"
@@ -341,11 +343,11 @@ def test_slots_that_come_and_go_meanwhile_are_taken_and_dropped_as_they_are(seed
     numel, old = peer.trainer.layouts["slot"].numel, peer.slots
     gone, new = old[0], next(slot for slot in range(4) if slot not in old)
     slots = tuple(sorted({*old, new} - {gone}))
-    flats = {name: torch.randn_like(flat) for name, flat in anchors_of(peer).items()}
-    flats |= {slot_name(slot): torch.randn(numel) for slot in (gone, new)}
-    moments = {name: torch.rand(2 * flats[name].numel()) for name in (SHARED, *map(slot_name, slots))}
+    vectors = {name: torch.randn_like(flat) for name, flat in anchors_of(peer).items()}
+    vectors |= {VectorName.of_slot(slot): torch.randn(numel) for slot in (gone, new)}
+    moments = {name: torch.rand(2 * vectors[name].numel()) for name in (SHARED, *map(VectorName.of_slot, slots))}
     landings, shown = watch_landings(peer.trainer), []
-    update = Update(slots, flats | {moments_name(name): flat for name, flat in moments.items()})
+    update = StateUpdate(slots, vectors | {name.moments: flat for name, flat in moments.items()})
     brought = script(peer, lambda trained: update)
     late = peer.trainer.load_moments_late
 
@@ -353,45 +355,46 @@ def test_slots_that_come_and_go_meanwhile_are_taken_and_dropped_as_they_are(seed
         late(*args)
         kinds = ["exp_avg", "exp_avg_sq"]
         weights = peer.trainer.model.slot_weights(gone)
-        shown.append((peer.trainer.all_flats(), peer.trainer.all_moments(kinds), weights))
+        shown.append((peer.trainer.all_vectors(), peer.trainer.all_moments(kinds), weights))
 
     peer.trainer.load_moments_late = load_late  # type: ignore[method-assign]
     with pytest.raises(Stop):
-        peer.rounds.run()
+        peer.loop.run()
     (_, before), (after, own_moments, frozen) = landings[0], shown[0]
     assert peer.slots == slots
-    assert torch.equal(after[slot_name(new)], flats[slot_name(new)])
-    assert torch.equal(own_moments[slot_name(new)], moments[slot_name(new)])
-    assert torch.equal(peer.trainer.layouts["slot"].flatten(frozen), flats[slot_name(gone)])
-    for name in (SHARED, *map(slot_name, set(slots) - {new})):
-        assert torch.equal(after[name], before[name] + (flats[name] - brought[0].local[name]))
+    assert torch.equal(after[VectorName.of_slot(new)], vectors[VectorName.of_slot(new)])
+    assert torch.equal(own_moments[VectorName.of_slot(new)], moments[VectorName.of_slot(new)])
+    assert torch.equal(peer.trainer.layouts["slot"].flatten(frozen), vectors[VectorName.of_slot(gone)])
+    for name in (SHARED, *map(VectorName.of_slot, set(slots) - {new})):
+        assert torch.equal(after[name], before[name] + (vectors[name] - brought[0].vectors[name]))
         assert not torch.equal(own_moments[name], moments[name]), "a step was made since"
 
 
 def test_what_was_not_finite_is_replaced_for_it_would_stay_so():
-    trained = Trained(
-        {SHARED: torch.tensor([1.0, float("nan")]), "slot-1": torch.ones(2), "slot-2": torch.ones(2)},
+    of_slot = VectorName.of_slot
+    trained = RoundWork(
+        {SHARED: torch.tensor([1.0, float("nan")]), of_slot(1): torch.ones(2), of_slot(2): torch.ones(2)},
         *(1, 1.0, 1.0),
-        {SHARED: torch.ones(2), "slot-1": torch.ones(2)},
+        {SHARED: torch.ones(2), of_slot(1): torch.ones(2)},
     )
-    flats = {SHARED: torch.zeros(2), "slot-1": torch.zeros(2), "slot-0": torch.zeros(2)}
-    flats |= {"moments-shared": torch.zeros(2), "moments-slot-1": torch.zeros(2)}
-    correction = Correction.of(Update((1,), flats, 5.0), trained)
-    assert set(correction.update.flats) == {SHARED, "slot-0", "moments-shared"}
+    vectors = {SHARED: torch.zeros(2), of_slot(1): torch.zeros(2), of_slot(0): torch.zeros(2)}
+    vectors |= {SHARED.moments: torch.zeros(2), of_slot(1).moments: torch.zeros(2)}
+    correction = Correction.of(StateUpdate((1,), vectors, 5.0), trained)
+    assert set(correction.update.vectors) == {SHARED, of_slot(0), "moments-shared"}
     assert (correction.update.slots, correction.update.ends_at) == ((1,), 5.0)
-    assert correction.shifts["slot-1"].tolist() == [-1.0, -1.0] and set(correction.shifts) == {"slot-1"}
-    assert set(correction.moments) == set(correction.before) == {"slot-1"}
+    assert correction.shifts[of_slot(1)].tolist() == [-1.0, -1.0] and set(correction.shifts) == {of_slot(1)}
+    assert set(correction.moments) == set(correction.before) == {of_slot(1)}
 
 
 def test_who_lands_in_a_run_that_is_over_stops():
     peer = alone(overlapping(1, total=9))
 
-    def behind(trained: Trained) -> Update:
+    def behind(trained: RoundWork) -> StateUpdate:
         peer.sync.round = 9
-        return Update(peer.slots, anchors_of(peer))
+        return StateUpdate(peer.slots, anchors_of(peer))
 
     brought = script(peer, behind)
-    peer.rounds.run(peer.reports.append)
+    peer.loop.run(peer.reports.append)
     assert len(brought) == 1 and peer.trainer.steps == STEPS + 1
 
 
@@ -399,8 +402,8 @@ def test_a_checkpoint_is_of_the_round_that_was_committed_not_of_the_steps_since(
     peer, states, reports = alone(overlapping(2)), list[PeerState](), list[Metrics]()
     checkpoint = PeerCheckpoint(tmp_path, tmp_path)
     checkpoint.save = lambda state, tensors: states.append(state)  # type: ignore[method-assign]
-    peer.rounds._saving = Saving(checkpoint, "run", peer.trainer, ProcessGroup("cpu"), peer.sync)
-    peer.rounds.run(reports.append)
+    peer.loop._checkpointer = Checkpointer(checkpoint, "run", peer.trainer, ProcessGroup("cpu"), peer.sync)
+    peer.loop.run(reports.append)
     assert len(states) == len(reports)
     for number, (report, state) in enumerate(zip(reports, states, strict=True), 1):
         assert state.round == report.round == number
@@ -415,7 +418,7 @@ def test_training_does_not_wait_for_the_network():
     """The synchronisation ends only because steps are made meanwhile."""
     peer = alone(overlapping(1, steps=6, total=2))
     reached, landings = threading.Event(), watch_landings(peer.trainer)
-    peer.rounds._start = ThreadTask
+    peer.loop._start = ThreadTask
     in_thread: list[bool] = []
     slow_down(peer, lambda: in_thread.append(reached.wait(60.0)))
     step = peer.trainer.step
@@ -426,7 +429,7 @@ def test_training_does_not_wait_for_the_network():
         return step(*rates)
 
     peer.trainer.step = watched  # type: ignore[method-assign]
-    peer.rounds.run(peer.reports.append)
+    peer.loop.run(peer.reports.append)
     assert in_thread == [True, True] and landings[0][0] > 6 + 3
     assert [report.round for report in peer.reports] == [1, 2]
 
@@ -435,25 +438,25 @@ def test_training_does_not_wait_for_the_network():
 def test_a_failure_beside_the_training_ends_it_before_the_delay_is_over(start):
     peer = alone(overlapping(50, steps=100))
     if start is not None:
-        peer.rounds._start = start
+        peer.loop._start = start
 
-    def fail(trained: Trained) -> Update:
+    def fail(trained: RoundWork) -> StateUpdate:
         raise ExchangeError("the whole network is gone; call somebody")
 
     script(peer, fail)
     with pytest.raises(ExchangeError, match="call somebody"):
-        peer.rounds.run()
+        peer.loop.run()
     assert peer.trainer.steps < 200
 
 
 def test_who_is_interrupted_does_not_stay_for_a_synchronisation(monkeypatch):
     monkeypatch.setattr(rounds_module, "LEAVING_SECONDS", 0.1)
     peer, released = alone(overlapping(1)), threading.Event()
-    peer.rounds._start = ThreadTask
+    peer.loop._start = ThreadTask
     slow_down(peer, lambda: released.wait(60.0))
     interrupt(peer, STEPS + 2)
     with pytest.raises(KeyboardInterrupt):
-        peer.rounds.run()
+        peer.loop.run()
     assert any(thread.name == "synchronisation" for thread in threading.enumerate())
     released.set()
     for thread in threading.enumerate():
@@ -478,12 +481,12 @@ def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monk
     """What it commits is the others' too; unless nobody is there."""
     monkeypatch.setattr(rounds_module, "LEAVING_SECONDS", 0.0)
     peer, released = alone(overlapping(1)), threading.Event()
-    peer.rounds._start, holdings = ThreadTask, peer.sync.holdings
+    peer.loop._start, holdings = ThreadTask, peer.sync.held
     slow_down(peer, lambda: released.wait(60.0))
     interrupt(peer, STEPS + 2)
     with pytest.raises(KeyboardInterrupt):
-        peer.rounds.run()
-    flight = peer.rounds._flight
+        peer.loop.run()
+    flight = peer.loop._pending
     assert flight is not None and not flight._task.is_done
 
     def read() -> list[str]:
@@ -494,7 +497,7 @@ def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monk
     handed: list[tuple[float, int]] = []
     holdings.others = read  # type: ignore[method-assign]
     holdings.hand_over = lambda seconds: handed.append((seconds, peer.sync.round)) or []  # type: ignore
-    _hand_over(peer.sync, peer.rounds, 60.0)
+    _hand_over(peer.sync, peer.loop, 60.0)
     assert handed == [(60.0, 1 if others else 0)]
     released.set()
     assert flight._task.wait(60.0)
@@ -527,11 +530,11 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
         sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3)
         swarm.enter(sync.anchors.vectors())
         initial = partial(build_initial, run, VOCAB, sync, trainer)
-    rounds = Rounds(run, trainer, group, sync)
+    rounds = TrainingLoop(run, trainer, group, sync)
     rounds.open(initial)
     rounds.run()
-    flats = {name: trainer.flat(name) for name in trainer.names}
-    state = {name: tensor.tolist() for name, tensor in (flats | trainer.optimizer.state_tensors()).items()}
+    vectors = {name: trainer.vector(name) for name in trainer.names}
+    state = {name: tensor.tolist() for name, tensor in (vectors | trainer.optimizer.state_tensors()).items()}
     told = {"landings": landings, "steps": trainer.steps, "state": state}
     (folder / f"{group.rank}.json").write_text(json.dumps(told))
 

@@ -43,11 +43,11 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     group = ProcessGroup("cpu")
     group.connect()
-    flats = {"slot-1": torch.arange(4.0), "shared": torch.ones(2)} if group.is_leader else None
+    vectors = {"slot-1": torch.arange(4.0), "shared": torch.ones(2)} if group.is_leader else None
     seen = {
         "leader": group.is_leader,
         "word": group.from_leader(lambda: f"of {rank}"),
-        "flats": {name: flat.tolist() for name, flat in group.share(flats).items()},
+        "vectors": {name: flat.tolist() for name, flat in group.share(vectors).items()},
         "nothing": group.share({} if group.is_leader else None),
         "mean": group.mean(float(rank + 1)),
         "error": error_of(group),
@@ -108,7 +108,7 @@ def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path,
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
             "leader": rank == 0,
             "word": "of 0",
-            "flats": {"slot-1": [0.0, 1.0, 2.0, 3.0], "shared": [1.0, 1.0]},
+            "vectors": {"slot-1": [0.0, 1.0, 2.0, 3.0], "shared": [1.0, 1.0]},
             "nothing": {},
             "mean": 1.5,
             "error": "no answer; check it",

@@ -10,7 +10,8 @@ from virtual import VirtualPeer, run_virtual, tiny_run
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import RoundResult
-from spes_p2p.swarm.roster import SHARED, Roster, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.round_work import RoundWork
 from spes_p2p.training.trainer import Trainer
 
@@ -42,13 +43,13 @@ def test_all_members_end_each_round_bit_identical(changes):
     for slot in range(4):
         holders = [peer for peer in peers if slot in peer.slots]
         assert holders, "every slot is held"
-        assert len({peer.anchors.digest(slot_name(slot)) for peer in holders}) == 1
+        assert len({peer.anchors.digest(VectorName.of_slot(slot)) for peer in holders}) == 1
 
 
 def test_frozen_experts_are_the_holders_versions_after_a_round():
     peers = run_virtual(tiny_run(), num_peers=2, max_slots=2)
     for slot in range(4):
-        expected = next(peer for peer in peers if slot in peer.slots).anchors.weights(slot_name(slot))
+        expected = next(peer for peer in peers if slot in peer.slots).anchors.weights(VectorName.of_slot(slot))
         for peer in peers:
             actual = peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(slot))
             assert torch.equal(actual, expected)
@@ -58,7 +59,7 @@ def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.
     """Train the first round's three steps as a peer did, but alone; return its trainer and the run's start."""
     alone = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=len(peer.slots))
     initial = alone.initial()
-    alone.trainer.set_slots(peer.slots, {slot_name(s): initial[slot_name(s)] for s in peer.slots})
+    alone.trainer.set_slots(peer.slots, {VectorName.of_slot(s): initial[VectorName.of_slot(s)] for s in peer.slots})
     for step in range(3):
         alone.trainer.step(*alone.loop._rates(step / 3))
     return alone.trainer, initial
@@ -75,7 +76,7 @@ def test_after_a_round_members_share_the_mean_of_their_moments(optimizer, moment
     run = tiny_run(round=rounds, outer=outer, train=TrainConfig(batch_size=4, lr=1e-3, optimizer=optimizer))
     peers = run_virtual(run, num_peers=2, max_slots=3)
     replays = {peer.swarm.peer_id: replay(run, peer)[0] for peer in peers}
-    for name in (SHARED, *map(slot_name, range(4))):
+    for name in (SHARED, *map(VectorName.of_slot, range(4))):
         holders = [p for p in peers if name == SHARED or int(name.removeprefix("slot-")) in p.slots]
         expected = weighted_mean(
             [replays[id].moments(name, run.averaged_moments) for id in sorted(p.swarm.peer_id for p in holders)],
@@ -99,14 +100,14 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
     replays = []
     for peer in peers:
         trainer, initial = replay(run, peer)
-        replays.append({name: trainer.flat(name) for name in (SHARED, *map(slot_name, peer.slots))})
+        replays.append({name: trainer.vector(name) for name in (SHARED, *map(VectorName.of_slot, peer.slots))})
     order = sorted(range(2), key=lambda i: peers[i].swarm.peer_id)
     deltas = [initial[SHARED] - replays[i][SHARED] for i in order]
     expected = initial[SHARED] - weighted_mean(deltas, [192.0, 192.0])
     assert torch.equal(peers[0].anchors.weights(SHARED), expected)
     for peer, replayed in zip(peers, replays, strict=True):
         for slot in peer.slots:
-            name = slot_name(slot)
+            name = VectorName.of_slot(slot)
             assert torch.equal(peer.anchors.weights(name), initial[name] - (initial[name] - replayed[name]))
 
 
@@ -128,7 +129,7 @@ def test_who_has_caught_up_trains_until_the_round_of_the_others_ends(monkeypatch
         Roster([peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), 0.0, []).member]), is_behind=True
     )
     monkeypatch.setattr(peer.sync, "_average", lambda *_: missed)
-    monkeypatch.setattr(peer.sync, "_find_place", lambda routed: ({}, ends_at))
+    monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: ({}, ends_at))
     assert peer.sync.synchronise(RoundWork({}, 0, 100.0, 0.0), starts_at=0.0).ends_at == ends_at
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 from virtual import peer_id
 
-from spes_p2p.swarm.roster import SHARED, Member, derive_groups, uplinks
-from spes_p2p.training.fetch_plan import custodians, having_moments, preferred, relays
+from spes_p2p.swarm.roster import SHARED, Member, Roster
+from spes_p2p.training.fetch_plan import moment_sources, preferred, relays, replicas
 
 PEERS = [peer_id(i) for i in range(5)]
 
@@ -21,8 +21,8 @@ def member(index: int, uplink: float | None, slots: tuple[int, ...], **changes) 
 
 
 def chains(*roster: Member) -> dict[str, tuple[str, ...]]:
-    groups, links = derive_groups(roster), uplinks(roster)
-    return relays(groups, roster, links, custodians(groups, 2, links))
+    met = Roster(roster)
+    return relays(met, replicas(met.groups, 2, met.uplinks))
 
 
 def sorted_peers(*indices: int) -> tuple[str, ...]:
@@ -65,10 +65,10 @@ def test_one_alone_passes_on_the_slots_of_holders_whom_nobody_can_call(refreshes
 def test_moments_come_from_who_trains_them_unless_neither_side_can_be_called() -> None:
     links = {"called": 1.0, "other": 1.0, "hidden": 0.0, "puller": 0.0}
     keepers = ("puller", "called", "hidden")
-    assert having_moments("puller", ["hidden"], keepers, links) == ["called"]
-    assert having_moments("puller", ["hidden", "other"], keepers, links) == ["hidden", "other"]
-    assert having_moments("called", ["hidden"], keepers, links) == ["hidden"]
-    assert having_moments("puller", ["hidden"], ("puller",), links) == ["hidden"], "nobody else has them"
+    assert moment_sources("puller", ["hidden"], keepers, links) == ["called"]
+    assert moment_sources("puller", ["hidden", "other"], keepers, links) == ["hidden", "other"]
+    assert moment_sources("called", ["hidden"], keepers, links) == ["hidden"]
+    assert moment_sources("puller", ["hidden"], ("puller",), links) == ["hidden"], "nobody else has them"
 
 
 def test_pullers_spread_over_holders_by_what_these_can_send() -> None:

@@ -14,9 +14,10 @@ from virtual import VirtualPeer, peer_id, tiny_run
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version, vector_names
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import SHARED, Member, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.slots import Holdings
+from spes_p2p.training.slots import HeldSlots
 
 STRANGE = 4000
 """A slot that a roster entry may name, and no model of ours has."""
@@ -31,9 +32,9 @@ class Holder:
     def __init__(self, hub: MemoryHub, index: int, round: int, swarm: type[MemorySwarm] = MemorySwarm) -> None:
         self.run, self.swarm = tiny_run(), swarm(hub, peer_id(index))
         anchors = Anchors(self.run, {SHARED: 5, "slot": 3})
-        self.holdings = Holdings(self.swarm, self.run, run_id="run", anchors=anchors, max_slots=2)
+        self.held = HeldSlots(self.swarm, self.run, run_id="run", anchors=anchors, max_slots=2)
         self.swarm.publish(round, {SHARED: torch.full((5,), float(round)), "slot-0": torch.full((3,), float(round))})
-        self.holdings.announce("active")
+        self.held.announce("active")
 
 
 @pytest.fixture
@@ -42,13 +43,13 @@ def hub() -> MemoryHub:
 
 
 def entry(peer: str, slots: tuple[int, ...], round: int) -> Member:
-    anchors = {name: "5" * 16 for name in (SHARED, *map(slot_name, slots))}
+    anchors = {name: "5" * 16 for name in (SHARED, *map(VectorName.of_slot, slots))}
     fields = {"tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
     return Member(peer_id=peer, round=round, tokens=1, slots=slots, anchors=anchors, **fields)
 
 
 def publish_strange(swarm: MemorySwarm, round: int) -> set[str]:
-    names = {slot_name(STRANGE), f"moments-{slot_name(STRANGE)}", slot_name(4)}
+    names = {VectorName.of_slot(STRANGE), f"moments-{VectorName.of_slot(STRANGE)}", VectorName.of_slot(4)}
     swarm.publish(round, {name: torch.ones(3) for name in names})
     return names
 
@@ -61,17 +62,17 @@ def test_a_runs_names_are_those_of_its_slots():
 def test_a_slot_that_the_model_lacks_is_not_fetched_whoever_brings_it(hub):
     mine, liar = Holder(hub, 0, 12), Holder(hub, 1, 13)
     publish_strange(liar.swarm, 13)
-    flats = mine.holdings.fetch([entry(liar.swarm.peer_id, (0, 4, STRANGE), 12)], 13, [SHARED], {})
-    assert set(flats) == {"slot-0"} == set(mine.holdings.makers)
-    assert mine.swarm.versions().keys() == {SHARED, "slot-0"} and mine.holdings.stale_rounds == 0
+    vectors = mine.held.fetch(Roster([entry(liar.swarm.peer_id, (0, 4, STRANGE), 12)]), 13, [SHARED], {})
+    assert set(vectors) == {"slot-0"} == set(mine.held.makers)
+    assert mine.swarm.versions().keys() == {SHARED, "slot-0"} and mine.held.stale_rounds == 0
 
 
 def test_whoever_catches_up_leaves_out_what_the_model_lacks(hub):
     liar, mine = Holder(hub, 1, 13), Holder(hub, 0, 12)
     publish_strange(liar.swarm, 13)
-    liar.holdings.has_committed = True
-    liar.holdings.announce("active")
-    assert set(mine.holdings.catch_up(mine.holdings.others())) == {SHARED, "slot-0"}
+    liar.held.has_committed = True
+    liar.held.announce("active")
+    assert set(mine.held.catch_up(mine.held.others())) == {SHARED, "slot-0"}
     assert mine.swarm.versions().keys() == {SHARED, "slot-0"}
 
 
@@ -83,7 +84,7 @@ class Seeded(MemorySwarm):
         self.asked: list[str] = []
 
     def seeds(self) -> Mapping[str, list[str]]:
-        return {slot_name(STRANGE): [peer_id(8)], slot_name(1): [peer_id(9)]}
+        return {VectorName.of_slot(STRANGE): [peer_id(8)], VectorName.of_slot(1): [peer_id(9)]}
 
     def inventory(self, peers):
         self.asked += peers
@@ -92,7 +93,7 @@ class Seeded(MemorySwarm):
 
 def test_whoever_serves_nothing_of_the_run_is_not_asked(hub):
     mine = Holder(hub, 0, 12, Seeded)
-    mine.holdings.catch_up([])
+    mine.held.catch_up([])
     assert mine.swarm.asked == [peer_id(9)]
 
 
@@ -100,23 +101,23 @@ class Liar(MemorySwarm):
     """Brings a slot to every roster that the model does not have, and serves it."""
 
     def average(self, contribution: Contribution, **when: Any) -> RoundResult:
-        member, name = contribution.member, slot_name(STRANGE)
+        member, name = contribution.member, VectorName.of_slot(STRANGE)
         told = {
             "slots": (*member.slots, STRANGE),
             "slot_rounds": (*member.slot_rounds, member.round),
             "anchors": {**member.anchors, name: "5" * 16},
         }
-        slot = contribution.deltas[slot_name(member.slots[0])]
+        slot = contribution.deltas[VectorName.of_slot(member.slots[0])]
         lie = Contribution(member.model_copy(update=told), {**contribution.deltas, name: slot})
         result = super().average(lie, **when)
         return replace(result, committed={n: mean for n, mean in result.committed.items() if n != name})
 
     def publish(self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None):
         slot = next(flat for name, flat in bundles.items() if name.startswith("slot-"))
-        return super().publish(round, {**bundles, slot_name(STRANGE): slot}, deltas)
+        return super().publish(round, {**bundles, VectorName.of_slot(STRANGE): slot}, deltas)
 
     def versions(self) -> Mapping[str, Version]:
-        return {name: version for name, version in super().versions().items() if name != slot_name(STRANGE)}
+        return {name: version for name, version in super().versions().items() if name != VectorName.of_slot(STRANGE)}
 
 
 def test_a_swarm_with_a_slot_that_the_model_lacks_trains_on():
@@ -126,7 +127,7 @@ def test_a_swarm_with_a_slot_that_the_model_lacks_trains_on():
     peers = [VirtualPeer(run, swarm, index=index, max_slots=2) for index, swarm in enumerate(swarms)]
     initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
-    assert swarms[0].load(slot_name(STRANGE)).numel(), "it was served"
+    assert swarms[0].load(VectorName.of_slot(STRANGE)).numel(), "it was served"
     for peer in peers[1:]:
         assert len(peer.reports) == run.round.total and all(report.num_members == 3 for report in peer.reports)
-        assert slot_name(STRANGE) not in peer.swarm.versions()
+        assert VectorName.of_slot(STRANGE) not in peer.swarm.versions()

@@ -21,7 +21,7 @@ from virtual import VOCAB, RandomTokens, tiny_run
 from spes_p2p.config import MachineConfig, ModelConfig, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.swarm.roster import SHARED, moments_name, slot_name
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
@@ -65,19 +65,19 @@ def learn(trainer: Trainer, is_leader: bool = True) -> list[float]:
     losses = [trainer.step(1e-2, 0.9).loss for _ in range(2)]
     numel = trainer.layouts["slot"].numel
     master = torch.linspace(-0.1, 0.1, numel)
-    trainer.set_slots((1, STARVED), {slot_name(1): master} if is_leader else None)
-    flats = {name: trainer.flat(name) for name in trainer.names}
-    flats |= {moments_name(SHARED): trainer.moments(SHARED, trainer.optimizer.kinds)}
-    trainer.load(flats if is_leader else None)
+    trainer.set_slots((1, STARVED), {VectorName.of_slot(1): master} if is_leader else None)
+    vectors = {name: trainer.vector(name) for name in trainer.names}
+    vectors |= {SHARED.moments: trainer.moments(SHARED, trainer.optimizer.kinds)}
+    trainer.load(vectors if is_leader else None)
     trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors())
     return losses + [trainer.step(1e-2, 0.9).loss for _ in range(3)]
 
 
 def state(trainer: Trainer) -> dict[str, Tensor]:
-    flats = {name: trainer.flat(name) for name in (SHARED, *map(slot_name, trainer.slots))}
+    vectors = {name: trainer.vector(name) for name in (SHARED, *map(VectorName.of_slot, trainer.slots))}
     for slot in set(range(MODEL.num_experts)) - set(trainer.slots):
-        flats[f"frozen-{slot}"] = trainer.layouts["slot"].flatten(trainer.model.slot_weights(slot))
-    return {**flats, **trainer.optimizer.state_tensors()}
+        vectors[f"frozen-{slot}"] = trainer.layouts["slot"].flatten(trainer.model.slot_weights(slot))
+    return {**vectors, **trainer.optimizer.state_tensors()}
 
 
 def assert_rounding_apart(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
@@ -132,10 +132,11 @@ def test_a_step_is_that_of_the_stock_model_under_torchs_adamw(seed):
         torch.testing.assert_close(ours.step(1e-2).loss, loss.item(), rtol=1e-5, atol=1e-6)
     weights = stock.state_dict()
     assert_rounding_apart(
-        ours.layouts[SHARED].unflatten(ours.flat(SHARED)), {name: weights[name] for name in ours.layouts[SHARED].shapes}
+        ours.layouts[SHARED].unflatten(ours.vector(SHARED)),
+        {name: weights[name] for name in ours.layouts[SHARED].shapes},
     )
     for slot in range(5):
-        actual = ours.layouts["slot"].unflatten(ours.flat(slot_name(slot)))
+        actual = ours.layouts["slot"].unflatten(ours.vector(VectorName.of_slot(slot)))
         assert_rounding_apart(actual, {name: weights[name][slot] for name in actual})
 
 
