@@ -13,7 +13,7 @@ from lanes import sample
 
 from spes_p2p.config import ModelConfig
 from spes_p2p.model.build import build_slot_model, stock_model
-from tests.unit.model.plain import STORAGES
+from tests.unit.model.plain import NF4, STORAGES
 
 VOCAB, SEQUENCE = 64, 16
 EVEN = {"hidden_size": 32, "intermediate_size": 16}
@@ -79,7 +79,7 @@ SLACK_BYTES = 2**21
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's account of a process's memory")
-@pytest.mark.parametrize("storage", sample(STORAGES, ["nf4"]))
+@pytest.mark.parametrize("storage", sample(STORAGES, [NF4]))
 def test_building_takes_no_more_than_two_experts_beyond_what_is_kept(storage):
     """What freed memory the process still holds counts in full."""
     child = subprocess.run([sys.executable, "-c", BUILD, storage], capture_output=True, text=True, timeout=120)

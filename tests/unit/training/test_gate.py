@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -183,26 +184,43 @@ def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_
     assert losses[-1] <= losses[0] + 1.5 * MAX_WORSE and not peer.swarm.accused
 
 
+def least_scale(harm_of: Callable[[float], float], by: float, low: float) -> float:
+    """Return the least scale, to two percent, that does more harm than `by`: doubled from `low`, then bisected."""
+    high = low
+    while harm_of(high) <= by:
+        low, high = high, 2 * high
+    while high > 1.02 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if harm_of(middle) > by else (middle, high)
+    return high
+
+
 def shared_that_is_worse(peer, by: float) -> dict[str, torch.Tensor]:
     """Return a `shared` with which a peer's model is worse by so many nats, or a little more."""
-    own, loss, scale = peer.trainer.all_vectors()[SHARED], loss_of(peer), 1e-3
+    own, loss = peer.trainer.all_vectors()[SHARED], loss_of(peer)
     noise = torch.randn(len(own), generator=torch.Generator().manual_seed(0))
-    while loss_of(peer) <= loss + by:
-        scale *= 1.02
+
+    def harm_of(scale: float) -> float:
         peer.trainer.load({SHARED: own + scale * noise})
+        return loss_of(peer) - loss
+
+    scale = least_scale(harm_of, by, 1e-3)
     peer.trainer.load({SHARED: own})
     return {SHARED: own + scale * noise}
 
 
 def slot_that_does_harm(peer, newer, by: float, beside: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the first slot-1 found that makes a peer's model worse by so many nats, with this `shared` beside it."""
-    own, before, scale = peer.trainer.all_vectors()[SHARED], peer.sync.held.load(VectorName.of_slot(1)), 1.0
+    own, before = peer.trainer.all_vectors()[SHARED], peer.sync.held.load(VectorName.of_slot(1))
     peer.trainer.load(beside)
     loss = loss_of(peer)
-    while loss_of(peer) <= loss + by:
-        scale *= 1.02
+
+    def harm_of(scale: float) -> float:
         peer.trainer.load({VectorName.of_slot(1): before * scale})
-    assert loss_of(peer) < loss + 1.2 * by, "the search is too coarse"
+        return loss_of(peer) - loss
+
+    scale = least_scale(harm_of, by, 1.0)
+    assert harm_of(scale) < 1.2 * by, "the search is too coarse"
     peer.trainer.load({SHARED: own, VectorName.of_slot(1): before})
     return newer(scale)
 
@@ -242,12 +260,13 @@ def test_two_slots_that_do_harm_together_are_not_both_taken(alone):
     noise = torch.randn(len(before[VectorName.of_slot(1)]), generator=torch.Generator().manual_seed(0))
     newer, harms, loss = {}, {}, loss_of(peer)
     for name, harm in ((VectorName.of_slot(1), 0.4 * MAX_WORSE), (VectorName.of_slot(2), alone * MAX_WORSE)):
-        scale = 0.0
-        while (found := loss_of(peer) - loss) <= harm:
-            scale += 1e-3
+
+        def harm_of(scale: float, name: VectorName = name) -> float:
             newer[name] = before[name] + scale * noise
             peer.trainer.load({name: newer[name]})
-        harms[name] = found
+            return loss_of(peer) - loss
+
+        harms[name] = harm_of(least_scale(harm_of, harm, 1e-3))
         peer.trainer.load({name: before[name]})
     peer.trainer.load(newer)
     assert harms[VectorName.of_slot(1)] < 0.5 * MAX_WORSE and (harms[VectorName.of_slot(2)] > MAX_WORSE) == (alone > 1)
