@@ -1,6 +1,6 @@
-"""When one peer changes what it holds: at once for an orphan, otherwise rarely, so that claims come to rest.
+"""Claims: when a peer changes the slots that it holds. At once for an orphan, otherwise seldom, so that claims settle.
 
-Neither clock, network nor randomness in here; peers, and the simulator in `benchmarks/claims/`, ask it the same way.
+Pure functions, without clock, network or randomness: real peers and the simulator in `benchmarks/claims/` share them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.records import Claim
 
 Allocation = dict[str, tuple[int, ...]]
+"""Slots of each peer, ascending."""
 
 MOVED_SHARE = 8
-"""A rotation moves one in so many of the model's slots, and evening out one in so many of a peer's; at least one."""
+"""A rotation moves one of this many slots of the model, levelling one of this many slots of a peer; at least one."""
+PATIENCE_HEARTBEATS = 2
+"""Heartbeats for which an orphan waits for the peer that it is allocated to, before it is allocated to another."""
 
 
 def coverage(allocation: Mapping[str, tuple[int, ...]], num_slots: int) -> list[int]:
@@ -30,39 +33,33 @@ def coverage(allocation: Mapping[str, tuple[int, ...]], num_slots: int) -> list[
 
 
 def orphans(claims: Mapping[str, Claim], num_slots: int) -> set[int]:
-    """Return the slots that nobody claims."""
+    """Return the slots without a holder."""
     return set(range(num_slots)).difference(*[claim.slots for claim in claims.values()])
 
 
 def allocate(run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Collection[str] = ()) -> Allocation:
     """Return the slots that each peer should hold.
 
-    Holders keep what they hold. Free capacity takes the least-covered slots; ties go by lot. Where capacity is short,
-    a full peer gives up a slot that others hold too, for an orphan: an orphan learns nothing, a second holder merely
-    learns faster.
+    Holders keep their slots. Free capacity takes the least-covered slots; ties are broken by hash. If capacity is
+    short, a full peer gives up a slot with other holders for an orphan: an orphan does not train at all, whereas a
+    second holder only speeds a slot up.
 
     Args:
-        run_id: Seeds the lots, so that different runs burden different peers.
+        run_id: Seeds the hashes, so that different runs burden different peers.
         num_slots: Experts per layer.
         claims: Unexpired claims by peer id.
-        fixed: Peers that are not expected to change anything; others act in their place.
+        fixed: Peers that are expected to change nothing; others act in their place.
     """
     table = _Table(run_id, num_slots, claims, fixed)
     given = _fill(table)
-    # Slots given only now cost nothing to exchange, so they level the coverage; slots in training move for orphans.
+    # New slots cost nothing to exchange, so they level the coverage; slots in training move only for orphans.
     _exchange(table, lambda peer, slot: (peer, slot) in given)
     _relieve_orphans(table)
     return table.allocation()
 
 
 def level(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Allocation:
-    """Return what each peer should hold for an even coverage: nobody exchanges more than a share of its slots.
-
-    Args:
-        run_id: Seeds the lots.
-        num_slots: Experts per layer.
-        claims: Unexpired claims by peer id.
-    """
+    """Return the slots that each peer should hold for an even coverage; a peer exchanges only a share of its slots."""
     held = {peer: _known(claim.slots, num_slots) for peer, claim in claims.items()}
     counts = coverage(held, num_slots)
     if max(counts) - min(counts) < 2:
@@ -73,16 +70,16 @@ def level(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Allocatio
 
 
 def rotate(run_id: str, num_slots: int, claims: Mapping[str, Claim], turn: int) -> Allocation:
-    """Return what each peer should hold after a few slots have changed hands.
+    """Return the slots that each peer should hold after a few slots have changed hands.
 
-    The lot names each of these slots a taker, which gives up another slot for it; what that does to the coverage is
-    evened out as in `level`. It makes no difference who of them has acted already: what they arrive at is as even.
+    A hash names a taker for each of these slots, which gives up another slot for it; then the coverage is levelled as
+    in `level`. Peers may act one after the other: the result is as even whichever of them have acted already.
 
     Args:
-        run_id: Seeds the lots.
+        run_id: Seeds the hashes.
         num_slots: Experts per layer.
         claims: Unexpired claims by peer id.
-        turn: Number of the rotation. Slots take turns, so that each is drawn once in `MOVED_SHARE` rotations.
+        turn: Number of the rotation; every slot is drawn once in `MOVED_SHARE` rotations.
     """
     table = _Table(run_id, num_slots, claims)
     size = max(1, num_slots // MOVED_SHARE)
@@ -101,7 +98,7 @@ def rotate(run_id: str, num_slots: int, claims: Mapping[str, Claim], turn: int) 
             table.give(taker, slot)
         taken.add((taker, slot))
     table.settle()
-    # Somebody who holds all that were drawn may have to give up all of them.
+    # A peer that holds all drawn slots may have to give up all of them.
     _exchange(table, lambda peer, slot: (peer, slot) not in taken and table.has_more_to_move(peer, size))
     _relieve_orphans(table, lambda peer, slot: (peer, slot) not in taken)
     return table.allocation()
@@ -112,11 +109,24 @@ def _known(slots: tuple[int, ...], num_slots: int) -> tuple[int, ...]:
     return slots if max(slots, default=-1) < num_slots else tuple(slot for slot in slots if slot < num_slots)
 
 
+@functools.lru_cache(maxsize=2**16)
+def _lot(*parts: str | int) -> bytes:
+    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()
+
+
 class _Table:
-    """Who holds what while it is worked out, and the lots that settle ties."""
+    """The allocation under construction, and the hashes that break ties.
+
+    Attributes:
+        fixed: Peers that change nothing.
+        held: Slots of each peer.
+        room: Further slots that each peer could hold.
+        holders: Peers of each slot.
+    """
 
     def __init__(self, run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Collection[str] = ()) -> None:
-        self._run_id, self.fixed = run_id, fixed
+        self._run_id = run_id
+        self.fixed = fixed
         self.held: dict[str, set[int]] = {}
         self.room: dict[str, int] = {}
         self.holders: list[set[str]] = [set() for _ in range(num_slots)]
@@ -145,28 +155,23 @@ class _Table:
         self._moved[peer] -= slot not in self._first[peer]
 
     def settle(self) -> None:
-        """Take it from here who has moved how many slots."""
+        """Count moved slots from the present allocation on."""
         self._first = {peer: frozenset(slots) for peer, slots in self.held.items()}
         self._moved.clear()
 
     def has_more_to_move(self, peer: str, least: int = 1) -> bool:
-        """Tell whether a peer may still exchange a slot, of those that it should exchange at once, or `least`."""
+        """Tell whether a peer may exchange another slot: up to its share, or up to `least`."""
         return self._moved[peer] < max(least, len(self.held[peer]) // MOVED_SHARE)
 
     def allocation(self) -> Allocation:
         return {peer: tuple(sorted(slots)) for peer, slots in self.held.items()}
 
 
-@functools.lru_cache(maxsize=2**16)
-def _lot(*parts: str | int) -> bytes:
-    return hashlib.sha256("|".join(map(str, parts)).encode()).digest()
-
-
 def _fill(table: _Table) -> set[tuple[str, int]]:
-    """Give least-covered slots to whoever has room, the peer with most room first; return who has got what.
+    """Give the least-covered slots to peers with room, those with most room first; return the new (peer, slot) pairs.
 
-    Whoever is nearly full keeps its choice of slots for the end. Lots are drawn anew at each level of coverage and of
-    room, so that no two peers end with the same slots and no two slots with the same holders.
+    Ties are drawn again at each level of coverage and of room, so that no two peers end with the same slots, and no two
+    slots with the same holders.
     """
     given: set[tuple[str, int]] = set()
     peers = [(-room, table.lot("peer", peer, room), peer) for peer, room in table.room.items() if room > 0]
@@ -180,7 +185,7 @@ def _fill(table: _Table) -> set[tuple[str, int]]:
         back = []
         while peers and slot in table.held[peers[0][2]]:
             back.append(heapq.heappop(peers))
-        if peers:  # else nobody with room lacks this slot, nor ever will
+        if peers:  # otherwise every peer with room holds this slot, now and later
             _, _, peer = heapq.heappop(peers)
             table.give(peer, slot)
             given.add((peer, slot))
@@ -193,20 +198,20 @@ def _fill(table: _Table) -> set[tuple[str, int]]:
 
 
 def _relieve_orphans(table: _Table, may_give: Callable[[str, int], bool] = lambda peer, slot: True) -> None:
-    """Have full peers give up slots that others hold too for those that nobody holds."""
+    """Let full peers give up slots with other holders for orphans."""
     _exchange(table, may_give, most=0)
 
 
 def _exchange(table: _Table, may_give: Callable[[str, int], bool], most: int | None = None) -> None:
-    """Exchange slots for ones with at least two holders fewer while any may be given up.
+    """Exchange slots for others with at least two holders fewer, while any may be given up.
 
-    Every exchange narrows the spread. As the holders of the one slot outnumber those of the other, some of them lack
-    the latter: only `may_give` can stand in the way of coverages that differ by one at most.
+    Every exchange narrows the spread. Since the one slot has more holders than the other, some of them lack the other:
+    only `may_give` can prevent coverages that differ by one at most.
 
     Args:
-        table: To change.
+        table: Changed in place.
         may_give: Whether a peer may give up a slot.
-        most: Holders of a slot that is worth an exchange; None: any number.
+        most: Largest number of holders of a slot that is worth an exchange; None for any number.
     """
     counts = [len(holders) for holders in table.holders]
     has_exchanged = max(counts) - min(counts) >= 2
@@ -218,15 +223,12 @@ def _exchange(table: _Table, may_give: Callable[[str, int], bool], most: int | N
 
 
 def _give_one_up(table: _Table, may_give: Callable[[str, int], bool], order: list[int], wanted: int) -> bool:
-    """Exchange the most covered slot that may be given up for `wanted`; return whether there was any."""
+    """Exchange the most covered slot that may be given up for `wanted`; return whether there was one."""
     for slot in reversed(order):
         if len(table.holders[slot]) - len(table.holders[wanted]) < 2:
             return False
-        peers = [
-            peer
-            for peer in table.holders[slot] - table.holders[wanted]
-            if peer not in table.fixed and may_give(peer, slot)
-        ]
+        holders = table.holders[slot] - table.holders[wanted]
+        peers = [peer for peer in holders if peer not in table.fixed and may_give(peer, slot)]
         if peers:
             giver = min(peers, key=lambda peer: table.lot("giver", wanted, slot, peer))
             table.take(giver, slot)
@@ -235,36 +237,29 @@ def _give_one_up(table: _Table, may_give: Callable[[str, int], bool], order: lis
     return False
 
 
-PATIENCE_HEARTBEATS = 2
-"""Heartbeats for which an orphan is left to the peer that it falls to, before it is given to another."""
-
-
 class Claimant:
     """One peer's decisions about its slots.
 
-    All peers see nearly the same records and allocate by the same function, so most of the time they agree. Where
-    their records differ, two of them may act at once, and each would then undo what it has done. Hence the cool-down:
-    a peer that has adopted or given up a slot changes nothing more for a while, unless for an orphan; and whoever has
-    just appeared has no weight in evening out the coverage until it has stayed for as long.
+    All peers see nearly the same records and allocate by the same function, so they agree most of the time. If their
+    records differ, two peers may act at once, and each would then undo its change. A cool-down prevents this: after a
+    change, a peer changes nothing but for an orphan, and a new peer does not count in levelling until as much time has
+    passed.
 
     Args:
-        run_id: Seeds the lots.
-        peer_id: This peer's.
+        run_id: Seeds the hashes.
+        peer_id: This peer.
         num_slots: Experts per layer.
-        settings: The run's; lease, heartbeat and rotation are used.
-        cooldown_seconds: None: one lease.
+        settings: The run's lease, heartbeat and rotation.
+        cooldown_seconds: Length of the cool-down; one lease by default.
     """
 
     def __init__(
-        self,
-        run_id: str,
-        peer_id: str,
-        num_slots: int,
-        settings: RoundConfig,
-        *,
-        cooldown_seconds: float | None = None,
+        self, run_id: str, peer_id: str, num_slots: int, settings: RoundConfig, *, cooldown_seconds: float | None = None
     ) -> None:
-        self._run_id, self._peer_id, self._num_slots, self._settings = run_id, peer_id, num_slots, settings
+        self._run_id = run_id
+        self._peer_id = peer_id
+        self._num_slots = num_slots
+        self._settings = settings
         self._cooldown = settings.lease_seconds if cooldown_seconds is None else cooldown_seconds
         self._changed_at = float("-inf")
         self._rotated = 0
@@ -273,26 +268,26 @@ class Claimant:
         self._passed_over: set[str] = set()
 
     def at_heartbeat(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        """Return the slots to hold in the middle of a round: nothing changes but for orphans.
+        """Return the slots to hold during a round, which change only for orphans.
 
         Args:
-            now: Seconds, by any clock that does not go back.
-            claims: Everybody's unexpired claims, this peer's as it is now.
+            now: Monotonic seconds.
+            claims: Unexpired claims by peer id, with this peer's present one.
         """
-        self._look(now, claims)
+        self._update(now, claims)
         held = claims[self._peer_id].slots
         target = self._allocated(now, claims) if self._orphaned_since else held
         return self._change(now, held, target) if set(target) & set(self._orphaned_since) else held
 
     def after_round(self, now: float, claims: Mapping[str, Claim], round: int) -> tuple[int, ...]:
-        """Return the slots to hold from here on, when nothing is being trained.
+        """Return the slots to hold from now on, between two rounds.
 
         Args:
-            now: Seconds, by the same clock.
-            claims: Everybody's unexpired claims, this peer's as it is now.
-            round: The one that begins.
+            now: Monotonic seconds, of the same clock.
+            claims: Unexpired claims by peer id, with this peer's present one.
+            round: The round that begins.
         """
-        self._look(now, claims)
+        self._update(now, claims)
         held = claims[self._peer_id].slots
         interval = self._settings.rotate_rounds
         if interval and held and round > self._rotated and round % interval == 0:
@@ -300,7 +295,7 @@ class Claimant:
             turn = rotate(self._run_id, self._num_slots, claims, round // interval)
             return self._change(now, held, turn[self._peer_id])
         has_room = len(held) < min(claims[self._peer_id].max_slots, self._num_slots)
-        # A full peer changes only for an orphan; most are full, and to allocate for 1 000 peers takes a while.
+        # A full peer changes only for an orphan. Most peers are full, and the allocation of 1000 peers is slow.
         target = self._allocated(now, claims) if has_room or self._orphaned_since else held
         if set(target) & set(self._orphaned_since):
             return self._change(now, held, target)
@@ -311,7 +306,7 @@ class Claimant:
             target = level(self._run_id, self._num_slots, settled).get(self._peer_id, held)
         return self._change(now, held, target)
 
-    def _look(self, now: float, claims: Mapping[str, Claim]) -> None:
+    def _update(self, now: float, claims: Mapping[str, Claim]) -> None:
         self._seen_since = {peer: self._seen_since.get(peer, now) for peer in claims}
         orphaned = orphans(claims, self._num_slots)
         self._orphaned_since = {slot: self._orphaned_since.get(slot, now) for slot in orphaned}
@@ -319,10 +314,10 @@ class Claimant:
             self._passed_over.clear()
 
     def _allocated(self, now: float, claims: Mapping[str, Claim]) -> tuple[int, ...]:
-        """Return what is allocated to this peer, once those are passed over to whom an orphan has fallen in vain.
+        """Return this peer's allocation; peers that failed to adopt an orphan in time are passed over.
 
-        They have died, or wait for something else; the others find that out at different times and may act twice,
-        which costs less than a slot that nobody trains.
+        Those peers have died or wait for something. The others notice at different times and may act twice, which costs
+        less than a slot without a holder.
         """
         allocation = allocate(self._run_id, self._num_slots, claims, self._passed_over)
         patience = PATIENCE_HEARTBEATS * self._settings.heartbeat_seconds

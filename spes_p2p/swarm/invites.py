@@ -1,8 +1,8 @@
-"""Who may take part in a closed run: whom its founder has invited, which everybody can check without a server.
+"""Invites: a closed run admits the peers that its founder has invited, and every peer checks them without a server.
 
-An invite is a line of text: a public key that the founder has signed for the run, with the time at which it ends, and
-its private key. What a peer shows to all others is the signed part and, in place of the private key, a proof that it
-has it, which holds for this peer's id alone. Two identities may use an invite.
+An invite is a line of text: a public key that the founder has signed for the run with an end time, and its private key.
+A peer shows the signed part to all others and, in place of the private key, a signature of its own peer id, so that a
+peer that overhears the proof cannot use it. Two identities may use one invite.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 
 MAX_IDENTITIES = 2
-"""Of one invite."""
+"""Identities that may use one invite."""
 MAX_SHOWN_CHARS = 768
 _KEY = r"[A-Za-z0-9+/]{43}="
 _SIGNED = rf"({_KEY})\.([0-9]{{1,11}})\.([A-Za-z0-9+/=]{{1,600}})"
@@ -29,13 +29,7 @@ _SHOWN = re.compile(rf"{_SIGNED}\.([A-Za-z0-9+/]{{86}}==)")
 
 
 def issue(founder: Identity, run_id: str, expires: int) -> str:
-    """Return an invite.
-
-    Args:
-        founder: The run's founder.
-        run_id: The run's name.
-        expires: When it ends, in seconds since 1970 (UTC).
-    """
+    """Return a new invite to a run that ends at `expires`, in seconds since 1970 (UTC)."""
     private = Ed25519PrivateKey.generate()
     public = _text(private.public_key().public_bytes_raw())
     signature = founder.sign(_signed_part(run_id, public, expires)).decode()
@@ -43,15 +37,10 @@ def issue(founder: Identity, run_id: str, expires: int) -> str:
 
 
 def show(invite: str, run_id: str, peer_id: str) -> str:
-    """Return what a peer shows of its invite.
-
-    Args:
-        invite: The line of text.
-        run_id: The run's name.
-        peer_id: The peer's id.
+    """Return the proof of an invite that a peer shows to the others.
 
     Raises:
-        RecordError: it is no invite.
+        RecordError: the text is no invite.
     """
     form = _INVITE.fullmatch(invite)
     if form is None:
@@ -62,13 +51,13 @@ def show(invite: str, run_id: str, peer_id: str) -> str:
 
 @dataclass(frozen=True)
 class GuestList:
-    """Tells who may take part in a run.
+    """Checks the invites of a closed run.
 
     Attributes:
         run_id: The run's name.
-        founder: Its founder's peer id.
-        founder_key: The founder's public key, in OpenSSH's form.
-        shown: What this peer shows of its own invite; empty for the founder, and for whoever only looks on.
+        founder: The founder's peer id; the founder needs no invite.
+        founder_key: The founder's public key, in OpenSSH's format.
+        shown: Proof of this peer's own invite; empty for the founder and for a monitor.
     """
 
     run_id: str
@@ -80,12 +69,12 @@ class GuestList:
         """Return the public key of a peer's invite.
 
         Args:
-            peer: Its authenticated id.
-            shown: What it shows: a stranger's text.
+            peer: The peer's authenticated id.
+            shown: The peer's proof, unverified.
             now: Seconds since 1970.
 
         Raises:
-            RecordError: it is no invite to this run, another peer's, or none any more.
+            RecordError: the invite is not to this run, belongs to another peer, or has ended.
         """
         form = _SHOWN.fullmatch(shown)
         if form is None:
@@ -100,11 +89,11 @@ class GuestList:
         return key
 
     def refusals(self, shown: Mapping[str, str], now: float) -> dict[str, str]:
-        """Return who may not take part, and why; of an invite's many identities, the two of the smallest ids may.
+        """Return the peers that may not take part, with reasons; of an invite's identities, the two smallest ids may.
 
         Args:
-            shown: What each peer shows, by its authenticated id.
-            now: Seconds since 1970, the same wherever the answer must be.
+            shown: Proofs by authenticated peer id.
+            now: Seconds since 1970; peers that must agree use the same time.
         """
         refused: dict[str, str] = {}
         users: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What a run is: its founder's signed document, which every peer passes on and nobody can change."""
+"""A run's manifest: its founder signs it and every peer passes it on, so that no other peer can change the run."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ DOCUMENT_BYTES = 64 * 2**20
 
 
 class Manifest(BaseModel):
-    """Everything a newcomer must know, in one document of a few kilobytes."""
+    """All that a newcomer must know of a run, in a few kilobytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")  # guard: manifest-fields
 
     run_id: Annotated[str, Field(max_length=64)]
     founder: PeerId
     software: Annotated[str, Field(max_length=64)]
-    """The founder's spes_p2p version."""
+    """The founder's version of spes_p2p."""
     config: RunConfig
     vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
-    """Rows of the embedding: the tokenizer's size."""
+    """Size of the tokenizer's vocabulary."""
     tokenizer_digest: Digest
-    """SHA-256 of the tokenizer document, which travels beside the manifest."""
+    """SHA-256 of the tokenizer document."""
 
     def encode(self) -> bytes:
         """Return the canonical JSON that the founder signs."""
@@ -61,21 +61,21 @@ def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes)
 
 
 def declare_manifest(swarm: HivemindSwarm, manifest: Manifest) -> None:
-    """Declare in the DHT, and keep declaring, that this peer serves the run's manifest."""
+    """Declare in the DHT, until this peer leaves, that it serves the run's manifest."""
     record = ManifestRecord(peer_id=swarm.peer_id, digest=manifest.digest, num_bytes=len(manifest.encode()))
     swarm.announce(record)
 
 
 def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Manifest, bytes]:
-    """Return the run's manifest and tokenizer from peers that serve them.
+    """Fetch the run's manifest and tokenizer from peers that serve them.
 
     Args:
-        swarm: The peer's.
-        founder: Who must have signed it: what anybody else declares is passed over. None takes the only founder that
-            there is, and says whom it took.
+        swarm: This peer's swarm.
+        founder: Peer id that must have signed the manifest. None accepts the only manifest that peers declare, and logs
+            its founder.
 
     Raises:
-        JoinError: no peer knows the run, peers disagree about it, or it cannot be fetched and verified.
+        JoinError: no peer knows the run, peers declare different manifests, or none could be fetched and verified.
     """
     run_id, records = swarm.node.run_id, _find(swarm)
     digests = Counter(record.digest for record in records.values())
@@ -84,7 +84,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
             f"peers declare {len(digests)} manifests of run {run_id!r}; name the founder: --run-id {run_id}@PEER_ID, "
             f"as its peers' logs print it"
         )
-    peers = random.sample(sorted(records), len(records))  # those named first are asked first, and not by all newcomers
+    peers = random.sample(sorted(records), len(records))  # spreads newcomers over the peers, which are asked in order
     if failure := _pull(swarm, MANIFEST, peers, founder or ""):
         remedy = "try again" if founder is None else "correct --run-id, or join through other --initial-peers"
         raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {failure}; {remedy}")
@@ -106,7 +106,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
 
 
 def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str) -> str:
-    """Fetch a document; return why it could not be had, or nothing."""
+    """Fetch a document; return the reason for a failure."""
     limits, authors = {name: DOCUMENT_BYTES}, {name: [author]} if author else {}
     return swarm.exchange.pull({name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=limits, authors=authors).get(
         name, ""
@@ -114,10 +114,10 @@ def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str) ->
 
 
 def check_founder(manifest: Manifest, founder: str | None) -> None:
-    """Refuse a run of another founder than the one named.
+    """Check that a run has the founder that this peer's user named.
 
     Raises:
-        JoinError: it is.
+        JoinError: the manifest names another founder.
     """
     if founder not in (None, manifest.founder):  # guard: named-founder
         raise JoinError(
@@ -127,13 +127,13 @@ def check_founder(manifest: Manifest, founder: str | None) -> None:
 
 
 def read_manifest(load: Callable[[str], bytes]) -> Manifest:
-    """Return the manifest that this peer already has.
+    """Read the manifest that this peer has stored.
 
     Args:
-        load: Returns a document that it has, by name.
+        load: Returns a stored document by name.
 
     Raises:
-        JoinError: it has none, or one that this software cannot read.
+        JoinError: there is no manifest, or this software cannot read it.
     """
     try:
         return Manifest.model_validate_json(load(MANIFEST))
@@ -146,15 +146,15 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
 
 
 def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> GuestList | None:
-    """Return who may take part in a run, for a peer that has its manifest; None for everybody.
+    """Return the invite list of a closed run, or None for an open run.
 
     Args:
-        swarm: The peer's.
-        manifest: The run's.
-        invite: The peer's own; empty for the founder, and for whoever only looks on.
+        swarm: The swarm of a peer that has the manifest.
+        manifest: The run's manifest.
+        invite: This peer's invite; empty for the founder and for a monitor.
 
     Raises:
-        JoinError: it is none to this run.
+        JoinError: the invite is not valid for this run.
     """
     if not manifest.config.invite_only:
         return None
@@ -170,10 +170,10 @@ def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> Gu
 
 
 def find_manifests(swarm: HivemindSwarm) -> list[str]:
-    """Return the digests that others declare to be the run's manifest's, most frequent first.
+    """Return the digests that other peers declare for the run's manifest, most frequent first.
 
     Raises:
-        JoinError: nobody knows the run.
+        JoinError: no peer knows the run.
     """
     return [digest for digest, _ in Counter(record.digest for record in _find(swarm).values()).most_common()]
 

@@ -1,4 +1,4 @@
-"""Membership: this peer renews its records in the DHT, reads those of the others, and knows from them who is live."""
+"""Membership: this peer renews its records in the DHT, reads those of the others, and derives which peers are live."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Everything the DHT may hold: strict, small, signed by its owner, and short-lived.
+"""The records that the DHT may hold: strict, small, signed by their owner, and short-lived.
 
-One record per (key, owner): `{run}.v3.claims.{bucket}` holds one subkey per peer, and so on. The value is JSON,
-because every node parses it before it trusts it, and JSON has no types that can surprise a parser.
+A key such as `{run}.v5.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
+before it trusts them, and JSON has no types that execute code.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
 
 PROTOCOL = "v5"
 NUM_BUCKETS = 4
-"""Keys over which peers' records spread; keeps a key's dictionary far below libp2p's 4 MiB for hundreds of peers."""
+"""Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
 MAX_LIFETIME_SECONDS = 600.0
 MAX_SLOTS = 4096
@@ -30,11 +30,17 @@ Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # guard: 
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guard: number-bounds
 Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: slot-bounds
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
-"""A multiaddr as far as its characters go; whether it is one, and of whom, is looked at by who uses it."""
+"""The characters of a multiaddr; code that uses an address checks its form and its peer id."""
 
 
 class Record(BaseModel):
-    """Base of records; `peer_id` must be the signer's libp2p id."""
+    """Base of all records.
+
+    Attributes:
+        kind: Part of the record's DHT keys.
+        bucketed: Whether the records are spread over `NUM_BUCKETS` keys.
+        peer_id: The owner's libp2p id, which must be the signer's.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -49,20 +55,20 @@ class Record(BaseModel):
 
     @classmethod
     def keys(cls, run_id: str) -> list[str]:
-        """Return every DHT key under which records of this kind may lie."""
+        """Return all DHT keys of records of this kind."""
         prefix = f"{run_id}.{PROTOCOL}.{cls.kind}"
         return [f"{prefix}.{bucket}" for bucket in range(NUM_BUCKETS)] if cls.bucketed else [prefix]
 
     def key(self, run_id: str) -> str:
-        """Return the DHT key under which this record lies."""
+        """Return this record's DHT key."""
         keys = self.keys(run_id)
         return keys[hashlib.sha256(self.peer_id.encode()).digest()[0] % len(keys)]
 
     def encode(self) -> bytes:
-        """Return the record as bytes.
+        """Return the record as JSON.
 
         Raises:
-            RecordError: larger than MAX_RECORD_BYTES.
+            RecordError: the record exceeds MAX_RECORD_BYTES.
         """
         data = self.model_dump_json().encode()
         if len(data) > MAX_RECORD_BYTES:
@@ -74,7 +80,7 @@ class Record(BaseModel):
         """Return the record that `data` encodes.
 
         Raises:
-            RecordError: too large, or not such a record.
+            RecordError: `data` is too large, or no such record.
         """
         if not isinstance(data, bytes) or len(data) > MAX_RECORD_BYTES:
             raise RecordError(f"{cls.kind} record is not bytes of at most {MAX_RECORD_BYTES}")
@@ -85,7 +91,7 @@ class Record(BaseModel):
 
 
 class ManifestRecord(Record):
-    """Points to the run's manifest; the document itself comes over the exchange."""
+    """Declares the run's manifest, which this peer serves as a document."""
 
     kind: ClassVar[str] = "manifest"
     bucketed: ClassVar[bool] = False
@@ -102,15 +108,15 @@ class Claim(Record):
 
     state: Literal["joining", "active"]
     slots: tuple[Slot, ...] = Field(default=(), max_length=128)
-    """Slots this peer trains, ascending."""
+    """Slots that this peer trains, ascending."""
     max_slots: Annotated[int, Field(ge=0, le=128)]
-    """Slots it could train."""
+    """Number of slots that this peer could train; 0 when it leaves."""
     since: Seconds
-    """DHT time of joining."""
+    """DHT time at which this peer joined."""
     votes: bool = False
-    """It has committed a round since then: its part in the next decides whether that counts."""
+    """This peer has committed a round since then, so it counts for a quorum."""
     invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
-    """What it shows of its invite, where the run is closed."""
+    """Proof of this peer's invite, in a closed run."""
 
     @model_validator(mode="after")
     def _check_slots(self) -> Claim:
@@ -120,20 +126,20 @@ class Claim(Record):
 
 
 class Progress(Record):
-    """Where a peer is in its round."""
+    """A peer's position in its round."""
 
     kind: ClassVar[str] = "progress"
 
     round: Count
-    """Round being trained."""
+    """The round in training."""
     ends_at: Seconds
     """DHT time at which this round's training ends; 0 while unknown."""
     is_done: bool = False
-    """All local steps of this round are made."""
+    """This peer has made all local steps of the round."""
 
 
 class Metrics(Record):
-    """One peer's report of one finished round, for the monitor."""
+    """One peer's report of a finished round, for the monitor."""
 
     kind: ClassVar[str] = "metrics"
 
@@ -163,12 +169,12 @@ class Metrics(Record):
     other_seconds: Seconds
     """Rest of the round's wall time: outer step, publishing, claims, checkpoint."""
     waited_seconds: Seconds | None = None
-    """For which training stood still for synchronisations, where they run beside it; the three times above are of this
-    round's synchronisation, and no part of the wall time. None where all of them are."""
+    """Time that training stopped for synchronisation, if the two overlap; matchmaking, averaging and exchange are then
+    no part of the round's wall time. None without overlap."""
     bytes_in: Count
     bytes_out: Count
     stale_rounds: Count = 0
-    """Most rounds by which a slot of this peer's model lies behind its holders'."""
+    """Largest lag of a slot of this peer's model behind its holders' version, in rounds."""
 
 
 class Archived(Record):
@@ -180,11 +186,11 @@ class Archived(Record):
 
 
 Span = tuple[Literal["shared", "slot", "moments-shared", "moments-slot"], Slot, Slot, Count]
-"""Kind, first and last slot, and the round that the versions of all of them are of; slots are 0 where it has none."""
+"""Kind of vector, first and last slot, and the round of all these versions; slots are 0 for a kind without slots."""
 
 
 class Seed(Record):
-    """What versions a peer serves, whether it made or pulled them, and whether it still takes part or not."""
+    """The versions that a peer serves, made or pulled, whether it still takes part or not."""
 
     kind: ClassVar[str] = "seeds"
 
@@ -209,11 +215,9 @@ class Seed(Record):
 
     @classmethod
     def of(cls, peer_id: str, rounds: Mapping[str, int]) -> Seed:
-        """Return the record of a peer that has these versions; of the oldest, only those that fit.
+        """Return the record of a peer that serves versions of these rounds, by name, without documents.
 
-        Args:
-            peer_id: The peer's.
-            rounds: By name; documents are left out.
+        The newest versions come first; the record leaves out those that do not fit.
         """
         spans: list[Span] = []
         for kind, slot, round in sorted(placed for name in rounds if (placed := _placed(name, rounds[name]))):
@@ -230,7 +234,7 @@ class Seed(Record):
 
 
 def serving(records: Mapping[str, Seed]) -> dict[str, list[str]]:
-    """Return the peers that say they serve a version, by its name, those with the newest first."""
+    """Return the peers that declare to serve a version, by its name, those with the newest first."""
     found: dict[str, list[tuple[int, str]]] = {}
     for peer, record in records.items():
         for name, round in record.rounds().items():
@@ -239,7 +243,7 @@ def serving(records: Mapping[str, Seed]) -> dict[str, list[str]]:
 
 
 def _placed(name: str, round: int) -> tuple[Any, int, int] | None:
-    """Return a vector's kind, slot and round; nothing for a document."""
+    """Return a vector's kind, slot and round; None for a document."""
     kind, _, slot = name.rpartition("-")
     if kind in ("slot", "moments-slot"):
         return kind, int(slot), round
@@ -247,14 +251,14 @@ def _placed(name: str, round: int) -> tuple[Any, int, int] | None:
 
 
 class Contact(Record):
-    """How a peer is reached, and what it runs."""
+    """A peer's addresses and software."""
 
     kind: ClassVar[str] = "contacts"
 
     addresses: tuple[Address, ...] = Field(max_length=4)
-    """Multiaddrs; none of a peer that nobody can call."""
+    """Multiaddrs; none for a peer in client mode."""
     software: Annotated[str, Field(max_length=64)]
-    """Its spes_p2p version."""
+    """Version of spes_p2p."""
 
 
 RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Seed, Contact)

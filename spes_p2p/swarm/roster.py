@@ -211,7 +211,7 @@ class Roster(tuple[Member, ...]):
         which members that a leader has invented cannot. No member has a vote by its own word.
         """
         if not self:
-            return "nobody is left"
+            return "no member is left"
         confirming = self.groups[SHARED]
         present = [member for member in self if member.peer_id in confirming]  # guard: invented-members
         electorate = statistics.median_high(member.electorate for member in present)  # guard: electorate-median

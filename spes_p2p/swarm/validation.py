@@ -1,4 +1,4 @@
-"""The one gate through which a record passes on every node, when it is written and when it is read."""
+"""Validation of DHT records: every node checks each record when it stores it and when it reads it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ CLOCK_SKEW_SECONDS = 5.0
 
 
 class RecordValidator(RecordValidatorBase):
-    """Signs this peer's records and refuses everybody's bad ones.
+    """Signs this peer's records, and refuses invalid ones.
 
-    A record is accepted if its key belongs to the run, its subkey is the owner's public key, the signature is the
-    owner's, the owner's libp2p id is the record's `peer_id`, it lives at most MAX_LIFETIME_SECONDS, and it parses
-    strictly. Under the key of hivemind's matchmaking lies, signed likewise, the time until which a peer waits.
+    A record is valid if its key belongs to the run, its subkey is the owner's public key, the signature is the owner's,
+    the owner's libp2p id is the record's `peer_id`, its lifetime is at most MAX_LIFETIME_SECONDS, and it parses
+    strictly. The key of hivemind's matchmaking holds, signed in the same way, the time until which a peer waits.
 
     Args:
         run_id: The run whose keys are valid.
-        identity: Signs what this node stores.
+        identity: Key that signs this peer's records.
     """
 
     def __init__(self, run_id: str, identity: Identity) -> None:
@@ -45,7 +45,7 @@ class RecordValidator(RecordValidatorBase):
 
     @property
     def subkey(self) -> bytes:
-        """The subkey under which this peer's records lie."""
+        """The subkey of this peer's records."""
         return self._signer.local_public_key
 
     def validate(self, record: DHTRecord) -> bool:
@@ -55,7 +55,7 @@ class RecordValidator(RecordValidatorBase):
             log.debug("refused a record of %s: %s", _signer_of(record), error)
             return False
         except Exception as error:  # noqa: BLE001  # guard: validator-crash
-            # A stranger's bytes must never take the DHT node down.
+            # Bytes from any peer must not crash the DHT node.
             log.debug("refused a record of %s that broke the validator: %r", _signer_of(record), error)
             return False
         return True
@@ -84,7 +84,7 @@ class RecordValidator(RecordValidatorBase):
         subkey = ShallowSerializer.loads(record.subkey)
         owner = owner_of(subkey)
         if record.subkey != msgpack.packb(subkey):  # guard: subkey-packing
-            # What others store and pass on is packed anew, and then its signature would not fit any more.
+            # Other nodes pack the subkey again when they pass the record on; the signature would then not match.
             raise RecordError("subkey is packed in an unusual way")
         if not self._signer.validate(record):  # guard: record-signature
             raise RecordError("signature is missing or wrong")
@@ -101,10 +101,10 @@ class RecordValidator(RecordValidatorBase):
 
 
 def owner_of(subkey: object) -> str:
-    """Return the peer id of the owner whose public key a subkey carries.
+    """Return the peer id of the public key in a subkey.
 
     Raises:
-        RecordError: the subkey carries no key, or not as everybody writes it.
+        RecordError: the subkey contains no key in the expected form.
     """
     prefix, suffix = RSASignatureValidator.PUBLIC_KEY_FORMAT.split(b"_key_")
     if not isinstance(subkey, bytes) or not (subkey.startswith(prefix) and subkey.endswith(suffix)):
@@ -116,13 +116,13 @@ def owner_of(subkey: object) -> str:
 
 
 def _signer_of(record: DHTRecord) -> str:
-    """Return who claims to have signed a record, for the log."""
+    """Return the claimed signer of a record, for the log."""
     try:
         return owner_of(ShallowSerializer.loads(record.subkey[:MAX_SUBKEY_BYTES]))
     except RecordError:
-        return "nobody"
+        return "an unknown owner"
 
 
 def matchmaking_prefix(run_id: str) -> str:
-    """Return the name under which hivemind's matchmaking declares members of a run."""
+    """Return the prefix of the DHT keys that hivemind's matchmaking uses for a run."""
     return f"{run_id}-rounds"
