@@ -26,7 +26,7 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.fetch_plan import preferred, relays
@@ -34,7 +34,7 @@ from spes_p2p.training.fetch_plan import preferred, relays
 RUN_ID = "network"
 ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
 MEETING_SECONDS = 30.0
-"""Time for everybody to show up; who is complete does not wait for it."""
+"""Time for all peers to arrive; a complete group does not wait for it."""
 CALL_SECONDS = MEETING_SECONDS + 2 * ROUNDS.averaging_seconds + ROUNDS.exchange_seconds
 NAMES = {SHARED: "shared", "slot": "slots"}
 """Which setting of the codecs is a kind's."""
@@ -92,12 +92,12 @@ class SwarmPeer:
         self._numels = {SHARED: payload.shared_numel, "slot": payload.slot_numel}
         self._anchors = {name: self._draw(name) for name in self._names}
         self._deltas = {name: DELTA * self._draw(name) for name in self._names}
-        node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, host=host)
+        node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=ListenConfig(host))
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
         vectors = Vectors(self._numels, segments, _advance, codecs.keyframe_rounds)
         self._swarm.enter(ROUNDS, vectors, max_slots=len(slots))
-        if slots:  # who claims some is a member, and is served before newcomers
+        if slots:  # a peer with a claim is a member, and is served before newcomers
             me = self._swarm.peer_id
             claim = Claim(peer_id=me, state="active", slots=tuple(slots), max_slots=len(slots), since=self._swarm.now())
             self._swarm.announce(claim)

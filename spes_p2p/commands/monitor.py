@@ -29,7 +29,7 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 
 log = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         settings.run_name,
         initial_peers=settings.initial_peers,
         peerstore=Peerstore(output / peerstore.FILE),
-        client_mode=True,
+        listen=ListenConfig(client_mode=True),
     )
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
     try:

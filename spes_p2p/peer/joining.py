@@ -22,15 +22,9 @@ from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_build, hf_config
-from spes_p2p.planner import (
-    ModelSize,
-    Setup,
-    free_memory_bytes,
-    model_size,
-    peer_bytes,
-    round_traffic,
-    slots_that_fit,
-)
+from spes_p2p.planner.memory import Setup, peer_bytes, slots_that_fit
+from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
+from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
     Manifest,
@@ -44,7 +38,7 @@ from spes_p2p.swarm.manifest import (
 )
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import SHARED
@@ -133,9 +127,9 @@ def joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
     try:
         if not (config.client_mode or config.announce or swarm.can_be_called()):
             log.warning(
-                "nobody can open a connection to this peer (TCP port %d): it calls the others, trains and averages, "
-                "and they take what it publishes over its calls; to be called, set --host and --port, or --announce",
-                swarm.node.port,
+                "other peers cannot open a connection to this one: %s. It calls them instead, trains and averages, and "
+                "they fetch what it publishes over its connections",
+                why_unreachable(config.host, swarm.node.port),
             )
             swarm.close()
             swarm = _swarm(config, client_mode=True)
@@ -146,18 +140,36 @@ def joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
 
 
 def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
-    """Start what talks to the others."""
+    """Start this peer's node, and the swarm on top of it."""
+    known = Peerstore(config.output / peerstore.FILE)
     node = Node(
         Identity(config.identity or config.output / "identity.key"),
         config.run_name,
         initial_peers=config.initial_peers,
-        peerstore=Peerstore(config.output / peerstore.FILE),
-        host=config.host,
-        port=config.port,
-        announce=config.announce,
-        client_mode=client_mode,
+        peerstore=known,
+        listen=ListenConfig(listen_host(config, known), config.port, tuple(config.announce), client_mode=client_mode),
     )
     return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
+
+
+def listen_host(config: PeerConfig, known: Peerstore) -> str:
+    """Return the address to listen on: the chosen one, or every interface unless the swarm is on this machine alone."""
+    if config.host is not None:
+        return config.host
+    others = config.initial_peers or [address for at in known.addresses().values() for address in at]
+    return LOOPBACK if others and all(map(is_loopback, others)) else EVERY_INTERFACE
+
+
+def why_unreachable(host: str | None, port: int) -> str:
+    """Return why other peers cannot call this one, which listens on `host` (None: as by default), and the remedy."""
+    if host is not None and (host.startswith("127.") or host == "::1"):
+        return f"it listens on {host}, which only this machine reaches; drop --host"
+    if host not in (None, EVERY_INTERFACE, "0.0.0.0", "::"):
+        return f"it listens on {host} alone, whose TCP port {port} they do not reach; drop --host, or set --announce"
+    return (
+        f"a router or firewall blocks TCP port {port} of this machine; forward a port to it and set --port, or set "
+        f"--announce if the port outside is another"
+    )
 
 
 def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
@@ -243,7 +255,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")
     text = " --text PATH" if run.data.source == "files" else ""
     log.info(
-        "others join with: python peers/run_peer.py --run-id %s@%s --initial-peers %s%s",
+        "others join with: spes peer --run-id %s@%s --initial-peers %s%s",
         *(run_id, manifest.founder, " ".join(addresses), text),
     )
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
@@ -258,9 +270,20 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     download = 0 if SHARED in swarm.versions() or not swarm.seeds() else 4 * size.total_params
     show_download(swarm, download)
     log.info(
-        "it needs %s of memory, downloads %s at first, and sends and receives about %s in a round of %d such peers",
-        *(_size(peer_bytes(size, max_slots, setup)), _size(download), _size(traffic.total), num_peers),
+        "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
+        "about %s and receives as much, %s in all",
+        *(_size(peer_bytes(size, max_slots, setup)), _size(disk_bytes(size, max_slots)), _size(download), num_peers),
+        *(_size(traffic.total), _size(2 * traffic.total)),
     )
+
+
+def disk_bytes(size: ModelSize, num_slots: int) -> int:
+    """Return the bytes that a peer's output may take: two checkpoints, the newer one not yet complete.
+
+    Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
+    """
+    trained = size.shared_params + num_slots * size.slot_params
+    return 2 * 4 * (size.total_params + 5 * trained)
 
 
 def _size(num_bytes: float) -> str:

@@ -157,7 +157,7 @@ def _collect_all_the_time() -> None:
 def _start(setting: Setting, client_mode: bool):
     """Return a swarm over a node of its own."""
     from spes_p2p.swarm import hivemind_swarm
-    from spes_p2p.swarm.p2p.node import Node
+    from spes_p2p.swarm.p2p.node import ListenConfig, Node
     from spes_p2p.swarm.p2p.peerstore import FILE, Peerstore
 
     node = Node(
@@ -165,8 +165,7 @@ def _start(setting: Setting, client_mode: bool):
         RUN_ID,
         initial_peers=setting.initial_peers,
         peerstore=Peerstore(setting.directory / FILE) if setting.known_peers else None,
-        host=setting.host,
-        client_mode=client_mode,
+        listen=ListenConfig(setting.host, client_mode=client_mode),
     )
     return hivemind_swarm.HivemindSwarm(node, setting.directory / "versions")
 

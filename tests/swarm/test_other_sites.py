@@ -8,7 +8,7 @@ from real_peers import PeerProcess, average, close_all, contribution, plain_mean
 
 from benchmarks.testbed import TestBed, available
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.roster import SHARED
 
 pytestmark = [
@@ -85,7 +85,9 @@ def test_two_whom_nobody_can_call_cannot_talk_to_each_other(sites):
 
 def test_a_peer_in_client_mode_knows_no_address_of_its_own(tmp_path):
     node = Node(Identity(tmp_path / "key"), "run")
-    client = Node(Identity(tmp_path / "client"), "run", initial_peers=node.addresses(), client_mode=True)
+    client = Node(
+        Identity(tmp_path / "client"), "run", initial_peers=node.addresses(), listen=ListenConfig(client_mode=True)
+    )
     assert client.contacts() == () and client.port == 0
     client.close()
     node.close()

@@ -20,7 +20,7 @@ import pytest
 from peer_processes import Command, Commands, commands_in, saved_state, write_corpus, write_settings
 
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.records import Claim
 
 SLOTS = {0, 1, 2, 3}
@@ -159,7 +159,9 @@ class Teller:
             story.saved[name] = [saved_state(self.folder / name)]
 
     def read_claims(self, address: str) -> None:
-        node = Node(Identity(self.folder / "reader.key"), "life", initial_peers=[address], client_mode=True)
+        node = Node(
+            Identity(self.folder / "reader.key"), "life", initial_peers=[address], listen=ListenConfig(client_mode=True)
+        )
         try:
             claims = node.read(Claim)
         finally:

@@ -16,7 +16,7 @@ from real_peers import PeerProcess
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -140,7 +140,7 @@ def test_an_occupied_port_is_named(tmp_path):
         taken.listen()
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"127\.0\.0\.1:{port}.*--port"):
-            Node(Identity(tmp_path / "key"), "run", port=port)
+            Node(Identity(tmp_path / "key"), "run", listen=ListenConfig(port=port))
     assert_gone(children() - before)
 
 
@@ -164,7 +164,7 @@ def test_an_identity_in_use_is_refused(node):
 def test_a_node_can_be_closed_twice_and_its_port_used_again(tmp_path):
     port = free_port()
     for _ in range(2):
-        node = Node(Identity(tmp_path / "key"), "run", port=port)
+        node = Node(Identity(tmp_path / "key"), "run", listen=ListenConfig(port=port))
         assert f"/tcp/{port}/" in node.addresses()[0]
         node.close()
         node.close()

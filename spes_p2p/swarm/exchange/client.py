@@ -8,10 +8,10 @@ import logging
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download, DownloadBudget, Range, relay_shares
+from spes_p2p.swarm.exchange.downloads import RANGE_BYTES, Download, Range, relay_shares
 from spes_p2p.swarm.exchange.protocol import (
     BUSY,
     DATA,
@@ -24,6 +24,9 @@ from spes_p2p.swarm.exchange.protocol import (
     Wanted,
 )
 from spes_p2p.swarm.exchange.versions import Version
+
+if TYPE_CHECKING:
+    from spes_p2p.swarm.exchange.exchange import Exchange
 
 log = logging.getLogger(__name__)
 
@@ -103,57 +106,18 @@ class AbsentError(ExchangeError):
 
 @dataclass
 class Candidate:
-    """A peer that may have the version.
-
-    Attributes:
-        peer: Its id.
-        is_relay: It fetches the version too, and passes its share on.
-        retry_at: Time before which it is not asked again after a disconnect, in the loop's seconds.
-        num_disconnects: Disconnects in a row with little sent.
-        task: The fetch from it that is under way.
-        asked_at: Start of that fetch.
-        has_offered: It has made an offer.
-        num_bytes: Bytes that it has sent since the last disconnect.
-    """
+    """A peer that may have the version; times are the event loop's seconds."""
 
     peer: str
     is_relay: bool = False
+    """It fetches the version, too, and passes its share on."""
     retry_at: float = 0.0
     num_disconnects: int = 0
+    """In a row, each with little sent."""
     task: asyncio.Task[None] | None = None
     asked_at: float = 0.0
     has_offered: bool = False
     num_bytes: int = 0
-
-
-class PullContext(Protocol):
-    """What a pull needs of the exchange.
-
-    Attributes:
-        budget: Bounds the downloads under way, and so their memory.
-        backoff: Busy peers, over all downloads.
-    """
-
-    peer_id: str
-    run_id: str
-    budget: DownloadBudget
-    backoff: Backoff
-
-    async def connect(self, peer: str) -> Channel:
-        """Open a channel to a peer that serves versions."""
-
-    async def accept(self, version: Version, download: Download | None) -> None:
-        """Verify and store a complete download; without one, store a version whose bytes this peer has.
-
-        Raises:
-            ExchangeError: the bytes are not the version's.
-        """
-
-    def relay(self, name: str, download: Download | None) -> None:
-        """Serve the bytes that have arrived of a version to other relays; None ends that."""
-
-    def count(self, num_bytes: int) -> None:
-        """Count received payload bytes."""
 
 
 class Fetch:
@@ -162,27 +126,25 @@ class Fetch:
     Args:
         wanted: The version.
         base: Digest of this peer's newest version of that name, to which deltas are applied; "" for none.
-        context: The exchange.
+        exchange: Connects, counts and stores.
 
     Attributes:
-        download: The payload so far; None before the first offer.
         unchanged: The offered version, if its bytes are this peer's own.
-        max_deltas: Most deltas to request.
         relays: Peers that share the version out among themselves; empty after that has failed.
         num_peers: Candidates left, relays not counted.
         changed: Fires at an offer, and when a candidate's task ends.
     """
 
-    def __init__(self, wanted: Wanted, base: str, context: PullContext) -> None:
+    def __init__(self, wanted: Wanted, base: str, exchange: Exchange) -> None:
         self.wanted = wanted
         self.base = base
         self.max_deltas = wanted.max_deltas if base else 0
-        self.relays = wanted.relays if context.peer_id in wanted.relays and len(wanted.relays) > 1 else ()
+        self.relays = wanted.relays if exchange.peer_id in wanted.relays and len(wanted.relays) > 1 else ()
         self.num_peers = 1
         self.download: Download | None = None
         self.unchanged: Version | None = None
         self.changed = Signal()
-        self._context = context
+        self._exchange = exchange
         self._reservation: asyncio.Future | None = None
         self._reserved = "", 0
         self._is_sent_at_once = False
@@ -201,31 +163,28 @@ class Fetch:
         """Drop the bytes so far."""
         if self.download is not None:
             self.download.close()
-            self._context.relay(self.wanted.name, None)
+            self._exchange.relay(self.wanted.name, None)
         self.download = self.unchanged = None
 
     def close(self) -> None:
         """Drop the bytes, and release their share of the download budget."""
         self.drop()
         if self._reservation is not None and not self._reservation.cancel():
-            self._context.budget.release(*self._reserved)
+            self._exchange.budget.release(*self._reserved)
         self._reservation = None
 
     async def run(self, candidate: Candidate, deadline: float) -> None:
         """Fetch what is missing from one peer.
 
         Raises:
-            BusyError: the peer is busy.
-            AbsentError: the peer does not have the version.
-            DisconnectedError: the stream ended early; the peer may be asked again.
+            ExchangeError: `BusyError`, `AbsentError`, `DisconnectedError`, or what the peer did wrong.
             TimeoutError: the peer was silent for too long.
-            ExchangeError: the peer refuses to answer, or sends something else.
             RecordError: the offered version is not what its author signed.
         """
         loop = asyncio.get_running_loop()
         while True:
             request = self._request(min(max(0.0, deadline - loop.time()), MAX_WAIT_SECONDS))
-            channel = await self._context.connect(candidate.peer)
+            channel = await self._exchange.connect(candidate.peer)
             with contextlib.closing(channel), self._sent_at_once(request):
                 await channel.send_text(request.model_dump_json())
                 offer = self._check(request, Answer.parse(await channel.receive_text()))
@@ -256,7 +215,7 @@ class Fetch:
         if answer.state in ("absent", "refused"):
             kind = AbsentError if answer.state == "absent" else ExchangeError
             raise kind(f"has no version of round {self.wanted.min_round} ({answer.state})")
-        version = Version.verify(answer.version, self._context.run_id)
+        version = Version.verify(answer.version, self._exchange.run_id)
         self.wanted.check(version)
         if answer.state != "same":
             return version, answer, self.wanted.payload_bytes(version, answer, request.max_deltas)
@@ -283,7 +242,7 @@ class Fetch:
         if not self.relays:
             if self._reservation is None:
                 self._reserved = peer, num_bytes
-                self._reservation = asyncio.ensure_future(self._context.budget.acquire(peer, num_bytes))
+                self._reservation = asyncio.ensure_future(self._exchange.budget.acquire(peer, num_bytes))
             await asyncio.shield(self._reservation)
 
     def _join(
@@ -298,11 +257,11 @@ class Fetch:
             if not download.will_miss(deadline):
                 raise DisconnectedError("offers another version than those before")
             self.drop()
-        me, uplinks = self._context.peer_id, self.wanted.uplinks
+        me, uplinks = self._exchange.peer_id, self.wanted.uplinks
         shares = relay_shares(self.relays, me, candidate.peer, uplinks) if self.relays else None
         self.download = Download(answer, version, self.base, num_bytes, shares)
         if shares:
-            self._context.relay(version.name, self.download)
+            self._exchange.relay(version.name, self.download)
         self.changed.fire()
         return self.download
 
@@ -322,7 +281,7 @@ class Fetch:
                     await self._receive(channel, candidate, download, requested[0])
                     download.finish(requested.pop(0))
                 else:
-                    await download.wait(IDLE_SECONDS)
+                    await download.changed.wait(IDLE_SECONDS)
         finally:
             for range in requested:
                 download.finish(range)
@@ -343,32 +302,25 @@ class Fetch:
                 raise BusyError("broke off: is busy")
             if kind != DATA or not 0 < num_bytes <= range.requested - range.position:  # guard: bytes-wanted
                 raise ExchangeError(f"sent {num_bytes} bytes, {kind!r}, more than were asked for")
-            self._context.backoff.reset(candidate.peer)
+            self._exchange.backoff.reset(candidate.peer)
             while num_bytes:
                 data = await channel.read(num_bytes)
                 num_bytes -= len(data)
                 candidate.num_bytes += len(data)
-                self._context.count(len(data))
+                self._exchange.count(len(data))
                 download.write(range, data)
                 if download.is_closed or range.position == range.stop < range.requested:
                     raise DisconnectedError("was overtaken")
 
 
 class Pull:
-    """Fetches one version, from the first candidates that offer it.
+    """Fetches one version, from the first candidates that offer it; preferred ones come first in `peers`."""
 
-    Args:
-        wanted: The version.
-        peers: Candidates, preferred ones first.
-        base: Digest of this peer's newest version of that name; "" for none.
-        context: The exchange.
-    """
-
-    def __init__(self, wanted: Wanted, peers: Sequence[str], base: str, context: PullContext) -> None:
-        me = context.peer_id
+    def __init__(self, wanted: Wanted, peers: Sequence[str], base: str, exchange: Exchange) -> None:
+        me = exchange.peer_id
         self._wanted = wanted
-        self._context = context
-        self._fetch = Fetch(wanted, base, context)
+        self._exchange = exchange
+        self._fetch = Fetch(wanted, base, exchange)
         self._peers = [Candidate(peer) for peer in dict.fromkeys(peers) if peer != me]
         self._relays = [Candidate(peer, is_relay=True) for peer in self._fetch.relays if peer != me]
         self._fetch.num_peers = len(self._peers)
@@ -433,7 +385,7 @@ class Pull:
                     self._fetch.download.release(relay.peer)
 
     def _retry_at(self, candidate: Candidate) -> float:
-        return max(candidate.retry_at, self._context.backoff.retry_at(candidate.peer))
+        return max(candidate.retry_at, self._exchange.backoff.retry_at(candidate.peer))
 
     def _num_senders(self) -> int:
         """Return the number of peers to fetch from at once: one, unless the payload is large or comes slowly."""
@@ -447,7 +399,7 @@ class Pull:
     def _start(self, candidate: Candidate, now: float, deadline: float) -> None:
         candidate.asked_at = now
         candidate.has_offered = False
-        self._context.backoff.record_request(candidate.peer, now)
+        self._exchange.backoff.record_request(candidate.peer, now)
         candidate.task = asyncio.create_task(self._fetch.run(candidate, deadline))
         candidate.task.add_done_callback(lambda _: self._fetch.changed.fire())
 
@@ -472,7 +424,7 @@ class Pull:
             elif self._fetch.download is not None:
                 self._fetch.download.release(candidate.peer)
             if is_busy:
-                self._context.backoff.record_busy(candidate.peer, now)
+                self._exchange.backoff.record_busy(candidate.peer, now)
             elif isinstance(error, DisconnectedError) and candidate.num_disconnects < MAX_DISCONNECTS:
                 candidate.retry_at = now + RECONNECT_SECONDS
             elif isinstance(error, AbsentError) and self._may_fetch_it_first(candidate):
@@ -505,10 +457,10 @@ class Pull:
         version, download = self._fetch.unchanged, self._fetch.download
         try:
             if version is not None:
-                await self._context.accept(version, None)
+                await self._exchange.accept(version, None)
             else:
                 assert download is not None
-                await self._context.accept(download.version, download)
+                await self._exchange.accept(download.version, download)
         except ExchangeError as error:
             self._blame(download if version is None else None, error)
             self._fetch.drop()

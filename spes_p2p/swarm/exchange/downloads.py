@@ -103,6 +103,7 @@ class Download:
         data: The payload; received bytes are in place.
         ranges: All ranges requested so far.
         is_closed: No more bytes come.
+        changed: Fires when bytes or gaps have changed.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class Download:
         self._gaps = _divide(num_bytes, shares or {"": 1.0})
         self._active: set[Range] = set()
         self._num_received = 0
-        self._changed = Signal()
+        self.changed = Signal()
 
     @property
     def is_complete(self) -> bool:
@@ -181,7 +182,7 @@ class Download:
         for gap in self._gaps:
             if gap.owner == peer:
                 gap.owner = ""
-        self._changed.fire()
+        self.changed.fire()
 
     # ------------------------------------------------------------------ receiving
 
@@ -191,7 +192,7 @@ class Download:
         self.data[range.position : range.position + len(wanted)] = wanted
         range.position += len(wanted)
         self._num_received += len(wanted)
-        self._changed.fire()
+        self.changed.fire()
 
     def finish(self, range: Range) -> None:
         """End a range; request what has not come of it again."""
@@ -199,18 +200,14 @@ class Download:
         if range.position < range.stop:
             self._gaps.append(_Gap(range.position, range.stop))
             range.stop = range.position
-        self._changed.fire()
+        self.changed.fire()
 
     def close(self) -> None:
         """Give up on the bytes that have not come."""
         self.is_closed = True
-        self._changed.fire()
+        self.changed.fire()
 
     # ------------------------------------------------------------------ reading
-
-    async def wait(self, seconds: float) -> None:
-        """Return at the next change, at the latest after `seconds`."""
-        await self._changed.wait(seconds)
 
     async def wait_for(self, start: int, stop: int, seconds: float) -> int:
         """Wait until the bytes from `start` to `stop` are here; return the offset up to which more are.
@@ -223,7 +220,7 @@ class Download:
             remaining = deadline - asyncio.get_running_loop().time()
             if remaining <= 0 or self.is_closed:
                 raise ExchangeError(f"{self.version.name} did not arrive here")
-            await self._changed.wait(remaining)
+            await self.changed.wait(remaining)
         return reached
 
     def _reached(self, start: int) -> int:

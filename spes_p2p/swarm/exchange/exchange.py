@@ -218,15 +218,18 @@ class Exchange:
             lacking = [name for name in wanted if name not in newest or newest[name].round < min_round]
             return dict.fromkeys(lacking, f"not here after {timeout:.0f} s, in which this machine may have stood still")
 
-    # ------------------------------------------------------------------ the context of a pull
+    # ------------------------------------------------------------------ what a pull needs
 
     async def connect(self, peer: str) -> Channel:
+        """Open a channel to a peer that serves versions."""
         return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
 
     def count(self, num_bytes: int) -> None:
+        """Count received payload bytes."""
         self.bytes_in += num_bytes
 
     def relay(self, name: str, download: Download | None) -> None:
+        """Serve the bytes that have arrived of a version to other relays; None ends that."""
         if download is None:
             self._relayed.pop(name, None)
         else:
@@ -234,6 +237,11 @@ class Exchange:
         self._server.changed.fire()
 
     async def accept(self, version: Version, download: Download | None) -> None:
+        """Verify and store a complete download; without one, store a version whose bytes this peer has.
+
+        Raises:
+            ExchangeError: the bytes are not the version's.
+        """
         if download is None:
             work = functools.partial(self._store.store_known_bytes, version)
         else:

@@ -23,7 +23,9 @@ MAX_WAIT_SECONDS = 3600.0
 MAX_DELTAS = 256
 
 
-class _Message(BaseModel):
+class Message(BaseModel):
+    """A JSON message to or from another peer, checked strictly."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @classmethod
@@ -35,7 +37,7 @@ class _Message(BaseModel):
             raise ExchangeError(f"sent a malformed message: {error.errors()[0]['msg']}") from error
 
 
-class Request(_Message):
+class Request(Message):
     """Asks for a version; ranges of its bytes are requested once it is offered."""
 
     name: Name
@@ -53,7 +55,7 @@ class Request(_Message):
     """Send the whole payload right behind the offer, which saves a round trip; set for one peer at a time."""
 
 
-class Answer(_Message):
+class Answer(Message):
     """Offers a version, or says why not."""
 
     state: Literal["busy", "absent", "refused", "same", "deltas", "whole"]

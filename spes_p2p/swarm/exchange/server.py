@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import Protocol
+from typing import TypeAlias
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange.downloads import Download
@@ -44,37 +44,14 @@ NUM_READERS = 2
 BLOCK_BYTES = 4 * FRAME_BYTES
 
 
-class Payload(Protocol):
-    """An offer and its bytes.
-
-    Attributes:
-        is_partial: The bytes are still arriving here.
-    """
-
-    answer: Answer
-    num_bytes: int
-    is_partial: bool
-
-    async def read(self, start: int, stop: int) -> bytes | memoryview:
-        """Return bytes from `start` on, at least one, up to `stop` at most."""
-
-    def close(self) -> None:
-        """Close files."""
-
-
 class FilePayload:
-    """The bytes of several files in a row, held open, so that they can be read after their deletion.
+    """An offer and its bytes: files in a row, held open, so that they can be read after their deletion.
 
-    Args:
-        answer: The offer.
-        paths: The files.
-        readers: Threads that read, so that a slow disk does not block the event loop.
+    Threads read them, so that a slow disk does not block the event loop.
 
     Raises:
         FileNotFoundError: a file is gone.
     """
-
-    is_partial = False
 
     def __init__(self, answer: Answer, paths: Sequence[Path], readers: Executor) -> None:
         self.answer = answer
@@ -90,6 +67,7 @@ class FilePayload:
         self.num_bytes = sum(self._sizes)
 
     async def read(self, start: int, stop: int) -> bytes:
+        """Return bytes from `start` on, at least one, up to `stop` at most."""
         for file, size in zip(self._files, self._sizes, strict=True):
             if start < size:
                 count = min(stop, size) - start
@@ -103,9 +81,7 @@ class FilePayload:
 
 
 class RelayedPayload:
-    """A download under way, passed on unverified; its receivers verify the whole."""
-
-    is_partial = True
+    """An offer and its bytes: a download under way, passed on unverified; its receivers verify the whole."""
 
     def __init__(self, download: Download) -> None:
         self.answer = download.answer
@@ -118,7 +94,10 @@ class RelayedPayload:
         return memoryview(self._download.data)[start : min(reached, stop)]
 
     def close(self) -> None:
-        pass
+        """Do nothing: the pull closes its download."""
+
+
+Payload: TypeAlias = FilePayload | RelayedPayload
 
 
 class Server:
@@ -247,7 +226,7 @@ class Server:
     async def _send(self, channel: Channel, peer: str, payload: Payload, start: int, stop: int) -> None:
         """Send a range; BUSY in place of all or the rest of it if the peer must wait."""
         async with contextlib.AsyncExitStack() as held:
-            limits = [self._partial_uploads] if payload.is_partial else [self._uploads]
+            limits = [self._partial_uploads if isinstance(payload, RelayedPayload) else self._uploads]
             if self._is_non_member(peer):
                 limits.insert(0, self._non_member_uploads)
             for limit in limits:

@@ -1,1 +1,1 @@
-"""Subclasses and patches of hivemind's internals; README.md lists each with its symptom, its test, and when it can go."""
+"""Subclasses and patches of hivemind's internals; README.md lists each: symptom, test, and when it can go."""

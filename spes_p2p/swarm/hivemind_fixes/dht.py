@@ -199,11 +199,6 @@ class SwarmDHTNode(DHTNode):
 class SwarmDHT(ChildDHT):
     """The DHT process of a peer.
 
-    Args:
-        p2p: The peer's host.
-        validator: Checks every record.
-        settings: Further arguments of hivemind's DHT.
-
     Attributes:
         subkey: The subkey of this peer's records.
         streams_per_peer: Streams that another peer may have open to each process that connects through this DHT.
@@ -219,7 +214,8 @@ class SwarmDHT(ChildDHT):
 
     def run(self) -> None:
         # Stock builds its parts by these names; the patch affects only this process.
-        stock_dht.DHTNode, stock_node.DHTProtocol = SwarmDHTNode, SwarmDHTProtocol
+        stock_dht.DHTNode = SwarmDHTNode
+        stock_node.DHTProtocol = SwarmDHTProtocol
         stock_protocol.DHTLocalStorage = BoundedStorage
         super().run()
 

@@ -194,11 +194,9 @@ class LimitedP2P(P2P):
 
 
 class Inbox:
-    """Messages of one stream that are read and not yet handled.
+    """Messages of one stream that are read and not yet handled: `max_waiting`, and one that is being read.
 
-    Args:
-        read_ahead: Bounds the messages that wait, over all streams of the same peer.
-        max_waiting: Messages of this stream read ahead of the handler, beside one that is being read.
+    `read_ahead` bounds them over all streams of the same peer.
     """
 
     def __init__(self, read_ahead: asyncio.Semaphore, max_waiting: int) -> None:
@@ -248,11 +246,7 @@ async def receive(
 ) -> Any:
     """Return the next message of a stream, or an `RPCError`: the caller's error, empty at the end of all messages.
 
-    Args:
-        kind: Type of the messages.
-        reader: The stream.
-        max_bytes: Longest message.
-        acquire: Awaited between a message's header and its body.
+    `acquire` is awaited between a message's header and its body.
 
     Raises:
         ExchangeError: the message is too long, or not of this type.

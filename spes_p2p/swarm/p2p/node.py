@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import ipaddress
 import logging
 import random
 import re
@@ -44,6 +46,11 @@ _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (
 T = TypeVar("T")
 
 
+LOOPBACK = "127.0.0.1"
+EVERY_INTERFACE = "*"
+"""In place of an address to listen on: all interfaces, IPv4 and IPv6."""
+
+
 class UnreachableError(JoinError):
     """No peer asked has answered."""
 
@@ -53,16 +60,31 @@ class ListenConfig:
     """How other peers reach this one.
 
     Attributes:
-        host: IPv4 address to listen on.
+        host: IPv4 or IPv6 address to listen on; EVERY_INTERFACE for all of both kinds.
         port: TCP port; 0 lets the system choose.
         announce: Multiaddrs to announce in place of those listened on.
         client_mode: Open outgoing connections only; serve no versions, and store no records for other peers.
     """
 
-    host: str = "127.0.0.1"
+    host: str = LOOPBACK
     port: int = 0
     announce: tuple[str, ...] = ()
     client_mode: bool = False
+
+    def multiaddrs(self) -> list[str]:
+        """Return the addresses to listen on; IPv4 and IPv6 get the same port.
+
+        Raises:
+            ConfigError: the port is occupied, or `host` is no address of this machine.
+        """
+        if self.host != EVERY_INTERFACE:
+            port = check_port(self.host, self.port)
+            return [f"/ip{6 if ':' in self.host else 4}/{self.host}/tcp/{port if self.port else 0}"]
+        port = check_port("0.0.0.0", self.port)
+        addresses = [f"/ip4/0.0.0.0/tcp/{port}"]
+        with contextlib.suppress(ConfigError):  # a machine without IPv6, or one whose IPv6 port is occupied
+            addresses.append(f"/ip6/::/tcp/{check_port('::', port)}")
+        return addresses
 
 
 # ---------------------------------------------------------------------- starting
@@ -82,7 +104,7 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], listen: L
             raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
-            host_maddrs=None if listen.client_mode else [f"/ip4/{listen.host}/tcp/{listen.port}"],
+            host_maddrs=None if listen.client_mode else listen.multiaddrs(),
             announce_maddrs=list(listen.announce) or None,
             use_relay=False,
             startup_timeout=STARTUP_SECONDS,
@@ -183,14 +205,55 @@ def check_addresses(addresses: Sequence[str]) -> None:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
 
 
-def check_port(host: str, port: int) -> None:
-    """Raise ConfigError if a port is occupied; p2pd's own message says less."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+def check_port(host: str, port: int) -> int:
+    """Return a port that is free at an address: `port`, or any if that is 0. p2pd's own message says less.
+
+    Raises:
+        ConfigError: it is occupied, or `host` is no address of this machine.
+    """
+    is_ip6 = ":" in host
+    where = f"[{host}]:{port}" if is_ip6 else f"{host}:{port}"
+    try:
+        with socket.socket(socket.AF_INET6 if is_ip6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if is_ip6:
+                probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
             probe.bind((host, port))
-        except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --port") from error
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port") from error
+
+
+def is_loopback(address: str) -> bool:
+    """Tell whether a multiaddr leads to this machine alone."""
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
+
+
+def _reach(address: str, outgoing: str) -> tuple[int, bool]:
+    """Return a sort key of a multiaddr: the farther away it can be reached, and the surer, the lower.
+
+    Args:
+        address: The multiaddr.
+        outgoing: Address of the interface that leads to the internet, if there is one; others may be virtual.
+    """
+    _, family, host, *_ = address.split("/")
+    if is_loopback(address):
+        return 4, False
+    if family not in ("ip4", "ip6"):  # a DNS name
+        return 0, False
+    ip = ipaddress.ip_address(host)
+    rank = 3 if ip.is_link_local else 0 if ip.is_global else 1 if host == outgoing else 2
+    return rank, family == "ip6"
+
+
+def _outgoing_host() -> str:
+    """Return the IPv4 address from which this machine would call the internet; nothing is sent."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.0.8", 9))
+        except OSError:
+            return ""
+        return probe.getsockname()[0]
 
 
 def group_by_peer(addresses: Sequence[str]) -> dict[str, list[str]]:
@@ -213,10 +276,7 @@ class Node:
         initial_peers: Multiaddrs of peers in the swarm. Without any, the node starts a swarm, unless a peer of the
             peerstore answers.
         peerstore: Peers met before; dialled if no initial peer answers, and kept connected from then on.
-        host: IPv4 address to listen on.
-        port: TCP port; 0 lets the system choose.
-        announce: Multiaddrs to announce in place of those listened on.
-        client_mode: Open outgoing connections only; serve no versions, and store no records for other peers.
+        listen: How other peers reach this one; by default on a free port of this machine alone.
 
     Attributes:
         has_met_peers: Another peer answered at the start.
@@ -236,22 +296,20 @@ class Node:
         *,
         initial_peers: Sequence[str] = (),
         peerstore: Peerstore | None = None,
-        host: str = "127.0.0.1",
-        port: int = 0,
-        announce: Sequence[str] = (),
-        client_mode: bool = False,
+        listen: ListenConfig | None = None,
     ) -> None:
         self.identity = identity
         self.run_id = run_id
         self.peer_id = identity.peer_id
         self.peerstore = peerstore if peerstore is not None else Peerstore()
-        self.client_mode = client_mode
-        check_addresses([*initial_peers, *announce])
-        check_port(host, port)
+        self._listen = listen or ListenConfig()
+        self.client_mode = self._listen.client_mode
+        check_addresses([*initial_peers, *self._listen.announce])
+        if not self.client_mode:
+            self._listen.multiaddrs()
         increase_file_limit()
         make_locks_interrupt_safe()
         retry_memory_sharing()
-        self._listen = ListenConfig(host, port, tuple(announce), client_mode=client_mode)
         self._validator = RecordValidator(run_id, identity)
         self._dial_backoff = DialBackoff()
         self._initial_peers = group_by_peer(initial_peers)
@@ -305,9 +363,10 @@ class Node:
     # ------------------------------------------------------------------ addresses
 
     def addresses(self) -> list[str]:
-        """Return the multiaddrs under which this peer can be reached, loopback addresses last."""
+        """Return the multiaddrs under which this peer can be reached, public ones first, loopback ones last."""
         addresses = [str(address) for address in self.run(self.p2p.get_visible_maddrs(), DHT_SECONDS)]
-        return sorted(addresses, key=lambda address: address.startswith(("/ip4/127.", "/ip6/::1/")))
+        outgoing = _outgoing_host()
+        return sorted(addresses, key=lambda address: _reach(address, outgoing))
 
     @property
     def port(self) -> int:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.multiaddr import Multiaddr
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from spes_p2p.errors import SpesError
-from spes_p2p.swarm.exchange.protocol import Channel
+from spes_p2p.swarm.exchange.protocol import Channel, Message
 from spes_p2p.swarm.p2p.node import Node
 
 log = logging.getLogger(__name__)
@@ -27,18 +27,14 @@ MAX_AT_ONCE = 4
 """Peers called back at a time."""
 
 
-class _Question(BaseModel):
+class _Question(Message):
     """Asks a peer to open a connection to this port of the caller."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     port: int = Field(ge=1, le=65535)
 
 
-class _Answer(BaseModel):
+class _Answer(Message):
     """Tells whether the connection opened; None if the caller's address is not known."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     is_reached: bool | None
 
@@ -76,7 +72,7 @@ class DialBack:
                 channel = await Channel.open(self._node, peer, self._service, ANSWER_SECONDS)
                 with contextlib.closing(channel):
                     await channel.send_text(question.model_dump_json())
-                    return _Answer.model_validate_json(await channel.receive_text()).is_reached
+                    return _Answer.parse(await channel.receive_text()).is_reached
         except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s does not say whether it can call us: %r", peer, error)
             return None
@@ -85,14 +81,14 @@ class DialBack:
         channel = Channel(reader, writer, ANSWER_SECONDS)
         with contextlib.closing(channel):
             try:
-                question = _Question.model_validate_json(await channel.receive_text())
+                question = _Question.parse(await channel.receive_text())
                 async with self._limit:
                     hosts = await self._hosts_of(info.peer_id.to_base58())
                     reached = [await _can_connect(host, question.port) for host in hosts[:2]]
                 answer = _Answer(is_reached=any(reached) if reached else None)
                 await channel.send_text(answer.model_dump_json())
                 await channel.wait_for_hang_up()
-            except (SpesError, ValidationError, TimeoutError) as error:
+            except (SpesError, TimeoutError) as error:
                 log.info("did not call %s back: %s", info.peer_id.to_base58()[-6:], error)
 
     async def _hosts_of(self, peer: str) -> list[str]:
