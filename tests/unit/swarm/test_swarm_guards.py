@@ -1,4 +1,4 @@
-"""The guards at a peer's doors, each without a network: what they let in, and what not."""
+"""The guards against hostile messages, each without a network: what they accept, and what they refuse."""
 
 import asyncio
 import itertools
@@ -80,6 +80,12 @@ def test_what_is_cut_short_or_of_another_type_or_too_much_is_refused(data):
         ShallowSerializer.loads(data)
 
 
+def test_an_extension_that_hivemind_fails_to_decode_is_refused_with_an_error_of_ours():
+    """Stock raises a TypeError for it."""
+    with pytest.raises(RecordError):
+        ShallowSerializer.loads(b"\xd4P\xc0")
+
+
 # ---------------------------------------------------------------------- what a node keeps
 
 
@@ -120,8 +126,8 @@ def test_a_place_in_the_dht_is_that_of_one_peer():
 PEERS = [PeerID(b"\x12\x20" + bytes([number] * 32)) for number in range(3)]
 
 
-def test_neighbours_that_others_name_are_taken_only_where_they_belong(monkeypatch):
-    """Whoever is asked for a key might name itself three times, each time next to it."""
+def test_neighbours_that_others_name_are_taken_only_under_their_own_dht_ids(monkeypatch):
+    """A peer that is asked for a key might name itself three times, under ids next to the key."""
 
     async def call_find(self, peer, keys):
         return {KEY: (None, {node_id_of(PEERS[0]): PEERS[0], DHTID(int(KEY) ^ 1): PEERS[1]})}
@@ -133,7 +139,7 @@ def test_neighbours_that_others_name_are_taken_only_where_they_belong(monkeypatc
 
 @pytest.mark.parametrize("lives_until", [float("inf"), float("nan"), 0.0])
 @pytest.mark.parametrize("size", [float("inf"), "x", -1], ids=str)
-def test_of_what_somebody_has_under_a_key_only_the_records_are_taken_at_their_word(monkeypatch, size, lives_until):
+def test_of_a_value_that_a_peer_sends_only_the_records_are_kept(monkeypatch, size, lives_until):
     """A size that is no number let each search hang; an end at infinity made it the last."""
     said, now = DictionaryDHTValue(), time.time()
     said.store(b"owner", b"value", now + 60)
@@ -154,8 +160,8 @@ def test_of_what_somebody_has_under_a_key_only_the_records_are_taken_at_their_wo
 # ---------------------------------------------------------------------- meetings
 
 
-def test_a_leader_lets_nobody_in_whose_entry_the_others_could_not_take(monkeypatch):
-    """Nor, when those who have failed together redo a round, anybody else; for all others hivemind decides."""
+def test_a_leader_refuses_an_entry_that_the_others_could_not_take(monkeypatch):
+    """And, while the survivors of a failed round redo it, any other peer; otherwise hivemind decides."""
     monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: None)
     meeting, caller = object.__new__(SwarmMatchmaking), SimpleNamespace(remote_id=PEERS[0])
     meeting.group_key_manager = SimpleNamespace(survivors=None)
