@@ -39,10 +39,10 @@ from spes_p2p.training.loss_gate import LossGate
 RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
 SEEDS = (0, 1, 2)
 ATTACKER, FIRST, FACTOR, SOLE_FACTOR = 2, 3, 100.0, 1e4
-"""Who it is, the first round that it spoils, and by what it scales; and by what where nobody else sees its delta."""
+"""The attacker, its first round, its factor, and its factor on slots that it alone holds."""
 UNDISTURBED, UNGUARDED = "undisturbed", "unguarded"
 SOLE_UNDISTURBED, SOLE, SOLE_UNGATED = "sole undisturbed", "sole scale", "sole scale ungated"
-"""Runs in which each slot has one holder, whose deltas nobody else sees."""
+"""Runs in which each slot has one holder, whose deltas no other peer sees."""
 EXCLUDABLE = ("sign_flip", "scale", "nan", "noise", "moments", "lying_reducer")
 """Those that bring what no honest peer would; the rest does no more harm than one that is absent."""
 MAX_WORSE, MAX_ROUNDS, MAX_REJECTED, MAX_CLEAN, MAX_SECONDS = 2.0, 2, 1.0, 0.2, 3.0
@@ -100,7 +100,7 @@ def kinds() -> tuple[str, ...]:
 
 
 def scenario(kind: str, seed: int) -> Scenario:
-    """Return a run of eight of whom one attacks, or none."""
+    """Return a run of eight peers with one attacker, or without one."""
     attack = {"peer": ATTACKER, "kind": kind, "from_round": FIRST, "factor": FACTOR}
     if is_sole := kind in (SOLE_UNDISTURBED, SOLE, SOLE_UNGATED):
         attack |= {"kind": "scale", "groups": "slots", "factor": SOLE_FACTOR}
@@ -177,7 +177,7 @@ def _honest_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     seeds = [seed for seed in SEEDS if f"{UNGUARDED} {seed}" in runs]
     if seeds:
         worse = _worse(UNDISTURBED, UNGUARDED, seeds, runs)
-        what = f"held-out loss with all guards against none, nobody attacks, {len(seeds)} seeds"
+        what = f"held-out loss with all guards against none, no attack, {len(seeds)} seeds"
         yield Row(what, _figure(worse), f"+{MAX_CLEAN:g} %", worse.mean <= MAX_CLEAN)
     if seconds := document.get("guard_seconds"):
         share = 100 * seconds / ROUND_SECONDS
@@ -240,8 +240,8 @@ def _figure(worse: Spread) -> str:
 
 
 def _plain_weights(auditor: Auditor, part: object, values: list[Tensor | None]) -> list[float]:
-    senders = [weight for weight in auditor._weights if weight > 0]
-    return [0.0 if value is None else weight for value, weight in zip(values, senders, strict=True)]
+    weights = [auditor._plan.weights[sender] for sender in auditor._plan.senders]
+    return [0.0 if value is None else weight for value, weight in zip(values, weights, strict=True)]
 
 
 def _ungated(gate: LossGate, flats: Mapping[str, Tensor] | None, sync: object, adopted: Collection[str] = ()) -> None:
@@ -258,15 +258,14 @@ def guard_seconds() -> float:
 
     def seconds(is_guarded: bool) -> float:
         began = time.perf_counter()
-        auditor = plan.auditor("0") if is_guarded else None
+        auditor = Auditor(plan, "0") if is_guarded else None
         for message in plan.slices[0]:
             reduce_message(
-                plan.format,
+                plan,
                 message,
                 [vector[message[0].start : message[-1].stop] for vector in vectors],
-                plan.weights,
-                None,
-                auditor,
+                torch.empty(0),
+                None if auditor is None else auditor.weigh,
             )
         if auditor is not None:
             for index in range(1, PEERS):

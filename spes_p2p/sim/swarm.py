@@ -14,10 +14,10 @@ from torch import Tensor
 from spes_p2p.codecs import Format, digest
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.sim.clock import VirtualClock
-from spes_p2p.swarm.averaging.audit import Evidence
+from spes_p2p.swarm.averaging.audit import Auditor, Evidence
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, decide_outcome, prepare
-from spes_p2p.swarm.averaging.partition import GroupPlan, Message, decode_message, reduce_message
+from spes_p2p.swarm.averaging.partition import GroupPlan, Message, bytes_of, decode_message, reduce_message
 from spes_p2p.swarm.bans import Bans
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
@@ -190,10 +190,9 @@ class GroupMean:
         self._plan = plan
         self._name = name
         self._met = met
-        self._senders = [(peer, weight) for peer, weight in zip(plan.peers, plan.weights, strict=True) if weight > 0]
         self.mean = torch.empty(plan.format.num_bytes, dtype=torch.uint8)
         self.residuals: dict[str, tuple[int, Tensor]] = {}
-        self.auditors = {peer: plan.auditor(peer) for peer in plan.peers}
+        self.auditors = {peer: Auditor(plan, peer) for peer in plan.peers}
 
     def reduce(self) -> str:
         """Reduce every slice; return the reason of a failure, or ""."""
@@ -214,31 +213,17 @@ class GroupMean:
         start, stop = plan.span(reducer)
         errors = entry.error(self._name, plan.delta_numel)
         new_errors = errors[start:stop].clone()
+        auditor, peers = self.auditors[reducer], plan.peers
         for message in messages:
-            span = slice(*(min(edge, plan.delta_numel) for edge in (message[0].start, message[-1].stop)))
-            place = slice(message[0].byte_start, message[-1].byte_stop)
-            kept = errors[span] if span.start < span.stop else None
-            decoded = [self._sent(reducer, peer, message, place) for peer, _ in self._senders]
-            weights = [weight for _, weight in self._senders]
-            auditor = self.auditors[reducer]
-            encoded, rest = reduce_message(plan.format, message, decoded, weights, kept, auditor)
+            span, place = plan.residual_span(message), bytes_of(message)
+            sent = {sender: self._met[peers[sender]].encoded[self._name][place] for sender in plan.senders}
+            decoded = [auditor.decode(sender, message, data) for sender, data in sent.items()]
+            encoded, residual = reduce_message(plan, message, decoded, errors[span], auditor.weigh)
             self.mean[place] = encoded if entry.lie is None else entry.lie(plan.format, message, encoded)
-            if rest is not None:
-                new_errors[span.start - start : span.stop - start] = rest
+            new_errors[span.start - start : span.stop - start] = residual
             self._show(reducer, message, place)
         if not plan.format.is_exact:
             self.residuals[reducer] = start, new_errors
-
-    def _sent(self, reducer: str, peer: str, message: Message, place: slice) -> Tensor | None:
-        """Return a member's part of a message; None if it is unreadable and enough other members remain."""
-        try:
-            return decode_message(self._plan.format, message, self._met[peer].encoded[self._name][place])
-        except ExchangeError as error:
-            auditor = self.auditors[reducer]
-            auditor.record_proof(self._plan.peers.index(peer), f"sent what is no delta: {error}")
-            if not auditor.can_tell_outliers:
-                raise
-            return None
 
     def _show(self, reducer: str, message: Message, place: slice) -> None:
         """Show a mean to the other members' auditors."""

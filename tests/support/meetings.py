@@ -1,4 +1,4 @@
-"""Peers that come to a round at different times, and whom each of them met."""
+"""Peers that come to a round at different times, and the rosters that they met on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from real_peers import PeerProcess, begin_average, contribution, start_swarm
 
 JITTER_SECONDS = 1.0
 MEETING_SECONDS = 20.0
-"""Who is complete does not wait for it."""
+"""A complete group does not wait for it."""
 SHARED_NUMEL = 4096
 
 
@@ -38,13 +38,13 @@ def start_meeting(directory: Path, count: int) -> list[PeerProcess]:
 
 
 def meet(peers: Sequence[PeerProcess], seed: int) -> MeetingNote:
-    """Let everybody come to a round within a second of each other."""
+    """Let all peers come to a round within a second of each other."""
     draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     arrivals = sorted((draw.uniform(0.0, JITTER_SECONDS), place) for place in range(len(peers)))
-    nobody = threading.Event()
+    never = threading.Event()
     before = 0.0
     for at, place in arrivals:
-        nobody.wait(at - before)
+        never.wait(at - before)
         before = at
         item = contribution(peers[place].peer_id, generator, shared_numel=SHARED_NUMEL)
         begin_average([peers[place]], [item], expected=len(peers), meeting_seconds=MEETING_SECONDS - at)

@@ -39,7 +39,7 @@ FORGERIES = {
 _behaviour = multiprocessing.get_context("fork").Array("c", 64)
 _gates: list[Connection] = []
 _framed: list[str] = []
-"""The one to whom a liar tells something else than to all others."""
+"""The member to which a liar sends other means than to the rest."""
 
 
 def open_gate(gate: Connection) -> None:
@@ -56,7 +56,7 @@ def _reach(phase: str) -> None:
     if _is(phase):
         _behaviour.value = b""
         _gates[0].send(phase)
-        assert _gates[0].poll(GATE_SECONDS), "nobody opened the gate"
+        assert _gates[0].poll(GATE_SECONDS), "the gate was not opened"
         _gates[0].recv()
 
 
@@ -85,7 +85,7 @@ def _forge(message: averaging_pb2.MessageFromLeader, follower: bytes) -> None:
 
 
 def nested_tuples(depth: int) -> bytes:
-    """Return tuples within one another, as hivemind writes them; 220 ended whoever decoded them."""
+    """Return tuples within one another, as hivemind writes them; 220 ended the process that decoded them."""
     data = b"\x90"
     for _ in range(depth):
         data = msgpack.packb([msgpack.ExtType(0x40, data)])
@@ -111,7 +111,7 @@ class RogueMatchmaking(matchmaking.SwarmMatchmaking):
 
 
 class SparseAverager(averager.SparseAverager):
-    """Remote names of methods contain the class's name, so it must be the same as everybody's."""
+    """Remote names of methods contain the class's name, so it must be the same in all peers."""
 
     def __init__(self, *args, **kwargs) -> None:
         self._first_to_ask: dict[bytes, PeerID] = {}
@@ -129,12 +129,12 @@ class SparseAverager(averager.SparseAverager):
         honest = allreduce.reduce_message
 
         def reduce_message(*args):
-            encoded, left = honest(*args)
+            encoded, residual = honest(*args)
             if _is("means the opposite"):
                 encoded = (-encoded.view(torch.float32)).view(torch.uint8)
             if _is("means a hundred times the opposite") and args[1][0].segment == 0:
                 encoded = (-100 * encoded.view(torch.float32)).view(torch.uint8)
-            return (encoded.fill_(255) if _is("means NaN") else encoded), left
+            return (encoded.fill_(255) if _is("means NaN") else encoded), residual
 
         allreduce.reduce_message = reduce_message
         expected = averager.expected_of
@@ -210,7 +210,7 @@ class RogueButterflyAllreduce(allreduce.ButterflyAllreduce):
 
     async def _exchange(self, index: int, lane: int) -> None:
         await super()._exchange(index, lane)
-        self._open -= 1  # who has all of a reducer's means has sent it everything
+        self._open -= 1  # the last mean arrives after everything was sent
         if not self._open:
             if self._is_shared:
                 _reach(REDUCING)

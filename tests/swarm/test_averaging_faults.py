@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from fault_crew import FaultCrew
+from fault_cluster import FaultCluster
 from lanes import sample
 from misbehaving import SLOW
 from peer_server import ROUNDS
@@ -51,10 +51,10 @@ COMMIT_LIES = {
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory):
-    crew = FaultCrew(tmp_path_factory.mktemp("crew"), random.randrange(2**31))
-    yield crew.start()
-    crew.close()
+def cluster(tmp_path_factory):
+    cluster = FaultCluster(tmp_path_factory.mktemp("cluster"), random.randrange(2**31))
+    yield cluster.start()
+    cluster.close()
 
 
 def contributions(peers, seed):
@@ -65,15 +65,15 @@ def contributions(peers, seed):
     ]
 
 
-def assert_mean_of(items, results, everybody=None):
-    """All who took part committed every group as the weighted mean of `items`, with equal digests."""
+def assert_mean_of(items, results, roster=None):
+    """All that took part committed every group as the weighted mean of `items`, with equal digests."""
     for result in results:
         assert not result.dropped, result.dropped
-        assert {member.peer_id for member in result.roster} == {item.member.peer_id for item in everybody or items}
+        assert {member.peer_id for member in result.roster} == {item.member.peer_id for item in roster or items}
     for name in {name for item in items for name in item.deltas}:
         holders = sorted((item for item in items if name in item.deltas), key=lambda item: item.member.peer_id)
         parts, tokens = [item.deltas[name] for item in holders], [float(item.member.tokens) for item in holders]
-        members = sum(name in item.deltas for item in everybody or items)
+        members = sum(name in item.deltas for item in roster or items)
         exact = weighted_mean(parts, tokens) if members > 1 else parts[0]
         means = [result.committed[name] for result in results if name in result.committed]
         assert len(means) == members
@@ -82,9 +82,9 @@ def assert_mean_of(items, results, everybody=None):
 
 
 @pytest.mark.parametrize("how", sample(LIES, COMMIT_LIES))
-def test_a_liar_is_refused_and_the_others_commit_their_own_mean(crew, how):
+def test_a_liar_is_refused_and_the_others_commit_their_own_mean(cluster, how):
     is_named, attempts = LIES[how]
-    case = crew.lie(how)
+    case = cluster.lie(how)
     assert not case.wrong, case
     assert case.committed == 3 and not case.reasons, case
     assert case.attempts == attempts, case
@@ -94,21 +94,21 @@ def test_a_liar_is_refused_and_the_others_commit_their_own_mean(crew, how):
 
 @pytest.mark.full
 @pytest.mark.parametrize("how", ["sends without end", "answers without end"])
-def test_whoever_goes_on_and_on_is_not_listened_to(crew, how):
-    case = crew.lie(how)
+def test_whoever_goes_on_and_on_is_not_listened_to(cluster, how):
+    case = cluster.lie(how)
     assert not case.wrong and case.attempts == 1 and case.victim == "committed what the others did", case
 
 
-def test_what_one_has_committed_the_others_commit_too(crew):
-    """Who is told of everybody's result commits; those who are not would make another of the round without it."""
-    case = crew.lie("confirms to one alone")
+def test_what_one_has_committed_the_others_commit_too(cluster):
+    """A member that knows of all results commits; the others must too, or they would repeat the round without it."""
+    case = cluster.lie("confirms to one alone")
     assert not case.wrong and case.committed == 3 and case.attempts == 1, case
     assert case.victim == "committed what the others did", case
 
 
 @pytest.mark.full
 def test_they_do_where_an_attempt_has_less_time_than_a_confirmation(tmp_path, seed):
-    """As soon as quick rounds were seen, in every run with the usual deadlines: who was cut short did not ask."""
+    """After quick rounds the attempt's timeout is short; a member that it cut off would not ask."""
     rounds = ROUNDS.model_copy(update={"averaging_seconds": 30.0})
     peers = start_swarm(tmp_path, 2, rounds=rounds)
     peers.append(PeerProcess(tmp_path / "rogue", peers[0].addresses, is_rogue=True, rounds=rounds).wait_until_ready())
@@ -125,7 +125,7 @@ def test_they_do_where_an_attempt_has_less_time_than_a_confirmation(tmp_path, se
 
 
 def test_who_says_that_it_has_given_up_has_nobody_commit_alone(tmp_path, seed):
-    """The others make the round without it: whoever had committed with it would be the only one that did."""
+    """The others make the round without it: a member that committed with it would be the only one."""
     peers = start_swarm(tmp_path, 2)
     peers.append(PeerProcess(tmp_path / "rogue", peers[0].addresses, is_rogue=True).wait_until_ready())
     try:
@@ -138,7 +138,7 @@ def test_who_says_that_it_has_given_up_has_nobody_commit_alone(tmp_path, seed):
 
 @pytest.mark.full
 def test_whom_a_busy_leader_did_not_answer_in_time_asks_again(tmp_path, seed):
-    """hivemind asks once: all who had come waited until the time was up, and met without who had asked too early."""
+    """Stock asks once: all others waited until the time was up, and met without the peer that had asked too early."""
     peers = start_swarm(tmp_path, 2)
     peers.append(PeerProcess(tmp_path / "rogue", peers[0].addresses, is_rogue=True).wait_until_ready())
     try:
@@ -146,14 +146,14 @@ def test_whom_a_busy_leader_did_not_answer_in_time_asks_again(tmp_path, seed):
         items = contributions(peers, seed)
         assert_mean_of(items, average(peers, items, expected=3, meeting_seconds=LONG_SECONDS))
         [note] = peers[0].call("notes")
-        assert note.matchmaking_seconds < LONG_SECONDS / 2, "all were there, and waited for nobody"
+        assert note.matchmaking_seconds < LONG_SECONDS / 2, "all were there, and still waited"
     finally:
         close_all(peers)
 
 
-def test_whom_a_reducer_alone_tells_another_mean_loses_the_round_and_nobody_else_does(crew):
+def test_whom_a_reducer_alone_tells_another_mean_loses_the_round_and_nobody_else_does(cluster):
     """The others cannot know which of the two lies."""
-    case = crew.lie("tells one another mean")
+    case = cluster.lie("tells one another mean")
     assert not case.wrong and case.committed == 2, case
     assert case.healing_rounds == 2, "one in which it learns what the others have"
 
@@ -164,7 +164,7 @@ def test_a_peer_whose_own_delta_is_not_finite_throws_its_work_away(party, rogue,
     peers = [*party, rogue]
     items = contributions(peers, seed)
     items[3].deltas[name][123] = value
-    assert_mean_of(items[:3], average(peers, items, expected=4), everybody=items)
+    assert_mean_of(items[:3], average(peers, items, expected=4), roster=items)
 
 
 def test_finite_deltas_whose_sum_is_not_are_nobodys_mean(party, rogue, seed):
@@ -180,7 +180,7 @@ def test_finite_deltas_whose_sum_is_not_are_nobodys_mean(party, rogue, seed):
 
 
 def test_a_round_that_failed_early_is_redone_before_its_start_was_due(party, rogue, seed):
-    """All met long before the round's end, and those who meet again do not wait for it."""
+    """All met long before the round's end, and the survivors do not wait for it."""
     peers = [*party, rogue]
     items = contributions(peers, seed)
     rogue.call("misbehave", "confirms another digest")

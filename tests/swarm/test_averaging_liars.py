@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 FACTOR = -100.0
 MEETING_SECONDS, LIED_SECONDS = 30.0, 10.0
 PATIENT = ROUNDS.model_copy(update={"averaging_seconds": 60.0})
-"""Nobody is missing, and nobody takes another for silent, however busy the machine."""
+"""No member is missing, or taken for silent, however busy the machine."""
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.timeout(480)
 
 @pytest.fixture
 def four(party, rogue):
-    return [*party, rogue]  # who behaves unless told otherwise
+    return [*party, rogue]  # which behaves unless told otherwise
 
 
 def memory_swarms(peers, codec="fp32"):
@@ -104,7 +104,7 @@ def test_with_another_anchor_of_a_slot_only_that_slot_does_not_count(four, seed)
 
 @pytest.mark.parametrize("member_tokens", [0, 50], ids=["nobody-trained", "too-few-met"])
 def test_what_must_not_be_committed_is_dropped_by_both(four, seed, member_tokens):
-    """Three who did not train have no mean; three of an expected seven are fewer than half."""
+    """Three that did not train have no mean; three of an expected seven are fewer than half."""
     generator = torch.Generator().manual_seed(seed)
     expected = 7 if member_tokens else 3
     items = [contribution(peer.peer_id, generator, slots=(0,), tokens=member_tokens) for peer in four[:3]]

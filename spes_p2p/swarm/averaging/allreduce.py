@@ -17,7 +17,7 @@ from torch import Tensor
 
 from spes_p2p.codecs import to_bytes
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.audit import Evidence
+from spes_p2p.swarm.averaging.audit import Auditor, Evidence
 from spes_p2p.swarm.averaging.buffers import Buffers
 from spes_p2p.swarm.averaging.partition import GroupPlan, Message, bytes_of, decode_message, reduce_message
 from spes_p2p.swarm.clock import AdaptiveTimeout
@@ -78,7 +78,6 @@ class ButterflyAllreduce:
         self._open_stream = open_stream
         self._mine = plan.slices[self._me]
         self._num_lanes = num_lanes(plan, self._me)
-        self._senders = [index for index, weight in enumerate(plan.weights) if weight > 0]
         self._inbox: list[dict[int, Tensor | None]] = [{} for _ in self._mine]
         loop = asyncio.get_running_loop()
         self._reduced: list[asyncio.Future[bytes]] = [loop.create_future() for _ in self._mine]
@@ -87,7 +86,7 @@ class ButterflyAllreduce:
         }
         self._failed: asyncio.Future[None] = loop.create_future()
         self._longest_gap = 0.0
-        self.auditor = plan.auditor(me)
+        self.auditor = Auditor(plan, me)
         self.lost = ""
 
     async def run(self) -> None:
@@ -97,13 +96,13 @@ class ButterflyAllreduce:
             AllreduceException: a member was lost, or lied; `lost` names it.
         """
         others = [index for index in range(len(self._plan.peers)) if index != self._me]
-        senders = [index for index in self._senders if index != self._me]
+        senders = [index for index in self._plan.senders if index != self._me]
         work = [(i, self._receive_parts(i, lane)) for i in senders for lane in range(self._num_lanes)]
         work += [(i, self._exchange(i, lane)) for i in others for lane in range(num_lanes(self._plan, i))]
         tasks = [asyncio.create_task(self._blaming(index, part)) for index, part in work]
         everything = asyncio.gather(*tasks, *self._reduced)
         try:
-            if self._me in self._senders:
+            if self._me in self._plan.senders:
                 for number, message in enumerate(self._mine):
                     self._accept(number, self._me, self._buffers.source[bytes_of(message)])
             await asyncio.wait([everything, self._failed], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
@@ -166,7 +165,7 @@ class ButterflyAllreduce:
     async def _outgoing(self, messages: list[Message], lane: int) -> Stream:
         greeting = averaging_pb2.PART_FOR_AVERAGING
         yield averaging_pb2.AveragingData(code=greeting, group_id=self._group_id, weight=float(lane))
-        if self._me in self._senders:
+        if self._me in self._plan.senders:
             for message in messages:
                 data = self._buffers.source[bytes_of(message)].numpy().tobytes()
                 await self._upload.take(len(data))
@@ -220,29 +219,20 @@ class ButterflyAllreduce:
 
     def _accept(self, number: int, index: int, data: Tensor) -> None:
         """Take a sender's message; reduce it once those of all senders are here."""
-        inbox = self._inbox[number]
+        message, inbox, senders = self._mine[number], self._inbox[number], self._plan.senders
+        inbox[index] = self.auditor.decode(index, message, data)
+        if len(inbox) < len(senders):
+            return
+        span, decoded = self._plan.residual_span(message), [inbox[sender] for sender in senders]
+        inbox.clear()
         try:
-            inbox[index] = decode_message(self._plan.format, self._mine[number], data)
-        except ExchangeError as error:
-            self.auditor.record_proof(index, f"sent what is no delta: {error}")
-            if not self.auditor.can_tell_outliers:  # guard: unreadable-part
-                raise
-            inbox[index] = None
-        if len(inbox) == len(self._senders):
-            self._reduce(number, [inbox[i] for i in self._senders])
-            inbox.clear()
-
-    def _reduce(self, number: int, decoded: Sequence[Tensor | None]) -> None:
-        message, span = self._mine[number], self._plan.residual_span(self._mine[number])
-        residual = self._buffers.residual[span] if span.start < span.stop else None
-        weights = [self._plan.weights[i] for i in self._senders]
-        try:
-            encoded, new_residual = reduce_message(self._plan.format, message, decoded, weights, residual, self.auditor)
+            encoded, new_residual = reduce_message(
+                self._plan, message, decoded, self._buffers.residual[span], self.auditor.weigh
+            )
         except ValueError as error:  # every contribution is finite, their sum is not
             self.fail("", f"the mean cannot be sent: {error}")
             return
-        if new_residual is not None:
-            self._buffers.new_residual[span] = new_residual
+        self._buffers.new_residual[span] = new_residual
         self._buffers.result[bytes_of(message)] = encoded
         if not self._reduced[number].done():
             self._reduced[number].set_result(encoded.numpy().tobytes())
@@ -388,12 +378,12 @@ class GroupAllreduce:
         return mine in answers.values()
 
     async def _ask_all(self, peers: Sequence[str], question: bytes = b"") -> Answers:
-        calls = (self._call(peer, question) for peer in peers)
-        return dict(zip(peers, await asyncio.gather(*calls, return_exceptions=True), strict=True))
-
-    async def _call(self, peer: str, question: bytes) -> bytes:
         request = runtime_pb2.ExpertRequest(uid=self._group_id.hex(), metadata=question)
-        return (await self._stub_of(peer).rpc_confirm(request, timeout=2 * self._limits.silence.seconds)).metadata
+
+        async def ask(peer: str) -> bytes:
+            return (await self._stub_of(peer).rpc_confirm(request, timeout=2 * self._limits.silence.seconds)).metadata
+
+        return dict(zip(peers, await asyncio.gather(*map(ask, peers), return_exceptions=True), strict=True))
 
     async def answer(self, question: bytes, timeout: float) -> bytes:
         """Return the digests of this member's result once there is one; empty if it failed.

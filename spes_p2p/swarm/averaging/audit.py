@@ -13,10 +13,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Format, Part, Segment
+from spes_p2p.codecs import Part, Segment
+from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, MIN_SENDERS, GroupPlan, Message, decode_message
 
-MIN_SENDERS = 5
-"""Senders below which an outlier cannot be told from the others."""
 CLIP = 3.0
 """Median distances from the centre beyond which a vector is pulled in."""
 OWN_CLIP = 4.0
@@ -24,8 +24,6 @@ OWN_CLIP = 4.0
 STEPS = 3
 MIN_SPREAD = 1e-3
 """Share of the median length below which distances are rounding errors."""
-MAX_TIMES_MEDIAN = 4.0
-"""Cap of a member's tokens, in medians of the members' tokens: for weights, and for the length of vectors."""
 MIN_AGREEMENT = 0.2
 """Cosine with the sum of the others that the median member must reach; below it no member is blamed."""
 OUTLIER_SHARE = 0.2
@@ -35,18 +33,6 @@ FAR = 6.0
 """Typical distances from the centre beyond which a delta is evidence."""
 MAX_TIMES_OWN = 10.0
 """How many times as long as one's own vector a mean may be, for equal tokens; squared for second moments."""
-
-
-def capped_tokens(tokens: Sequence[float]) -> list[float]:
-    """Return the tokens that members count with: at most `MAX_TIMES_MEDIAN` times the median if enough trained.
-
-    Tokens are a member's own claim. A fast machine among laptops is capped too; that is the price.
-    """
-    trained = [count for count in tokens if count > 0]
-    if len(trained) < MIN_SENDERS:
-        return list(tokens)
-    most = MAX_TIMES_MEDIAN * statistics.median(trained)
-    return [min(count, most) for count in tokens]  # guard: weight-cap
 
 
 def max_length_ratios(tokens: Sequence[float], own: int, usual: float = 0.0) -> list[float]:
@@ -177,44 +163,42 @@ class Evidence(NamedTuple):
 
 
 class Auditor:
-    """One member's audit of a group's all-reduce.
+    """One member's audit of a group's all-reduce; members go by their places in the plan.
 
     Args:
-        peers: All members.
-        tokens: Tokens that each has trained.
-        weights: Weight of each one's contribution.
-        me: This member's place among them.
-        format: The vector's format; its first segment is the delta.
-        usual: Tokens that members of the roster usually train; 0 if unknown.
+        plan: The group's partition.
+        me: This member.
     """
 
-    def __init__(
-        self,
-        peers: Sequence[str],
-        tokens: Sequence[float],
-        weights: Sequence[float],
-        me: int,
-        format: Format,
-        usual: float = 0.0,
-    ) -> None:
-        self._peers = peers
-        self._tokens = tokens
-        self._weights = weights
-        self._me = me
-        self._format = format
-        self._usual = usual
-        self._senders = [index for index, weight in enumerate(weights) if weight > 0]
-        self._gram_snn = torch.zeros(len(format.segments), len(self._senders), len(self._senders), dtype=torch.float64)
-        others = [index for index in range(len(peers)) if index != me]
-        self._means = {index: torch.zeros(len(format.segments), 3, dtype=torch.float64) for index in others}
+    def __init__(self, plan: GroupPlan, me: str) -> None:
+        self._plan = plan
+        self._me = plan.peers.index(me)
+        num_segments, num_senders = len(plan.format.segments), len(plan.senders)
+        self._gram_snn = torch.zeros(num_segments, num_senders, num_senders, dtype=torch.float64)
+        others = [index for index in range(len(plan.peers)) if index != self._me]
+        self._means = {index: torch.zeros(num_segments, 3, dtype=torch.float64) for index in others}
         self._proofs: dict[str, Evidence] = {}
 
     @property
     def can_tell_outliers(self) -> bool:
         """Whether enough members send to tell an outlier from the others."""
-        return len(self._senders) >= MIN_SENDERS
+        return len(self._plan.senders) >= MIN_SENDERS
 
     # ------------------------------------------------------------------ as a reducer
+
+    def decode(self, sender: int, message: Message, data: Tensor) -> Tensor | None:
+        """Return a sender's values of a message; None if they are unreadable, but there are enough other senders.
+
+        Raises:
+            ExchangeError: they are unreadable, and too few others send.
+        """
+        try:
+            return decode_message(self._plan.format, message, data)
+        except ExchangeError as error:
+            self.record_proof(sender, f"sent what is no delta: {error}")
+            if not self.can_tell_outliers:  # guard: unreadable-part
+                raise
+            return None
 
     def weigh(self, part: Part, values: Sequence[Tensor | None]) -> list[float]:
         """Return each sender's weight in the mean of a part, to be divided by the sum of the senders' weights.
@@ -227,7 +211,7 @@ class Auditor:
         kept = [0.0] * len(values)
         if not here:
             return kept
-        weights = [self._weights[self._senders[place]] for place in here]
+        weights = [self._plan.weights[self._plan.senders[place]] for place in here]
         gram_nn = gram([values[place] for place in here])  # type: ignore[misc]
         if len(here) == len(values):
             self._gram_snn[part.segment] += gram_nn
@@ -236,15 +220,15 @@ class Auditor:
         return kept
 
     def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:
-        power = _power(self._format.segments[part.segment])
-        tokens = [self._tokens[self._senders[place]] for place in here]
+        plan, power = self._plan, _power(self._plan.format.segments[part.segment])
+        tokens = [plan.tokens[plan.senders[place]] for place in here]
         if len(here) >= MIN_SENDERS:
             grown = tokens if part.segment == 0 else [1.0] * len(here)
             return centered_clip_weights(gram_nn, weights, grown, CLIP**power)
-        own = [number for number, place in enumerate(here) if self._senders[place] == self._me]
+        own = [number for number, place in enumerate(here) if plan.senders[place] == self._me]
         if not own:
             return weights
-        return length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, self._usual)
+        return length_clipped_weights(gram_nn, weights, tokens, own[0], OWN_CLIP**power, plan.usual_tokens)
 
     # ------------------------------------------------------------------ as a receiver
 
@@ -257,7 +241,7 @@ class Auditor:
             mean_N: The mean's values.
             source: This member's whole encoded vector, uint8.
         """
-        for part in message if self._weights[self._me] > 0 else ():
+        for part in message if self._me in self._plan.senders else ():
             own_N = torch.empty(part.numel)
             part.decode(source[part.byte_start : part.byte_stop], own_N)
             here_N, own_N = mean_N[part.start - message[0].start :][: part.numel].double(), own_N.double()
@@ -266,33 +250,34 @@ class Auditor:
     def liars(self) -> dict[str, Evidence]:
         """Return the reducers whose means cannot be right."""
         found: dict[str, Evidence] = {}
-        if not self._weights[self._me] > 0:
+        if self._me not in self._plan.senders:
             return found
         cosines: dict[int, float] = {}
         for index, seen in self._means.items():
-            for segment, (_, mean, own) in zip(self._format.segments, seen.tolist(), strict=True):
+            for segment, (_, mean, own) in zip(self._plan.format.segments, seen.tolist(), strict=True):
                 if own > 0 and math.sqrt(mean / own) > self._longest_mean(segment):  # guard: mean-size
                     times = math.sqrt(mean / own)
-                    found[self._peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
+                    found[self._plan.peers[index]] = Evidence(f"its mean is {times:.3g} times as long as ours", False)
             inner, mean, own = seen[0].tolist()
             if own > 0:
                 cosines[index] = inner / math.sqrt(mean * own) if mean > 0 else 0.0
         if len(cosines) >= MIN_SENDERS - 1:  # guard: mean-direction
             # Our own delta may be small, and mostly noise; a mean that points the other way is no accident.
             for index in outliers(list(cosines.values()), -OUTLIER_SHARE):
-                peer = self._peers[list(cosines)[index]]
+                peer = self._plan.peers[list(cosines)[index]]
                 found.setdefault(peer, Evidence("its mean points away from our delta", False))
         return found
 
     def _longest_mean(self, segment: Segment) -> float:
         """Return how many times as long as our part of a segment its mean may be."""
-        return MAX_TIMES_OWN ** _power(segment) * max(max_length_ratios(self._tokens, self._me, self._usual))
+        ratios = max_length_ratios(self._plan.tokens, self._me, self._plan.usual_tokens)
+        return MAX_TIMES_OWN ** _power(segment) * max(ratios)
 
     # ------------------------------------------------------------------ evidence
 
     def record_proof(self, index: int, reason: str) -> None:
         """Record what an honest member never does."""
-        self._proofs[self._peers[index]] = Evidence(reason, True)  # guard: unreadable-proof
+        self._proofs[self._plan.peers[index]] = Evidence(reason, True)  # guard: unreadable-proof
 
     def evidence(self) -> Mapping[str, Evidence]:
         """Return this member's evidence against others, by peer."""
@@ -301,24 +286,25 @@ class Auditor:
     def _suspects(self) -> dict[str, Evidence]:
         """Return the senders whose deltas are unrelated to all others', or whose moments are far too large."""
         found: dict[str, Evidence] = {}
-        for segment, gram_nn in list(zip(self._format.segments, self._gram_snn, strict=True))[1:]:
+        peers, senders = self._plan.peers, self._plan.senders
+        for segment, gram_nn in list(zip(self._plan.format.segments, self._gram_snn, strict=True))[1:]:
             length_n = gram_nn.diagonal().sqrt()
             most = MAX_TIMES_OWN ** _power(segment) * length_n.median()
             for place in (length_n > most).nonzero().flatten().tolist():  # guard: moments-strike
-                found[self._peers[self._senders[place]]] = Evidence("its moments are beyond all measure", False)
+                found[peers[senders[place]]] = Evidence("its moments are beyond all measure", False)
         gram_nn = self._gram_snn[0]
         if not bool((gram_nn.diagonal() > 0).any()):
             return {}
-        scaled_nn, share_n = per_token(gram_nn, [self._tokens[index] for index in self._senders])
+        scaled_nn, share_n = per_token(gram_nn, [self._plan.tokens[index] for index in senders])
         centre_n = medoid(scaled_nn)
         times = (distances(scaled_nn, centre_n) / typical_distances(scaled_nn, centre_n, share_n)).tolist()
         against = outliers(_cosines(gram_nn))
-        for place, index in enumerate(self._senders):
+        for place, index in enumerate(senders):
             if times[place] > FAR:  # guard: far-delta
-                found[self._peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
+                found[peers[index]] = Evidence(f"its delta is {times[place]:.3g} usual distances off", False)
             elif place in against:  # guard: opposed-delta
-                found[self._peers[index]] = Evidence("its delta has nothing to do with the others'", False)
-        found.pop(self._peers[self._me], None)
+                found[peers[index]] = Evidence("its delta has nothing to do with the others'", False)
+        found.pop(peers[self._me], None)
         return found
 
 

@@ -32,18 +32,12 @@ class Buffers:
         numel = 0 if format.is_exact else format.segments[0].numel
         self.residual = _shared(torch.float32, numel)
         self.new_residual = _shared(torch.float32, numel)
-        self._is_clean = True
-
-    def keep_residual(self, start: int, residual: Tensor) -> None:
-        """Add the rounding error of a committed mean to a later round's mean."""
-        self.residual[start : start + residual.numel()] = residual
-        self._is_clean = False
+        self.has_residual = False
 
     def reset_residual(self) -> None:
-        """Discard the residual."""
-        if not self._is_clean:
+        if self.has_residual:
             self.residual.zero_()
-            self._is_clean = True
+            self.has_residual = False
 
 
 def _shared(dtype: torch.dtype, numel: int) -> Tensor:
@@ -61,7 +55,7 @@ class BufferPool:
 
     def __init__(self, encoding: DeltaEncoding, max_slots: int) -> None:
         names = [SHARED, *[VectorName.of_slot(0)] * max_slots]
-        self._all = [Buffers(encoding.largest(name)) for name in names]
+        self._all = [Buffers(encoding.format(name, 0)) for name in names]  # all segments travel in round 0
         self._slots: tuple[int, ...] = ()
 
     def of(self, slots: tuple[int, ...]) -> dict[VectorName, Buffers]:
@@ -80,7 +74,8 @@ class BufferPool:
         """Add what encoding the committed means has left over to a later round's means; as in `Attempt.residuals`."""
         buffers = self.of(self._slots)
         for name, (start, residual) in residuals.items():
-            buffers[name].keep_residual(start, residual)
+            buffers[name].residual[start : start + residual.numel()] = residual
+            buffers[name].has_residual = True
 
     def reset_residuals(self) -> None:
         """Discard all residuals, because the anchors have been replaced."""

@@ -88,11 +88,7 @@ class Vectors:
 class DeltaEncoding:
     """Encodes one peer's contributions and decodes the swarm's means; the same for every kind of swarm.
 
-    Error feedback: the rounding error of a committed delta is added to the next delta of the same group, so that no
-    part of it is lost for good at any number of bits.
-
-    Source: Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al.,
-    https://arxiv.org/abs/1901.09847.
+    The residual of a committed delta is added to the next delta of the same group (`ErrorFeedback`).
 
     Args:
         segments: Contents and codecs of a vector, for the kinds `shared` and `slot`: the delta, then averaged moments.
@@ -113,10 +109,6 @@ class DeltaEncoding:
     def format(self, name: str, round: int) -> Format:
         """Return the format of a group's vector in the round that commits it."""
         return self._cached([part for part in self._segments[VectorName(name).kind] if round % part.interval == 0])
-
-    def largest(self, name: str) -> Format:
-        """Return the format of a group's vector in rounds in which all of its segments travel."""
-        return self._cached(self._segments[VectorName(name).kind])
 
     def _cached(self, segments: Iterable[Segment]) -> Format:
         key = tuple(segments)

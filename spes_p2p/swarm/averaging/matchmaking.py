@@ -8,6 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import msgpack
@@ -16,7 +17,6 @@ from hivemind.averaging.key_manager import GroupKeyManager
 from hivemind.averaging.matchmaking import Matchmaking, MatchmakingException, PotentialLeaders
 from hivemind.dht.routing import DHTID
 from hivemind.p2p import P2PContext, PeerID
-from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
@@ -204,14 +204,8 @@ class SwarmMatchmaking(Matchmaking):
 def check_snapshot(msg: averaging_pb2.MessageFromLeader, leader: PeerID, me: PeerID, mine: bytes) -> None:
     """Compare a leader's description of its group with what a follower knows.
 
-    Entries carry no signatures; each member checks its own, so that a leader cannot change any. The bandwidths and
-    modes that hivemind gathers beside them are not used.
-
-    Args:
-        msg: The leader's message.
-        leader: The leader.
-        me: The follower.
-        mine: The entry that the follower has sent.
+    Entries carry no signatures; each member checks its own, `mine`, so that a leader cannot change any. The bandwidths
+    and modes that hivemind gathers beside them are not used.
 
     Raises:
         MatchmakingException: that cannot be the group.
@@ -236,24 +230,18 @@ class _PromptStubs:
         self._servicer = servicer
         self._seconds = seconds
 
-    def get_stub(self, p2p, peer: PeerID, *, namespace: str | None) -> _PromptStub:
-        return _PromptStub(self._servicer.get_stub(p2p, peer, namespace=namespace), self._seconds)
-
-
-class _PromptStub:
-    def __init__(self, stub: StubBase, seconds: float) -> None:
-        self._stub = stub
-        self._seconds = seconds
-
-    async def rpc_join_group(self, request: averaging_pb2.JoinRequest):
-        return await asyncio.wait_for(self._stub.rpc_join_group(request), self._seconds)
+    def get_stub(self, p2p, peer: PeerID, *, namespace: str | None) -> SimpleNamespace:
+        stub = self._servicer.get_stub(p2p, peer, namespace=namespace)
+        return SimpleNamespace(
+            rpc_join_group=lambda request: asyncio.wait_for(stub.rpc_join_group(request), self._seconds)
+        )
 
 
 # ---------------------------------------------------------------------- what the matchmaking has gathered
 
 
 def read_roster(group_info: GroupInfo, guests: GuestList | None = None) -> tuple[Roster, dict[str, str]]:
-    """Return a group's roster, and why other peers that met are not on it; the same on all members.
+    """Return the roster of a group, and why other peers that met are not on it; the same on all members.
 
     Args:
         group_info: Result of the matchmaking.

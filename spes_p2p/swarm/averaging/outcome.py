@@ -103,10 +103,8 @@ def decide_outcome(attempt: Attempt, contribution: Contribution, encoding: Delta
 
 def alone(member: Member, encoded: Mapping[VectorName, Tensor]) -> Attempt:
     """Return the attempt of a peer that has no others to meet: what it would send is the mean."""
-    roster = Roster([member])
-    if not member.tokens:
-        return Attempt(roster, status=dict.fromkeys(encoded, "no member trained"), is_alone=True)
-    return Attempt(roster, status=dict.fromkeys(encoded, ""), averaged=encoded, is_alone=True)
+    status = dict.fromkeys(encoded, "" if member.tokens else "no member trained")
+    return Attempt(Roster([member]), status=status, averaged=encoded if member.tokens else {}, is_alone=True)
 
 
 def averaged_bytes(result: RoundResult, encoding: DeltaEncoding) -> int:

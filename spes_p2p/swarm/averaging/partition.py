@@ -8,20 +8,39 @@ with any codec and any order of arrival.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from spes_p2p.codecs import Format, Part, encode_with_error, join_parts
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.averaging.audit import Auditor, capped_tokens
 from spes_p2p.swarm.roster import Roster
 
 MESSAGE_BYTES = 2**17
 """Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB (facts: wan 4)."""
+MIN_SENDERS = 5
+"""Senders below which an outlier cannot be told from the others."""
+MAX_TIMES_MEDIAN = 4.0
+"""Cap of a member's tokens, in medians of the members' tokens: for weights, and for the length of vectors."""
 Message = tuple[Part, ...]
+Weigh = Callable[[Part, Sequence[Tensor | None]], Sequence[float]]
+"""Returns each sender's weight in the mean of a part, from their values; None where these are unreadable."""
+
+
+def capped_tokens(tokens: Sequence[float]) -> list[float]:
+    """Return the tokens that members count with: at most `MAX_TIMES_MEDIAN` times the median if enough trained.
+
+    Tokens are a member's own claim. A fast machine among laptops is capped too; that is the price.
+    """
+    trained = [count for count in tokens if count > 0]
+    if len(trained) < MIN_SENDERS:
+        return list(tokens)
+    most = MAX_TIMES_MEDIAN * statistics.median(trained)
+    return [min(count, most) for count in tokens]  # guard: weight-cap
 
 
 def weighted_mean(parts: Sequence[Tensor], weights: Sequence[float], total: float | None = None) -> Tensor:
@@ -99,56 +118,44 @@ def bytes_of(message: Message) -> slice:
 
 
 def reduce_message(
-    format: Format,
+    plan: GroupPlan,
     message: Message,
     decoded: Sequence[Tensor | None],
-    weights: Sequence[float],
-    residual: Tensor | None,
-    auditor: Auditor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the encoded mean of a message's parts, and its new residual.
+    residual: Tensor,
+    weigh: Weigh | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the encoded mean of a message's parts, and their new residual.
 
     Args:
-        format: The vector's format.
+        plan: The group's partition.
         message: Consecutive parts.
-        decoded: Values of these parts, concatenated, from each sender with a weight; None where they are unreadable,
+        decoded: Values of these parts, concatenated, from each of the plan's senders; None where they are unreadable,
             which counts as if their sender had no weight.
-        weights: Weights of the same senders.
-        residual: Rounding error of these parts of the delta so far; None where the codec is exact.
-        auditor: Lowers the weight of outliers; None takes all weights as they are.
+        residual: Rounding error of these parts of the delta so far, fp32; empty where the codec is exact.
+        weigh: Returns lower weights for outliers; by default all senders have the plan's.
 
     Raises:
         ValueError: the mean is not finite, or there are no values.
     """
-    mean_N, start = _mean(message, decoded, weights, auditor), message[0].start
-    if residual is None:
-        return encode_message(format, message, mean_N), None
-    encoded: list[Tensor] = []
-    residuals: list[Tensor] = []
-    for part in message:
-        here = slice(part.start - start, part.stop - start)
-        if here.stop <= residual.numel():
-            data, new_residual = encode_with_error(part, mean_N[here], residual[here])
-            residuals.append(new_residual)
-        else:
-            data = format.encode_part(part, mean_N[here])
-        encoded.append(data)
-    return torch.cat(encoded), torch.cat(residuals)
-
-
-def _mean(
-    message: Message, decoded: Sequence[Tensor | None], weights: Sequence[float], auditor: Auditor | None
-) -> Tensor:
-    start, means = message[0].start, []
+    weights = [plan.weights[sender] for sender in plan.senders]
     total = sum(weight for weight, values in zip(weights, decoded, strict=True) if values is not None)
     if not total:
         raise ValueError("no member sent a readable value of it")
+    encoded: list[Tensor] = []
+    residuals: list[Tensor] = []
     for part in message:
-        pieces = [None if v is None else v[part.start - start : part.stop - start] for v in decoded]
-        kept = weights if auditor is None else auditor.weigh(part, pieces)
+        here = slice(part.start - message[0].start, part.stop - message[0].start)
+        pieces = [None if values is None else values[here] for values in decoded]
+        kept = weights if weigh is None else weigh(part, pieces)
         sent = [(piece, weight) for piece, weight in zip(pieces, kept, strict=True) if piece is not None]
-        means.append(weighted_mean([piece for piece, _ in sent], [weight for _, weight in sent], total))
-    return torch.cat(means)
+        mean_N = weighted_mean([piece for piece, _ in sent], [weight for _, weight in sent], total)
+        if here.stop <= residual.numel():
+            data, new_residual = encode_with_error(part, mean_N, residual[here])
+            residuals.append(new_residual)
+        else:
+            data = plan.format.encode_part(part, mean_N)
+        encoded.append(data)
+    return torch.cat(encoded), torch.cat(residuals) if residuals else residual
 
 
 def encode_message(format: Format, message: Message, flat_N: Tensor) -> Tensor:
@@ -236,10 +243,10 @@ class GroupPlan:
             roster.usual_tokens,
         )
 
-    def auditor(self, peer: str) -> Auditor:
-        """Return a member's auditor."""
-        place = self.peers.index(peer)
-        return Auditor(self.peers, self.tokens, self.weights, place, self.format, self.usual_tokens)
+    @cached_property
+    def senders(self) -> tuple[int, ...]:
+        """Places of the members whose contributions have a weight."""
+        return tuple(place for place, weight in enumerate(self.weights) if weight > 0)
 
     def residual_span(self, message: Message) -> slice:
         """Return the elements of a message that belong to the delta's residual; an empty slice if none do."""

@@ -60,7 +60,7 @@ def attempts(draw):
 
 
 def with_a_vote(roster):
-    """Who most say has a vote; all, if nobody says anything."""
+    """The members that most name as voters; all if none names any."""
     named = [peer for member in roster for peer in member.voters]
     return [member for member in roster if not named or 2 * named.count(member.peer_id) > len(roster)]
 
@@ -132,7 +132,7 @@ def test_without_a_roster_everything_is_dropped_with_the_failure_as_reason():
 
 @pytest.mark.parametrize("electorate", [1, 2, 5])
 def test_whom_a_leader_has_gathered_alone_commits_only_if_nobody_else_has_a_vote(electorate):
-    """The leader's own entry cannot be read, so that there is nobody to average with."""
+    """The leader's own entry cannot be read, so that there is no other member to average with."""
     fields = {"round": 1, "tokens": 5, "slots": (), "anchors": {}, "ready_at": 1.0, "sync_seconds": 0.0}
     member = Member(peer_id=PEERS[0], tokens_per_second=1.0, electorate=electorate, **fields)
     attempt = Attempt(Roster([member]), {PEERS[1]: "malformed"}, {"shared": ""}, {"shared": encoded(1.0, 1.0, 1.0)})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from spes_p2p.codecs import Format, Segment
-from spes_p2p.swarm.averaging.audit import MAX_TIMES_MEDIAN, MAX_TIMES_OWN, OWN_CLIP, Evidence
-from spes_p2p.swarm.averaging.partition import GroupPlan, encode_message, weighted_mean
+from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evidence
+from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Bans
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import (
@@ -180,7 +180,7 @@ def plan_of(peers=PEERS, codec="fp32"):
 def judged(values, peers=PEERS, me=PEERS[0]):
     """What a reducer holds against the senders of its slice."""
     plan = plan_of(peers)
-    auditor = plan.auditor(me)
+    auditor = Auditor(plan, me)
     for message in plan.slices[peers.index(me)]:
         for part in message:
             auditor.weigh(part, [values[peer][part.start : part.stop] for peer in peers])
@@ -190,7 +190,7 @@ def judged(values, peers=PEERS, me=PEERS[0]):
 def lied_to(values, lie, peers=PEERS, me=PEERS[0]):
     """What a receiver holds against the reducers, of whom one tells something else than the mean."""
     plan = plan_of(peers)
-    auditor, source = plan.auditor(me), plan.format.encode(values[me])
+    auditor, source = Auditor(plan, me), plan.format.encode(values[me])
     mean = torch.stack([values[peer] for peer in peers]).mean(0)
     for index, messages in enumerate(plan.slices):
         for message in messages if peers[index] != me else ():
@@ -249,7 +249,7 @@ def test_a_peer_that_is_odd_itself_blames_nobody_for_it(seed):
 
 def test_what_cannot_be_read_is_proof_and_weighs_nothing(seed):
     plan, values = plan_of(), deltas(seed)
-    auditor, message = plan.auditor(PEERS[0]), plan.slices[0][0]
+    auditor, message = Auditor(plan, PEERS[0]), plan.slices[0][0]
     pieces = [values[peer][message[0].start : message[0].stop] for peer in PEERS]
     pieces[2] = None
     auditor.record_proof(2, "sent NaN")
@@ -270,7 +270,7 @@ def of_two(roster):
 def met_in_a_slot(roster, mine, theirs):
     """The mean of the first member's slice, and what it holds against the second when that tells its own delta."""
     plan = of_two(roster)
-    auditor, source, means = plan.auditor(PEERS[0]), plan.format.encode(mine), []
+    auditor, source, means = Auditor(plan, PEERS[0]), plan.format.encode(mine), []
     for message in plan.slices[0]:
         for part in message:
             pieces = [delta[part.start : part.stop] for delta in (mine, theirs)]

@@ -7,16 +7,13 @@ from hypothesis import strategies as st
 
 from spes_p2p.swarm.averaging.audit import (
     CLIP,
-    MAX_TIMES_MEDIAN,
-    MIN_SENDERS,
     OWN_CLIP,
-    capped_tokens,
     centered_clip_weights,
     gram,
     length_clipped_weights,
     max_length_ratios,
 )
-from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, MIN_SENDERS, capped_tokens, weighted_mean
 
 NUMEL = 2000
 seeds = st.integers(0, 2**31)

@@ -1,4 +1,4 @@
-"""How a round's groups end together."""
+"""The groups of a round end together."""
 
 import asyncio
 
@@ -33,7 +33,7 @@ def finish(**work):
 
 
 def test_once_shared_has_failed_no_other_group_is_waited_for():
-    """Whoever lingers in a dead member's slot misses the others, who are redoing the round already."""
+    """A peer that waits for a dead member's slot would miss the others, which redo the round already."""
     reasons = finish(shared=_answer("lost somebody"), slot_0=_linger(), slot_1=_answer(""))
     assert reasons["shared"] == "lost somebody"
     assert reasons["slot_0"] == "shared was dropped"

@@ -1,4 +1,4 @@
-"""Until when a peer waits for others before it averages with those who are there."""
+"""How long a peer waits for others before it averages with those that are there."""
 
 import asyncio
 import math
@@ -34,9 +34,9 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)
 def test_whoever_says_to_wait_for_long_keeps_nobody_from_looking_on(waits_for, monkeypatch):
-    """Until when in seconds from now; of the one who leads everybody hears a moment later."""
-    me, leader, now = PeerID(b"me"), PeerID(b"another who leads"), get_dht_time()
-    liars = [PeerID(b"one who lies, %d" % number) for number in range(len(waits_for))]
+    """`waits_for`: declared waiting times, in seconds from now; the real leader is declared a moment later."""
+    me, leader, now = PeerID(b"me"), PeerID(b"another that leads"), get_dht_time()
+    liars = [PeerID(b"one that lies, %d" % number) for number in range(len(waits_for))]
     monkeypatch.setattr("spes_p2p.swarm.averaging.matchmaking.owner_of", lambda peer: peer.to_base58())
 
     class Found(SimpleNamespace):

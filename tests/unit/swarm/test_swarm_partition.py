@@ -1,4 +1,4 @@
-"""The one mean of the swarm, and who computes which part of it."""
+"""The swarm's weighted mean, and its partition among reducers."""
 
 import itertools
 
@@ -125,10 +125,7 @@ def test_a_mean_reduced_by_messages_is_the_mean_and_its_error_what_is_missing(se
             place = slice(message[0].byte_start, message[-1].byte_stop)
             span = slice(min(message[0].start, plan.delta_numel), min(message[-1].stop, plan.delta_numel))
             decoded = [decode_message(format, message, data[place]) for data in encoded]
-            kept = error[span] if span.start < span.stop else None
-            result[place], rest = reduce_message(format, message, decoded, tokens, kept)
-            if rest is not None:
-                left[span] = rest
+            result[place], left[span] = reduce_message(plan, message, decoded, error[span])
     mean = format.decode(result)
     true = weighted_mean(values, tokens)
     if codec == "fp32":
