@@ -16,15 +16,14 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
-from spes_p2p.commands.simulate import finished_runs
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.sweep.report import Spread
-from spes_p2p.sim.sweep.results import Point, RunResult
-from spes_p2p.sim.sweep.settings import load_study
+from spes_p2p.sim.sweep.results import Point, RunResult, finished_runs
+from spes_p2p.sim.sweep.settings import load_sweep
 
-STUDY, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
+SWEEP, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
 PAGE = Path("docs/one_round.md")
 UNDISTURBED, CHURN = "undisturbed", "churn"
 MIN_REPLACED, MIN_COMMITTED, MAX_WORSE = 30.0, 95.0, 1.0
@@ -37,8 +36,8 @@ class ChurnBenchmarkConfig(CommandConfig):
 
     model_config = SettingsConfigDict(cli_prog_name="churn.py")
 
-    study: Path = STUDY
-    """The study of churn."""
+    study: Path = SWEEP
+    """The sweep of churn."""
     results: Path = RESULTS
     """Its output."""
     write: bool = False
@@ -55,9 +54,9 @@ def main(config: ChurnBenchmarkConfig) -> int:
     return 0 if all(row.is_reached is not False for row in rows) else 1
 
 
-def churn_rows(path: Path = STUDY, results: Path = RESULTS) -> Iterator[Row]:
+def churn_rows(path: Path = SWEEP, results: Path = RESULTS) -> Iterator[Row]:
     """Yield how many rounds were committed under churn, and by how much the loss is worse; nothing without results."""
-    runs = finished_runs(load_study(path), results)
+    runs = finished_runs(load_sweep(path), results)
     churned = {seed: run for (variant, seed), run in runs.items() if variant == CHURN}
     if not churned:
         return
@@ -113,7 +112,7 @@ def loss_at(evaluations: Sequence[Point], tokens: int) -> float:
 
 
 def _tokens(point: Point) -> int:
-    assert point.committed_tokens is not None, "the study is younger than what counts them"
+    assert point.committed_tokens is not None, "the sweep is younger than what counts them"
     return point.committed_tokens
 
 

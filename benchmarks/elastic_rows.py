@@ -20,9 +20,9 @@ from benchmarks.checkpointing import rows as saving_rows
 from benchmarks.churn import churn_rows
 from benchmarks.claims.faults import live_through
 from benchmarks.claims.summary import Summary
+from benchmarks.cluster import ROOT, support
 from benchmarks.connection import DEATH_SECONDS, HEAL_SECONDS
 from benchmarks.connection import measure as measure_connection
-from benchmarks.crew import ROOT, support
 from benchmarks.tables import Row
 from spes_p2p.presentation import say
 
@@ -192,7 +192,7 @@ def connection(bench: Bench) -> Iterator[Row]:
 
 
 def churn(bench: Bench) -> Iterator[Row]:
-    """Yield what the study of churn has left; `spes_p2p simulate configs/churn.yaml` makes it anew."""
+    """Yield what the sweep of churn has left; `spes_p2p simulate configs/churn.yaml` makes it anew."""
     yield from churn_rows()
 
 

@@ -1,4 +1,4 @@
-"""What joining is worth: the study's results as the tables of docs/benchmarks.md and docs/convergence.md.
+"""What joining is worth: the sweep's results as the tables of docs/benchmarks.md and docs/convergence.md.
 
     .venv/bin/python benchmarks/joining.py [--write]
 
@@ -17,11 +17,11 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
-from spes_p2p.commands.simulate import finished_runs
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
 from spes_p2p.sim.sweep.report import Results, Spread, gap_spread, loss_by_steps, summarise
-from spes_p2p.sim.sweep.settings import Gap, Study, load_study
+from spes_p2p.sim.sweep.results import finished_runs
+from spes_p2p.sim.sweep.settings import Gap, Sweep, load_sweep
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""
@@ -30,12 +30,12 @@ BENCHMARKS, PAGE = Path("docs/benchmarks.md"), Path("docs/convergence.md")
 
 
 class JoiningConfig(CommandConfig):
-    """The study's figures beside what they had to reach."""
+    """The sweep's figures beside what they had to reach."""
 
     model_config = SettingsConfigDict(cli_prog_name="joining.py")
 
     study: Path = Path("configs/convergence.yaml")
-    """The study."""
+    """The sweep."""
     results: Path = Path("benchmarks/results/convergence")
     """Its output."""
     write: bool = False
@@ -43,7 +43,7 @@ class JoiningConfig(CommandConfig):
 
 
 def figures(results: Results) -> Iterator[Row]:
-    """Yield the rows that the study had to reach."""
+    """Yield the rows that the sweep had to reach."""
     yield _gap_row(
         "gap closed, 4 peers, rounds of 5 steps, against one peer that trains everything", results, "ours", 0.6
     )
@@ -100,10 +100,10 @@ def _spread(spread: Spread) -> str:
     return f"{spread.mean:.2f}" + (f" ± {spread.deviation:.2f}" if spread.deviation is not None else "")
 
 
-def losses(study: Study, results: Results) -> str:
+def losses(sweep: Sweep, results: Results) -> str:
     """Return every scheme's held-out loss as a Markdown table."""
     lines = []
-    for row in summarise(study, results):
+    for row in summarise(sweep, results):
         deviation = f" ± {row.loss.deviation:.3f}" if row.loss.deviation is not None else ""
         gap = f"{next(iter(row.gaps.values())).mean:.2f}" if row.gaps else ""
         cells = (row.title, f"{row.loss.mean:.3f}{deviation}", str(len(row.loss.values)), gap, f"{row.megabytes:,.0f}")
@@ -113,15 +113,15 @@ def losses(study: Study, results: Results) -> str:
 
 def main(config: JoiningConfig) -> int:
     """Print the tables; return the exit code."""
-    study = load_study(config.study)
-    results = finished_runs(study, config.results)
+    sweep = load_sweep(config.study)
+    results = finished_runs(sweep, config.results)
     goals = markdown_table(HEAD, [row.cells for row in figures(results)])
-    schemes = losses(study, results)
+    schemes = losses(sweep, results)
     say(f"{schemes}\n{goals}")
     if config.write:
         fill(BENCHMARKS, "JOINING", goals)
         fill(PAGE, "TABLE", f"{schemes}\n{goals}")
-        pictured = [row for row in summarise(study, results) if row.name in PICTURED]
+        pictured = [row for row in summarise(sweep, results) if row.name in PICTURED]
         PICTURE.write_bytes(loss_by_steps(pictured))
     return 0
 

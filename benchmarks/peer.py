@@ -21,12 +21,13 @@ from benchmarks.experts import module_rows, step_rows
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point, read_yaml
-from spes_p2p.commands.simulate import finished_runs
 from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
-from spes_p2p.planner import Setup, model_size, peer_memory
+from spes_p2p.planner.memory import Setup, peer_memory
+from spes_p2p.planner.size import model_size
 from spes_p2p.presentation import say
 from spes_p2p.sim.sweep.report import Spread
-from spes_p2p.sim.sweep.settings import load_study
+from spes_p2p.sim.sweep.results import finished_runs
+from spes_p2p.sim.sweep.settings import load_sweep
 
 SEVEN_B = Path("configs/spes_7b.yaml")
 MAX_LOSS = {"bf16": None, "int8": 0.1, "nf4": 0.5}
@@ -39,7 +40,7 @@ class PeerBenchmarkConfig(CommandConfig):
     model_config = SettingsConfigDict(cli_prog_name="peer.py")
 
     study: Path = Path("configs/frozen_storage.yaml")
-    """The study of frozen experts' precision."""
+    """The sweep of frozen experts' precision."""
     results: Path = Path("benchmarks/results/frozen_storage")
     """Its output."""
     pairs: PositiveInt = 15
@@ -83,18 +84,18 @@ def storage_rows(config: PeerBenchmarkConfig) -> Iterator[Row]:
 
 
 def loss_rows(what: str, path: Path, results: Path, variant: str, limit: float | None) -> Iterator[Row]:
-    """Yield by how much a study's variant is worse than its `fp32`, seed by seed; nothing if there are no results.
+    """Yield by how much a sweep's variant is worse than its `fp32`, seed by seed; nothing if there are no results.
 
     Args:
         what: The row's name.
-        path: The study.
+        path: The sweep.
         results: What it has left.
         variant: The variant.
         limit: To reach, in percent.
     """
-    study = load_study(path)
-    losses = {key: result.loss for key, result in finished_runs(study, results).items()}
-    seeds = [seed for seed in study.seeds if (variant, seed) in losses and ("fp32", seed) in losses]
+    sweep = load_sweep(path)
+    losses = {key: result.loss for key, result in finished_runs(sweep, results).items()}
+    seeds = [seed for seed in sweep.seeds if (variant, seed) in losses and ("fp32", seed) in losses]
     if not seeds:
         return
     worse = Spread({seed: 100 * (losses[variant, seed] / losses["fp32", seed] - 1) for seed in seeds})

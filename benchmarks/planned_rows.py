@@ -1,4 +1,4 @@
-"""Rows of the network's table that need no network: what the planner counts, and what a study has left."""
+"""Rows of the network's table that need no network: what the planner counts, and what a sweep has left."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from benchmarks.peer import loss_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import read_yaml
 from spes_p2p.config import MachineConfig, RunConfig
-from spes_p2p.planner import Setup, model_size, round_traffic, star_traffic
+from spes_p2p.planner.memory import Setup
+from spes_p2p.planner.size import model_size
+from spes_p2p.planner.traffic import round_traffic, star_traffic
 
 SEVEN_B = Path("configs/spes_7b.yaml")
-STUDY, STUDY_RESULTS = Path("configs/low_bits.yaml"), Path("benchmarks/results/low_bits")
+SWEEP, SWEEP_RESULTS = Path("configs/low_bits.yaml"), Path("benchmarks/results/low_bits")
 PEERS, SLOTS = 4, 8
 MAX_SHARE, MAX_WORSE = 1 / 7, 0.5
 
@@ -33,4 +35,4 @@ def planned(bench: Bench) -> Iterator[Row]:
     ):
         yield Row(f"{what}: {way}", f"1/{1 / share:.1f}", "1/7", share <= MAX_SHARE)
     name = "held-out loss after 300 steps, int4 deltas, int8 moments and frozen experts, instead of fp32 everywhere"
-    yield from loss_rows(name, STUDY, STUDY_RESULTS, "low_bits", MAX_WORSE)
+    yield from loss_rows(name, SWEEP, SWEEP_RESULTS, "low_bits", MAX_WORSE)

@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/strangers.py [--only corpus guards ...] [--write]
 
-Everything is real but the attackers' study, which is a simulation whose runs are kept (`benchmarks/attackers.py`).
+Everything is real but the attackers' sweep, which is a simulation whose runs are kept (`benchmarks/attackers.py`).
 """
 
 from __future__ import annotations

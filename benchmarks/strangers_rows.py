@@ -12,9 +12,9 @@ from typing import Any
 
 import yaml
 
-from benchmarks import attackers as attackers_study
+from benchmarks import attackers as attackers_sweep
 from benchmarks.bit_flips import flip_downloads
-from benchmarks.crew import ROOT, support
+from benchmarks.cluster import ROOT, support
 from benchmarks.fuzz.__main__ import draw, throw
 from benchmarks.fuzz.decoders import decoders
 from benchmarks.fuzz.guided import guide, untyped
@@ -96,8 +96,8 @@ def _guided(bench: Bench, row: str) -> Row:
 
 
 def attackers(bench: Bench) -> Iterator[Row]:
-    """Yield what the study of attackers has left; `benchmarks/attackers.py` makes it anew."""
-    yield from attackers_study.summary_rows(json.loads((ROOT / attackers_study.RESULTS).read_text()))
+    """Yield what the sweep of attackers has left; `benchmarks/attackers.py` makes it anew."""
+    yield from attackers_sweep.summary_rows(json.loads((ROOT / attackers_sweep.RESULTS).read_text()))
 
 
 def streams(bench: Bench) -> Iterator[Row]:

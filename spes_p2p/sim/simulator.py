@@ -23,7 +23,7 @@ from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import SimulationError
 from spes_p2p.model.loss import held_out_loss
-from spes_p2p.planner import model_size
+from spes_p2p.planner.size import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.scenario import Event, Scenario
@@ -123,7 +123,7 @@ class VirtualPeer:
         """Slots that the peer trains, or trained last."""
         return self.trainer.slots
 
-    def live(self, initial: Callable[[], Mapping[str, Tensor]], on_round: Callable[[Metrics], None]) -> None:
+    def live(self, initial: Callable[[], Mapping[VectorName, Tensor]], on_round: Callable[[Metrics], None]) -> None:
         """Join, train to the run's end, leave.
 
         Args:
@@ -256,7 +256,7 @@ class _Simulation:
         self._present = set(scenario.founders)
         self._interruptions = [scenario.interruptions(peer) for peer in range(scenario.peers)]
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
-        self._initial: Mapping[str, Tensor] = {}
+        self._initial: Mapping[VectorName, Tensor] = {}
         self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device)
         self._batches = held_out_batches(
             self._run.data,
@@ -340,7 +340,7 @@ class _Simulation:
             peer.sync.held.resume(scenario.slots[index])
         peer.live(functools.partial(self._start, peer), functools.partial(self._on_round, index))
 
-    def _start(self, peer: VirtualPeer) -> Mapping[str, Tensor]:
+    def _start(self, peer: VirtualPeer) -> Mapping[VectorName, Tensor]:
         """Return the vectors of the run's start, which are the same for all peers."""
         if not self._initial:
             self._initial = build_initial(self._run, self._vocab_size, peer.sync, peer.trainer)

@@ -14,11 +14,11 @@ from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config
-from spes_p2p.sim.sweep.settings import flat, load_study
+from spes_p2p.sim.sweep.settings import flat, load_sweep
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
-STUDIES = [path for path in CONFIGS if "variants" in yaml.safe_load(path.read_text())]
-SHIPPED = [path for path in CONFIGS if path not in STUDIES]
+SWEEPS = [path for path in CONFIGS if "variants" in yaml.safe_load(path.read_text())]
+SHIPPED = [path for path in CONFIGS if path not in SWEEPS]
 
 
 def sections(cls: type[BaseModel]) -> list[type[BaseModel]]:
@@ -27,7 +27,7 @@ def sections(cls: type[BaseModel]) -> list[type[BaseModel]]:
 
 
 def test_there_are_configs_to_ship():
-    assert SHIPPED and STUDIES
+    assert SHIPPED and SWEEPS
 
 
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
@@ -47,19 +47,19 @@ def test_a_shipped_config_starts_a_local_experiment(path):
     assert experiment.run.model_dump() != RunConfig().model_dump()
 
 
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_a_shipped_study_is_made_of_scenarios_that_say_what_it_says(path):
-    study, content = load_study(path), yaml.safe_load(path.read_text())
-    assert list(study.variants) == list(content["variants"])
+@pytest.mark.parametrize("path", SWEEPS, ids=lambda path: path.stem)
+def test_a_shipped_sweep_is_made_of_scenarios_that_say_what_it_says(path):
+    sweep, content = load_sweep(path), yaml.safe_load(path.read_text())
+    assert list(sweep.variants) == list(content["variants"])
     for name, settings in content["variants"].items():
         for seed in content["seeds"]:
-            loaded = study.variants[name].scenarios[seed]
+            loaded = sweep.variants[name].scenarios[seed]
             scenario = loaded.model_dump()
             scenario["events"] = [event.model_dump(exclude_unset=True) for event in loaded.events]
             assert scenario["seed"] == scenario["run"]["seed"] == seed
             wanted = flat(content["base"]) | {key: v for key, v in flat(settings or {}).items() if key != "title"}
             assert {key: flat(scenario)[key] for key in wanted} == wanted
-        hf_config(study.variants[name].scenarios[seed].run.model, 64, 64)
+        hf_config(sweep.variants[name].scenarios[seed].run.model, 64, 64)
 
 
 def test_a_run_survives_the_manifests_json():

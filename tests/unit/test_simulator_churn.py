@@ -14,9 +14,9 @@ from spes_p2p.config import RunConfig
 from spes_p2p.sim.scenario import Churn, Event, Scenario
 from spes_p2p.sim.simulator import simulate
 from spes_p2p.sim.sweep.results import Machine, PeerAccount, Point, RunResult, committed_until, save_result
-from spes_p2p.sim.sweep.settings import load_study
+from spes_p2p.sim.sweep.settings import load_sweep
 
-STUDY = Path("configs/churn.yaml")
+SWEEP = Path("configs/churn.yaml")
 
 
 def present_by_round(events: list[Event], present: int, total: int) -> list[int]:
@@ -99,7 +99,7 @@ def test_the_loss_at_some_tokens_lies_between_the_evaluations_before_and_after()
 
 
 def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_at_equal_tokens(tmp_path: Path) -> None:
-    study = load_study(STUDY)
+    sweep = load_sweep(SWEEP)
     machine = Machine(cpu="", device="cpu", threads=1, python="", torch="")
     for seed in (0, 1):
         for variant, curve in {
@@ -117,7 +117,7 @@ def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_
                 expert_bytes=0,
                 memory_bytes=0,
             )
-            scenario = study.variants[variant].scenarios[seed]
+            scenario = sweep.variants[variant].scenarios[seed]
             result = RunResult(
                 variant=variant,
                 seed=seed,
@@ -131,8 +131,8 @@ def test_rounds_that_were_begun_and_not_committed_count_and_losses_are_compared_
                 finished_at="",
             )
             save_result(tmp_path, result)
-    replaced, committed, loss = churn_rows(STUDY, tmp_path)
+    replaced, committed, loss = churn_rows(SWEEP, tmp_path)
     assert replaced.measured == "30.0 %" and replaced.is_reached  # 12 of 8 peers in 50 minutes
     assert committed.measured.startswith("95.0 % (380 of 400") and committed.is_reached
     assert loss.measured == "+1.00 % ± 0.00" and "2 seeds" in loss.figure
-    assert not list(churn_rows(STUDY, tmp_path / "nowhere"))
+    assert not list(churn_rows(SWEEP, tmp_path / "nowhere"))

@@ -1,4 +1,4 @@
-"""What a study leaves behind: a table, all results in one JSON, three pictures, and a page that holds everything."""
+"""A sweep's report: a table, all results in one JSON file, three pictures, and a page with everything."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from spes_p2p import __version__, presentation
 from spes_p2p.presentation import COLOURS, INK, canvas, drawable, legend, png
 from spes_p2p.sim.sweep.results import Missing, RunResult, write_file
-from spes_p2p.sim.sweep.settings import Gap, Study, Variant, flat
+from spes_p2p.sim.sweep.settings import Gap, Sweep, Variant, flat
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,16 +22,12 @@ if TYPE_CHECKING:
 Results = Mapping[tuple[str, int], RunResult]
 """By variant and seed."""
 TOKENS_TOLERANCE = 0.01
-"""Relative: a round by tokens ends with somebody's batch, not with the exact number."""
+"""Relative tolerance: a round by tokens ends with a whole batch, not with the exact number."""
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A number measured with several seeds.
-
-    Attributes:
-        values: By seed.
-    """
+    """A number measured with several seeds: its values by seed."""
 
     values: Mapping[int, float]
 
@@ -41,22 +37,22 @@ class Spread:
 
     @property
     def deviation(self) -> float | None:
-        """Sample standard deviation over seeds; None with a single one, or with one that is not finite."""
+        """Sample standard deviation over seeds; None for a single seed, or if a value is not finite."""
         values = list(self.values.values())
         return stdev(values) if len(values) > 1 and all(map(math.isfinite, values)) else None
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Held-out loss of one variant, after every round that all of its finished seeds measured.
+    """Held-out loss of one variant after every round that all of its finished seeds measured.
 
     Attributes:
-        tokens: Per peer, mean over seeds.
-        steps: Optimizer steps that those tokens are, at the batch of the variant's peers.
-        megabytes: Sent per peer, mean over seeds.
-        mean: Loss, mean over seeds.
-        low: Least over seeds.
-        high: Most over seeds.
+        tokens: Tokens per peer, mean over seeds.
+        steps: The same as optimizer steps, at the batch size of the variant's peers.
+        megabytes: Megabytes sent per peer, mean over seeds.
+        mean: Mean loss over seeds.
+        low: Lowest loss over seeds.
+        high: Highest loss over seeds.
     """
 
     tokens: Sequence[float]
@@ -69,22 +65,22 @@ class Curve:
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's numbers.
+    """One variant's figures.
 
     Attributes:
-        name: The variant's.
-        title: For people.
+        name: Name of the variant.
+        title: Its name in tables and plots.
         loss: Held-out loss at the end, nats per token.
-        gaps: Share of each gap that it closed, by the gap's name; only those with a value.
-        unequal: Gaps among them whose ends were trained on other numbers of tokens than it was; see `has_equal_tokens`.
+        gaps: Share of each gap that the variant closed, by the gap's name, where it can be computed.
+        unequal: Those gaps that compare runs on different numbers of tokens; see `has_equal_tokens`.
         tokens: Tokens trained per peer, mean over peers and seeds.
-        tokens_range: Tokens trained by the peer that trained least, and by the one that trained most.
-        megabytes: Sent per peer, mean over peers and seeds.
+        tokens_range: Fewest and most tokens that a peer trained.
+        megabytes: Megabytes sent per peer, mean over peers and seeds.
         expert_megabytes: Memory of all experts on the peer that needs most.
         memory_megabytes: All planned memory of that peer.
-        wall_seconds: Per run, mean over seeds.
+        wall_seconds: Duration of a run, mean over seeds.
         curve: Loss over the run.
-        remarks: What must be known of some of its runs beside their losses, and of which seeds.
+        remarks: Caveats of the losses, each with the seeds that it concerns.
     """
 
     name: str
@@ -102,19 +98,19 @@ class Row:
     remarks: Mapping[str, Sequence[int]]
 
 
-def summarise(study: Study, results: Results) -> list[Row]:
-    """Return one row for each variant that has finished a run, in the study's order."""
+def summarise(sweep: Sweep, results: Results) -> list[Row]:
+    """Return a row for each variant with a finished run, in the sweep's order."""
     rows = []
-    for variant in study.variants.values():
-        own = {seed: results[variant.name, seed] for seed in study.seeds if (variant.name, seed) in results}
+    for variant in sweep.variants.values():
+        own = {seed: results[variant.name, seed] for seed in sweep.seeds if (variant.name, seed) in results}
         if own:
-            rows.append(_row(study, variant, own, results))
+            rows.append(_row(sweep, variant, own, results))
     return rows
 
 
-def _row(study: Study, variant: Variant, own: Mapping[int, RunResult], results: Results) -> Row:
+def _row(sweep: Sweep, variant: Variant, own: Mapping[int, RunResult], results: Results) -> Row:
     gaps, unequal = dict[str, Spread](), set[str]()
-    for gap in study.gaps:
+    for gap in sweep.gaps:
         spread = gap_spread(gap, variant.name, results) if variant.name in gap.of else None
         if spread is not None:
             gaps[gap.name] = spread
@@ -144,9 +140,9 @@ def _row(study: Study, variant: Variant, own: Mapping[int, RunResult], results: 
 
 
 def has_equal_tokens(solo: RunResult, centralised: RunResult, ours: RunResult) -> bool:
-    """Return whether each peer trained as many tokens as the lone one, and all together as many as the centralised one.
+    """Tell whether each peer trained as many tokens as the solo peer, and all together as many as the centralised one.
 
-    Only then does a gap compare ways to train, and not how much was trained.
+    Otherwise a gap compares amounts of training, not ways to train.
     """
     of_solo, of_all, own = (sum(peer.tokens for peer in run.peers) for run in (solo, centralised, ours))
     each = [(peer.tokens, of_solo / len(solo.peers)) for peer in ours.peers]
@@ -154,7 +150,7 @@ def has_equal_tokens(solo: RunResult, centralised: RunResult, ours: RunResult) -
 
 
 def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
-    """Return the share of a gap that a variant closed, by seed; None where no seed can tell."""
+    """Return the share of a gap that a variant closed, by seed; None if no seed has a value."""
     shares = {}
     for seed in [seed for name, seed in results if name == variant]:
         ends = [results.get((name, seed)) for name in (gap.solo, gap.centralised)]
@@ -165,12 +161,9 @@ def gap_spread(gap: Gap, variant: str, results: Results) -> Spread | None:
 
 
 def gap_closed(solo: float, centralised: float, loss: float) -> float | None:
-    """Return (solo - loss) / (solo - centralised); None where centralised is no better than solo, or a loss not finite.
+    """Return (solo - loss) / (solo - centralised): below 0 is worse than solo, above 1 better than centralised.
 
-    Args:
-        solo: Loss of a peer that trains alone.
-        centralised: Loss of one machine with everybody's tokens.
-        loss: Loss of what is asked about; below 0 it is worse than solo, above 1 better than centralised.
+    Returns None if centralised is not better than solo, or a loss is not finite.
     """
     if not all(map(math.isfinite, (solo, centralised, loss))) or solo <= centralised:
         return None
@@ -195,7 +188,6 @@ def _curve(own: Sequence[RunResult]) -> Curve:
 
 
 MissingRuns = Mapping[tuple[str, int], Missing]
-"""By variant and seed."""
 UNEQUAL_MARK = "†"
 UNEQUAL_NOTE = (
     f"{UNEQUAL_MARK} Not at equal tokens, so this gap also tells how much was trained: some peer trained more or less "
@@ -204,7 +196,7 @@ UNEQUAL_NOTE = (
 
 
 def notes(results: Results, missing: MissingRuns, rows: Sequence[Row]) -> list[str]:
-    """Return what must be said below the table, a line each; in a study that is done by this version, nothing."""
+    """Return the notes below the table, a line each: unequal tokens, missing runs, results of other versions."""
     lines = [UNEQUAL_NOTE] if any(row.unequal for row in rows) else []
     lines += missing_lines(missing)
     others: dict[str, list[tuple[str, int]]] = {}
@@ -221,7 +213,7 @@ def missing_lines(missing: MissingRuns) -> list[str]:
 
 
 def missing_cells(missing: MissingRuns) -> list[tuple[str, str, str]]:
-    """Return what became of runs that are not in the table, which they are, and why."""
+    """Return kind, runs and reason of the runs that are not in the table."""
     alike: dict[tuple[str, str], list[tuple[str, int]]] = {}
     for key, run in missing.items():
         alike.setdefault((run.kind, " ".join(run.reason.split())), []).append(key)
@@ -245,9 +237,9 @@ LINES = ("-", "--", ":", "-.")
 
 
 def loss_by_steps(rows: Sequence[Row]) -> bytes:
-    """Held-out loss over a peer's optimizer steps: the seeds' mean, and a band from the least to the most.
+    """Draw the held-out loss over a peer's optimizer steps: the mean over seeds, and a band from lowest to highest.
 
-    Steps, not tokens: one process with everybody's batch reads more in each.
+    The axis shows steps, not tokens: centralised training reads more tokens in each step.
     """
     figure, axes = canvas("steps of each peer", LOSS, large="x")
     for index, row in enumerate(rows):
@@ -257,7 +249,10 @@ def loss_by_steps(rows: Sequence[Row]) -> bytes:
 
 
 def loss_by_bytes(rows: Sequence[Row]) -> bytes | None:
-    """Held-out loss over bytes sent per peer; None if nobody sent any. Who sends none is a line across at its end."""
+    """Draw the held-out loss over bytes sent per peer; None if no variant sent any.
+
+    A variant that sends nothing is a horizontal line at its final loss.
+    """
     if not any(row.megabytes for row in rows):
         return None
     figure, axes = canvas("MB sent per peer", LOSS)
@@ -273,7 +268,7 @@ def loss_by_bytes(rows: Sequence[Row]) -> bytes | None:
 
 
 def final_loss(rows: Sequence[Row]) -> bytes:
-    """Held-out loss at the end: a bar for the seeds' mean, a dot for each. The axis does not begin at 0."""
+    """Draw the held-out loss at the end: a bar for the mean over seeds, a dot for each seed."""
     figure, axes = canvas(LOSS, "", height_inches=max(1.6, 0.9 + 0.34 * len(rows)))
     losses = [loss for row in rows for loss in row.loss.values.values() if math.isfinite(loss)]
     low, high = min(losses, default=0.0), max(losses, default=1.0)
@@ -301,7 +296,7 @@ def final_loss(rows: Sequence[Row]) -> bytes:
 
 
 def _line(axes: Axes, index: int, row: Row, x: Sequence[float]) -> None:
-    """The mean, the band and the end of one variant; its colour is its place among the rows."""
+    """Draw mean and band of one variant, in the colour of its place among the rows."""
     curve, colour = row.curve, _colour(index)
     style = LINES[index // len(COLOURS) % len(LINES)]
     marker = "o" if len(x) == 1 else None
@@ -334,35 +329,35 @@ NOTES = (
 )
 
 
-def write_report(study: Study, results: Results, output: Path, missing: MissingRuns = NOTHING) -> str:
-    """Write everything anew and return the table, with what must be said below it.
+def write_report(sweep: Sweep, results: Results, output: Path, missing: MissingRuns = NOTHING) -> str:
+    """Write table, JSON file, pictures and page; return the table with the notes below it.
 
     Args:
-        study: What was compared.
-        results: What has finished; at least one run.
+        sweep: The sweep.
+        results: Its finished runs, at least one.
         output: Folder to write to; older reports there are replaced.
-        missing: The study's other runs.
+        missing: The sweep's other runs.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    rows = summarise(study, results)
-    table = markdown(*table_cells(study, rows))
+    rows = summarise(sweep, results)
+    table = markdown(*table_cells(sweep, rows))
     below = notes(results, missing, rows)
     pictures = dict(_pictures(rows))
     write_file(output / TABLE_FILE, "\n\n".join([table, NOTES, *below]).encode() + b"\n")
-    write_file(output / RESULTS_FILE, _json(study, results, rows, missing))
+    write_file(output / RESULTS_FILE, _json(sweep, results, rows, missing))
     (output / "loss_by_bytes.png").unlink(missing_ok=True)  # an older report may have had it
     for name, (_, _, picture) in pictures.items():
         write_file(output / f"{name}.png", picture)
-    page = _page(study, results, rows, pictures, missing)
+    page = _page(sweep, results, rows, pictures, missing)
     write_file(output / REPORT_FILE, page.encode())
     return "\n\n".join([table, "\n".join(below)]) if below else table
 
 
-def table_cells(study: Study, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+def table_cells(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """Return the table's titles and rows, as text."""
-    asked = [gap.name for gap in study.gaps]
+    asked = [gap.name for gap in sweep.gaps]
     gaps = ["gap closed"] if len(asked) == 1 else [f"gap closed: {name}" for name in asked]
     costs = ["tokens/peer", "MB sent/peer", "expert MB/peer", "all MB/peer", "wall s/run"]
     any_remarks = any(row.remarks for row in rows)
@@ -370,7 +365,7 @@ def table_cells(study: Study, rows: Sequence[Row]) -> tuple[list[str], list[list
     cells = []
     for row in rows:
         numbers = [_tokens(row), *map(_quantity, _costs(row))]
-        seeds = f"{len(row.loss.values)} of {len(study.seeds)}"
+        seeds = f"{len(row.loss.values)} of {len(sweep.seeds)}"
         remarks = [_remarks(row)] if any_remarks else []
         closed = [_gap(row, name) for name in asked]
         cells.append([row.title, seeds, _spread(row.loss, "{:.4f}"), *closed, *numbers, *remarks])
@@ -383,13 +378,13 @@ def _gap(row: Row, name: str) -> str:
 
 
 def _tokens(row: Row) -> str:
-    """The mean, and from whom to whom where it is not everybody's."""
+    """Return the mean, and the range if peers trained different numbers of tokens."""
     least, most = row.tokens_range
     return f"{row.tokens:,.0f}" if least == most else f"{row.tokens:,.0f} ({least:,}–{most:,})"
 
 
 def _remarks(row: Row) -> str:
-    """What must be known of its runs; of which ones, if not of all."""
+    """Return the row's remarks, with the seeds of those that do not concern all runs."""
     all_seeds = list(row.loss.values)
     texts = [text if seeds == all_seeds else f"{text} ({of_seeds(seeds)})" for text, seeds in row.remarks.items()]
     return "; ".join(texts) or NONE
@@ -400,7 +395,7 @@ def _costs(row: Row) -> tuple[float, ...]:
 
 
 def _quantity(value: float) -> str:
-    """About three digits: 1,234, 12.3, 0.012."""
+    """Return a number with about three digits: 1,234, 12.3, 0.012."""
     digits = 0 if value >= 100 else 1 if value >= 10 else 2 if value >= 1 or not value else 3
     return f"{value:,.{digits}f}"
 
@@ -412,7 +407,7 @@ def _spread(spread: Spread, form: str) -> str:
 
 
 def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a Markdown table whose columns align on a terminal too: text to the left, numbers to the right."""
+    """Return a Markdown table whose columns also align on a terminal: text to the left, numbers to the right."""
     lines = [[cell.replace("\\", "\\\\").replace("|", "\\|") for cell in row] for row in (titles, *rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = [f":{'-' * (widths[0] - 1)}", *(f"{'-' * (width - 1)}:" for width in widths[1:])]
@@ -421,21 +416,19 @@ def markdown(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _pictures(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[str, str, bytes]]]:
-    """By name of the file: title, caption and PNG."""
-    band = "Lines are means over seeds, bands reach from the least to the most."
-    yield (
-        "loss_by_steps",
-        ("Loss by steps", f"What a peer's own training buys. {band}", loss_by_steps(rows)),
-    )
+    """Yield each picture's file name, title, caption and PNG."""
+    band = "Lines are means over seeds, bands reach from the lowest to the highest."
+    caption = f"Loss for a peer's own training. {band}"
+    yield "loss_by_steps", ("Loss by steps", caption, loss_by_steps(rows))
     if (picture := loss_by_bytes(rows)) is not None:
-        caption = f"What a peer's uplink buys; who sends nothing is a dotted line at its final loss. {band}"
+        caption = f"Loss for a peer's uplink; a dotted line is the final loss of a variant that sends nothing. {band}"
         yield "loss_by_bytes", ("Loss by bytes sent", caption, picture)
     caption = "Bars are means over seeds, dots single seeds; the axis does not begin at 0."
     yield "final_loss", ("Final loss", caption, final_loss(rows))
 
 
-def _json(study: Study, results: Results, rows: Sequence[Row], missing: MissingRuns) -> bytes:
-    """All results in one document, without the scenarios, which repeat the study from run to run."""
+def _json(sweep: Sweep, results: Results, rows: Sequence[Row], missing: MissingRuns) -> bytes:
+    """Return all results in one document, without the scenarios, which repeat the sweep's settings."""
     summary = {
         row.name: {
             "title": row.title,
@@ -453,9 +446,9 @@ def _json(study: Study, results: Results, rows: Sequence[Row], missing: MissingR
         }
         for row in rows
     }
-    variants = {name: variant.settings for name, variant in study.variants.items()}
+    variants = {name: variant.settings for name, variant in sweep.variants.items()}
     document = {
-        "study": {"title": study.title, "seeds": study.seeds, "base": study.base, "variants": variants},
+        "study": {"title": sweep.title, "seeds": sweep.seeds, "base": sweep.base, "variants": variants},
         "summary": summary,
         "runs": [json.loads(result.model_dump_json(exclude={"scenario"})) for result in results.values()],
         "missing": [
@@ -471,7 +464,7 @@ def _numbers(spread: Spread) -> dict[str, Any]:
 
 
 def _page(
-    study: Study,
+    sweep: Sweep,
     results: Results,
     rows: Sequence[Row],
     pictures: Mapping[str, tuple[str, str, bytes]],
@@ -479,27 +472,27 @@ def _page(
 ) -> str:
     def sections() -> Iterator[str]:
         caption = " ".join([NOTES, *notes(results, {}, rows)])
-        yield presentation.section("Results", presentation.table(*table_cells(study, rows)), caption=caption, wide=True)
+        yield presentation.section("Results", presentation.table(*table_cells(sweep, rows)), caption=caption, wide=True)
         if missing:
             absent = presentation.table(("what became of them", "runs", "why"), missing_cells(missing))
             yield presentation.section("Not in the table", absent, wide=True)
         for title, caption, picture in pictures.values():
             yield presentation.section(title, presentation.image(title, picture), caption=caption)
-        for variant in study.variants.values():
-            if changes := differences(study, variant):
+        for variant in sweep.variants.values():
+            if changes := differences(sweep, variant):
                 heading = variant.name if variant.title == variant.name else f"{variant.name}: {variant.title}"
                 yield presentation.section(heading, presentation.table(("setting", "base", "here"), changes))
-        base = [(name, _plain(value)) for name, value in flat(study.base).items()]
+        base = [(name, _plain(value)) for name, value in flat(sweep.base).items()]
         yield presentation.section(
             "Base", presentation.table(("setting", "value"), base), caption="What every variant starts from."
         )
 
-    return presentation.page(study.title, _origins(results), _tiles(study, results), sections())
+    return presentation.page(sweep.title, _origins(results), _tiles(sweep, results), sections())
 
 
-def differences(study: Study, variant: Variant) -> list[tuple[str, str, str]]:
-    """Return the settings in which a variant differs from the base: name, value there (or a dash), value here."""
-    base = flat(study.base)
+def differences(sweep: Sweep, variant: Variant) -> list[tuple[str, str, str]]:
+    """Return the settings in which a variant differs from the base: name, base value (or a dash), variant's value."""
+    base = flat(sweep.base)
     own = flat(variant.settings)
     return [
         (name, _plain(base[name]) if name in base else NONE, _plain(value))
@@ -508,12 +501,12 @@ def differences(study: Study, variant: Variant) -> list[tuple[str, str, str]]:
     ]
 
 
-def _tiles(study: Study, results: Results) -> dict[str, str]:
-    planned = len(study.variants) * len(study.seeds)
+def _tiles(sweep: Sweep, results: Results) -> dict[str, str]:
+    planned = len(sweep.variants) * len(sweep.seeds)
     hours = sum(result.wall_seconds for result in results.values()) / 3600
     tokens = sum(peer.tokens for result in results.values() for peer in result.peers)
     return {
-        "variants": f"{len({name for name, _ in results})} of {len(study.variants)}",
+        "variants": f"{len({name for name, _ in results})} of {len(sweep.variants)}",
         "runs": f"{len(results)} of {planned}",
         "tokens trained": f"{tokens:,}",
         "hours of computing": f"{hours:,.2f}",
@@ -521,7 +514,7 @@ def _tiles(study: Study, results: Results) -> dict[str, str]:
 
 
 def _origins(results: Results) -> Iterator[str]:
-    """What the runs were made with, and when: one line for each combination, few in a clean study."""
+    """Yield software, machine and dates of the runs: a line for each combination."""
     dates: dict[str, list[str]] = {}
     for result in results.values():
         machine = result.machine

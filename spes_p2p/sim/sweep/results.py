@@ -1,11 +1,11 @@
-"""Where a study keeps its runs: a JSON file for each, which counts as long as its settings do."""
+"""Storage of a sweep's runs: a JSON file for each, valid as long as its settings equal the sweep's."""
 
 from __future__ import annotations
 
 import datetime
 import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -17,10 +17,11 @@ from spes_p2p import __version__
 from spes_p2p.config import Frozen, MachineConfig
 from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.fs import write_atomic
-from spes_p2p.planner import ModelSize, Setup, peer_memory
+from spes_p2p.planner.memory import Setup, peer_memory
+from spes_p2p.planner.size import ModelSize
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import SimulationResult
-from spes_p2p.sim.sweep.settings import flat
+from spes_p2p.sim.sweep.settings import Sweep, flat
 from spes_p2p.swarm.records import Metrics
 
 
@@ -32,38 +33,38 @@ class Point(Frozen):
     round: int
     """Rounds committed."""
     tokens_per_peer: int
-    """Tokens trained until then, the peers' mean."""
+    """Tokens trained so far, mean over peers."""
     committed_tokens: int | None = None
-    """Of all peers, that are in the model; those of dropped rounds and of the dead are not. None in older results."""
+    """Tokens of all peers that are in the model, without dropped rounds and dead peers; None in older results."""
     bytes_out_per_peer: float
-    """Sent until then, the peers' mean."""
+    """Bytes sent so far, mean over peers."""
     loss: float
     """Held-out loss, nats per token."""
 
 
 class PeerAccount(Frozen):
-    """What one virtual peer gave and needed."""
+    """Work, traffic and memory of one virtual peer."""
 
     tokens: int
     """Tokens trained."""
     begun_rounds: int | None = None
-    """Times that it began to train a round; None in older results."""
+    """Number of times that the peer began to train a round; None in older results."""
     committed_rounds: int | None = None
-    """Rounds that its work is in."""
+    """Rounds that include the peer's work."""
     bytes_in: int
     bytes_out: int
     max_slots: int
-    """Slots it could train."""
+    """Number of slots that the peer could train."""
     trained_bytes: int
-    """Of the parameters it trains, with gradients, moments, anchor and delta."""
+    """Memory of the trained parameters, with gradients, moments, anchor and delta."""
     expert_bytes: int
-    """Of all experts: the trained ones as above, the others as they are stored."""
+    """Memory of all experts: trained ones as above, the others as stored."""
     memory_bytes: int
-    """Of everything the planner counts; activations are not in it."""
+    """All memory that the planner counts, without activations."""
 
 
 class Machine(Frozen):
-    """Where a run was made."""
+    """Hardware and software of a run."""
 
     cpu: str
     device: str
@@ -73,25 +74,25 @@ class Machine(Frozen):
 
 
 def _stopped_at(known: Mapping[str, Any]) -> int | None:
-    """Return the last committed round if it is not the scenario's last, from what else is known of a result."""
+    """Return the last committed round if it is not the scenario's last, from a result's other fields."""
     evaluations: Sequence[Point] = known["evaluations"]
     total = known["scenario"].get("run", {}).get("round", {}).get("total", 0)
     return evaluations[-1].round if evaluations and evaluations[-1].round < total else None
 
 
 class RunResult(Frozen):
-    """One run that came to an end; what other versions of the program know of it beside this is ignored."""
+    """A finished run; fields of other versions of the program are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
     variant: str
     seed: int
     scenario: dict[str, Any]
-    """All settings that made it."""
+    """All settings of the run."""
     evaluations: list[Point]
-    """By round, ascending; the last is of the last committed round."""
+    """Ascending by round; the last one is of the last committed round."""
     stopped_at: int | None = Field(default_factory=_stopped_at)
-    """The last committed round, if everybody was gone before the scenario's last."""
+    """The last committed round, if all peers were gone before the scenario's last round."""
     peers: list[PeerAccount]
     virtual_seconds: float
     wall_seconds: float
@@ -108,29 +109,29 @@ class RunResult(Frozen):
 
     @property
     def remarks(self) -> list[str]:
-        """What must be known beside the loss: that the run ended early, and who has no part in it."""
+        """Caveats of the loss: that the run ended early, and peers that trained nothing."""
         total = self.scenario["run"]["round"]["total"]
-        stopped = [] if self.stopped_at is None else [f"stopped at round {self.stopped_at}/{total}: nobody was left"]
+        stopped = [] if self.stopped_at is None else [f"stopped at round {self.stopped_at}/{total}: no peer was left"]
         late = [str(index) for index, peer in enumerate(self.peers) if not peer.tokens]
-        who = f"{'peer' if len(late) == 1 else 'peers'} {', '.join(late)}"
-        return stopped + ([f"{who} came too late to train"] if late else [])
+        subject = f"{'peer' if len(late) == 1 else 'peers'} {', '.join(late)}"
+        return stopped + ([f"{subject} came too late to train"] if late else [])
 
 
 def run_result(
     variant: str, seed: int, scenario: Scenario, result: SimulationResult, size: ModelSize, machine: Machine
 ) -> RunResult:
-    """Return what is kept of a simulation.
+    """Return a simulation's result in the form in which it is stored.
 
     Args:
-        variant: Its variant's name.
-        seed: Its seed.
-        scenario: What was simulated, as the study has it.
-        result: What came of it.
-        size: Of the scenario's model.
-        machine: Where.
+        variant: Name of the variant.
+        seed: The run's seed.
+        scenario: The scenario as the sweep defines it.
+        result: The simulation's outcome.
+        size: Size of the scenario's model.
+        machine: The machine of the run.
 
     Raises:
-        SimulationError: nobody finished a round.
+        SimulationError: no peer finished a round.
     """
     if not result.evaluations:
         raise SimulationError("no peer finished a round; see the scenario's events and attacks")
@@ -158,12 +159,12 @@ def run_result(
 
 
 def sent_until(reports: Sequence[Sequence[Metrics]], round: int) -> int:
-    """Return the bytes that all peers had sent by the end of a round; a peer's reports count from its start."""
+    """Return the bytes that all peers had sent by the end of a round; reports count from a peer's start."""
     return sum(max((report.bytes_out for report in own if report.round <= round), default=0) for own in reports)
 
 
 def committed_until(reports: Sequence[Sequence[Metrics]], round: int) -> int:
-    """Return the tokens of all peers that the model of a round has learned from."""
+    """Return the tokens of all peers that are committed in the model of a round."""
     return sum(report.tokens for own in reports for report in own if report.round <= round and report.committed)
 
 
@@ -186,7 +187,7 @@ def _account(scenario: Scenario, result: SimulationResult, size: ModelSize, peer
 
 
 def this_machine(device: Literal["cpu", "cuda"], threads: int) -> Machine:
-    """Return where this process runs."""
+    """Describe this process's hardware and software."""
     name = f"cuda ({torch.cuda.get_device_name()})" if device == "cuda" else device
     return Machine(
         cpu=cpu_name(), device=name, threads=threads, python=platform.python_version(), torch=torch.__version__
@@ -194,7 +195,7 @@ def this_machine(device: Literal["cpu", "cuda"], threads: int) -> Machine:
 
 
 def cpu_name() -> str:
-    """Return the processor's name; Linux tells more than `platform` does."""
+    """Return the processor's name, on Linux from /proc/cpuinfo."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -205,16 +206,16 @@ Kept = TypeVar("Kept", bound=Frozen)
 
 RESULTS_FOLDER, FAILURES_FOLDER = "results", "failures"
 MAX_CHANGES = 3
-"""Settings named where more may differ."""
+"""Most changed settings that a message names."""
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Why a run has no result that counts.
+    """The reason why a run has no valid result.
 
     Attributes:
-        kind: What became of it: no trace, an error, a result of other settings, or a file that cannot be read.
-        reason: More of it, where there is more to tell.
+        kind: Never made, failed, made with other settings, or stored in an unreadable file.
+        reason: Details, if there are any.
     """
 
     kind: Literal["not made", "failed", "outdated", "damaged"]
@@ -222,27 +223,27 @@ class Missing:
 
 
 class FailedRun(Frozen):
-    """One run that failed."""
+    """A failed run."""
 
     variant: str
     seed: int
     scenario: dict[str, Any]
-    """All settings that made it."""
+    """All settings of the run."""
     reason: str
 
 
 def result_file(output: Path, variant: str, seed: int) -> Path:
-    """Return where a run's result is kept."""
+    """Return the path of a run's result."""
     return output / RESULTS_FOLDER / f"{variant}-{seed}.json"
 
 
 def failure_file(output: Path, variant: str, seed: int) -> Path:
-    """Return where it is kept that a run has failed."""
+    """Return the path of a run's failure."""
     return output / FAILURES_FOLDER / f"{variant}-{seed}.json"
 
 
 def save_result(output: Path, result: RunResult) -> Path:
-    """Keep a result, whole or not at all, in place of an earlier failure; return its file.
+    """Store a result, whole or not at all, in place of an earlier failure; return its file.
 
     Raises:
         ConfigError: it cannot be written.
@@ -254,7 +255,7 @@ def save_result(output: Path, result: RunResult) -> Path:
 
 
 def save_failure(output: Path, variant: str, seed: int, scenario: Scenario, reason: str) -> None:
-    """Keep why a run failed; a result of it from other settings stays where it is.
+    """Store the reason of a failure; a result of the run with other settings stays.
 
     Raises:
         ConfigError: it cannot be written.
@@ -264,13 +265,13 @@ def save_failure(output: Path, variant: str, seed: int, scenario: Scenario, reas
 
 
 def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> RunResult | Missing:
-    """Return a run's result if the scenario made it, otherwise what became of it.
+    """Return a run's result if it was made with `scenario`, else the reason why there is none.
 
     Args:
-        output: The study's folder.
-        variant: The variant's name.
-        seed: The run's.
-        scenario: As the study has it now.
+        output: The sweep's folder.
+        variant: Name of the variant.
+        seed: The run's seed.
+        scenario: The scenario as the sweep defines it now.
     """
     file, changed = result_file(output, variant, seed), list[str]()
     result = _read(RunResult, file)
@@ -287,6 +288,22 @@ def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> Ru
     return Missing("damaged", f"{file} is no whole result of this run") if file.exists() else Missing("not made")
 
 
+def finished_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], RunResult]:
+    """Return the valid results in a folder by variant and seed, in the sweep's order."""
+    return {key: run for key, run in _stored_runs(sweep, output) if isinstance(run, RunResult)}
+
+
+def missing_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], Missing]:
+    """Return the sweep's other runs, with the reason why each has no valid result."""
+    return {key: run for key, run in _stored_runs(sweep, output) if isinstance(run, Missing)}
+
+
+def _stored_runs(sweep: Sweep, output: Path) -> Iterator[tuple[tuple[str, int], RunResult | Missing]]:
+    for variant in sweep.variants.values():
+        for seed, scenario in variant.scenarios.items():
+            yield (variant.name, seed), load_result(output, variant.name, seed, scenario)
+
+
 def _read(kind: type[Kept], file: Path) -> Kept | None:
     try:
         return kind.model_validate_json(file.read_bytes())
@@ -295,10 +312,9 @@ def _read(kind: type[Kept], file: Path) -> Kept | None:
 
 
 def changes(stored: Mapping[str, Any], scenario: Scenario) -> list[str]:
-    """Return in what a scenario differs from stored settings, such as "run.train.lr was 0.002, is 0.1".
+    """Return the differences of a scenario from stored settings, such as "run.train.lr was 0.002, is 0.1".
 
-    A setting that the stored ones lack is newer than they are, and was what it is by default; one that only they have
-    differs.
+    A setting that the stored ones lack is newer and counts as its default; a setting that only they have differs.
     """
     try:
         was = flat(Scenario.model_validate(stored).model_dump(mode="json"))
@@ -315,7 +331,7 @@ def _plain(value: object) -> str:
 
 
 def write_file(file: Path, content: bytes) -> None:
-    """Write a file of the output, whole or not at all, and its folder if there is none.
+    """Write a file of the output, whole or not at all; make its folder if necessary.
 
     Raises:
         ConfigError: it cannot be written.

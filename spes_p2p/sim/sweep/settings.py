@@ -1,4 +1,4 @@
-"""What a study compares: variants of one scenario, each over some seeds, from a YAML and checked before any runs."""
+"""Settings of a sweep: variants of one scenario, each with several seeds, read from YAML and checked before any run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from spes_p2p.sim.scenario import Scenario
 
 EXAMPLE = "configs/convergence.yaml"
 SCENARIO_EXAMPLE = "configs/scenarios.yaml"
-"""Which shows what a scenario can be beside a run."""
+"""Shows a scenario's settings beside the run's."""
 
 
 def _distinct(seeds: list[int]) -> list[int]:
@@ -33,35 +33,35 @@ Settings = dict[str, Any]
 
 
 class Gap(Frozen):
-    """A question: how much of the way from training alone to training in one place do some variants go?"""
+    """The gap in loss between training alone and training in one place, of which variants close a share."""
 
     name: Title
-    """For the tables."""
+    """Name in tables."""
     solo: str
     """The variant that closes 0 % of the gap."""
     centralised: str
-    """The variant that closes 100 % of it."""
+    """The variant that closes 100 % of the gap."""
     of: Annotated[list[str], Field(min_length=1)]
-    """The variants to ask it of."""
+    """The variants whose share is measured."""
 
 
-class StudyFile(Frozen):
-    """A study as its YAML has it."""
+class SweepFile(Frozen):
+    """A sweep's YAML."""
 
     title: Title = "Convergence"
     """Heading of the report."""
     base: Settings = {}
-    """Settings of a scenario that every variant starts from, the run's under `run`."""
+    """Scenario settings shared by all variants, with the run's settings under `run`."""
     seeds: Seeds = [0]
-    """Each variant runs once with each: it seeds the initial weights and the peers' data orders."""
+    """Each variant runs once with each seed, which seeds the initial weights and the peers' data orders."""
     variants: Annotated[dict[VariantName, Settings | None], Field(min_length=1)]
-    """By name, what differs from `base`; `title` names the variant in plots."""
+    """By name, the settings that differ from `base`; `title` names the variant in plots."""
     gaps: list[Gap] = []
-    """Gaps between two variants, and which others close how much of them."""
+    """Gaps between two variants, of which other variants close a share."""
 
 
 class VariantTitle(Frozen):
-    """What a variant holds beside settings."""
+    """A variant's title, as its settings hold it."""
 
     title: Title
 
@@ -71,9 +71,9 @@ class Variant:
     """One way to train.
 
     Attributes:
-        name: For files.
-        title: For people.
-        settings: What differs from the study's base.
+        name: Name in files and flags.
+        title: Name in tables and plots.
+        settings: Settings that differ from the sweep's base.
         scenarios: By seed.
     """
 
@@ -84,13 +84,13 @@ class Variant:
 
 
 @dataclass(frozen=True)
-class Study:
-    """What is compared, checked.
+class Sweep:
+    """A checked sweep.
 
     Attributes:
         title: Heading of the report.
-        base: What every variant starts from.
-        seeds: Of every variant.
+        base: Settings shared by all variants.
+        seeds: Seeds with which every variant runs.
         variants: By name, in the file's order.
         gaps: In the file's order.
     """
@@ -102,44 +102,44 @@ class Study:
     gaps: Sequence[Gap]
 
     def chosen(self, only: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
-        """Return the runs, (variant, seed), of some variants and seeds; nothing chosen means all.
+        """Return the runs, (variant, seed), of the named variants and seeds; an empty list selects all.
 
-        Seeds come first: a study that is stopped halfway can compare all variants by the first of them.
+        Runs are ordered by seed: a sweep that is stopped halfway can compare all variants by its first seeds.
 
         Raises:
-            ConfigError: the study has no such variant or seed.
+            ConfigError: the sweep has no such variant or seed.
         """
         for name in only:
             if name not in self.variants:
                 raise ConfigError(f"--only {name}: no such variant; choose from {', '.join(self.variants)}")
         for seed in seeds:
             if seed not in self.seeds:
-                raise ConfigError(f"--seeds {seed}: not in the study; choose from {', '.join(map(str, self.seeds))}")
+                raise ConfigError(f"--seeds {seed}: not in the sweep; choose from {', '.join(map(str, self.seeds))}")
         names = [name for name in self.variants if name in only or not only]
         return [(name, seed) for seed in self.seeds if seed in seeds or not seeds for name in names]
 
 
-def load_study(path: Path) -> Study:
-    """Return the study in a YAML file, with every scenario of it made and checked.
+def load_sweep(path: Path) -> Sweep:
+    """Read a sweep from a YAML file; make and check every scenario.
 
     Raises:
-        ConfigError: the file, or something in it, cannot be used.
+        ConfigError: the file or one of its settings cannot be used.
     """
     try:
-        file = StudyFile.model_validate(read_yaml(path, "study"))
+        file = SweepFile.model_validate(read_yaml(path, "sweep"))
     except ValidationError as error:
-        raise ConfigError(f"study {path}: {explain(error, EXAMPLE)}") from error
+        raise ConfigError(f"sweep {path}: {explain(error, EXAMPLE)}") from error
     variants = {name: _variant(name, settings or {}, file, path) for name, settings in file.variants.items()}
     for gap in file.gaps:
         for name in (gap.solo, gap.centralised, *gap.of):
             if name not in variants:
                 known = ", ".join(variants)
-                raise ConfigError(f"study {path}: gap {gap.name!r} names variant {name!r}; choose from {known}")
-    return Study(file.title, file.base, file.seeds, variants, file.gaps)
+                raise ConfigError(f"sweep {path}: gap {gap.name!r} names variant {name!r}; choose from {known}")
+    return Sweep(file.title, file.base, file.seeds, variants, file.gaps)
 
 
-def _variant(name: str, settings: Settings, file: StudyFile, path: Path) -> Variant:
-    where = f"study {path}: variant {name}"
+def _variant(name: str, settings: Settings, file: SweepFile, path: Path) -> Variant:
+    where = f"sweep {path}: variant {name}"
     own = {key: value for key, value in settings.items() if key != "title"}
     merged = deep_merge(file.base, own)
     run = merged.get("run") or {}
@@ -147,7 +147,7 @@ def _variant(name: str, settings: Settings, file: StudyFile, path: Path) -> Vari
         raise ConfigError(f"{where}: run={run!r} holds no settings; see {SCENARIO_EXAMPLE}")
     for key, value in (("seed", merged.get("seed")), ("run.seed", run.get("seed"))):
         if value is not None:
-            raise ConfigError(f"{where}: {key}={value!r} is set by the study; list it under seeds instead")
+            raise ConfigError(f"{where}: {key}={value!r} is set by the sweep; list it under seeds instead")
     try:
         title = VariantTitle(title=settings.get("title", name)).title
         scenarios = {
@@ -160,7 +160,7 @@ def _variant(name: str, settings: Settings, file: StudyFile, path: Path) -> Vari
 
 
 def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `changes` in it: mappings merge key by key, everything else, lists too, replaces."""
+    """Return `base` with `changes` applied: mappings merge key by key; other values, also lists, are replaced."""
     merged = dict(base)
     for key, value in changes.items():
         old = merged.get(key)
@@ -170,7 +170,7 @@ def deep_merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str,
 
 
 def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by dotted names: `{"run": {"seed": 1}}` as `{"run.seed": 1}`."""
+    """Return nested settings under dotted names: `{"run": {"seed": 1}}` as `{"run.seed": 1}`."""
     rows: dict[str, Any] = {}
     for key, value in settings.items():
         is_section = isinstance(value, Mapping) and value
@@ -178,8 +178,8 @@ def flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return rows
 
 
-def in_study_words(message: str) -> str:
-    """Return an error's message with settings of the study in place of a peer's flags, which a study has not."""
+def in_sweep_words(message: str) -> str:
+    """Replace a peer's flags in an error's message by the settings of a sweep."""
     message = re.sub(r"--(text) (?:PATH \.\.\.|FILE)", r"base.\1", message)
     message = re.sub(r"--(device) (\w+)", r"base.\1: \2", message)
     return re.sub(r"--(text|device)\b", r"base.\1", message)

@@ -243,10 +243,10 @@ def program(*words: object) -> subprocess.Popen[str]:
     ("words", "code", "said"),
     [
         (["simulat"], 2, "error: unknown command 'simulat'; did you mean simulate? see spes --help\n"),
-        (["--help"], 0, "simulate STUDY"),
-        ([], 0, "simulate STUDY"),
+        (["--help"], 0, "simulate  compare ways to train"),
+        ([], 0, "simulate  compare ways to train"),
         (["--version"], 0, "spes_p2p "),
-        (["simulate", "--help"], 0, "usage: spes_p2p simulate"),
+        (["simulate", "--help"], 0, "usage: spes simulate STUDY"),
         (["simulate", "absent.yaml"], 2, "error: cannot read sweep absent.yaml"),
         (["simulate"], 2, "required: STUDY; see --help"),
         (["simulate", "configs/convergence.yaml", "--only", "sol"], 2, "error: --only sol: no such variant"),

@@ -1,4 +1,4 @@
-"""What a study leaves behind is whole, stands alone, and runs nobody's markup."""
+"""What a sweep leaves behind is whole, stands alone, and runs nobody's markup."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from spes_p2p import __version__
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.sweep.report import differences, markdown, summarise, table_cells, write_report
 from spes_p2p.sim.sweep.results import Missing, RunResult
-from spes_p2p.sim.sweep.settings import Study
-from tests.unit.study.studies import PAIR, SOLO, made_up, made_up_study
+from spes_p2p.sim.sweep.settings import Sweep
+from tests.unit.sweep.sweeps import PAIR, SOLO, made_up, made_up_sweep
 
 HOSTILE = "</h2><script>alert(1)</script><img src=x onerror='a'>$x_{$ | \\\"&"
 GAP: dict[str, Any] = {"name": "all", "solo": "solo", "centralised": "central", "of": ["ours"]}
@@ -49,15 +49,15 @@ class Page(HTMLParser):
         return [base64.b64decode(source.split(",", 1)[1], validate=True) for source in sources]
 
 
-def study_of(folder: Path, **ours: Any) -> Study:
+def sweep_of(folder: Path, **ours: Any) -> Sweep:
     variants = {"solo": SOLO, "central": SOLO, "ours": PAIR | ours}
-    return made_up_study(folder, variants, seeds=[0, 1], gaps=[GAP])
+    return made_up_sweep(folder, variants, seeds=[0, 1], gaps=[GAP])
 
 
-def results_of(study: Study) -> dict:
+def results_of(sweep: Sweep) -> dict:
     losses = {"solo": [5.0, 6.0], "central": [4.0, 4.0], "ours": [4.5, 4.5]}
     return {
-        (name, seed): made_up(study, name, seed, [7.0, loss], round_tokens=200 if name == "central" else 100)
+        (name, seed): made_up(sweep, name, seed, [7.0, loss], round_tokens=200 if name == "central" else 100)
         for name, by_seed in losses.items()
         for seed, loss in enumerate(by_seed)
     }
@@ -72,8 +72,8 @@ def is_picture(content: bytes) -> bool:
 
 
 def test_a_report_is_a_table_a_json_three_pictures_and_a_page(tmp_path):
-    study = study_of(tmp_path)
-    table = write_report(study, results_of(study), tmp_path / "out")
+    sweep = sweep_of(tmp_path)
+    table = write_report(sweep, results_of(sweep), tmp_path / "out")
     left = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert left == sorted(["table.md", "results.json", "report.html", *PICTURES])
     assert (tmp_path / "out" / "table.md").read_text().startswith(table + "\n")
@@ -83,8 +83,8 @@ def test_a_report_is_a_table_a_json_three_pictures_and_a_page(tmp_path):
 
 
 def test_the_table_says_what_was_found(tmp_path):
-    study = study_of(tmp_path, title="our way")
-    lines = write_report(study, results_of(study), tmp_path).splitlines()
+    sweep = sweep_of(tmp_path, title="our way")
+    lines = write_report(sweep, results_of(sweep), tmp_path).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     assert cells[0][:4] == ["variant", "seeds", "held-out loss", "gap closed"]
     assert cells[2][:4] == ["solo", "2 of 2", "5.5000 ± 0.7071", "-"]
@@ -102,10 +102,10 @@ def with_tokens(result: RunResult, *tokens: int) -> RunResult:
 
 
 def test_unequal_tokens_are_shown_from_least_to_most_and_mark_the_gap(tmp_path):
-    study = study_of(tmp_path)
-    results = results_of(study)
+    sweep = sweep_of(tmp_path)
+    results = results_of(sweep)
     results["ours", 1] = with_tokens(results["ours", 1], 300, 100)
-    table = write_report(study, results, tmp_path)
+    table = write_report(sweep, results, tmp_path)
     ours = [cell.strip() for cell in table.splitlines()[4].split("|")]
     assert "62.5% ± 17.7% †" in ours and "200 (100–300)" in ours
     assert table.count("†") == 2 and "\n† Not at equal tokens" in table, "the mark and what it means"
@@ -116,27 +116,27 @@ def test_unequal_tokens_are_shown_from_least_to_most_and_mark_the_gap(tmp_path):
 
 
 def test_a_run_that_ended_early_says_so_in_the_table(tmp_path):
-    study = study_of(tmp_path)
-    results = results_of(study)
-    assert "remarks" not in write_report(study, results, tmp_path)
+    sweep = sweep_of(tmp_path)
+    results = results_of(sweep)
+    assert "remarks" not in write_report(sweep, results, tmp_path)
     results["ours", 1] = results["ours", 1].model_copy(update={"stopped_at": 1})
-    titles, _, _, _, ours = ([cell.strip() for cell in line.split("|")][-2] for line in stripped_table(study, results))
-    assert titles == "remarks" and ours == "stopped at round 1/2: nobody was left (seed 1)"
+    titles, _, _, _, ours = ([cell.strip() for cell in line.split("|")][-2] for line in stripped_table(sweep, results))
+    assert titles == "remarks" and ours == "stopped at round 1/2: no peer was left (seed 1)"
     results["ours", 0] = results["ours", 0].model_copy(update={"stopped_at": 1})
-    write_report(study, results, tmp_path)
-    assert "| stopped at round 1/2: nobody was left |" in (tmp_path / "table.md").read_text()
+    write_report(sweep, results, tmp_path)
+    assert "| stopped at round 1/2: no peer was left |" in (tmp_path / "table.md").read_text()
     content = json.loads((tmp_path / "results.json").read_text())
-    assert content["summary"]["ours"]["remarks"] == {"stopped at round 1/2: nobody was left": [0, 1]}
+    assert content["summary"]["ours"]["remarks"] == {"stopped at round 1/2: no peer was left": [0, 1]}
     assert [run["stopped_at"] for run in content["runs"]] == [None] * 4 + [1, 1]
 
 
-def stripped_table(study: Study, results: Mapping[tuple[str, int], RunResult]) -> list[str]:
-    return markdown(*table_cells(study, summarise(study, results))).splitlines()
+def stripped_table(sweep: Sweep, results: Mapping[tuple[str, int], RunResult]) -> list[str]:
+    return markdown(*table_cells(sweep, summarise(sweep, results))).splitlines()
 
 
 def test_runs_that_are_not_in_the_table_stand_below_it_with_the_reason(tmp_path):
-    study = study_of(tmp_path)
-    results = {key: result for key, result in results_of(study).items() if key[0] == "solo"}
+    sweep = sweep_of(tmp_path)
+    results = {key: result for key, result in results_of(sweep).items() if key[0] == "solo"}
     missing = {
         ("central", 0): Missing("not made"),
         ("central", 1): Missing("failed", "out of\nluck"),
@@ -148,7 +148,7 @@ def test_runs_that_are_not_in_the_table_stand_below_it_with_the_reason(tmp_path)
         "failed: central seed 1: out of luck",
         "outdated: ours seeds 0, 1: peers was 3, is 2",
     ]
-    table = write_report(study, results, tmp_path, missing)
+    table = write_report(sweep, results, tmp_path, missing)
     assert table.splitlines()[-3:] == below
     assert all(line in (tmp_path / "table.md").read_text().splitlines() for line in below)
     assert "peers was 3, is 2" in Page((tmp_path / "report.html").read_text()).text
@@ -157,11 +157,11 @@ def test_runs_that_are_not_in_the_table_stand_below_it_with_the_reason(tmp_path)
 
 
 def test_another_version_of_the_program_is_said_and_counts(tmp_path):
-    study = study_of(tmp_path)
-    results = results_of(study)
+    sweep = sweep_of(tmp_path)
+    results = results_of(sweep)
     for seed in (0, 1):
         results["ours", seed] = results["ours", seed].model_copy(update={"software": "0.0.1"})
-    table = write_report(study, results, tmp_path)
+    table = write_report(sweep, results, tmp_path)
     assert table.splitlines()[-1] == f"made by spes_p2p 0.0.1 (this is {__version__}): ours seeds 0, 1"
     assert "62.5%" in table
 
@@ -169,64 +169,64 @@ def test_another_version_of_the_program_is_said_and_counts(tmp_path):
 def test_two_gaps_are_two_columns(tmp_path):
     variants = {"solo": SOLO, "central": SOLO, "ours": PAIR}
     gaps = [GAP, GAP | {"name": "other", "solo": "ours", "of": ["solo"]}]
-    study = made_up_study(tmp_path, variants, seeds=[0, 1], gaps=gaps)
-    titles = write_report(study, results_of(study), tmp_path).splitlines()[0]
+    sweep = made_up_sweep(tmp_path, variants, seeds=[0, 1], gaps=gaps)
+    titles = write_report(sweep, results_of(sweep), tmp_path).splitlines()[0]
     assert [title.strip() for title in titles.split("|")][4:6] == ["gap closed: all", "gap closed: other"]
 
 
-def test_an_unfinished_study_reports_what_it_has(tmp_path):
-    study = study_of(tmp_path)
-    results = {key: result for key, result in results_of(study).items() if key in {("solo", 0), ("ours", 1)}}
-    table = write_report(study, results, tmp_path)
+def test_an_unfinished_sweep_reports_what_it_has(tmp_path):
+    sweep = sweep_of(tmp_path)
+    results = {key: result for key, result in results_of(sweep).items() if key in {("solo", 0), ("ours", 1)}}
+    table = write_report(sweep, results, tmp_path)
     assert "1 of 2" in table and "central" not in table and "%" not in table
     assert "2 of 6" in " ".join(Page((tmp_path / "report.html").read_text()).text)
 
 
 def test_without_traffic_there_is_no_picture_of_it(tmp_path):
-    study = study_of(tmp_path)
-    write_report(study, {("solo", 0): results_of(study)["solo", 0]}, tmp_path)
+    sweep = sweep_of(tmp_path)
+    write_report(sweep, {("solo", 0): results_of(sweep)["solo", 0]}, tmp_path)
     assert not (tmp_path / "loss_by_bytes.png").exists() and (tmp_path / "loss_by_steps.png").exists()
 
 
 def test_runs_that_diverged_are_drawn_and_written_all_the_same(tmp_path):
-    study = study_of(tmp_path)
+    sweep = sweep_of(tmp_path)
     results = {
-        ("solo", 0): made_up(study, "solo", 0, [math.inf, math.nan]),
-        ("ours", 0): made_up(study, "ours", 0, [6.0, math.nan]),
+        ("solo", 0): made_up(sweep, "solo", 0, [math.inf, math.nan]),
+        ("ours", 0): made_up(sweep, "ours", 0, [6.0, math.nan]),
     }
-    assert "nan" in write_report(study, results, tmp_path)
+    assert "nan" in write_report(sweep, results, tmp_path)
     results.pop(("ours", 0))
-    write_report(study, results, tmp_path)
+    write_report(sweep, results, tmp_path)
     assert json.loads((tmp_path / "results.json").read_text())["runs"][0]["evaluations"][1]["loss"] == "NaN"
 
 
 def test_the_json_holds_every_run_and_the_summary(tmp_path):
-    study = study_of(tmp_path)
-    write_report(study, results_of(study), tmp_path)
+    sweep = sweep_of(tmp_path)
+    write_report(sweep, results_of(sweep), tmp_path)
     content = json.loads((tmp_path / "results.json").read_text())
-    assert [(run["variant"], run["seed"]) for run in content["runs"]] == list(results_of(study))
+    assert [(run["variant"], run["seed"]) for run in content["runs"]] == list(results_of(sweep))
     assert content["summary"]["ours"]["gap_closed"]["all"]["by_seed"] == {"0": 0.5, "1": 0.75}
     assert content["study"]["variants"]["ours"] == PAIR
     assert "scenario" not in content["runs"][0]
 
 
 def test_only_settings_that_differ_from_the_base_are_shown(tmp_path):
-    study = study_of(tmp_path, run={"train": {"batch_size": 2, "lr": 0.5}, "round": {"steps": 9}})
-    assert differences(study, study.variants["ours"]) == [
+    sweep = sweep_of(tmp_path, run={"train": {"batch_size": 2, "lr": 0.5}, "round": {"steps": 9}})
+    assert differences(sweep, sweep.variants["ours"]) == [
         ("peers", "-", "2"),
         ("max_slots", "4", "2"),
         ("run.train.lr", "-", "0.5"),
         ("run.round.steps", "1", "9"),
     ]
-    write_report(study, results_of(study), tmp_path)
+    write_report(sweep, results_of(sweep), tmp_path)
     assert "run.round.steps" in Page((tmp_path / "report.html").read_text()).text
 
 
 def test_hostile_strings_become_text(tmp_path):
     variants = {"solo": SOLO, "central": SOLO, "ours": PAIR | {"title": HOSTILE, "run_id": "a"}}
-    study = made_up_study(tmp_path, variants, seeds=[0], gaps=[GAP | {"name": HOSTILE}], title=HOSTILE)
-    machine = made_up(study, "ours", 0, [5.0]).machine.model_copy(update={"cpu": HOSTILE})
-    table = write_report(study, {("ours", 0): made_up(study, "ours", 0, [7.0, 5.0], machine=machine)}, tmp_path)
+    sweep = made_up_sweep(tmp_path, variants, seeds=[0], gaps=[GAP | {"name": HOSTILE}], title=HOSTILE)
+    machine = made_up(sweep, "ours", 0, [5.0]).machine.model_copy(update={"cpu": HOSTILE})
+    table = write_report(sweep, {("ours", 0): made_up(sweep, "ours", 0, [7.0, 5.0], machine=machine)}, tmp_path)
     content = (tmp_path / "report.html").read_text()
     page = Page(content)
     assert {tag for tag, _ in page.tags}.isdisjoint({"script", "iframe", "link"}) and "<script" not in content
@@ -246,7 +246,7 @@ def test_markdown_escapes_what_would_end_a_cell():
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path):
-    study = study_of(tmp_path)
+    sweep = sweep_of(tmp_path)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="choose a writable --output"):
-        write_report(study, results_of(study), tmp_path / "file")
+        write_report(sweep, results_of(sweep), tmp_path / "file")

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from spes_p2p.commands.simulate import Failure, Job, News, Worker, last_words, run_all, run_job
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import Evaluation
 from spes_p2p.sim.sweep.results import RunResult
-from spes_p2p.sim.sweep.runs import Failure, Job, News, Worker, last_words, run_all, run_job
-from spes_p2p.sim.sweep.settings import load_study
-from tests.unit.study.studies import PAIR, SOLO, write_study
+from spes_p2p.sim.sweep.settings import load_sweep
+from tests.unit.sweep.sweeps import PAIR, SOLO, write_sweep
 
 ENDLESS = {**SOLO, "run": {"round": {"total": 1_000_000}}, "held_out_tokens": 16}
 
 
 def job(folder: Path, name: str, **settings: Any) -> Job:
-    study = load_study(write_study(folder, {name: settings}))
+    sweep = load_sweep(write_sweep(folder, {name: settings}))
     log = folder / "logs" / f"{name}.log"
-    return Job(name, 0, study.variants[name].scenarios[0], 1, folder / "cache", log)
+    return Job(name, 0, sweep.variants[name].scenarios[0], 1, folder / "cache", log)
 
 
 class Heard:

@@ -1,4 +1,4 @@
-"""A study is read whole or refused in one line, before anything runs."""
+"""A sweep is read whole or refused in one line, before anything runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from spes_p2p.commands.simulate import SimulateConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
-from spes_p2p.sim.sweep.settings import SCENARIO_EXAMPLE, deep_merge, flat, in_study_words, load_study
-from tests.unit.study.studies import PAIR, SOLO, made_up_study, write_study
+from spes_p2p.sim.sweep.settings import SCENARIO_EXAMPLE, deep_merge, flat, in_sweep_words, load_sweep
+from tests.unit.sweep.sweeps import PAIR, SOLO, made_up_sweep, write_sweep
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -39,20 +39,20 @@ def test_settings_by_dotted_names():
 
 def test_every_variant_is_the_base_with_its_own_settings_and_a_seed(tmp_path: Path):
     variants = {"solo": {**SOLO, "title": "Alone"}, "ours": {**PAIR, "run": {"train": {"lr": 0.5}}}, "base": None}
-    study = load_study(write_study(tmp_path, variants, seeds=[3, 1], title="T"))
-    assert study.title == "T" and list(study.variants) == ["solo", "ours", "base"]
-    assert [study.variants[name].title for name in study.variants] == ["Alone", "ours", "base"]
-    ours = study.variants["ours"].scenarios
+    sweep = load_sweep(write_sweep(tmp_path, variants, seeds=[3, 1], title="T"))
+    assert sweep.title == "T" and list(sweep.variants) == ["solo", "ours", "base"]
+    assert [sweep.variants[name].title for name in sweep.variants] == ["Alone", "ours", "base"]
+    ours = sweep.variants["ours"].scenarios
     assert list(ours) == [3, 1]
     for seed, scenario in ours.items():
         assert scenario.seed == scenario.run.seed == seed
         assert scenario.run.train.lr == 0.5 and scenario.run.train.batch_size == 2 and scenario.peers == 2
-    assert study.variants["base"].scenarios[1].peers == 4
+    assert sweep.variants["base"].scenarios[1].peers == 4
 
 
 def test_a_scenario_changes_with_any_setting_and_not_with_the_title(tmp_path: Path):
     def scenario(**settings: Any) -> Scenario:
-        return made_up_study(tmp_path, {"x": settings}).variants["x"].scenarios[0]
+        return made_up_sweep(tmp_path, {"x": settings}).variants["x"].scenarios[0]
 
     plain = scenario(**PAIR)
     assert scenario(**PAIR, title="another") == plain
@@ -71,8 +71,8 @@ def test_a_scenario_changes_with_any_setting_and_not_with_the_title(tmp_path: Pa
         ("set --cache to a writable folder", "set --cache to a writable folder"),
     ],
 )
-def test_remedies_name_settings_of_a_study_and_no_flags_that_it_has_not(message, wanted):
-    assert in_study_words(message) == wanted
+def test_remedies_name_settings_of_a_sweep_and_no_flags_that_it_has_not(message, wanted):
+    assert in_sweep_words(message) == wanted
 
 
 @pytest.mark.parametrize(
@@ -113,20 +113,20 @@ def test_remedies_name_settings_of_a_study_and_no_flags_that_it_has_not(message,
     ],
     ids=lambda value: str(value)[:40],
 )
-def test_what_a_study_cannot_be_is_one_line_with_value_and_remedy(tmp_path: Path, content, value, remedy):
-    path = tmp_path / "study.yaml"
+def test_what_a_sweep_cannot_be_is_one_line_with_value_and_remedy(tmp_path: Path, content, value, remedy):
+    path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(content))
     with pytest.raises(ConfigError) as raised:
-        load_study(path)
+        load_sweep(path)
     message = str(raised.value)
-    assert "\n" not in message and "study.yaml" in message
+    assert "\n" not in message and "sweep.yaml" in message
     assert value in message and remedy in message
     assert not re.search(r"constrained|list\[|Config\b", message), "names of types"
 
 
 def test_the_example_of_scenarios_shows_all_that_can_befall_a_peer():
-    study = load_study(REPOSITORY / SCENARIO_EXAMPLE)
-    scenarios = [variant.scenarios[0] for variant in study.variants.values()]
+    sweep = load_sweep(REPOSITORY / SCENARIO_EXAMPLE)
+    scenarios = [variant.scenarios[0] for variant in sweep.variants.values()]
     events = {event.kind for scenario in scenarios for event in scenario.events}
     assert events == {"join", "leave", "kill"}
     assert any(scenario.attacks for scenario in scenarios)
@@ -137,37 +137,37 @@ def test_the_example_of_scenarios_shows_all_that_can_befall_a_peer():
 
 
 def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path: Path):
-    path = tmp_path / "study.yaml"
+    path = tmp_path / "sweep.yaml"
     path.write_text("variants:\n  x:\n    peers: 3\n    max_slots: 2\n    peers: 4\n")
-    with pytest.raises(ConfigError, match=r"study.yaml sets 'peers' on line 3 and again on line 5; keep one$"):
-        load_study(path)
+    with pytest.raises(ConfigError, match=r"sweep.yaml sets 'peers' on line 3 and again on line 5; keep one$"):
+        load_sweep(path)
     path.write_text("variants: {x: {peers: 1, peers: 1}}\n")
     with pytest.raises(ConfigError, match=r"sets 'peers' twice on line 1; keep one$"):
-        load_study(path)
+        load_sweep(path)
     path.write_text("base: {run: &run {seed: 1, 1: 2, '1': 3}}\nvariants:\n  x: {run: {<<: *run, seed: 2}}\n")
-    assert read_yaml(path, "study")["variants"]["x"]["run"] == {"seed": 2, 1: 2, "1": 3}, "a merge may be overruled"
+    assert read_yaml(path, "sweep")["variants"]["x"]["run"] == {"seed": 2, 1: 2, "1": 3}, "a merge may be overruled"
 
 
 def test_what_is_chosen_runs_seed_by_seed(tmp_path: Path):
-    study = made_up_study(tmp_path, {"a": {}, "b": {}, "c": {}}, seeds=[0, 1])
-    assert study.chosen([], []) == [(name, seed) for seed in (0, 1) for name in "abc"]
-    assert study.chosen(["c", "a"], [1]) == [("a", 1), ("c", 1)]
+    sweep = made_up_sweep(tmp_path, {"a": {}, "b": {}, "c": {}}, seeds=[0, 1])
+    assert sweep.chosen([], []) == [(name, seed) for seed in (0, 1) for name in "abc"]
+    assert sweep.chosen(["c", "a"], [1]) == [("a", 1), ("c", 1)]
     with pytest.raises(ConfigError, match=r"--only d: .* choose from a, b, c"):
-        study.chosen(["a", "d"], [])
+        sweep.chosen(["a", "d"], [])
     with pytest.raises(ConfigError, match=r"--seeds 2: .* choose from 0, 1"):
-        study.chosen([], [2])
+        sweep.chosen([], [2])
 
 
 @pytest.mark.parametrize("words", [["--only", "a,b", "--seeds", "0,1"], ["--only", "a", "b", "--seeds", "0", "1"]])
 def test_lists_on_the_command_line_are_split_by_commas_or_spaces(words):
-    config = load_settings(SimulateConfig, ["study.yaml", *words])
-    assert (config.study, config.only, config.seeds) == (Path("study.yaml"), ["a", "b"], [0, 1])
+    config = load_settings(SimulateConfig, ["sweep.yaml", *words])
+    assert (config.study, config.only, config.seeds) == (Path("sweep.yaml"), ["a", "b"], [0, 1])
 
 
 def test_the_command_has_variables_of_its_own(monkeypatch):
     monkeypatch.setenv("SPES_RUN_ID", "a peer's")
     monkeypatch.setenv("SPES_SIMULATE_WORKERS", "3")
-    assert load_settings(SimulateConfig, ["study.yaml"]).workers == 3
+    assert load_settings(SimulateConfig, ["sweep.yaml"]).workers == 3
     monkeypatch.setenv("SPES_SIMULATE_WORKER", "3")
     with pytest.raises(ConfigError, match="SPES_SIMULATE_WORKER;"):
-        load_settings(SimulateConfig, ["study.yaml"])
+        load_settings(SimulateConfig, ["sweep.yaml"])

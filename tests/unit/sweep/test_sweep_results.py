@@ -8,25 +8,26 @@ from typing import Any
 
 import pytest
 
+from spes_p2p.commands.simulate import Job, run_job
 from spes_p2p.config import MachineConfig
 from spes_p2p.errors import SimulationError
-from spes_p2p.planner import ModelSize, Setup, model_size, peer_memory
+from spes_p2p.planner.memory import Setup, peer_memory
+from spes_p2p.planner.size import ModelSize, model_size
 from spes_p2p.sim.simulator import SimulationResult, simulate
 from spes_p2p.sim.sweep.results import RunResult, run_result, this_machine
-from spes_p2p.sim.sweep.runs import Job, run_job
-from spes_p2p.sim.sweep.settings import load_study
-from tests.unit.study.studies import PAIR, made_up, made_up_study, write_study
+from spes_p2p.sim.sweep.settings import load_sweep
+from tests.unit.sweep.sweeps import PAIR, made_up, made_up_sweep, write_sweep
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("study")
+    return tmp_path_factory.mktemp("sweep")
 
 
 @pytest.fixture(scope="module")
 def job(folder: Path) -> Job:
-    study = load_study(write_study(folder, {"ours": {**PAIR, "max_slots": [1, 3]}}))
-    return Job("ours", 0, study.variants["ours"].scenarios[0], 1, folder / "cache", folder / "ours-0.log")
+    sweep = load_sweep(write_sweep(folder, {"ours": {**PAIR, "max_slots": [1, 3]}}))
+    return Job("ours", 0, sweep.variants["ours"].scenarios[0], 1, folder / "cache", folder / "ours-0.log")
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +80,8 @@ def test_a_simulation_that_measured_nothing_is_no_result(job):
 
 
 def result_of(folder: Path, **settings: Any) -> RunResult:
-    study = load_study(write_study(folder, {"ours": {**PAIR, **settings}}))
-    job = Job("ours", 0, study.variants["ours"].scenarios[0], 1, folder / "cache", folder / "ours-0.log")
+    sweep = load_sweep(write_sweep(folder, {"ours": {**PAIR, **settings}}))
+    job = Job("ours", 0, sweep.variants["ours"].scenarios[0], 1, folder / "cache", folder / "ours-0.log")
     return run_job(job, lambda news: None)
 
 
@@ -88,7 +89,7 @@ def test_a_run_that_everybody_left_is_measured_at_its_last_round_and_says_so(fol
     leave = [{"peer": 0, "kind": "leave", "round": 3}, {"peer": 1, "kind": "kill", "round": 3}]
     left = result_of(folder, events=leave, evaluate_rounds=2, run={"round": {"total": 6}})
     assert [point.round for point in left.evaluations] == [2, 3] and left.stopped_at == 3
-    assert left.remarks == ["stopped at round 3/6: nobody was left"]
+    assert left.remarks == ["stopped at round 3/6: no peer was left"]
     assert result.stopped_at is None and not result.remarks
 
 
@@ -96,12 +97,12 @@ def test_a_peer_that_came_too_late_is_named(folder):
     events = [{"peer": 1, "kind": "leave", "round": 1}, {"peer": 0, "kind": "join", "round": 3}]
     alone = result_of(folder, events=events, run={"round": {"total": 4}})
     assert [peer.tokens for peer in alone.peers] == [0, 32]
-    assert alone.remarks == ["stopped at round 1/4: nobody was left", "peer 0 came too late to train"]
+    assert alone.remarks == ["stopped at round 1/4: no peer was left", "peer 0 came too late to train"]
 
 
 def test_an_older_result_says_itself_that_it_ended_early(tmp_path):
-    study = made_up_study(tmp_path)
-    kept = json.loads(made_up(study, "ours", 0, [5.0]).model_dump_json(exclude={"stopped_at"}))
+    sweep = made_up_sweep(tmp_path)
+    kept = json.loads(made_up(sweep, "ours", 0, [5.0]).model_dump_json(exclude={"stopped_at"}))
     assert RunResult.model_validate(kept | {"digest": "0" * 64}).stopped_at == 1
-    whole = json.loads(made_up(study, "ours", 0, [5.0, 4.0]).model_dump_json(exclude={"stopped_at"}))
+    whole = json.loads(made_up(sweep, "ours", 0, [5.0, 4.0]).model_dump_json(exclude={"stopped_at"}))
     assert RunResult.model_validate(whole).stopped_at is None

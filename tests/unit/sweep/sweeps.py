@@ -1,4 +1,4 @@
-"""Tiny studies, and results made up for those that test arithmetic and reports."""
+"""Tiny sweeps, and results made up for those that test arithmetic and reports."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import yaml
 
 from spes_p2p import __version__
 from spes_p2p.sim.sweep.results import Machine, PeerAccount, Point, RunResult
-from spes_p2p.sim.sweep.settings import Study, load_study
+from spes_p2p.sim.sweep.settings import Sweep, load_sweep
 
 TINY: dict[str, Any] = {
     "max_slots": 4,
@@ -33,27 +33,27 @@ SOLO: dict[str, Any] = {"peers": 1, "max_slots": 4}
 PAIR: dict[str, Any] = {"peers": 2, "max_slots": 2}
 
 
-def write_study(folder: Path, variants: dict[str, Any] | None = None, **changes: Any) -> Path:
-    """Write a study of tiny scenarios over a text of its own; return its file."""
+def write_sweep(folder: Path, variants: dict[str, Any] | None = None, **changes: Any) -> Path:
+    """Write a sweep of tiny scenarios over a text of its own; return its file."""
     text = folder / "text.jsonl"
     if not text.exists():
         words = ("peer", "slot", "round", "swarm", "token", "expert")
         rows = [" ".join(words[(i * j + i) % 6] for j in range(40)) + f" {i}" for i in range(80)]
         text.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
     content = {"base": TINY | {"text": [str(text)]}, "variants": variants or {"solo": SOLO, "ours": PAIR}, **changes}
-    path = folder / "study.yaml"
+    path = folder / "sweep.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
 
 
 def made_up(
-    study: Study, variant: str, seed: int, losses: list[float], round_tokens: int = 100, **changes: Any
+    sweep: Sweep, variant: str, seed: int, losses: list[float], round_tokens: int = 100, **changes: Any
 ) -> RunResult:
-    """Return a result of one of a study's runs, with these losses after rounds 1, 2, ..., however many it should have.
+    """Return a result of one of a sweep's runs, with these losses after rounds 1, 2, ..., however many it should have.
 
     Every peer trains `round_tokens` in a round.
     """
-    scenario = study.variants[variant].scenarios[seed]
+    scenario = sweep.variants[variant].scenarios[seed]
     sent = 0 if scenario.peers == 1 else 2_000_000
     points = [
         Point(round=i, tokens_per_peer=round_tokens * i, bytes_out_per_peer=sent * i, loss=loss)
@@ -84,6 +84,6 @@ def made_up(
     return RunResult(**(fields | changes))
 
 
-def made_up_study(folder: Path, variants: dict[str, Any] | None = None, **changes: Any) -> Study:
-    """Return a tiny study that is not to be run."""
-    return load_study(write_study(folder, variants, **changes))
+def made_up_sweep(folder: Path, variants: dict[str, Any] | None = None, **changes: Any) -> Sweep:
+    """Return a tiny sweep that is not to be run."""
+    return load_sweep(write_sweep(folder, variants, **changes))
