@@ -130,17 +130,14 @@ def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     assert accuracy in (0, 1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["absent"], "absent is no checkpoint"),
-        pytest.param(["CHECKPOINT", "--text", "absent.txt"], "absent.txt does not exist", marks=pytest.mark.full),
-        pytest.param(["CHECKPOINT", "--batch-size", "0"], "batch_size='0'", marks=pytest.mark.full),
-        pytest.param(
-            ["CHECKPOINT", "--tasks", "no_such_task", "--task-path", "TASKS"],
-            "unknown task 'no_such_task'",
-            marks=pytest.mark.full,
-        ),
+        (["CHECKPOINT", "--text", "absent.txt"], "absent.txt does not exist"),
+        (["CHECKPOINT", "--batch-size", "0"], "batch_size='0'"),
+        (["CHECKPOINT", "--tasks", "no_such_task", "--task-path", "TASKS"], "unknown task 'no_such_task'"),
     ],
     ids=lambda value: str(value)[:40],
 )

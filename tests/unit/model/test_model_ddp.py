@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -64,6 +65,7 @@ def train_rank(rank: int, seed: int, folder: str) -> None:
         save_file(gradients(model), f"{folder}/gradients-{rank}-{phase}.safetensors")
 
 
+@pytest.mark.full
 def test_two_ranks_equal_one_process_before_and_after_an_adoption(seed, tmp_path: Path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     batches = torch.randint(0, 32, (2, 3, 9))

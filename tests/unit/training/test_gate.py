@@ -85,6 +85,7 @@ class Lingering(AttackingSwarm):
         self._hub.bundles[self.peer_id] = served
 
 
+@pytest.mark.full
 def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it():
     """Whoever did would publish what follows from it, and be banned for what another has done."""
     run, hub = run_of(), MemoryHub("run", matchmaking_seconds=10.0)

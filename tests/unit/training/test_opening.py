@@ -42,7 +42,7 @@ def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm) -> tuple[V
     return late, len(made)
 
 
-@pytest.mark.parametrize("swarm, times", [(MemorySwarm, 0), (Lacking, 1)])
+@pytest.mark.parametrize("swarm, times", [pytest.param(MemorySwarm, 0, marks=pytest.mark.full), (Lacking, 1)])
 def test_a_newcomer_makes_the_start_of_a_run_only_for_what_nobody_has(swarm, times):
     """Of a large model it takes minutes, and as much disk as the model."""
     late, made = join_late(tiny_run(round=ALONE), swarm)
