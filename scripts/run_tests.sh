@@ -7,7 +7,7 @@
 # After `--all`, pytest selects the tests marked `full` as well: scripts/run_tests.sh --all tests/chaos
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-./scripts/setup.sh
+./scripts/setup.sh dev $([ "${1:-}" != --all ] || echo full)
 
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -42,7 +42,7 @@ finish_mypy() {
 }
 
 record() {
-    "$python" - "$SPES_LANE_LOG" "$lane" "$SECONDS" "${#failed[@]}" "$(git rev-parse HEAD 2>/dev/null || true)" <<'PYTHON'
+    "$python" - "$SPES_LANE_LOG" "$lane" "$SECONDS" "${#failed[@]}" "$(git rev-parse -q --verify HEAD 2>/dev/null || true)" <<'PYTHON'
 import datetime, json, os, pathlib, sys
 path, lane, seconds, num_failed, commit = sys.argv[1:]
 file = pathlib.Path(path)
