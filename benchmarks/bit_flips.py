@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crew import support
+from benchmarks.cluster import support
 from spes_p2p.swarm.exchange import client
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.protocol import DATA, TEXT, Channel
@@ -59,7 +59,8 @@ class FlippingChannel(Channel):
 
     def __init__(self, channel: Channel, exchange: FlippingExchange) -> None:
         super().__init__(channel._reader, channel._writer, channel.seconds)
-        self._exchange, self._place = exchange, -1
+        self._exchange = exchange
+        self._place = -1
 
     async def send(self, kind: bytes, data: bytes | bytearray | memoryview = b"") -> None:
         if kind == TEXT and self._exchange.flips_in == DATA:
@@ -82,7 +83,7 @@ class FlippingChannel(Channel):
 def _payload_bytes(answer: bytes) -> int:
     said = json.loads(answer)
     whole = json.loads(said["version"])
-    return said["num_deltas"] * support("exchange_crew").NUMELS["slot"] or whole["num_bytes"]
+    return said["num_deltas"] * support("exchange_cluster").NUMELS["slot"] or whole["num_bytes"]
 
 
 class FlippingExchange(Exchange):
@@ -110,8 +111,8 @@ def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
         count: Bits, at least.
         seed: Of the bits.
     """
-    crew = support("exchange_crew")
-    puller, server = crew.open_crew(lambda name: folder / name, ["puller", "server"], server={"serve": False})
+    cluster = support("exchange_cluster")
+    puller, server = cluster.open_cluster(lambda name: folder / name, ["puller", "server"], server={"serve": False})
     flips, draw, log = Flips(seed), random.Random(seed), logging.getLogger(client.__name__)
     level = log.level
     log.setLevel(logging.ERROR)  # which is what it says of each of them
@@ -133,13 +134,13 @@ def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
 
 def _publish(server: Any, puller: Any, draw: random.Random) -> dict[str, Version]:
     """Have the server publish something new of each kind, and the puller what comes before; return the server's."""
-    crew, number = support("exchange_crew"), draw.randrange(2**30)
+    cluster, number = support("exchange_cluster"), draw.randrange(2**30)
     round = max((version.round for version in server.versions().values()), default=0) + 2
-    bundle, delta = crew.flat(number), crew.draw_delta(number)
+    bundle, delta = cluster.flat(number), cluster.draw_delta(number)
     for peer in (server, puller):
         peer.publish(round - 1, {DELTA: bundle})
-    server.publish(round, {DELTA: crew.advance(DELTA, bundle, delta)}, {DELTA: delta})
-    server.publish(round, {BYTES: crew.flat(number + 1)})
+    server.publish(round, {DELTA: cluster.advance(DELTA, bundle, delta)}, {DELTA: delta})
+    server.publish(round, {BYTES: cluster.flat(number + 1)})
     server.publish_document(DOCUMENT, draw.randbytes(DOCUMENT_BYTES))
     return {name: server.versions()[name] for name in (BYTES, DELTA, DOCUMENT)}
 

@@ -58,7 +58,7 @@ def people(tmp_path_factory):
 
 @cases("records")
 @pytest.mark.full
-def test_a_bad_record_is_not_taken_from_whoever_brings_it(victim, attacker, people, case):
+def test_a_bad_record_is_refused_whichever_peer_brings_it(victim, attacker, people, case):
     """The whole corpus, through libp2p: into the store, and into the cache, where stock looks first."""
     record = mallorys_record(case, people)
     for in_cache in (False, True):
@@ -68,11 +68,11 @@ def test_a_bad_record_is_not_taken_from_whoever_brings_it(victim, attacker, peop
 
 
 def test_one_bad_record_of_a_dictionary_is_left_out_and_the_others_are_read(victim, attacker, people):
-    """Stock throws the whole dictionary away: one stranger could hide everybody's claims."""
+    """Stock throws the whole dictionary away: one attacker could hide all peers' claims."""
     good, bad = ({"kind": "claims", "lies": lies} for lies in ({}, {"signature": "none"}))
     records = DictionaryDHTValue()
-    for case, who in ((bad, people.alice), (good, people.mallory)):
-        record = mallorys_record(case, SimpleNamespace(mallory=who, alice=people.alice))
+    for case, author in ((bad, people.alice), (good, people.mallory)):
+        record = mallorys_record(case, SimpleNamespace(mallory=author, alice=people.alice))
         key = record.key
         records.store(msgpack.unpackb(record.subkey), record.value, record.expiration_time)
     assert attacker.store((key, b"", MSGPackSerializer.dumps(records), time.time() + LIVES)) == [True]
@@ -82,7 +82,7 @@ def test_one_bad_record_of_a_dictionary_is_left_out_and_the_others_are_read(vict
     assert people.alice.peer_id not in {owner_of(subkey) for subkey, _ in kept.items()}
 
 
-def test_nobody_fills_anothers_cache(victim, attacker, people):
+def test_a_peer_cannot_fill_anothers_cache(victim, attacker, people):
     """What it holds a search takes first, and believes."""
     record = mallorys_record({"kind": "claims"}, people)
     item = record.key, record.subkey, record.value, record.expiration_time
@@ -168,7 +168,7 @@ def test_a_crowd_of_streams_is_kept_outside(victim, attacker):
     assert attacker.is_served()
 
 
-def test_who_claims_another_place_in_the_dht_is_no_neighbour(victim, attacker):
+def test_a_peer_that_claims_another_dht_id_is_no_neighbour(victim, attacker):
     """Three nodes next to a key would be all of its replicas."""
     key = DHTID.generate(source="run.v5.claims.0")
     me = attacker.p2p.peer_id
@@ -179,7 +179,7 @@ def test_who_claims_another_place_in_the_dht_is_no_neighbour(victim, attacker):
 
 
 def neighbours(attacker):
-    """Return whom the victim names to whoever asks for a key."""
+    """Return the neighbours that the victim names when asked for a key."""
     time.sleep(0.5)
     [result] = attacker.find(key_of("run.v5.claims.0")).results
     return [PeerID(peer) for peer in result.nearest_peer_ids]
@@ -187,7 +187,7 @@ def neighbours(attacker):
 
 @pytest.mark.full
 def test_calls_that_wait_for_an_answer_take_little_memory(victim, attacker):
-    """Who asks whether it can be called is called back, and its call waits for that."""
+    """A peer that asks whether it can be called is called back, and its call waits for that."""
     name, peer = "DHTProtocol.rpc_ping", PeerID.from_base58(victim.peer_id)
     node = dht_pb2.NodeInfo(node_id=node_id_of(attacker.p2p.peer_id).to_bytes())
     request = dht_pb2.PingRequest(peer=node, validate=True, auth=RequestAuthInfo(nonce=b"x" * 2_000_000))
@@ -211,7 +211,7 @@ def test_calls_that_wait_for_an_answer_take_little_memory(victim, attacker):
 
 @pytest.mark.full
 def test_streams_without_end_that_wait_for_a_group_take_little_memory(victim, attacker):
-    """Who looks for others listens to whoever may have heard of the group before it: all streams stay open."""
+    """A peer in matchmaking keeps all streams open: their senders may know of the group before it."""
     seen = crowd(victim, attacker)
     print(f"{len(seen.taken)} streams that wait: {seen}")
     assert seen.taken_mib < MAX_TAKEN_MIB and seen.grown_mib < MAX_GROWN_MIB

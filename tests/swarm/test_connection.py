@@ -57,7 +57,7 @@ def test_a_record_counts_as_stored_only_if_another_peer_took_it(four, tmp_path):
     alone = Node(Identity(tmp_path / "alone"), "run")
     try:
         assert not alone.store(progress(alone), 60.0)
-        assert alone.read(Progress)[alone.peer_id].round == 1  # who joins later finds it
+        assert alone.read(Progress)[alone.peer_id].round == 1  # a later peer finds it
     finally:
         alone.close()
     among = Node(Identity(tmp_path / "among"), "run", initial_peers=four[0].addresses)
@@ -120,18 +120,18 @@ def stalling(port, num_bytes):
 
 
 @pytest.mark.full
-def test_whoever_takes_a_call_and_stalls_keeps_nobody_from_the_others(four, tmp_path):
+def test_an_initial_peer_that_stalls_keeps_no_newcomer_from_the_others(four, tmp_path):
     """Once it has shown its key; one that says nothing at all is given up sooner by p2pd itself."""
     port = int(four[0].addresses[0].split("/")[4])
     with stalling(port, num_bytes=1000) as stalls:
         initial = [f"/ip4/127.0.0.1/tcp/{stalls}/p2p/{four[0].peer_id}", four[1].addresses[0]]
-        for _ in range(2):  # who comes back asks first whether its identity is free
+        for _ in range(2):  # a returning peer asks first whether its identity is free
             Node(Identity(tmp_path / "key"), "run", initial_peers=initial).close()
 
 
 @pytest.mark.full
 def test_an_identity_is_one_peers(four, tmp_path):
-    """Whether p2pd can search at once is chance: it takes a moment to learn whom it can ask."""
+    """Whether p2pd can search at once is chance: it takes a moment to learn which peers it can ask."""
     node = Node(Identity(tmp_path / "key"), "run", initial_peers=four[0].addresses)
     try:
         for _ in range(8):
@@ -156,7 +156,7 @@ def test_a_clock_that_is_not_the_swarms_is_refused_with_the_difference(four, tmp
         Node(Identity(tmp_path / "key"), "run", initial_peers=four[0].addresses)
 
 
-def test_one_whose_own_clock_is_wrong_sends_nobody_away_from_the_others(four, tmp_path, monkeypatch):
+def test_one_peer_with_a_wrong_clock_turns_no_newcomer_away(four, tmp_path, monkeypatch):
     now = hivemind.dht.protocol.get_dht_time
     with monkeypatch.context() as other_time:
         other_time.setattr(hivemind.dht.protocol, "get_dht_time", lambda: now() + 60.0)
@@ -195,7 +195,7 @@ def test_a_peer_that_was_in_company_commits_alone_only_if_told_to(tmp_path, capl
     assert "keeping round 3" in said and "1 known addresses" in said and "--alone" in said
 
 
-def test_a_peer_that_never_met_anybody_trains_alone(tmp_path):
+def test_a_peer_that_never_met_another_trains_alone(tmp_path):
     node = Node(Identity(tmp_path / "key"), "run")
     swarm = HivemindSwarm(node, tmp_path / "versions")
     swarm.enter(RoundConfig(), VECTORS, max_slots=0)

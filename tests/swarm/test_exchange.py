@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from exchange_crew import (
+from exchange_cluster import (
     NUM_SLOTS,
     NUMELS,
     PULL_SECONDS,
@@ -16,7 +16,7 @@ from exchange_crew import (
     flat,
     make_rogue,
     offer,
-    open_crew,
+    open_cluster,
     open_swarm,
     serving,
     signed,
@@ -35,7 +35,7 @@ NAN = b"\x00\x00\xc0\x7f"
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory):
     """A puller, an honest peer and a rogue."""
-    swarms = open_crew(tmp_path_factory.mktemp, ["puller", "honest", "rogue"], rogue={"serve": False})
+    swarms = open_cluster(tmp_path_factory.mktemp, ["puller", "honest", "rogue"], rogue={"serve": False})
     make_rogue(swarms[2])
     yield swarms
     for swarm in swarms:
@@ -114,7 +114,7 @@ BAD_ANSWERS = {
     "an older round": lambda rogue, good: serving(signed(rogue, round=2, data=good), good),
     "another run": lambda rogue, good: serving(signed(rogue, run_id="elsewhere", data=good), good),
     "no signature": lambda rogue, good: serving(changed(fine(rogue, good), signature=""), good),
-    "somebody else's name": lambda rogue, good: serving(changed(fine(rogue, good), author="Qm" + "P" * 44), good),
+    "another author's name": lambda rogue, good: serving(changed(fine(rogue, good), author="Qm" + "P" * 44), good),
     "a later round than was signed": lambda rogue, good: serving(changed(fine(rogue, good), round=4), good),
     "another base than was signed": lambda rogue, good: serving(changed(fine(rogue, good), base="a" * 64), good),
     "garbage": lambda rogue, good: saying((TEXT, b"\xff" * 100)),
@@ -141,7 +141,7 @@ BAD_ANSWERS = {
     "BUSY for ever": lambda rogue, good: answering(state="busy"),
     "BUSY for ever after the offer": lambda rogue, good: after_offer(fine(rogue, good), (BUSY,)),
 }
-"""How a rogue may answer who asks for slot-1 of round 3, given its identity and the right bytes."""
+"""How a rogue may answer a request for slot-1 of round 3, given its identity and the right bytes."""
 
 
 @pytest.mark.parametrize("case", BAD_ANSWERS)
@@ -165,7 +165,7 @@ def test_a_bad_answer_is_refused_by_name_and_the_next_peer_asked(trio, monkeypat
     assert puller.versions()["slot-1"].round == 3 and torch.equal(puller.load("slot-1"), good)
 
 
-def test_whoever_was_busy_is_named_though_its_rest_ended_with_the_time(trio):
+def test_a_busy_peer_is_named_when_the_time_is_up(trio):
     puller, _, rogue = trio
     puller.exchange.backoff.record_busy(rogue.peer_id, now=0.0)
     try:
@@ -175,7 +175,7 @@ def test_whoever_was_busy_is_named_though_its_rest_ended_with_the_time(trio):
     assert f"out of time, waiting for {rogue.peer_id[-6:]}" in failures["slot-1"]
 
 
-def test_a_coded_version_says_the_same_to_everybody(trio, seed):
+def test_a_coded_version_says_the_same_to_all_peers(trio, seed):
     puller, honest, rogue = trio
     flat_N = torch.randn(1000, generator=torch.Generator().manual_seed(seed))
     version = honest.publish(3, {"moments-shared": flat_N})["moments-shared"]
@@ -208,7 +208,7 @@ def test_a_version_that_was_refused_is_neither_seen_nor_pulled_again(trio, seed)
 
 
 def test_a_version_comes_only_of_the_authors_asked_for(trio, seed):
-    """Whoever serves it may be another."""
+    """The peer that serves it may be another."""
     puller, honest, rogue = trio
     version = honest.publish(1, {"slot-51": flat(seed)})["slot-51"]
     rogue.exchange.script = serving(version, data_of(flat(seed)))
@@ -245,8 +245,8 @@ def test_a_peer_that_cannot_be_reached_is_named(trio, tmp_path):
     assert puller.pull({"slot-5": [nobody, honest.peer_id]}, min_round=0, timeout=PULL_SECONDS) == {}
 
 
-def test_whoever_pulled_a_version_serves_it_to_others(trio, seed):
-    """The author's signature travels along, so trust does not depend on who serves."""
+def test_a_peer_that_pulled_a_version_serves_it_to_others(trio, seed):
+    """The author's signature travels along, so trust does not depend on the server."""
     puller, honest, rogue = trio
     bundle = flat(seed)
     honest.publish(2, {"slot-6": bundle})
@@ -299,7 +299,7 @@ def test_a_version_about_to_be_published_is_waited_for(trio, monkeypatch, seed):
     assert torch.equal(puller.load("slot-8"), bundle)
 
 
-def test_an_inventory_leaves_out_who_lies_or_is_silent(trio, monkeypatch):
+def test_an_inventory_leaves_out_peers_that_lie_or_are_silent(trio, monkeypatch):
     puller, honest, rogue = trio
     monkeypatch.setattr(exchange, "INVENTORY_SECONDS", 2.0)
     version = signed(honest.node.identity, data=b"")
@@ -331,7 +331,7 @@ def test_an_inventory_leaves_out_who_lies_or_is_silent(trio, monkeypatch):
 
 
 def test_a_machine_that_stands_still_lacks_what_it_was_to_get_and_goes_on(trio, monkeypatch):
-    """Its swarm thread wakes up when all deadlines are over; so here it stands still before it has asked anybody."""
+    """Its swarm thread wakes up when all deadlines are over; so here it stands still before its first request."""
     puller, honest, _ = trio
     run = puller.node.run
     monkeypatch.setattr(puller.node, "run", lambda work, timeout: run(work, 0.0))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from exchange_crew import NUMELS, PULL_SECONDS, advance, draw_delta, flat, open_crew, open_swarm
+from exchange_cluster import NUMELS, PULL_SECONDS, advance, draw_delta, flat, open_cluster, open_swarm
 
 from spes_p2p.codecs import digest
 
@@ -15,7 +15,7 @@ WHOLE = 4 * ONE
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory):
     """A holder, and two that follow it."""
-    swarms = open_crew(tmp_path_factory.mktemp, ["holder", "two", "three"])
+    swarms = open_cluster(tmp_path_factory.mktemp, ["holder", "two", "three"])
     yield swarms
     for swarm in swarms:
         swarm.close()
@@ -47,7 +47,7 @@ def pulled_bytes(puller, source, holder):
     return puller.exchange.bytes_in - before
 
 
-def test_who_has_the_last_version_takes_the_delta_and_who_has_not_the_whole(trio, seed):
+def test_a_peer_with_the_last_version_takes_the_delta_and_others_the_whole(trio, seed):
     swarm, two, three = trio
     holder = Holder(swarm, "slot-1", seed)
     assert pulled_bytes(two, swarm, holder) == WHOLE
@@ -57,7 +57,7 @@ def test_who_has_the_last_version_takes_the_delta_and_who_has_not_the_whole(trio
     assert two.versions()["slot-1"].base and two.versions()["slot-1"] == three.versions()["slot-1"]
 
 
-def test_who_missed_rounds_takes_a_chain_as_long_as_it_is_less_than_the_whole(trio, seed):
+def test_a_peer_that_missed_rounds_takes_a_chain_while_that_is_less_than_the_whole(trio, seed):
     swarm, two, _ = trio
     holder = Holder(swarm, "slot-2", seed)
     pulled_bytes(two, swarm, holder)
@@ -67,7 +67,7 @@ def test_who_missed_rounds_takes_a_chain_as_long_as_it_is_less_than_the_whole(tr
     assert pulled_bytes(two, swarm, holder) == WHOLE
 
 
-def test_who_took_deltas_passes_them_on_and_who_took_the_whole_that(trio, seed):
+def test_a_peer_passes_on_what_it_took_deltas_or_the_whole(trio, seed):
     swarm, two, three = trio
     holder = Holder(swarm, "slot-3", seed)
     pulled_bytes(two, swarm, holder)
@@ -93,7 +93,7 @@ def test_a_round_without_a_delta_breaks_the_chain(trio, seed):
 
 
 def test_a_delta_that_does_not_lead_where_it_says_is_replaced_by_the_whole(trio, seed, caplog):
-    """The publisher's own mistake: everybody still has what its digest says, and knows who sent the delta."""
+    """The publisher's own mistake: all peers still get what its digest says, and know which peer sent the delta."""
     swarm, two, _ = trio
     holder = Holder(swarm, "slot-5", seed)
     pulled_bytes(two, swarm, holder)
@@ -117,7 +117,7 @@ def test_a_delta_that_cannot_be_applied_is_replaced_by_the_whole(trio, seed, mon
     assert "not a delta" in caplog.text
 
 
-def test_keyframes_alone_go_to_who_follows_no_deltas(trio, seed, tmp_path):
+def test_a_peer_that_accepts_no_deltas_takes_keyframes_alone(trio, seed, tmp_path):
     swarm = trio[0]
     holder = Holder(swarm, "slot-6", seed)
     monitor = open_swarm(tmp_path, swarm.node.addresses(), serve=False, keyframe_rounds=0)

@@ -1,4 +1,4 @@
-"""Versions from several seeds, and passed on among those who pull them."""
+"""Versions from several seeds, and passed on among the peers that pull them."""
 
 import asyncio
 import logging
@@ -6,14 +6,14 @@ import threading
 
 import pytest
 import torch
-from exchange_crew import (
+from exchange_cluster import (
     NUMELS,
     PULL_SECONDS,
     data_of,
     flat,
     make_rogue,
     offer,
-    open_crew,
+    open_cluster,
     send,
 )
 
@@ -29,10 +29,10 @@ HOLDER_MBIT = 60.0
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory):
-    """Three who pull and seed, a holder with a slow uplink, and a rogue."""
+def cluster(tmp_path_factory):
+    """Three peers that pull and seed, a holder with a slow uplink, and a rogue."""
     settings = {"holder": {"uplink_mbit": HOLDER_MBIT}, "rogue": {"serve": False}}
-    swarms = open_crew(tmp_path_factory.mktemp, ["one", "two", "three", "holder", "rogue"], **settings)
+    swarms = open_cluster(tmp_path_factory.mktemp, ["one", "two", "three", "holder", "rogue"], **settings)
     make_rogue(swarms[4])
     yield swarms
     for swarm in swarms:
@@ -71,17 +71,17 @@ def rogue_that(version, treat):
     return script
 
 
-def publish_on_two(crew, round, seed):
-    """Have peers two and three, and nobody else, serve a version of `shared`; returns it and its bytes."""
+def publish_on_two(cluster, round, seed):
+    """Have peers two and three, and no other, serve a version of `shared`; returns it and its bytes."""
     bundle = flat(seed, "shared")
-    version = crew[1].publish(round, {"shared": bundle})["shared"]
-    assert crew[2].pull({"shared": [crew[1].peer_id]}, min_round=round, timeout=PULL_SECONDS) == {}
+    version = cluster[1].publish(round, {"shared": bundle})["shared"]
+    assert cluster[2].pull({"shared": [cluster[1].peer_id]}, min_round=round, timeout=PULL_SECONDS) == {}
     return bundle, version
 
 
-def test_a_large_version_comes_from_several_seeds_and_no_byte_twice(crew, seed):
-    one, two, three, *_ = crew
-    bundle, _ = publish_on_two(crew, 1, seed)
+def test_a_large_version_comes_from_several_seeds_and_no_byte_twice(cluster, seed):
+    one, two, three, *_ = cluster
+    bundle, _ = publish_on_two(cluster, 1, seed)
     before, received = sent_by([two, three]), one.exchange.bytes_in
     assert one.pull({"shared": [two.peer_id, three.peer_id]}, min_round=1, timeout=PULL_SECONDS) == {}
     assert torch.equal(one.load("shared"), bundle)
@@ -90,10 +90,10 @@ def test_a_large_version_comes_from_several_seeds_and_no_byte_twice(crew, seed):
 
 
 @pytest.mark.parametrize("num_others", [0, 1])
-def test_a_seed_that_dies_costs_at_most_one_message(crew, seed, num_others):
-    """It breaks off amid a range, and never answers again; or comes back, where there is nobody else."""
-    one, two, _, _, rogue = crew
-    bundle, version = publish_on_two(crew, 2 + num_others, seed)
+def test_a_seed_that_dies_costs_at_most_one_message(cluster, seed, num_others):
+    """It breaks off amid a range, and never answers again; or comes back, if there is no other peer."""
+    one, two, _, _, rogue = cluster
+    bundle, version = publish_on_two(cluster, 2 + num_others, seed)
     data, received, deaths = data_of(bundle), one.exchange.bytes_in, []
 
     async def die_amid(channel, start, stop):
@@ -112,9 +112,9 @@ def test_a_seed_that_dies_costs_at_most_one_message(crew, seed, num_others):
     assert one.exchange.bytes_in - received <= SHARED_BYTES + len(deaths) * FRAME_BYTES
 
 
-def test_one_liar_among_seeds_is_found_and_named(crew, seed, caplog):
-    one, two, three, _, rogue = crew
-    bundle, version = publish_on_two(crew, 4, seed)
+def test_one_liar_among_seeds_is_found_and_named(cluster, seed, caplog):
+    one, two, three, _, rogue = cluster
+    bundle, version = publish_on_two(cluster, 4, seed)
 
     async def lie(channel, start, stop):
         await send(channel, bytes(stop - start))
@@ -128,9 +128,9 @@ def test_one_liar_among_seeds_is_found_and_named(crew, seed, caplog):
     assert f"{two.peer_id} sent" not in caplog.text
 
 
-def test_what_comes_too_slowly_comes_from_another_seed(crew, seed):
-    one, two, _, _, rogue = crew
-    bundle, version = publish_on_two(crew, 5, seed)
+def test_what_comes_too_slowly_comes_from_another_seed(cluster, seed):
+    one, two, _, _, rogue = cluster
+    bundle, version = publish_on_two(cluster, 5, seed)
     data = data_of(bundle)
 
     async def trickle(channel, start, stop):
@@ -145,8 +145,8 @@ def test_what_comes_too_slowly_comes_from_another_seed(crew, seed):
 
 
 @pytest.mark.parametrize("links", [{}, {0: 100.0, 1: 100.0, 2: 20.0}], ids=["equal", "one slow"])
-def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(crew, seed, links):
-    pullers, holder = crew[:3], crew[3]
+def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(cluster, seed, links):
+    pullers, holder = cluster[:3], cluster[3]
     bundle = flat(seed, "shared")
     round = 10 + len(links)
     holder.publish(round, {"shared": bundle})
@@ -168,8 +168,8 @@ def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(crew, seed
         assert relayed[2] < relayed[0] / 4
 
 
-def test_the_share_of_a_relay_that_is_gone_comes_from_the_holder(crew, seed, tmp_path):
-    pullers, holder = crew[:2], crew[3]
+def test_the_share_of_a_relay_that_is_gone_comes_from_the_holder(cluster, seed, tmp_path):
+    pullers, holder = cluster[:2], cluster[3]
     bundle = flat(seed, "shared")
     holder.publish(20, {"shared": bundle})
     relays = [*[swarm.peer_id for swarm in pullers], Identity(tmp_path / "gone").peer_id]
@@ -178,8 +178,8 @@ def test_the_share_of_a_relay_that_is_gone_comes_from_the_holder(crew, seed, tmp
     assert all(torch.equal(swarm.load("shared"), bundle) for swarm in pullers)
 
 
-def test_a_relay_that_lies_costs_time_but_not_the_version(crew, seed):
-    one, _, _, holder, rogue = crew
+def test_a_relay_that_lies_costs_time_but_not_the_version(cluster, seed):
+    one, _, _, holder, rogue = cluster
     bundle = flat(seed, "shared")
     version = holder.publish(21, {"shared": bundle})["shared"]
 

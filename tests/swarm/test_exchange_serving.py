@@ -1,4 +1,4 @@
-"""What a peer serves, to whom, at what rate, and what it refuses."""
+"""What a peer serves, to which peers, at what rate, and what it refuses."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from exchange_crew import NUMELS, PULL_SECONDS, flat, open_crew
+from exchange_cluster import NUMELS, PULL_SECONDS, flat, open_cluster
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange import exchange, server
@@ -22,7 +22,7 @@ ONE = NUMELS["slot"]
 @pytest.fixture(scope="module")
 def trio(tmp_path_factory):
     """A server, a slow server, and a puller."""
-    swarms = open_crew(tmp_path_factory.mktemp, ["honest", "slow", "puller"], slow={"uplink_mbit": 8.0})
+    swarms = open_cluster(tmp_path_factory.mktemp, ["honest", "slow", "puller"], slow={"uplink_mbit": 8.0})
     yield swarms
     for swarm in swarms:
         swarm.close()
@@ -39,8 +39,8 @@ BAD_REQUESTS = {
 }
 
 
-def test_who_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch):
-    """It has to fetch it first, which may take longer than a caller is kept waiting; who makes it has it or never."""
+def test_a_peer_that_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch):
+    """It has to fetch it first, longer than a caller is kept waiting; its author has it by now or never."""
     maker, relay, puller = trio
     monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.1)
     monkeypatch.setattr("spes_p2p.swarm.exchange.client.OFFER_SECONDS", 0.2)
@@ -214,7 +214,7 @@ def test_an_uplink_is_not_exceeded_by_many_pulls_together_nor_left_idle(trio, se
     assert 0.9 * num_bytes / 1e6 < seconds < 2 * num_bytes / 1e6
 
 
-def test_newcomers_find_who_serves_what_in_the_dht(trio, seed):
+def test_newcomers_find_in_the_dht_which_peer_serves_what(trio, seed):
     honest, _, puller = trio
     honest.publish(3, {"slot-8": flat(seed)})
     deadline = time.monotonic() + 30

@@ -3,7 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
-from exchange_crew import open_swarm
+from exchange_cluster import open_swarm
 
 from spes_p2p.codecs import digest
 from spes_p2p.config import RunConfig

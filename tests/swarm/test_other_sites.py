@@ -1,4 +1,4 @@
-"""Peers at different sites, each a network namespace; two of them behind routers that let nobody in."""
+"""Peers at different sites, each a network namespace; two of them behind routers that let no connection in."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_CALLED = 2
 
 @pytest.fixture(scope="module")
 def sites(tmp_path_factory):
-    """A founder, one who joins from another site, and two whom nobody can call."""
+    """A founder, a peer that joins from another site, and two unreachable peers."""
     folder = tmp_path_factory.mktemp("sites")
     peers: list[PeerProcess] = []
     with TestBed(peers=4, rtt_ms=10) as bed:
@@ -39,7 +39,7 @@ def sites(tmp_path_factory):
         close_all(peers)
 
 
-def test_whoever_can_be_called_finds_out_and_whoever_cannot_falls_back_to_client_mode(sites):
+def test_a_reachable_peer_finds_out_and_an_unreachable_one_falls_back_to_client_mode(sites):
     assert [peer.call("client_mode") for peer in sites] == [False, False, True, True]
 
 
@@ -56,7 +56,7 @@ def test_all_of_them_average_to_the_weighted_mean(sites):
                 torch.testing.assert_close(result.committed[name].double(), mean, rtol=1e-5, atol=1e-6)
 
 
-def test_of_a_slot_held_only_by_two_whom_nobody_can_call_the_first_ones_counts(sites):
+def test_of_a_slot_held_only_by_two_unreachable_peers_the_first_ones_counts(sites):
     generator = torch.Generator().manual_seed(7)
     holds = [(), (), (2,), (2,)]
     items = [contribution(p.peer_id, generator, slots=slots) for p, slots in zip(sites, holds, strict=True)]
@@ -67,7 +67,7 @@ def test_of_a_slot_held_only_by_two_whom_nobody_can_call_the_first_ones_counts(s
     assert "slot-2" in results[second].dropped
 
 
-def test_what_such_a_peer_publishes_all_others_get_from_it_or_from_those_who_have_it(sites):
+def test_what_an_unreachable_peer_publishes_reaches_all_others(sites):
     founder, joiner, hidden, other_hidden = sites
     flat = torch.randn(700)
     hidden.call("publish", 4, with_arrays({"slot-3": flat}))
@@ -76,7 +76,7 @@ def test_what_such_a_peer_publishes_all_others_get_from_it_or_from_those_who_hav
         assert torch.equal(peer.call("load", "slot-3"), flat)
 
 
-def test_two_whom_nobody_can_call_cannot_talk_to_each_other(sites):
+def test_two_unreachable_peers_cannot_talk_to_each_other(sites):
     """What is not possible, so that the day it is we notice."""
     _, _, hidden, other_hidden = sites
     hidden.call("publish", 5, with_arrays({"slot-3": torch.randn(700)}))

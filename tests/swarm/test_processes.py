@@ -127,7 +127,7 @@ def test_an_initial_peer_that_runs_something_else_is_named_and_nothing_stays_beh
 
 
 def test_an_address_whose_peer_id_is_another_peers_is_an_error(node, tmp_path):
-    """Who answers there cannot prove to be the one asked for."""
+    """The peer that answers there cannot prove to be the one asked for."""
     wrong = node.addresses()[0].replace(node.peer_id, Identity(tmp_path / "nobody").peer_id)
     with pytest.raises(JoinError):
         Node(Identity(tmp_path / "key"), "run", initial_peers=[wrong])

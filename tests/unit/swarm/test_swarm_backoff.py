@@ -1,4 +1,4 @@
-"""Whoever was told BUSY comes back after a while, first one download, then all."""
+"""A peer that answered BUSY is asked again after a pause, first by one download, then by all."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_busy_said_to_several_downloads_at_once_counts_once() -> None:
     assert backoff.retry_at("busy") == until
 
 
-def test_after_a_pause_one_asks_and_the_others_wait_for_what_it_hears() -> None:
+def test_after_a_pause_one_download_asks_and_the_others_wait_for_its_answer() -> None:
     backoff = Backoff()
     backoff.record_busy("busy", NOW)
     later = backoff.retry_at("busy")
@@ -44,7 +44,7 @@ def test_after_a_pause_one_asks_and_the_others_wait_for_what_it_hears() -> None:
 
 
 @pytest.mark.parametrize("times_busy", [1, 5])
-def test_once_one_gets_something_all_may_ask_and_pauses_begin_anew(times_busy: int) -> None:
+def test_once_one_download_receives_all_may_ask_and_pauses_begin_anew(times_busy: int) -> None:
     backoff, now = Backoff(), NOW
     for _ in range(times_busy):
         backoff.record_busy("busy", now)

@@ -1,4 +1,4 @@
-"""The cache of known peers holds what leads to somebody, stays small, and never stands in a start's way."""
+"""The peerstore holds addresses that lead to their peer, stays small, and never prevents a start."""
 
 import json
 import time
@@ -33,7 +33,7 @@ def test_those_seen_longest_ago_make_room(tmp_path, monkeypatch):
     assert list(Peerstore(tmp_path / "known").addresses()) == PEERS[:4:-1]
 
 
-def test_an_address_that_leads_to_somebody_else_is_not_kept(tmp_path):
+def test_an_address_of_another_peer_is_not_kept(tmp_path):
     known = Peerstore(tmp_path / "known")
     known.update({PEERS[0]: [address(PEERS[1]), "/ip4/999.0.0.1/tcp/1/p2p/" + PEERS[0], "x", ""]})
     assert known.addresses() == {} and not (tmp_path / "known").exists()
@@ -114,7 +114,7 @@ def test_a_place_that_is_silent_for_weeks_is_still_called_once_a_minute():
     assert all(calls)
 
 
-def test_who_has_answered_is_called_at_once_when_it_is_lost():
+def test_a_peer_that_has_answered_is_dialled_at_once_when_it_is_lost():
     backoff, peer = DialBackoff(), {PEERS[0]: [address(PEERS[0])]}
     assert [bool(backoff.due(peer, now)) for now in (0.0, 1.0, 4.0, 5.0)] == [True, False, True, False]
     backoff.reset(peer[PEERS[0]])

@@ -34,7 +34,7 @@ def test_no_more_goes_than_the_link_carries(senders: int) -> None:
         assert when - began >= number * PIECE / BYTES_PER_SECOND - BURST_SECONDS
 
 
-def test_whoever_asks_next_waits_until_those_before_have_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_sender_waits_until_those_before_it_have_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
 
     async def sleep(seconds: float) -> None:
@@ -62,7 +62,7 @@ def test_what_was_not_sent_while_idle_is_not_made_up_for() -> None:
     assert asyncio.run(run()) >= 3 * PIECE / BYTES_PER_SECOND - BURST_SECONDS
 
 
-def test_who_does_not_say_what_the_link_carries_is_held_back_by_nothing() -> None:
+def test_without_a_stated_uplink_nothing_is_held_back() -> None:
     rate_limit = RateLimit(None)
     with pytest.raises(StopIteration):
         rate_limit.take(2**40).send(None)  # a coroutine that never waits

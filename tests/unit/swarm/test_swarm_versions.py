@@ -112,7 +112,7 @@ def test_the_index_does_not_grow_with_the_rounds(tmp_path, make, monkeypatch):
 @pytest.mark.parametrize(
     "change", [{"round": 8}, {"name": "../../etc/passwd"}, {"digest": "../x"}, {"signature": ""}, {"extra": 1}], ids=str
 )
-def test_an_index_that_somebody_edited_is_refused(tmp_path, make, change):
+def test_an_edited_index_is_refused(tmp_path, make, change):
     VersionStore(tmp_path, "run").add({"slot-1": make("slot-1", 7)})
     version = json.loads((tmp_path / "index.jsonl").read_text())
     (tmp_path / "index.jsonl").write_text(json.dumps(version | change) + "\n")
@@ -297,7 +297,7 @@ def test_only_the_last_deltas_are_kept_also_over_a_restart(deltas, tmp_path):
     assert chained(again, "slot-1", 8, 10) == [b"8", b"9"] and chained(again, "slot-1", 7, 10) == []
 
 
-def test_who_follows_no_deltas_keeps_none(tmp_path):
+def test_a_store_that_keeps_no_deltas_stores_none(tmp_path):
     store = DeltaStore(tmp_path)
     store.add("slot-1", name_of(1), name_of(2), b"x")
     assert chained(store, "slot-1", 1, 2) == [] and not list(tmp_path.iterdir())

@@ -29,7 +29,7 @@ def test_a_p2pd_that_does_not_answer_is_dead_after_some_looks_and_not_at_the_fir
     assert looks[:-1] == [""] * (MAX_SILENT_CHECKS - 1) and "does not answer" in looks[-1]
 
 
-def test_whoever_asks_late_is_told_of_a_death_at_once():
+def test_a_late_listener_is_told_of_a_death_at_once():
     dead, heard = watchdog(runs=False), []
     dead.check()
     dead.on_death(lambda: heard.append("dead"))

@@ -38,7 +38,7 @@ def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_r
     return swarm
 
 
-def open_crew(make_folder, names, **settings):
+def open_cluster(make_folder, names, **settings):
     """Start several peers that know each other; settings by name."""
     swarms, addresses = [], []
     for name in names:
