@@ -53,7 +53,7 @@ def account(view: SwarmView) -> Account:
     """Return the account of a run.
 
     Raises:
-        DataError: fewer than two complete rounds, or nobody reported all of them.
+        DataError: fewer than two complete rounds, or no peer reported all of them.
     """
     first, last = min(view.rounds, default=0) + 1, view.published
     if len(view.rounds) < 2 or first > last:
@@ -101,7 +101,7 @@ def local_steps(view: SwarmView, tokens_per_step: int) -> list[int]:
         DataError: a round is missing.
     """
     if missing := sorted(set(range(1, view.published + 1)) - set(view.rounds)):
-        raise DataError(f"nobody's report of round {missing[0]} was seen; use a run that was watched throughout")
+        raise DataError(f"no peer's report of round {missing[0]} was seen; use a run that was watched throughout")
     return [round(fmean(_tokens_of(view, number)) / tokens_per_step) for number in sorted(view.rounds)]
 
 

@@ -34,6 +34,7 @@ from spes_p2p.sim.simulator import simulate
 from spes_p2p.sim.sweep.report import Spread
 from spes_p2p.swarm.averaging.audit import Auditor
 from spes_p2p.swarm.averaging.partition import GroupPlan, reduce_message
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.loss_gate import LossGate
 
 RESULTS, PAGE = Path("benchmarks/results/attackers.json"), Path("docs/trust.md")
@@ -244,8 +245,10 @@ def _plain_weights(auditor: Auditor, part: object, values: list[Tensor | None]) 
     return [0.0 if value is None else weight for value, weight in zip(values, weights, strict=True)]
 
 
-def _ungated(gate: LossGate, flats: Mapping[str, Tensor] | None, sync: object, adopted: Collection[str] = ()) -> None:
-    gate._trainer.load(flats)
+def _ungated(
+    gate: LossGate, vectors: Mapping[VectorName, Tensor] | None, sync: object, adopted: Collection[VectorName] = ()
+) -> None:
+    gate._trainer.load(vectors)
 
 
 def guard_seconds() -> float:

@@ -11,7 +11,7 @@ import torch
 from torch import LongTensor
 from transformers.utils.logging import disable_progress_bar
 
-from benchmarks.crew import Crew
+from benchmarks.cluster import LocalCluster
 from benchmarks.tasks import BaselineTask, Subject
 from spes_p2p.commands.evaluate import load_checkpoint
 from spes_p2p.data.packing import TokenSource
@@ -77,13 +77,13 @@ def measure_baselines(
     """
     every = range(subject.run.model.num_experts)
     kinds = {CENTRALISED: (every, subject.peers), SOLO: (every, 1), same_memory(peer_slots): (peer_slots, 1)}
-    with Crew(folder) as crew:
+    with LocalCluster(folder) as cluster:
         for number, (name, (slots, num_sources)) in enumerate(kinds.items(), start=1):
-            crew.wait_until(lambda: crew.num_running() < AT_ONCE, DEADLINE_SECONDS, "a baseline to end")
+            cluster.wait_until(lambda: cluster.num_running() < AT_ONCE, DEADLINE_SECONDS, "a baseline to end")
             say(f"  {number} of {len(kinds)}: {name}, {sum(steps)} steps")
             task = BaselineTask(subject=subject, slots=tuple(slots), num_sources=num_sources, steps=tuple(steps))
-            crew.start(name.replace(", ", "-").replace(" ", "-"), task)
-        results = crew.results(DEADLINE_SECONDS)
+            cluster.start(name.replace(", ", "-").replace(" ", "-"), task)
+        results = cluster.results(DEADLINE_SECONDS)
     return dict(zip(kinds, results, strict=True))
 
 

@@ -12,7 +12,7 @@ import yaml
 from benchmarks import tables
 from benchmarks.accounts import Account, account, local_steps, observed_seconds
 from benchmarks.baselines import checkpoint_loss, measure_baselines, start_loss
-from benchmarks.crew import ROOT, run_script
+from benchmarks.cluster import ROOT, run_script
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.stock import StockPace, measure_stock
 from benchmarks.tasks import Subject

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from pydantic import PositiveInt
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.crew import ROOT, support
+from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
@@ -76,18 +76,18 @@ def measure(folder: Path, repeats: int, seed: int) -> tuple[list[float], list[fl
         seed: Of how the peers are halved.
     """
     peers, brains, draw = support("real_peers"), support("split_brain"), random.Random(seed)
-    crew = peers.start_swarm(folder, NUM_PEERS)
+    cluster = peers.start_swarm(folder, NUM_PEERS)
     healing, deaths = [], []
     try:
         for repeat in range(repeats):
-            draw.shuffle(crew)
-            healing.append(brains.split_and_heal(crew[: NUM_PEERS // 2], crew[NUM_PEERS // 2 :]))
-            victim = peers.PeerProcess(folder / f"victim{repeat}", crew[0].addresses).wait_until_ready()
+            draw.shuffle(cluster)
+            healing.append(brains.split_and_heal(cluster[: NUM_PEERS // 2], cluster[NUM_PEERS // 2 :]))
+            victim = peers.PeerProcess(folder / f"victim{repeat}", cluster[0].addresses).wait_until_ready()
             deaths.append(brains.seconds_until_death_is_seen(victim))
             victim.kill()
             say(f"{repeat + 1}: healed after {healing[-1]:.1f} s, death noticed after {deaths[-1]:.1f} s")
     finally:
-        peers.close_all(crew)
+        peers.close_all(cluster)
     return healing, deaths
 
 

@@ -214,7 +214,9 @@ class _Batches:
     """Random tokens; a `TokenSource`."""
 
     def __init__(self, vocab_size: int, sequence_length: int, device: torch.device) -> None:
-        self._vocab_size, self._shape, self._device = vocab_size, (sequence_length + 1,), device
+        self._vocab_size = vocab_size
+        self._shape = (sequence_length + 1,)
+        self._device = device
 
     def next_batch(self, num_sequences: int) -> LongTensor:
         """Return `[B, T + 1]`."""

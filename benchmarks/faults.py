@@ -24,7 +24,7 @@ import torch
 from pydantic import NonNegativeInt
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.crew import ROOT, support
+from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.testbed import TestBed, available
 from spes_p2p.cli import entry_point
@@ -87,19 +87,19 @@ def main(config: FaultsConfig) -> int:
 
 
 def _cases(fault: str, codec: str, repeats: int, seed: int) -> Iterator[Any]:
-    crews = support("fault_crew")
+    clusters = support("fault_cluster")
     mine = [number for number in range(repeats) if CODECS[number % len(CODECS)] == codec]
     with contextlib.ExitStack() as closing:
         if not mine:
             return
         bed = closing.enter_context(TestBed(peers=4, rtt_ms=10, seed=seed)) if fault == "cut" else None
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
-        crew = crews.FaultCrew(folder, seed, codec, bed)
-        closing.callback(crew.close)
-        crew.start()
+        cluster = clusters.FaultCluster(folder, seed, codec, bed)
+        closing.callback(cluster.close)
+        cluster.start()
         for repeat in range(len(mine)):
             for phase, moments in support("fault_cases").PHASES.items():
-                case = _strike(crew, fault, phase, moments[repeat % len(moments)])
+                case = _strike(cluster, fault, phase, moments[repeat % len(moments)])
                 say(
                     f"{fault}, {codec}, the victim {case.moment}: {case.committed} of {SURVIVORS} survivors committed, "
                     f"{case.seconds:.1f} s; {case.victim}; {'; '.join(case.wrong) or 'nothing wrong'}"
@@ -109,13 +109,13 @@ def _cases(fault: str, codec: str, repeats: int, seed: int) -> Iterator[Any]:
                     return
 
 
-def _strike(crew: Any, fault: str, phase: str, moment: str) -> Any:
+def _strike(cluster: Any, fault: str, phase: str, moment: str) -> Any:
     try:
-        case = crew.run(fault, phase, moment)
+        case = cluster.run(fault, phase, moment)
         if not case.is_reached:
             case.wrong.append("the victim never came to that moment")
     except (AssertionError, RuntimeError, TimeoutError) as error:  # no answer within twice the deadline, or a bug
-        case = support("fault_cases").Case(fault, phase, moment, crew.codec, wrong=[repr(error)])
+        case = support("fault_cases").Case(fault, phase, moment, cluster.codec, wrong=[repr(error)])
     return case
 
 
@@ -125,10 +125,10 @@ def _meetings(rounds: int, seed: int) -> Iterator[Any]:
         if not rounds:
             return
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="meetings-")))
-        crew = meetings.start_meeting(folder, NUM_PEERS)
-        closing.callback(peers.close_all, crew)
+        cluster = meetings.start_meeting(folder, NUM_PEERS)
+        closing.callback(peers.close_all, cluster)
         for number in range(rounds):
-            note = meetings.meet(crew, seed + number)
+            note = meetings.meet(cluster, seed + number)
             if note.sizes != (NUM_PEERS,) or note.dropped:
                 say(f"round {number} of {NUM_PEERS} peers: {note}")
             yield note

@@ -28,7 +28,7 @@ from xml.etree import ElementTree
 import yaml
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks.crew import ROOT
+from benchmarks.cluster import ROOT
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig

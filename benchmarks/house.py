@@ -25,7 +25,7 @@ from typing import Any, Literal, NamedTuple
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks import house_counts as counts
-from benchmarks.crew import ROOT
+from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point

@@ -12,7 +12,7 @@ from importlib.metadata import version
 
 import psutil
 
-from benchmarks.crew import ROOT
+from benchmarks.cluster import ROOT
 from spes_p2p.sim.sweep.results import cpu_name
 
 PACKAGES = ("torch", "transformers", "hivemind", "numpy")

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 import psutil
 import torch
 
-from benchmarks.crew import ROOT
+from benchmarks.cluster import ROOT
 from benchmarks.tables import Row
 from spes_p2p.config import ModelConfig, OptimizerName, Storage, TrainConfig
 from spes_p2p.model.build import build_slot_model

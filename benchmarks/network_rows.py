@@ -13,8 +13,8 @@ from statistics import mean, median
 from threading import Event
 from typing import Any, Literal
 
-from benchmarks.star import StarCrew
-from benchmarks.stock_averaging import StockCrew
+from benchmarks.star import StarCluster
+from benchmarks.stock_averaging import StockCluster
 from benchmarks.tables import Row
 from benchmarks.testbed import TestBed
 from benchmarks.wan import floors
@@ -22,7 +22,7 @@ from benchmarks.wan.actor import Actor, close_all, finish_all
 from benchmarks.wan.default_run import account_of_default_run
 from benchmarks.wan.floors import MIB, Payload
 from benchmarks.wan.raw_tcp import all_to_all_seconds
-from benchmarks.wan.swarm_crew import CrewRound, SwarmCrew
+from benchmarks.wan.swarm_cluster import ClusterRound, SwarmCluster
 from benchmarks.wan.swarm_peer import CALL_SECONDS, encoded_bits
 from spes_p2p.config import CodecConfig
 
@@ -46,7 +46,7 @@ class Bench:
 
     Attributes:
         folder: For the peers' files.
-        repeats: Rounds counted.
+        repeats: TrainingLoop counted.
         congestion: TCP's congestion control.
         seen: Every round measured, by what was measured, for the record.
     """
@@ -92,11 +92,11 @@ class Bench:
         mbit: float | None = MBIT,
         uplinks: dict[int, float] | None = None,
         codecs: CodecConfig | None = None,
-    ) -> tuple[list[CrewRound], float]:
-        """Let a crew of ours make its rounds; each peer says that its link carries `mbit`, or what `uplinks` holds."""
+    ) -> tuple[list[ClusterRound], float]:
+        """Run a cluster's rounds; each peer states an uplink of `mbit`, or as in `uplinks`."""
         told = (dict.fromkeys(range(peers), mbit) if mbit else {}) | (uplinks or {})
-        with SwarmCrew(bed, self.folder_of(name), peers, payload, codecs=codecs, uplinks=told) as crew:
-            return self.repeat(name, bed, peers, crew.round)
+        with SwarmCluster(bed, self.folder_of(name), peers, payload, codecs=codecs, uplinks=told) as cluster:
+            return self.repeat(name, bed, peers, cluster.round)
 
 
 def rounds(bench: Bench) -> Iterator[Row]:
@@ -116,14 +116,14 @@ def rounds(bench: Bench) -> Iterator[Row]:
         raw = [all_to_all_seconds(bed, PEERS, least) for _ in range(bench.repeats)]
         bench.note("plain TCP", raw)
         yield Row("- plain TCP, the same bytes all to all", f"{_spread(raw)}; ours / it {seconds / median(raw):.2f}")
-        with StockCrew(bed, PEERS, MODEL) as stock_crew:
-            stock, stock_sent = bench.repeat("stock", bed, PEERS, stock_crew.round)
+        with StockCluster(bed, PEERS, MODEL) as stock_cluster:
+            stock, stock_sent = bench.repeat("stock", bed, PEERS, stock_cluster.round)
         stock_floor = floors.full_averaging_seconds(MODEL, PEERS, MBIT)
         yield Row("- hivemind's averaging of everything", _over(stock, stock_floor))
         ratio = seconds / median(stock)
         yield Row("- ours / hivemind's", f"{ratio:.2f}", f"{MAX_OVER_STOCK}", ratio <= MAX_OVER_STOCK)
-        with StarCrew(bed, PEERS, MODEL) as star_crew:
-            star, star_sent = bench.repeat("server", bed, PEERS, star_crew.round)
+        with StarCluster(bed, PEERS, MODEL) as star_cluster:
+            star, star_sent = bench.repeat("server", bed, PEERS, star_cluster.round)
     yield Row("- a server as SPES has it", _over(star, floors.server_seconds(MODEL, PEERS, MBIT)))
     yield Row("- ours / the server's", f"{seconds / median(star):.2f}")
     yield _sent_row("fp32", sent, least)
@@ -195,20 +195,20 @@ def overlapped(bench: Bench) -> Iterator[Row]:
 
 
 def joiners(bench: Bench) -> Iterator[Row]:
-    """Yield what newcomers who fetch everything at once do to the round of those who train."""
+    """Yield the effect of newcomers that fetch everything at once on the round of the training peers."""
     with ExitStack() as closing:
         bed = closing.enter_context(bench.bed(PEERS + JOINERS))
         links = dict.fromkeys(range(PEERS), MBIT)
-        crew = closing.enter_context(SwarmCrew(bed, bench.folder_of("joiners"), PEERS, MODEL, uplinks=links))
+        cluster = closing.enter_context(SwarmCluster(bed, bench.folder_of("joiners"), PEERS, MODEL, uplinks=links))
         newcomers: list[Actor] = []
         closing.callback(close_all, newcomers)
-        newcomers += [crew.start_joiner(PEERS + number) for number in range(JOINERS)]
+        newcomers += [cluster.start_joiner(PEERS + number) for number in range(JOINERS)]
         for newcomer in newcomers:
             newcomer.ready()
-        crew.round()
+        cluster.round()
         pairs = []
         for _ in range(bench.repeats):
-            pairs.append((_round_after_training(crew), *_disturbed_round(crew, newcomers)))
+            pairs.append((_round_after_training(cluster), *_disturbed_round(cluster, newcomers)))
             bench.note("quiet, disturbed, seconds of each joiner", [*map(asdict, pairs[-1][:2]), pairs[-1][2]])
     quiet, disturbed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     slower = median(after.seconds / before.seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
@@ -216,33 +216,33 @@ def joiners(bench: Bench) -> Iterator[Row]:
     told = f"{slower:+.0%} ({_seconds(quiet):.2f} s, then {_seconds(disturbed):.2f} s)"
     goal = f"+{MAX_DISTURBANCE:.0%} or less"
     yield Row(f"round while {JOINERS} joiners fetch everything, / undisturbed", told, goal, slower <= MAX_DISTURBANCE)
-    yield Row("- CPU seconds of those who train", f"{busier:+.0%}", goal, busier <= MAX_DISTURBANCE)
+    yield Row("- CPU seconds of the training peers", f"{busier:+.0%}", goal, busier <= MAX_DISTURBANCE)
     yield Row("- the last joiner has everything after", f"{median(max(pair[2]) for pair in pairs):.1f} s")
 
 
-def _round_after_training(crew: SwarmCrew) -> CrewRound:
+def _round_after_training(cluster: SwarmCluster) -> ClusterRound:
     Event().wait(TRAINING_SECONDS)
-    return crew.round()
+    return cluster.round()
 
 
-def _disturbed_round(crew: SwarmCrew, newcomers: Sequence[Actor]) -> tuple[CrewRound, list[float]]:
+def _disturbed_round(cluster: SwarmCluster, newcomers: Sequence[Actor]) -> tuple[ClusterRound, list[float]]:
     """Let newcomers begin so long before the round that all are amid their downloads when it comes."""
     Event().wait(TRAINING_SECONDS - HEAD_START_SECONDS)
     for newcomer in newcomers:
-        newcomer.begin("catch_up", crew.names, crew.ids, crew.number)
+        newcomer.begin("catch_up", cluster.names, cluster.ids, cluster.number)
     Event().wait(HEAD_START_SECONDS)
-    crew.begin_round()
-    return crew.finish_round(), finish_all(newcomers, CALL_SECONDS)
+    cluster.begin_round()
+    return cluster.finish_round(), finish_all(newcomers, CALL_SECONDS)
 
 
 # ---------------------------------------------------------------------- telling
 
 
-def _seconds(rounds: Sequence[CrewRound]) -> float:
+def _seconds(rounds: Sequence[ClusterRound]) -> float:
     return median(each.seconds for each in rounds)
 
 
-def _told(rounds: Sequence[CrewRound], floor: float) -> str:
+def _told(rounds: Sequence[ClusterRound], floor: float) -> str:
     averaging = median(each.averaging_seconds for each in rounds)
     return f"{_over([each.seconds for each in rounds], floor)}; {averaging:.2f} s of it averaging"
 

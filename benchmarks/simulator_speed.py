@@ -25,6 +25,7 @@ from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
 from spes_p2p.sim.simulator import Evaluation, Scenario, simulate
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.build import build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
@@ -114,7 +115,7 @@ def _trainer(config: SpeedConfig, run: RunConfig) -> Trainer:
     data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
     trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("auto"))
     slots = range(config.max_slots)
-    masters = {f"slot-{s}": trainer.layouts["slot"].flatten(trainer.model.slot_weights(s)) for s in slots}
+    masters = {VectorName.of_slot(s): trainer.layouts["slot"].flatten(trainer.model.slot_weights(s)) for s in slots}
     trainer.set_slots(slots, masters)
     trainer.calibrate()  # the first use allocates
     return trainer

@@ -53,10 +53,12 @@ class StarServer:
     """
 
     def __init__(self, address: str, payload: Payload, peers: int) -> None:
-        self._payload, self._peers = payload, peers
+        self._payload = payload
+        self._peers = peers
         self._uploads: dict[int, Uploads] = {}
         self._lock = threading.Lock()
-        self._round, self._model = 0, b""
+        self._round = 0
+        self._model = b""
         self._server = grpc.server(ThreadPoolExecutor(2 * peers + 2))
         handlers = {
             "upload": grpc.stream_unary_rpc_method_handler(self._upload),
@@ -83,7 +85,8 @@ class StarServer:
             if len(uploads.slots) == self._peers:
                 parts = [uploads.shared_sum / np.float32(self._peers)]
                 parts += [uploads.slots[peer] for peer in range(self._peers)]
-                self._model, self._round = np.concatenate(parts).tobytes(), int(about["round"])
+                self._model = np.concatenate(parts).tobytes()
+                self._round = int(about["round"])
                 del self._uploads[self._round]
         return b""
 
@@ -111,7 +114,8 @@ class StarPeer:
     """
 
     def __init__(self, server: str, peer: int, payload: Payload, peers: int) -> None:
-        self._peer, self._payload = peer, payload
+        self._peer = peer
+        self._payload = payload
         numel = payload.shared_numel + payload.slots // peers * payload.slot_numel
         self._own = np.random.default_rng().standard_normal(numel, dtype=np.float32)
         self._model = b""
@@ -154,7 +158,7 @@ class StarPeer:
         self._channel.close()
 
 
-class StarCrew(Actors):
+class StarCluster(Actors):
     """A server and its peers.
 
     Args:
@@ -165,7 +169,10 @@ class StarCrew(Actors):
 
     def __init__(self, place: Place, peers: int, payload: Payload) -> None:
         super().__init__()
-        self._place, self._payload, self._peers, self._number = place, payload, peers, 0
+        self._place = place
+        self._payload = payload
+        self._peers = peers
+        self._number = 0
 
     def _start_all(self) -> None:
         address = self._place.address(self._peers)

@@ -14,7 +14,7 @@ import torch
 from torch import LongTensor, nn
 from transformers import PreTrainedModel
 
-from benchmarks.crew import Crew
+from benchmarks.cluster import LocalCluster
 from benchmarks.tasks import StockTask, Subject
 from spes_p2p.config import RunConfig
 from spes_p2p.model.build import FAMILIES, hf_config, stock_model
@@ -57,19 +57,19 @@ def measure_stock(subject: Subject, folder: Path, seconds: float) -> StockPace:
         SpesError: a process failed, or they did not get ready in time.
     """
     window = folder / "window.json"
-    with Crew(folder) as crew:
+    with LocalCluster(folder) as cluster:
         tasks = [
             StockTask(subject=subject, peer=peer, ready=folder / f"stock-{peer}.ready", window=window)
             for peer in range(subject.peers)
         ]
         for task in tasks:
-            crew.start(f"stock-{task.peer}", task)
-        crew.wait_until(lambda: all(task.ready.exists() for task in tasks), READY_SECONDS, "stock training to start")
+            cluster.start(f"stock-{task.peer}", task)
+        cluster.wait_until(lambda: all(task.ready.exists() for task in tasks), READY_SECONDS, "stock training to start")
         start = time.monotonic()
         scratch = window.with_suffix(".new")
         scratch.write_text(json.dumps([start, start + seconds]))
         scratch.rename(window)
-        results = crew.results(seconds + READY_SECONDS)
+        results = cluster.results(seconds + READY_SECONDS)
     return pace_in_window(results, start, start + seconds)
 
 

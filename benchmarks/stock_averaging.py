@@ -23,7 +23,7 @@ MATCHMAKING_SECONDS = 5.0
 REQUEST_SECONDS = 2.0
 ROUND_SECONDS = 300.0
 STAGE_SECONDS = 0.01
-"""How often its stage is looked at: it tells nobody when a group stands."""
+"""Interval of polling the averager's stage; it announces no completed group."""
 
 
 class StockPeer:
@@ -90,7 +90,7 @@ class StockPeer:
         self._dht.shutdown()
 
 
-class StockCrew(Actors):
+class StockCluster(Actors):
     """Peers that average everything.
 
     Args:
@@ -101,7 +101,9 @@ class StockCrew(Actors):
 
     def __init__(self, place: Place, peers: int, payload: Payload) -> None:
         super().__init__()
-        self._place, self._payload, self._peers = place, payload, peers
+        self._place = place
+        self._payload = payload
+        self._peers = peers
 
     def _start_all(self) -> None:
         addresses: list[str] = []

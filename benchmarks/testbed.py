@@ -94,7 +94,8 @@ class TestBed:
             raise ConfigError(f"no test bed on this machine: {reason}")
         if congestion not in (known := AVAILABLE.read_text().split()):
             raise ConfigError(f"congestion={congestion} is not in this kernel; choose one of {', '.join(known)}")
-        self.peers, self.congestion = peers, congestion
+        self.peers = peers
+        self.congestion = congestion
         self.seed = random.randrange(2**31) if seed is None else seed
         ups = [(uplinks or {}).get(peer, up_mbit) for peer in range(peers)]
         self._links = [f"{up:g}:{down_mbit:g}:{rtt_ms:g}:{loss_percent:g}" for up in ups]
@@ -132,7 +133,7 @@ class TestBed:
         return start_process(functools.partial(self._inside, peer, function), *args)
 
     def cut(self, peer: int) -> None:
-        """Lose every packet from and to a peer, as when a cable is pulled somewhere: nobody is told."""
+        """Drop every packet from and to a peer without any notice, like a pulled cable."""
         self._tell(f"cut {peer}")
 
     def heal(self, peer: int) -> None:
@@ -140,7 +141,7 @@ class TestBed:
         self._tell(f"heal {peer}")
 
     def hide(self, peer: int) -> None:
-        """Let nobody open a connection to a peer, as its home's router does; those that it opens itself work."""
+        """Block incoming connections to a peer, like a home router; connections that it opens work."""
         self._tell(f"hide {peer}")
 
     def bytes(self) -> list[Traffic]:

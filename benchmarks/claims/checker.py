@@ -25,7 +25,7 @@ class Report:
         peer_seconds: Time of all active peers together.
         commits: Versions of slots that were committed.
         sat_out: Times that a holder with another anchor sat a slot out.
-        stale_starts: Slots that went on from an older version than the newest, which nobody in the roster held.
+        stale_starts: Slots that went on from an older version than the newest, which no member of the roster held.
     """
 
     violations: list[str] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Report:
 
 
 def unsettled(num_slots: int, held: Mapping[str, Sequence[int]], capacity: Mapping[str, int]) -> list[str]:
-    """Return what is wrong with who holds what, were it to stay so."""
+    """Return the faults of an allocation of slots, if it were final."""
     counts = coverage({peer: tuple(slots) for peer, slots in held.items()}, num_slots)
     can, most = sum(counts), sum(min(slots, num_slots) for slots in capacity.values())
     faults = [f"{peer} holds more than its {capacity[peer]} slots" for peer in held if len(held[peer]) > capacity[peer]]
@@ -56,7 +56,7 @@ class Checker:
 
     Args:
         num_slots: Experts per layer.
-        cooldown_seconds: For which nobody may undo a change of its own, unless it sees an orphan.
+        cooldown_seconds: Time in which no peer may undo its own change, unless it sees an orphan.
     """
 
     def __init__(self, num_slots: int, cooldown_seconds: float) -> None:
@@ -69,7 +69,7 @@ class Checker:
         self._parents: dict[str, str] = {}
         self._models: dict[str, dict[int, str]] = {}
 
-    # ------------------------------------------------------------------ who holds what
+    # ------------------------------------------------------------------ allocation of slots
 
     def look(self, now: float, side: int, held: Collection[Sequence[int]], sufficient: bool, cause: str) -> None:
         """Note the orphans among what one side's live peers hold.
@@ -151,7 +151,7 @@ class Checker:
                     self.report.stale_starts += 1
 
     def commit(self, now: float, old: str, new: str, slots: Mapping[int, tuple[str, str]]) -> None:
-        """Check that a model gets one master of each slot, whoever commits it.
+        """Check that a model gets one master of each slot, from all peers that commit it.
 
         Args:
             now: Seconds.

@@ -14,8 +14,8 @@ LEASE_SECONDS, HEARTBEAT_SECONDS = 30.0, 10.0
 QUIET_SECONDS = 400.0
 """After the last fault: leases end, and coverage evens out lease by lease."""
 ROTATION_SECONDS, ROTATION_ROUNDS = 60.0, 2
-"""Within which, training time of so many rounds added, a rotation that is under way at the end is over: whoever has
-seen the others' turns late takes another one than they expect, and that is evened out after the round that follows."""
+"""Time, beside the training time of these rounds, in which a rotation that is under way at the end completes: a peer
+that sees the others' turns late takes an unexpected turn, and the following round evens that out."""
 LARGE = 200
 """Peers from which on less virtual time is simulated."""
 

@@ -76,7 +76,7 @@ class VirtualPeer:
         self.anchors = {slot: self.anchors.get(slot, self.versions[slot][1]) for slot in self.slots}
 
     def member(self) -> Member:
-        """Return its roster entry; nobody lies here, so nothing is validated."""
+        """Return its roster entry, not validated: no virtual peer lies."""
         return Member.model_construct(
             peer_id=self.peer_id,
             round=self.shared[0],

@@ -103,7 +103,7 @@ class Rounds:
         return Averaged(roster, old, new)
 
     def _commit(self, peer: VirtualPeer, result: Averaged) -> None:
-        """Make the result a peer's own, unless it drops the round; whoever does finds itself behind in the next."""
+        """Commit the result on a peer, unless it drops the round and is behind in the next one."""
         simulation = self._simulation
         if simulation.random.random() >= DROPPED:
             groups = result.roster.groups
@@ -118,7 +118,7 @@ class Rounds:
         simulation.schedule(1.5, lambda: self._pull(peer, result), peer)
 
     def _pull(self, peer: VirtualPeer, result: Averaged) -> None:
-        """Fetch what others have committed; whoever sat a slot out goes on from theirs."""
+        """Fetch what others have committed; a peer that sat a slot out continues from their version."""
         draw = self._simulation.random
         if peer.shared == result.new:
             groups = result.roster.groups

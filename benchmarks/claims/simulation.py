@@ -224,7 +224,7 @@ class Simulation:
         ]
 
     def catch_up(self, peer: VirtualPeer) -> None:
-        """Bring a peer to the state that most have who take part in rounds."""
+        """Bring a peer to the state of most peers that take part in rounds."""
         others = self.reachable(peer)
         active = [other for other in others if other.state == "active"]
         asked = others if len(others) <= MOST_ASKED else self.random.sample(others, MOST_ASKED)
@@ -234,12 +234,12 @@ class Simulation:
     # ------------------------------------------------------------------ the checker's view
 
     def unsettled(self) -> list[str]:
-        """Return what is wrong with who holds what, were it to stay so."""
+        """Return the faults of the current allocation of slots, if it were final."""
         held = {peer.peer_id: peer.slots for peer in self.peers.values()}
         return unsettled(self.num_slots, held, {peer.peer_id: peer.max_slots for peer in self.peers.values()})
 
     def look_around(self, cause: str = "change") -> None:
-        """Show the checker who holds what.
+        """Show the checker the current allocation of slots.
 
         Args:
             cause: What has just happened.

@@ -1,4 +1,4 @@
-"""Throws random structures at every decoder that meets a stranger's bytes, and says which error nobody reckoned with.
+"""Give random structures to every decoder of untrusted bytes, and print each unexpected error.
 
     python -m benchmarks.fuzz [--inputs 1000000] [--cases 100000] [--executions 200000] [--seed 0]
 

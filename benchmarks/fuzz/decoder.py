@@ -1,4 +1,4 @@
-"""One decoder, and the judgement of all fuzzers: what it may raise, and what nobody reckons with."""
+"""One decoder, and the judgement that all fuzzers share: expected errors and unexpected ones."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.crew import ROOT
+from benchmarks.cluster import ROOT
 from benchmarks.fuzz.guided_process import RESULTS, SLOWEST_PER_SECOND
 from spes_p2p.errors import ConfigError, SpesError
 

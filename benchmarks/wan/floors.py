@@ -90,8 +90,8 @@ def server_seconds(payload: Payload, peers: int, mbit: float) -> float:
 def unequal_seconds(payload: Payload, up_mbit: Sequence[float], down_mbit: float) -> float:
     """Return the least time of a round where uplinks differ: the largest of three bounds.
 
-    Every peer i must send its own delta of `shared` and its own slots at least once, whoever reduces the one and passes
-    the others on: (S + X / N) / u_i. All uplinks together must send everything that an all-reduce and an exchange take:
+    Every peer i must send its own delta of `shared` and its own slots at least once, to any reducer and any relay:
+    (S + X / N) / u_i. All uplinks together must send everything that an all-reduce and an exchange take:
     (2 S + X) (N - 1) / sum(u). And every peer must receive the mean of `shared` and the slots of others once:
     (S + X (N - 1) / N) / d.
     """

@@ -26,7 +26,9 @@ class RawPeer:
     def __init__(self, address: str, others: int) -> None:
         self._server = socket.create_server((address, 0), backlog=others)
         self._server.settimeout(SOCKET_SECONDS)
-        self._num_others, self._outgoing, self._incoming = others, list[socket.socket](), list[socket.socket]()
+        self._num_others = others
+        self._outgoing = list[socket.socket]()
+        self._incoming = list[socket.socket]()
 
     def port(self) -> int:
         """Return the port that it listens on."""

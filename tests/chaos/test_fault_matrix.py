@@ -7,7 +7,7 @@ import random
 
 import pytest
 from fault_cases import PHASES
-from fault_crew import FaultCrew
+from fault_cluster import FaultCluster
 
 from benchmarks.testbed import TestBed, available
 
@@ -16,25 +16,25 @@ pytestmark = [pytest.mark.timeout(480), pytest.mark.full]
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory):
-    crew = FaultCrew(tmp_path_factory.mktemp("crew"), random.randrange(2**31))
-    yield crew.start()
-    crew.close()
+def cluster(tmp_path_factory):
+    cluster = FaultCluster(tmp_path_factory.mktemp("cluster"), random.randrange(2**31))
+    yield cluster.start()
+    cluster.close()
 
 
 @pytest.fixture(scope="module")
-def crew_in_bed(tmp_path_factory):
+def cluster_in_bed(tmp_path_factory):
     if reason := available():
         pytest.skip(f"no link to cut: {reason}")
     with TestBed(peers=4, rtt_ms=10) as bed:
-        crew = FaultCrew(tmp_path_factory.mktemp("bed"), random.randrange(2**31), "int8", bed)
-        yield crew.start()
-        crew.close()
+        cluster = FaultCluster(tmp_path_factory.mktemp("bed"), random.randrange(2**31), "int8", bed)
+        yield cluster.start()
+        cluster.close()
 
 
-def strike(crew, fault, phase, seed, **how):
+def strike(cluster, fault, phase, seed, **how):
     moment = random.Random(seed).choice(PHASES[phase])
-    case = crew.run(fault, phase, moment, **how)
+    case = cluster.run(fault, phase, moment, **how)
     assert case.is_reached, f"the victim never came to the moment when it {moment}"
     assert not case.wrong, case
     assert case.committed == 3, f"the survivors should have committed without the victim: {case}"
@@ -43,16 +43,16 @@ def strike(crew, fault, phase, seed, **how):
 
 @pytest.mark.parametrize("fault", ["kill", "freeze"])
 @pytest.mark.parametrize("phase", PHASES)
-def test_survivors_of_a_fault_commit_the_mean_of_the_survivors(crew, phase, fault, seed):
-    strike(crew, fault, phase, seed)
+def test_survivors_of_a_fault_commit_the_mean_of_the_survivors(cluster, phase, fault, seed):
+    strike(cluster, fault, phase, seed)
 
 
 @pytest.mark.parametrize("phase", ["in the middle of sending", "before it confirms"])
-def test_survivors_of_a_cut_link_commit_the_mean_of_the_survivors(crew_in_bed, phase, seed):
-    case = strike(crew_in_bed, "cut", phase, seed)
+def test_survivors_of_a_cut_link_commit_the_mean_of_the_survivors(cluster_in_bed, phase, seed):
+    case = strike(cluster_in_bed, "cut", phase, seed)
     assert case.victim.endswith("told that it is behind"), "once healed, the victim must know that it missed a round"
 
 
-def test_a_peer_whose_link_was_down_for_long_finds_the_others_again(crew_in_bed, seed):
+def test_a_peer_whose_link_was_down_for_long_finds_the_others_again(cluster_in_bed, seed):
     """By then its DHT node has forgotten everybody, and everybody has forgotten its."""
-    strike(crew_in_bed, "cut", "before its first byte", seed, stays_seconds=12.0)
+    strike(cluster_in_bed, "cut", "before its first byte", seed, stays_seconds=12.0)

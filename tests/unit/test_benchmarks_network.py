@@ -26,15 +26,15 @@ from benchmarks import elastic, network, testbed
 from benchmarks.machine import Circumstances
 from benchmarks.network import NetworkConfig
 from benchmarks.scoreboard import Scoreboard
-from benchmarks.star import StarCrew
-from benchmarks.stock_averaging import StockCrew
+from benchmarks.star import StarCluster
+from benchmarks.stock_averaging import StockCluster
 from benchmarks.tables import Row, fill
 from benchmarks.testbed import ALLOWED, NAMESPACES, Loopback, TestBed, available
 from benchmarks.wan import floors
 from benchmarks.wan.actor import Actor, close_all, finish_all
 from benchmarks.wan.floors import MIB, Payload
 from benchmarks.wan.raw_tcp import all_to_all_seconds
-from benchmarks.wan.swarm_crew import SwarmCrew
+from benchmarks.wan.swarm_cluster import SwarmCluster
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CodecConfig
 from spes_p2p.errors import ConfigError, SpesError
@@ -355,10 +355,10 @@ def test_two_peers_that_dial_each_other_within_a_round_trip_are_connected() -> N
 
 
 def test_the_server_gives_everybody_the_mean_of_shared_and_each_owners_slots() -> None:
-    with StarCrew(Loopback(), 2, TINY) as crew:
-        assert crew.round() > 0
-        crew.round()
-        peers = crew.peers
+    with StarCluster(Loopback(), 2, TINY) as cluster:
+        assert cluster.round() > 0
+        cluster.round()
+        peers = cluster.peers
         own = [peer.call("own", seconds=30) for peer in peers]
         models = [peer.call("model", seconds=30) for peer in peers]
     shared = sum(vector[: TINY.shared_numel].astype(np.float64) for vector in own) / 2
@@ -370,24 +370,24 @@ def test_the_server_gives_everybody_the_mean_of_shared_and_each_owners_slots() -
 
 @pytest.mark.full
 def test_hivemind_averages_everything_among_everybody() -> None:
-    with StockCrew(Loopback(), 2, TINY) as crew:
-        before = crew.checksums()
-        assert crew.round() > 0
-        after = crew.checksums()
+    with StockCluster(Loopback(), 2, TINY) as cluster:
+        before = cluster.checksums()
+        assert cluster.round() > 0
+        after = cluster.checksums()
     assert after == pytest.approx([sum(before) / 2] * 2, abs=1e-7)
 
 
 @pytest.mark.parametrize("codec", sample(["fp32", "int8", "int4"], ["int4"]))
 def test_rounds_of_real_peers_are_whole_and_newcomers_get_everything(tmp_path: Path, codec: Any) -> None:
     codecs = CodecConfig(shared=codec, slots=codec)
-    with SwarmCrew(Loopback(), tmp_path, 2, TINY, codecs=codecs) as crew:
+    with SwarmCluster(Loopback(), tmp_path, 2, TINY, codecs=codecs) as cluster:
         for number in range(1, 3):
-            made = crew.round()
-            assert crew.number == number
+            made = cluster.round()
+            assert cluster.number == number
             assert 0 < made.averaging_seconds < made.seconds and made.cpu_seconds > 0
-        joiner = crew.start_joiner(2).ready()
+        joiner = cluster.start_joiner(2).ready()
         try:
-            assert joiner.call("catch_up", crew.names, crew.ids, crew.number, seconds=60) > 0
+            assert joiner.call("catch_up", cluster.names, cluster.ids, cluster.number, seconds=60) > 0
         finally:
             joiner.close()
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.tasks import Task, read_result, write_task
-from spes_p2p.commands.local import Child, start, stop
+from spes_p2p.commands.local import Child, stop
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
@@ -30,7 +30,7 @@ def support(module: str) -> Any:
     return importlib.import_module(module)
 
 
-class Crew:
+class LocalCluster:
     """Child processes that work on tasks; leaving the context ends those that are left, whatever happened.
 
     Args:
@@ -41,7 +41,7 @@ class Crew:
         self._folder = folder
         self._children: dict[str, Child] = {}
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> LocalCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
         return self
@@ -53,7 +53,11 @@ class Crew:
         """Start a process on a task."""
         write_task(path := self._task_path(name), task)
         log = self._folder / f"{name}.log"
-        self._children[name] = start(name, ROOT / "benchmarks" / "child.py", [str(path)], log)
+        command = [sys.executable, str(ROOT / "benchmarks" / "child.py"), str(path)]
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("SPES_")}
+        environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("ab") as file:
+            self._children[name] = Child(name, _start(command, stdout=file, stderr=file, env=environment), log)
 
     def num_running(self) -> int:
         """Return how many still work.
@@ -64,7 +68,7 @@ class Crew:
         return sum(has_not_failed(child) for child in self._children.values())
 
     def wait_until(self, done: Callable[[], bool], seconds: float, what: str) -> None:
-        """Wait until `done`, as long as nobody fails.
+        """Wait until `done`, as long as no process fails.
 
         Raises:
             SpesError: a process failed, or `seconds` have passed.
@@ -100,6 +104,17 @@ def has_not_failed(child: Child) -> bool:
     return child.is_running()
 
 
+def _start(command: Sequence[str], **how: Any) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which dies with this one."""
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
+        preexec_fn=functools.partial(die_with_parent, os.getpid()),
+        **how,
+    )
+
+
 def run_script(name: str, command: Sequence[str], log: Path, seconds: float) -> None:
     """Run a command to its end, its output on the terminal, its standard error in a log.
 
@@ -108,15 +123,7 @@ def run_script(name: str, command: Sequence[str], log: Path, seconds: float) -> 
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("wb") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            stdin=subprocess.DEVNULL,
-            stderr=file,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
-    child = Child(name, process, log)
+        child = Child(name, _start(command, cwd=ROOT, stderr=file), log)
     deadline = time.monotonic() + seconds
     try:
         while has_not_failed(child):

@@ -16,7 +16,7 @@ INTRODUCTION_SECONDS = 30.0
 
 
 @dataclass(frozen=True)
-class CrewRound:
+class ClusterRound:
     """A round of all peers together.
 
     Attributes:
@@ -32,7 +32,7 @@ class CrewRound:
     cpu_seconds: float
 
 
-class SwarmCrew(Actors):
+class SwarmCluster(Actors):
     """Peers that hold all slots between them, one holder each.
 
     Args:
@@ -115,20 +115,20 @@ class SwarmCrew(Actors):
         for member in self.members:
             member.begin("round", self._number, self._peers)
 
-    def finish_round(self) -> CrewRound:
+    def finish_round(self) -> ClusterRound:
         """Return what the round took."""
         rounds: list[PeerRound] = finish_all(self.members, CALL_SECONDS)
         cpu_seconds = sum(member.cpu_seconds() for member in self.members) - self._cpu_before
         self._number += 1
         met_at = min(each.met_at for each in rounds)
-        return CrewRound(
+        return ClusterRound(
             matchmaking_seconds=max(each.matchmaking_seconds for each in rounds),
             averaging_seconds=max(each.averaged_at for each in rounds) - met_at,
             seconds=max(each.ended_at for each in rounds) - met_at,
             cpu_seconds=cpu_seconds,
         )
 
-    def round(self) -> CrewRound:
+    def round(self) -> ClusterRound:
         """Make a round."""
         self.begin_round()
         return self.finish_round()

@@ -51,7 +51,7 @@ def _is_whole(result: RoundResult) -> bool:
     return not result.dropped and len(result.roster) == len(SLOTS)
 
 
-class FaultCrew:
+class FaultCluster:
     """Four peers, the last of them the victim.
 
     Args:
@@ -70,7 +70,7 @@ class FaultCrew:
         self._standing: dict[str, _Standing] = {}
         self._items: dict[str, Contribution] = {}
 
-    def start(self) -> FaultCrew:
+    def start(self) -> FaultCluster:
         """Start everybody."""
         for place in range(len(SLOTS)):
             self._join(place).wait_until_ready()
