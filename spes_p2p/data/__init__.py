@@ -1,1 +1,1 @@
-"""What a peer learns from: documents, their split, their tokens, and a resumable order over them."""
+"""Training data: documents and their split, the tokenizer, and sequences in a resumable order."""

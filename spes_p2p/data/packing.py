@@ -183,6 +183,27 @@ def _rng(seed: int, *more: int) -> np.random.Generator:
     return np.random.default_rng([seed % 2**64, *more])  # NumPy refuses negative seeds
 
 
+class TokenSource(Protocol):
+    """An endless source of training sequences, in an order that a small state restores."""
+
+    def next_batch(self, num_sequences: int) -> LongTensor:
+        """Return the next sequences, `[B, T + 1]`: inputs and, shifted by one, targets.
+
+        Raises:
+            DataError: a stream broke, or a row's field does not hold text.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position in the order, as values that JSON can hold."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a position that `state_dict` returned.
+
+        Raises:
+            DataError: the state is malformed or belongs to other tokens or another order, or a stream cannot be read.
+        """
+
+
 class StreamSource:
     """Windows of a streamed data set: shards in a seeded order, documents shuffled block by block.
 
@@ -211,11 +232,6 @@ class StreamSource:
         self._check_size()
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        """Return the next sequences, `[B, T + 1]`.
-
-        Raises:
-            DataError: the stream broke, or a row's field does not hold text.
-        """
         parts: list[Tensor] = []
         missing = num_sequences
         while missing > 0:
@@ -228,15 +244,9 @@ class StreamSource:
         return cast(LongTensor, torch.cat(parts))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the stream."""
         return {**self._identity(), **copy.deepcopy(self._block_start), "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned; read one block again.
-
-        Raises:
-            DataError: the state is malformed or belongs to another stream or order, or the stream cannot be read.
-        """
         _check_state(state, self._identity())
         try:
             carry = np.array(state["carry"], dtype=np.uint32)
@@ -323,23 +333,6 @@ class StreamSource:
         return texts, False
 
 
-class TokenSource(Protocol):
-    """An endless source of training sequences, in an order that a small state restores."""
-
-    def next_batch(self, num_sequences: int) -> LongTensor:
-        """Return the next sequences, `[B, T + 1]`: inputs and, shifted by one, targets."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, as values that JSON can hold."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned.
-
-        Raises:
-            DataError: the state is malformed or belongs to other tokens or another order.
-        """
-
-
 class WindowSource:
     """Windows of a tokenised corpus, each once per epoch, in a new order every epoch.
 
@@ -363,7 +356,6 @@ class WindowSource:
         self._order = self._permutation()
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        """Return the next sequences, `[B, T + 1]`."""
         parts: list[np.ndarray] = []
         missing = num_sequences
         while missing > 0:
@@ -378,15 +370,9 @@ class WindowSource:
         return gather_windows(self._file.tokens_N, np.concatenate(parts), self._sequence_length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order."""
         return {**self._identity(), "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a position that `state_dict` returned.
-
-        Raises:
-            DataError: the state is malformed or belongs to other tokens or another order.
-        """
         _check_state(state, self._identity())
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0):

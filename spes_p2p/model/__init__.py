@@ -1,1 +1,1 @@
-"""What learns: stock Hugging Face mixture-of-experts models whose experts are split into claimed and frozen ones."""
+"""The model: a stock Hugging Face mixture of experts whose experts are split into claimed and frozen ones."""

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -105,7 +105,61 @@ def swiglu_back(
     torch.ops.aten.silu_backward.grad_input(grad_RI.mul_(up_RI), gate_RI, grad_input=grad_gate_RI)
 
 
-class LoopKernel:
+class Kernel:
+    """One way to compute a layer's experts, opaque to autograd.
+
+    Weights come by stock name, one per expert in order of rank, claimed experts first.
+    """
+
+    name: ClassVar[str]
+
+    def available(self, device: torch.device) -> str | None:
+        """Return why this machine cannot use the kernel on `device`; None if it can."""
+        return None
+
+    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
+        """Return why the kernel cannot take weights of these shapes `(O, I)`; None if it can."""
+        return None
+
+    def forward(
+        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Sum `down(swiglu(gate_up(x)) * score)` over each token's experts.
+
+        Returns:
+            The sums `[T, D]`, and the outputs `[R, G]` of `gate_up`, in the dtype of `x_TD`.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self,
+        routing: Routing,
+        weights: Mapping[str, Sequence[Weight]],
+        num_claimed: int,
+        x_TD: Tensor | None,
+        scores_R1: Tensor,
+        gate_up_RG: Tensor,
+        grad_TD: Tensor,
+    ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
+        """Compute the gradients from `grad_TD`, the gradient of the sums.
+
+        Args:
+            routing: As in `forward`, like `weights` and `scores_R1`.
+            weights: Weights by name.
+            num_claimed: Number of experts, from the first, whose weights get gradients.
+            x_TD: As in `forward`; None if no expert is claimed.
+            scores_R1: Scores.
+            gate_up_RG: Second result of `forward`.
+            grad_TD: Gradient of the first result of `forward`.
+
+        Returns:
+            The gradients of `x_TD` and `scores_R1`, and those of the claimed experts' weights by name, zeros without
+            rows: DDP would wait forever for a missing one.
+        """
+        raise NotImplementedError
+
+
+class LoopKernel(Kernel):
     """Computes one expert's whole SwiGLU after the other: the reference, and the fastest on CPUs.
 
     An expert's rows stay in the cache from one product to the next, in buffers that all experts share. Only one stored
@@ -113,12 +167,6 @@ class LoopKernel:
     """
 
     name = "loop"
-
-    def available(self, device: torch.device) -> str | None:
-        return None
-
-    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
-        return None
 
     def forward(
         self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
@@ -189,7 +237,7 @@ MIN_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability that `grouped_mm` runs on."""
 
 
-class StackedKernel:
+class StackedKernel(Kernel):
     """Base of kernels that take all experts' weights as one tensor, stacked for each product and then dropped."""
 
     def forward(
@@ -296,9 +344,6 @@ class MegablocksKernel(StackedKernel):
             return f"grouped_gemm cannot be imported ({error}), see docs/kernels.md"
         return None
 
-    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
-        return None
-
     def _rows_times(self, rows: Tensor, routing: Routing, weights_EOI: Tensor, transposed: bool) -> Tensor:
         return _grouped_gemm().gmm(_bf16(rows), weights_EOI, torch.tensor(routing.counts), trans_b=transposed)
 
@@ -324,56 +369,6 @@ def _bf16(rows: Tensor) -> Tensor:
             f"kernel=megablocks computes in bf16 only, not in {rows.dtype}; set train.precision=bf16 or --kernel auto"
         )
     return rows
-
-
-class Kernel(Protocol):
-    """One way to compute a layer's experts, opaque to autograd.
-
-    Weights come by stock name, one per expert in order of rank, claimed experts first.
-    """
-
-    name: str
-
-    def available(self, device: torch.device) -> str | None:
-        """Return why this machine cannot use the kernel on `device`; None if it can."""
-
-    def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
-        """Return why the kernel cannot take weights of these shapes `(O, I)`; None if it can."""
-
-    def forward(
-        self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Sum `down(swiglu(gate_up(x)) * score)` over each token's experts.
-
-        Returns:
-            The sums `[T, D]`, and the outputs `[R, G]` of `gate_up`, in the dtype of `x_TD`.
-        """
-
-    def backward(
-        self,
-        routing: Routing,
-        weights: Mapping[str, Sequence[Weight]],
-        num_claimed: int,
-        x_TD: Tensor | None,
-        scores_R1: Tensor,
-        gate_up_RG: Tensor,
-        grad_TD: Tensor,
-    ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
-        """Compute the gradients from `grad_TD`, the gradient of the sums.
-
-        Args:
-            routing: As in `forward`, like `weights` and `scores_R1`.
-            weights: Weights by name.
-            num_claimed: Number of experts, from the first, whose weights get gradients.
-            x_TD: As in `forward`; None if no expert is claimed.
-            scores_R1: Scores.
-            gate_up_RG: Second result of `forward`.
-            grad_TD: Gradient of the first result of `forward`.
-
-        Returns:
-            The gradients of `x_TD` and `scores_R1`, and those of the claimed experts' weights by name, zeros without
-            rows: DDP would wait forever for a missing one.
-        """
 
 
 class RoutedExperts(torch.autograd.Function):
@@ -432,11 +427,7 @@ def _by_name(claimed: Sequence[Tensor], frozen: Sequence[Mapping[str, Weight]]) 
     }
 
 
-KERNELS: dict[str, type[Kernel]] = {
-    LoopKernel.name: LoopKernel,
-    GroupedMMKernel.name: GroupedMMKernel,
-    MegablocksKernel.name: MegablocksKernel,
-}
+KERNELS: dict[str, type[Kernel]] = {kind.name: kind for kind in (LoopKernel, GroupedMMKernel, MegablocksKernel)}
 PREFERRED = {"cpu": ("loop",), "cuda": ("grouped_mm", "loop")}
 """Kernels that `auto` tries in turn, by type of device."""
 

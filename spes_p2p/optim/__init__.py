@@ -1,1 +1,1 @@
-"""How the model learns: schedule, inner optimizer, outer optimizer, expert merging."""
+"""Optimization: the inner optimizer with its schedule, the outer optimizer, and expert merging."""

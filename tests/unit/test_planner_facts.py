@@ -16,7 +16,7 @@ from spes_p2p.planner.traffic import round_traffic, star_traffic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 MANY = 10**6
-"""Peers with whom a butterfly average costs two times the vector, as the study counts it."""
+"""So many peers that a butterfly average costs two times the vector, as in the study."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def test_the_studys_bytes_per_round_are_ours_in_its_codecs(row: Row) -> None:
 
 
 def test_in_four_bits_a_peer_of_the_7b_model_receives_a_seventh_of_what_spess_star_sends_it() -> None:
-    """It receives 1/8.0 and sends 1/2.7; both together are 1/5.3, because nobody but peers sends what peers receive.
+    """It receives 1/8.0 and sends 1/2.7; both together are 1/5.3, because only peers send what peers receive.
 
     One in nine of these bytes is of the moments that another peer keeps of every slot; SPES's star has no copy of them.
     """

@@ -110,7 +110,7 @@ def test_a_smaller_budget_spares_bytes_only_where_copies_are_fetched() -> None:
     deltas = [round_traffic(size, 4, 4, replace(int4, refresh_slots=slots)).fetched for slots in (None, 6, 2, 1)]
     assert deltas == [340 * 12, 340 * 12, 340 * 12, 4 * 640], "at last a copy is less than twelve deltas"
     few = replace(int4, codecs=CodecConfig(slots="int4", keyframe_rounds=2), refresh_slots=4)
-    assert round_traffic(size, 4, 4, few).fetched == 4 * 4 * 640, "nobody chains more deltas than the run allows"
+    assert round_traffic(size, 4, 4, few).fetched == 4 * 4 * 640, "no chain of deltas is longer than the run allows"
 
 
 @given(peers=st.integers(2, 100), slots=st.integers(1, 64), slot=st.integers(1, 10**9))

@@ -1,4 +1,4 @@
-"""What the wire's codecs refuse: values that nobody could use, and bytes that none of us wrote."""
+"""Codecs refuse values that have no use, and bytes that no peer can have written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The wire's codecs: how near decoded values come, that every machine decodes the same."""
+"""Codecs: the error of decoded values, and equal values on every machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tokenizer: training, keeping, and the payload that strangers send."""
+"""The tokenizer: training, caching, and untrusted payloads."""
 
 from __future__ import annotations
 

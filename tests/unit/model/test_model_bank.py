@@ -1,4 +1,4 @@
-"""The expert bank: what changes hands, and what that costs."""
+"""The expert bank: adopting and releasing experts, and what it costs."""
 
 from __future__ import annotations
 
