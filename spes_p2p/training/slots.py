@@ -12,7 +12,7 @@ from torch import Tensor
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm.claims import Claimant
-from spes_p2p.swarm.exchange.versions import Version, vector_names
+from spes_p2p.swarm.exchange.versions import vector_names
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.quorum import Having, active_of, heard, latest, majority_of, state_of, voters_of
@@ -306,7 +306,8 @@ class HeldSlots:
 
     def _newest_states(self, inventories: Having, min_round: int) -> dict[VectorName, tuple[int, str]]:
         """Return round and digest of the version of each vector that the swarm's state consists of."""
-        held: dict[str, Mapping[VectorName, Version]] = {**inventories, self._swarm.peer_id: self._swarm.versions()}
+        own = {VectorName(name): v for name, v in self._swarm.versions().items() if name in self._names}
+        held: Having = {**inventories, self._swarm.peer_id: own}
         leading = heard(held, self.voters(), min_round)
         shared = [state_of(offers[SHARED]) for offers in leading.values() if SHARED in offers]
         model_round = majority_of(shared)[0] if shared else 0

@@ -10,7 +10,7 @@ from virtual import peer_id, tiny_run
 
 from spes_p2p.config import OuterConfig
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
-from spes_p2p.swarm.names import SHARED
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Member as Entry
 from spes_p2p.swarm.roster import Roster
@@ -237,7 +237,7 @@ def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest():
     members = [Member(hub, index, 13, "active") for index in range(4)]
     for index, round in enumerate([5, 5, 12, 7]):
         members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
-    members[3].anchors.set("slot-0", torch.zeros(3))
+    members[3].anchors.set(VectorName("slot-0"), torch.zeros(3))
     members[3].catch_up()
     assert members[3].swarm.versions()["moments-slot-0"].round == 12
 
@@ -249,7 +249,7 @@ def test_who_loses_a_partition_goes_back_to_the_winners_slots():
     for index in (1, 2, 3):
         winner = Member(hub, index, 10, "active")
         winner.swarm.publish(8, {"slot-0": torch.full((3,), 8.0)})
-    loser.anchors.set("slot-0", loser.swarm.load("slot-0"))
+    loser.anchors.set(VectorName("slot-0"), loser.swarm.load("slot-0"))
     assert loser.catch_up() == (10, 10.0)
     assert loser.swarm.versions()["slot-0"].round == 8
     assert torch.equal(loser.anchors.weights("slot-0"), torch.full((3,), 8.0))
@@ -262,7 +262,7 @@ def test_whoever_adopts_a_slot_takes_none_that_is_ahead_of_its_model():
     heir = Member(hub, 5, 10, "active")
     heir.swarm.publish(11, {"slot-0": torch.full((3,), 11.0)})
     heir.held.slots = (1,)
-    heir.anchors.set("slot-1", torch.zeros(3))
+    heir.anchors.set(VectorName("slot-1"), torch.zeros(3))
     masters = heir.held._hold([0])
     assert torch.equal(masters["slot-0"], torch.full((3,), 9.0))
 
@@ -302,7 +302,7 @@ def refusing():
 
 def test_whoever_adopts_a_slot_does_not_take_the_version_that_it_has_refused(refusing):
     refusing.held.slots = (1,)
-    refusing.anchors.set("slot-1", torch.zeros(3))
+    refusing.anchors.set(VectorName("slot-1"), torch.zeros(3))
     assert torch.equal(refusing.held._hold([0])["slot-0"], torch.full((3,), 13.0))
     assert refusing.swarm.versions()["slot-0"].round == 13
 
@@ -395,7 +395,7 @@ def test_nobody_goes_on_from_an_older_version_of_a_slot_than_the_others_have():
     heir = members[0]
     heir.swarm.publish(9, {"slot-0": torch.full((3,), 9.0)})
     heir.held.resume([0])
-    heir.anchors.set("slot-0", heir.swarm.load("slot-0"))
+    heir.anchors.set(VectorName("slot-0"), heir.swarm.load("slot-0"))
     syncs = [Synchroniser(m.swarm, tiny_run(), held=m.held, anchors=m.anchors, layout=None) for m in members]
     for member, sync in zip(members, syncs, strict=True):
         sync.round = 13
