@@ -118,7 +118,8 @@ def test_a_run_that_dies_amid_a_message_is_reported(tmp_path):
     assert isinstance(news, Failure) and "SIGTERM" in news.reason
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, pytest.param(ConfigError, marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ConfigError])
 def test_whatever_ends_the_parent_ends_the_runs(tmp_path, error):
     def on_news(job: Job, news: News, seconds: float) -> None:
         raise error
