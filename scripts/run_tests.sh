@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Linters, types and tests. Without arguments: the commit lane, what every change must pass, about ten minutes on two
-# cores. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, the removal of every
-# guard and long fuzzing. Each lane ends with the list of what failed, and appends its result to the JSON list in the
+# cores. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, long fuzzing and
+# the removal of every guard. Each lane ends with the list of what failed, and appends its result to the JSON list in the
 # file $SPES_LANE_LOG, if that is set.
 # Other arguments go to pytest, and nothing else runs: scripts/run_tests.sh tests/unit/optim -k merge
 # After `--all`, pytest selects the tests marked `full` as well: scripts/run_tests.sh --all tests/chaos
@@ -67,8 +67,9 @@ if [ "$lane" = full ]; then
     # Peers that die or lie need the processors to themselves.
     stage "chaos tests" tests tests/chaos
 fi
-# Peers mostly wait, so two files of these run at once; a file's tests share their peers.
-stage "real-peer tests" tests tests --ignore=tests/unit --ignore=tests/chaos -n 2 --dist loadfile
+# Peers mostly wait, so two files of these run at once; a file's tests share their peers. Files run in order of their
+# names: in xdist's own order the long files, which hold few tests, come last, when one worker has nothing left to do.
+stage "real-peer tests" tests tests --ignore=tests/unit --ignore=tests/chaos -n 2 --dist loadfile --no-loadscope-reorder
 if [ "$lane" = full ]; then
     stage "kills and newcomers" "$python" benchmarks/elastic.py --only kills newcomer
     stage "long fuzzing" "$python" -m benchmarks.fuzz
