@@ -38,7 +38,7 @@ _NO_ROUTING_PEER = "failed to find any peer in table"
 # - A process group of its own: a terminal's Ctrl-C reaches the peer's group, and the peer says goodbye through p2pd.
 # - No port reuse: two peers that dial each other from their listening ports within one round trip share one connection
 #   of which both believe to be the caller, and neither dials again for seconds.
-# - Only p2pd's own environment variables: a process that talks to strangers gets no tokens of other services.
+# - Only p2pd's own environment variables: a process that talks to untrusted peers gets no other tokens.
 _EXEC = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.setpgid(0, 0); "
     "env = {k: v for k, v in os.environ.items() if k.startswith(('GOLOG_', 'LIBP2P_'))}; "  # guard: daemon-environment

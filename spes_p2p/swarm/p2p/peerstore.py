@@ -51,9 +51,6 @@ class Peerstore:
         self._path = path
         self._peers = {peer.peer_id: peer for peer in _load(path)} if path is not None else {}
 
-    def __len__(self) -> int:
-        return len(self._peers)
-
     def addresses(self) -> dict[str, tuple[str, ...]]:
         """Return addresses by peer id, peers seen last first."""
         return {peer.peer_id: peer.addresses for peer in self._newest()}
