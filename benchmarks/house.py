@@ -37,9 +37,10 @@ BASE = "f5f8ccb"
 RESULTS = ROOT / "benchmarks" / "results"
 GOLDEN = "tests/unit/test_golden_runs.py"
 REASONS = {
-    "spes_p2p.config.machine": "what a peer chooses for itself; config.run holds what the swarm agrees on",
-    "spes_p2p.model.export": "the Hugging Face checkpoint, which users look for by its name",
+    "spes_p2p.monitor.report": "the final page, drawn from a view alone; the benchmarks draw it too",
+    "spes_p2p.monitor.watch": "the watch without the command's flags, tested against a scripted swarm",
     "spes_p2p.optim.outer": "the outer step of DiLoCo, which a reader looks for by its name",
+    "spes_p2p.sim.sweep.report": "a sweep's table and pictures, which the benchmarks use too",
     "spes_p2p.swarm.averaging.allreduce": "one group's exchange of vectors; the averager runs many at a time",
     "spes_p2p.swarm.averaging.matchmaking": "how members find each other, before they exchange anything",
     "spes_p2p.swarm.p2p.reachability": "asks peers to connect back, and needs nothing else of the swarm",

@@ -1,6 +1,6 @@
-"""The one look of all that people read: pictures as PNG with a transparent ground, and pages that need nothing else.
+"""The look of reports: PNG pictures with a transparent background, and self-contained HTML pages.
 
-A picture is legible on light and on dark pages; a page loads nothing, runs no script and escapes every string.
+Pictures are legible on light and dark pages. A page loads nothing, runs no script and escapes every string.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INK = "#808080"
 ACCENT = "#117bc0"
-# Okabe and Ito's palette, which colour-blind readers can tell apart; without black, which dark pages swallow.
+# Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is invisible on dark pages.
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#d55e00", "#cc79a7", "#b8a800", "#7a6fbe", "#8c564b")
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 6.4, 3.6, 180
 
@@ -55,13 +55,13 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
 
 
 def say(text: str) -> None:
-    """Tell the user; a command's standard output is its result, not its log."""
+    """Print a line of a command's result; standard output holds results, not logs."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
 
 
 def check_plotting() -> None:
-    """Find out before a run, not after it, that its pictures could not be drawn.
+    """Check before a run, not after it, that its pictures can be drawn.
 
     Raises:
         ConfigError: matplotlib is not installed.
@@ -81,11 +81,11 @@ def canvas(
     """Return an empty figure and its axes.
 
     Args:
-        x_label: Below the x axis.
-        y_label: Beside the y axis.
-        large: The axes, of "xy", whose numbers are large: 20k for 20,000.
-        width_inches: Of the figure.
-        height_inches: Of the figure.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        large: Axes ("x", "y" or "xy") with large numbers, shown as 20k for 20,000.
+        width_inches: Width of the figure.
+        height_inches: Height of the figure.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
@@ -108,10 +108,10 @@ def canvas(
 
 
 def legend(figure: Figure, axes: Axes) -> None:
-    """Put the legend above the axes, in as many columns as fit: the curves go everywhere within."""
+    """Put the legend above the axes, in as many columns as fit; inside, it would cover curves."""
     handles, labels = axes.get_legend_handles_labels()
     style = {"frameon": False, "fontsize": 8, "labelcolor": INK, "handlelength": 1.6, "columnspacing": 1.4}
-    widest_inches = 0.42 + 0.058 * max(map(len, labels), default=0)  # line, gaps, and characters of 8 points
+    widest_inches = 0.42 + 0.058 * max(map(len, labels), default=0)  # a line, gaps, and characters of 8 points
     fitting = max(1, int(figure.get_figwidth() / widest_inches))
     figure.legend(handles, labels, loc="outside upper left", ncols=min(fitting, 5 if len(handles) <= 5 else 7), **style)
 
@@ -124,7 +124,7 @@ def png(figure: Figure) -> bytes:
 
 
 def drawable(text: str) -> str:
-    """Return text that matplotlib draws as it is: dollars begin no formula, and an underscore hides no curve."""
+    """Escape text for matplotlib: a dollar sign would begin a formula, and a leading underscore would hide a curve."""
     text = text.replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
@@ -133,10 +133,10 @@ def page(title: str, lines: Iterable[str], tiles: Mapping[str, str], sections: I
     """Return a whole page.
 
     Args:
-        title: Its heading.
-        lines: Below the heading, as text.
-        tiles: A few figures, each with its name, as text.
-        sections: What `section` returned.
+        title: Heading, as text.
+        lines: Lines below the heading, as text.
+        tiles: A few figures by name, as text.
+        sections: Markup from `section`.
     """
     head = "".join(f"<p>{escape(line)}</p>" for line in lines)
     figures = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in tiles.items())
@@ -151,23 +151,23 @@ def page(title: str, lines: Iterable[str], tiles: Mapping[str, str], sections: I
 
 
 def section(title: str, content: str, *, caption: str = "", wide: bool = False) -> str:
-    """Return a card of the page; `content` is markup of `table` or `image`."""
+    """Return a card of the page; `content` is markup from `table` or `image`."""
     text, kind = f"<p>{escape(caption)}</p>" if caption else "", ' class="wide"' if wide else ""
     return f"<section{kind}><h2>{escape(title)}</h2>{text}{content}</section>\n"
 
 
 def image(alt: str, picture: bytes) -> str:
-    """Return markup that holds a PNG."""
+    """Return markup with an embedded PNG."""
     return f'<img alt="{escape(alt)}" src="data:image/png;base64,{base64.b64encode(picture).decode()}">'
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Return markup of a table; all cells are text."""
+    """Return markup of a table whose cells are text."""
     head = "".join(f"<th>{escape(title)}</th>" for title in titles)
     body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def escape(value: object) -> str:
-    """Return a value as text that no browser takes for markup."""
+    """Escape a value so that no browser reads markup in it."""
     return html.escape(str(value), quote=True)  # guard: escaped-markup

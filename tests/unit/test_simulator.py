@@ -47,7 +47,7 @@ def rounds_of(result: SimulationResult, peer: int) -> list[int]:
 
 
 def assert_members_agree(result: SimulationResult) -> None:
-    """Everybody who reports a round has the digest that the first to finish it had."""
+    """Every peer that reports a round has the digest of the first peer that finished it."""
     for reports in result.reports:
         for report in reports:
             assert report.shared_digest == result.digests[report.round]["shared"][:16]
@@ -135,7 +135,7 @@ def test_a_leaver_hands_its_slots_back_at_once(folder: Path) -> None:
     assert rounds_of(result, 2) == [1, 2]
     assert rounds_of(result, 0) == [1, 2, 3, 4, 5]
     assert {*result.reports[0][3].slots, *result.reports[1][3].slots} == {0, 1, 2, 3}
-    assert result.virtual_seconds < 5 * 6.0 + 5.0, "nobody waits for its lease to end"
+    assert result.virtual_seconds < 5 * 6.0 + 5.0, "no peer waits for its lease to end"
     assert_members_agree(result)
 
 
@@ -175,7 +175,7 @@ def test_nobody_joins_a_swarm_that_everybody_has_left(folder: Path) -> None:
 def test_whoever_can_get_the_model_from_nobody_fails_the_run_and_does_not_begin_anew(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(MemorySwarm, "inventory", lambda swarm, peers: {})  # who is there does not answer
+    monkeypatch.setattr(MemorySwarm, "inventory", lambda swarm, peers: {})  # no peer answers
     kills = [Event(peer=peer, kind="kill", round=2) for peer in (0, 1)]
     with pytest.raises(
         SimulationError, match=r"peer 2 joined after round 2 when no peer was left .*; let another peer stay"

@@ -1,4 +1,4 @@
-"""Peers that are replaced all the time: who and when, what the simulator makes of it, and what the benchmark counts."""
+"""Constant churn: which peers are replaced and when, what the simulator does, and what the benchmark counts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SWEEP = Path("configs/churn.yaml")
 
 
 def present_by_round(events: list[Event], present: int, total: int) -> list[int]:
-    """Count who is there while each round after the first is trained, the dead not included."""
+    """Count the peers that are present while each round after the first is trained, the dead not included."""
     counts = []
     for round in range(1, total):
         came = sum(event.kind == "join" and event.round <= round for event in events)

@@ -1,4 +1,4 @@
-"""The report stands alone, shows what happened, and runs nobody's markup."""
+"""The report stands alone, shows what happened, and runs no markup of others."""
 
 from __future__ import annotations
 

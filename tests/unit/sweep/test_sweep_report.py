@@ -1,4 +1,4 @@
-"""What a sweep leaves behind is whole, stands alone, and runs nobody's markup."""
+"""What a sweep leaves behind is whole, stands alone, and runs no markup of others."""
 
 from __future__ import annotations
 
