@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Linters, types and tests. Without arguments: the commit lane, what every change must pass, about ten minutes on two
 # cores. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, long fuzzing and
-# the removal of every guard. Each lane ends with the list of what failed, and appends its result to the JSON list in the
-# file $SPES_LANE_LOG, if that is set.
+# the removal of every guard. Each lane lists what failed, and appends its result to the JSON list in the file
+# $SPES_LANE_LOG, if that is set.
 # Other arguments go to pytest, and nothing else runs: scripts/run_tests.sh tests/unit/optim -k merge
 # After `--all`, pytest selects the tests marked `full` as well: scripts/run_tests.sh --all tests/chaos
 set -euo pipefail
@@ -42,7 +42,9 @@ finish_mypy() {
 }
 
 record() {
-    "$python" - "$SPES_LANE_LOG" "$lane" "$SECONDS" "${#failed[@]}" "$(git rev-parse -q --verify HEAD 2>/dev/null || true)" <<'PYTHON'
+    local commit
+    commit=$(git rev-parse -q --verify HEAD 2>/dev/null) || commit=""
+    "$python" - "$SPES_LANE_LOG" "$lane" "$SECONDS" "${#failed[@]}" "$commit" <<'PYTHON'
 import datetime, json, os, pathlib, sys
 path, lane, seconds, num_failed, commit = sys.argv[1:]
 file = pathlib.Path(path)
