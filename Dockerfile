@@ -19,5 +19,5 @@ USER 10001:10001
 VOLUME /data
 EXPOSE 4001
 HEALTHCHECK --interval=60s --timeout=30s --start-period=15m \
-    CMD ["python", "scripts/health.py", "--output", "/data/peer"]
+    CMD ["python", "-m", "spes_p2p", "health", "--output", "/data/peer"]
 ENTRYPOINT ["sh", "scripts/container.sh"]

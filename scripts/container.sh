@@ -9,4 +9,4 @@ elif ls -d "$peer"/.overwritten-* >/dev/null 2>&1; then # it was killed before i
 elif [ -n "$(ls -A "$peer" 2>/dev/null)" ]; then
     set -- --resume "$@"
 fi
-exec python peers/run_peer.py --output "$peer" --cache "$HOME/cache" "$@"
+exec python -m spes_p2p peer --output "$peer" --cache "$HOME/cache" "$@"

@@ -6,6 +6,7 @@ import difflib
 import errno
 import importlib
 import logging
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import signal
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
@@ -40,6 +42,9 @@ AGAIN_SECONDS = 0.1
 KIND = re.compile(r"constrained-\w+|int|float|str|bool|bytes|none|path|\w[\w-]*\[.*\]|\[key\]")
 """Pydantic's names of kinds of values, in the location of an error of a setting that takes several kinds."""
 SHOULD_BE = "Input should be "
+REPEAT_SECONDS = 60.0
+MAX_REMEMBERED = 1000
+"""Warnings remembered before expired ones are dropped."""
 HELP_ALL = "--help-all"
 HELP_FLAG = re.compile(r"--help(-[a-z-]+)?")
 HELP_COLUMN = 26
@@ -356,14 +361,45 @@ def _flag_lines(flag: Flag, width: int, *, in_full: bool = False) -> list[str]:
 # ---------------------------------------------------------------------- log and exit codes
 
 
+class OncePerMinute(logging.Filter):
+    """Passes a warning on, and the same words again only after a minute, with the number of times in between.
+
+    Args:
+        clock: Seconds, monotonic.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock = clock
+        self._said: dict[tuple[str, str], tuple[float, int]] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno != logging.WARNING:
+            return True
+        now, key = self._clock(), (record.name, record.getMessage())
+        said, num_held_back = self._said.get(key, (-math.inf, 0))
+        if now - said < REPEAT_SECONDS:
+            self._said[key] = (said, num_held_back + 1)
+            return False
+        if num_held_back:
+            record.msg = f"{key[1]} ({num_held_back} more times in the {now - said:.0f} s before)"
+            record.args = ()
+        if len(self._said) >= MAX_REMEMBERED:
+            self._said = {each: state for each, state in self._said.items() if now - state[0] < REPEAT_SECONDS}
+        self._said[key] = (now, 0)
+        return True
+
+
 def set_up_logging(level: str) -> None:
-    """Log to standard error, libraries only when they warn."""
+    """Log to standard error, of libraries only warnings; repeated warnings once a minute."""
     logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, force=True)
-    for ours in ("spes_p2p",):
-        logging.getLogger(ours).setLevel(level.upper())
-    # Hivemind logs every lost peer with a traceback; ours says the same in a line, and what it did about it.
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(OncePerMinute())
+    logging.getLogger("spes_p2p").setLevel(level.upper())
+    # Hivemind logs every lost peer with a traceback; this program says the same in a line, and what it did about it.
     hivemind = logging.getLogger("hivemind")
-    hivemind.handlers, hivemind.propagate = [], True
+    hivemind.handlers = []
+    hivemind.propagate = True
     hivemind.setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
 
 
@@ -394,19 +430,24 @@ def entry_point(
     except SpesError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        print(f"error: {full_disk(error)}", file=sys.stderr)
-        sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
+    except Exception as error:
+        if (reason := full_disk(error)) is None:
+            raise
+        print(f"error: {reason}", file=sys.stderr)
+        sys.exit(EXIT_USER_ERROR)
 
 
-def full_disk(error: OSError) -> str:
-    """Return what to do about an error of a full disk, in one line."""
-    where = f" at {error.filename}" if error.filename else ""
-    return f"no space left on the disk{where}; make room there, and start again with --resume"
+def full_disk(error: BaseException | None) -> str | None:
+    """Return what to do about an error that a full disk has caused, in one line; None if none has."""
+    while error is not None:
+        is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if is_full or "No space left on device" in str(error):  # safetensors has errors of its own
+            where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+            return f"no space left on the disk{where}; make room there, and start again with --resume"
+        error = error.__cause__ or error.__context__
+    return None
 
 
 def _imported(module: str) -> Callable[[Any], int]:

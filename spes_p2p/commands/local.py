@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -109,6 +110,9 @@ def stop(children: Sequence[Child]) -> None:
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
 RUN_FILE = "run.yaml"
+METRICS_FILE = "metrics.jsonl"
+ENOUGH_TOKENS = 0.95
+"""Share of the tokens asked for below which the experiment says that they are fewer."""
 
 
 def main(config: ExperimentConfig) -> int:
@@ -224,7 +228,7 @@ class Experiment:
         output = self._folder(index)
         arguments = [
             *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
-            *("--threads", "1", "--device", "cpu", "--data-seed", str(index)),
+            *("--threads", "1", "--device", "cpu", "--data-seed", str(index), "--host", "127.0.0.1"),
             "--alone",  # on one machine nobody is cut off: who does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
             "--resume" if can_resume(output) else "--overwrite",  # of a start that was killed
@@ -300,13 +304,31 @@ def _summary(config: ExperimentConfig, code: int) -> str:
     resume = f"{_spes()} local --resume --output {out}"
     if code:
         return f"\nstopped before the run's end; continue it:  {resume}"
-    return (
+    return _trained(config) + (
         f"\nmodel      {out / 'model'}  (an ordinary Hugging Face checkpoint)\n"
-        f"report     {out / 'report.html'}\nmetrics    {out / 'metrics.jsonl'}\nsettings   {out / RUN_FILE}\n\n"
+        f"report     {out / 'report.html'}\nmetrics    {out / METRICS_FILE}\nsettings   {out / RUN_FILE}\n\n"
         f"evaluate:  {_spes()} evaluate {out / 'model'}\n"
         f"resume:    {resume}   (after an interruption)\n"
         f"join:      while it runs, with the command printed at the start; it is in {out / 'logs' / 'peer-0.log'} too"
     )
+
+
+def _trained(config: ExperimentConfig) -> str:
+    """Say how many tokens were trained, and if they are fewer than the settings ask for: rounds also end by time."""
+    metrics = config.output / METRICS_FILE
+    if not metrics.exists():
+        return ""
+    events = [json.loads(line) for line in metrics.read_text().splitlines()]
+    tokens = max((event.get("total_tokens", 0) for event in events), default=0)
+    rounds = config.run.round
+    asked = rounds.total * rounds.tokens
+    said = f"\ntrained    {tokens:,} tokens in {rounds.total} rounds"
+    if rounds.mode == "tokens" and tokens < ENOUGH_TOKENS * asked:
+        return (
+            f"{said}, {tokens / asked:.0%} of the {asked:,} that its settings ask for; this machine was busy, or too "
+            f"slow for round.max_seconds={rounds.max_seconds:g}: expect a higher loss\n"
+        )
+    return f"{said}\n"
 
 
 def _spes() -> str:

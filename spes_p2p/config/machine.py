@@ -142,8 +142,9 @@ class PeerConfig(CommandConfig, NamedRun, MachineConfig):
     """Text, jsonl or parquet to train on, where the run's data source is `files`."""
     data_seed: int | None = None
     """Seed of this peer's data order; by default from its identity."""
-    host: str = "127.0.0.1"
-    """Address to listen on; 0.0.0.0 for every interface."""
+    host: Annotated[str, Field(min_length=1)] | None = None
+    """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
+    peers are on this machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: list[str] = []

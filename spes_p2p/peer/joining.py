@@ -282,8 +282,7 @@ def disk_bytes(size: ModelSize, num_slots: int) -> int:
 
     Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
     """
-    trained = size.shared_params + num_slots * size.slot_params
-    return 2 * 4 * (size.total_params + 5 * trained)
+    return 2 * 4 * (size.total_params + 5 * size.trained_params(num_slots))
 
 
 def _size(num_bytes: float) -> str:

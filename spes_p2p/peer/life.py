@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from spes_p2p.config import PeerConfig
+from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import DataError
@@ -87,9 +87,12 @@ def _train(
         swarm = joined[0] if joined else None
         checkpoint = checkpoint_of(config.output)
         saved = checkpoint.load(admission.found) if admission.found is not None else None
+        if saved is not None and saved.state.round >= run.round.total and not config.initial_peers:
+            # Only its versions are still of use, to a monitor perhaps: it waits for no other peer.
+            run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
         initial = None
         if swarm is not None:
-            sync = _synchroniser(config, swarm, admission, trainer)
+            sync = _synchroniser(config, run, swarm, admission, trainer)
             if SHARED not in swarm.versions() and saved is None:
                 initial = partial(build_initial, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
@@ -124,8 +127,10 @@ def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:
     return tokenizer_from_bytes(found[0].read_bytes(), config.output / "tokenizer")
 
 
-def _synchroniser(config: PeerConfig, swarm: HivemindSwarm, admission: Admission, trainer: Trainer) -> Synchroniser:
-    run, run_id = admission.manifest.config, admission.manifest.run_id
+def _synchroniser(
+    config: PeerConfig, run: RunConfig, swarm: HivemindSwarm, admission: Admission, trainer: Trainer
+) -> Synchroniser:
+    run_id = admission.manifest.run_id
     sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots, machine=config)
     if admission.found is not None:
         sync.holdings.resume(admission.found.state.slots)

@@ -23,6 +23,7 @@ from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId
 log = logging.getLogger(__name__)
 
 SEARCH_SECONDS = 20.0
+TELL_SECONDS = 2.0
 PULL_SECONDS = 60.0
 MANIFEST, TOKENIZER = "manifest", "tokenizer"
 DOCUMENT_BYTES = 64 * 2**20
@@ -179,12 +180,19 @@ def find_manifests(swarm: HivemindSwarm) -> list[str]:
 
 
 def _find(swarm: HivemindSwarm) -> dict[str, ManifestRecord]:
-    deadline = time.monotonic() + SEARCH_SECONDS
+    began, is_told = time.monotonic(), False
     while True:
         records = {peer: record for peer, record in swarm.read(ManifestRecord).items() if peer != swarm.peer_id}
         if records:
             return records  # type: ignore[return-value]
-        if time.monotonic() > deadline:
+        waited = time.monotonic() - began
+        if waited >= TELL_SECONDS and not is_told:
+            is_told = True
+            log.info(
+                "no peer reached has declared a run %r yet; waiting up to %.0f s for one, check --run-id meanwhile",
+                *(swarm.node.run_id, SEARCH_SECONDS),
+            )
+        if waited > SEARCH_SECONDS:
             raise JoinError(
                 f"the peers reached know no run {swarm.node.run_id!r}; check --run-id, and that they run the same "
                 f"spes_p2p as this one ({__version__}, protocol {PROTOCOL})"

@@ -171,6 +171,7 @@ class Commands:
 
     def peer_words(self, name: str, *words: str | Path) -> list[str | Path]:
         common: list[str | Path] = ["--output", self._directory / name, "--cache", self._directory / "cache"]
+        common += [] if "--host" in words else ["--host", "127.0.0.1"]  # tests stay on this machine
         return ["peers/run_peer.py", *common, "--device", "cpu", "--threads", "1", *words]
 
     def alive(self) -> list[psutil.Process]:

@@ -50,6 +50,7 @@ class World:
 
     def start(self, *words: str | Path, output: Path | None = None, **environment: str) -> Forked:
         common = ["--cache", self.folder / "cache", "--device", "cpu", "--threads", "1"]
+        common += [] if "--host" in words else ["--host", "127.0.0.1"]  # tests stay on this machine
         return self.server.start("peer", ["--output", output or self.output, *common, *words], **environment)
 
     def found(self, output: Path, run_id: str, **changes: dict) -> Forked:
@@ -276,7 +277,10 @@ def test_initial_peers_that_do_not_answer_are_named_within_30_seconds(world: Wor
 
 def test_a_run_that_the_peers_reached_do_not_know_is_named(world: World) -> None:
     assert world.searching is not None
-    assert_refused(world.searching.end(SECONDS), "'unknown'", "--run-id")
+    ended = world.searching.end(SECONDS)
+    waiting = r"spes_p2p\.swarm\.manifest: no peer reached has declared a run 'unknown' yet; .* check --run-id"
+    assert_refused(ended, "'unknown'", "--run-id", logs=waiting)
+    assert len(re.findall(waiting, ended.stderr)) == 1, "it says what it waits for, once"
     assert not (world.folder / "unknown").exists()
 
 

@@ -50,7 +50,7 @@ def folder() -> Iterator[Path]:
 def test_a_peer_without_privileges_on_a_read_only_tree_trains_to_the_end(folder: Path) -> None:
     """And again after that: a container's second start has the words of its first."""
     peer = ["--run-id", "confined", "--config", folder / "settings.yaml", "--device", "cpu"]
-    peer += ["--text", folder / "corpus.jsonl", "--threads", "1", "--seed-seconds", "0"]
+    peer += ["--text", folder / "corpus.jsonl", "--threads", "1", "--seed-seconds", "0", "--host", "127.0.0.1"]
     words = ["unshare", "-m", "sh", "-c", CONFINED, "sh", ROOT, UID, *ENTRY, *peer]
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {"PATH": path, "HOME": str(folder), "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -60,7 +60,7 @@ def test_a_peer_without_privileges_on_a_read_only_tree_trains_to_the_end(folder:
         assert "the run is finished" in ended.stderr
     assert {path.stat().st_uid for path in (folder / "peer").rglob("*")} == {UID}
     assert (folder / "peer" / "identity.key").stat().st_mode & 0o777 in (0o400, 0o600)
-    health = [sys.executable, "scripts/health.py", "--output", folder / "peer"]
+    health = [sys.executable, "-m", "spes_p2p", "health", "--output", folder / "peer"]
     assert subprocess.run(list(map(str, health)), cwd=ROOT, timeout=SECONDS).returncode == 0
 
 
@@ -88,7 +88,7 @@ def test_a_containers_start_goes_on_with_what_its_volume_holds(
     environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(output.parent)}
     words = [*ENTRY, "--run-id", "a name"]
     told = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True, check=True, timeout=30)
-    first = ["peers/run_peer.py", "--output", str(output), "--cache", str(output.parent / "cache")]
+    first = ["-m", "spes_p2p", "peer", "--output", str(output), "--cache", str(output.parent / "cache")]
     assert told.stdout.splitlines() == [*first, *filter(None, [word]), "--run-id", "a name"]
     assert can_resume(output) == (word == "--resume")
     check_output(output, resume=word == "--resume", overwrite=word == "--overwrite")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ import pytest
 
 from spes_p2p import __version__, config
 from spes_p2p.__main__ import COMMANDS
-from spes_p2p.cli import all_flags, entry_point, help_text, load_settings
+from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
 from spes_p2p.config import ExperimentConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError, JoinError
 
@@ -330,15 +331,68 @@ def test_ctrl_c_while_it_imports_ends_it_quietly(tmp_path):
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_a_full_disk_is_one_line_with_the_remedy(monkeypatch, capsys, restored_signals):
-    def main(config: PeerConfig) -> int:
+def chained() -> Exception:
+    try:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/peer/versions/3.bin")
+    except OSError as error:
+        failure = RuntimeError("cannot save")
+        failure.__cause__ = error
+        return failure
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "runs/peer/versions/3.bin"), chained()], ids=["os", "in"]
+)
+def test_a_full_disk_is_one_line_with_the_remedy(error, capsys, restored_signals):
+    def main(config: PeerConfig) -> int:
+        raise error
 
     with pytest.raises(SystemExit) as ended:
         entry_point(PeerConfig, main, ["--run-id", "r"])
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "runs/peer/versions/3.bin" in said and "--resume" in said
+
+
+def test_any_other_error_of_the_system_is_not_taken_for_a_full_disk(restored_signals):
+    with pytest.raises(PermissionError):
+        entry_point(PeerConfig, raiser(PermissionError(errno.EACCES, "denied")), ["--run-id", "r"])
+
+
+def test_a_really_full_disk_ends_in_one_line(capsys, restored_signals):
+    def main(config: PeerConfig) -> int:
+        Path("/dev/full").write_bytes(b"a checkpoint")
+        return 0
+
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, main, ["--run-id", "r"])
+    assert ended.value.code == 2 and "no space left on the disk" in capsys.readouterr().err
+
+
+def test_a_warning_that_repeats_is_said_once_a_minute_with_its_number():
+    now = 0.0
+    heard: list[str] = []
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler, log = Heard(), logging.Logger("test")
+    handler.addFilter(OncePerMinute(lambda: now))
+    log.addHandler(handler)
+    for second in range(61):
+        now = float(second)
+        log.warning("the DHT took too long to read %s records", "claim")
+        log.info("round %d", 3)
+        if second == 30:
+            log.warning("the DHT took too long to read %s records", "metrics")
+    warnings = [text for text in heard if text != "round 3"]
+    assert warnings == [
+        "the DHT took too long to read claim records",
+        "the DHT took too long to read metrics records",
+        "the DHT took too long to read claim records (59 more times in the 60 s before)",
+    ]
+    assert heard.count("round 3") == 61, "what is no warning is not held back"
 
 
 def test_the_same_command_is_found_under_both_names_and_as_a_module():

@@ -133,3 +133,18 @@ def test_a_start_that_was_killed_before_it_was_kept_may_be_overwritten_and_not_r
     check_output(tmp_path, resume=False, overwrite=True)
     (tmp_path / "checkpoint").mkdir()
     assert can_resume(tmp_path), "somebody has resumed it since"
+
+
+@pytest.mark.parametrize(
+    ("trained", "told"),
+    [(1000, ""), (960, ""), (800, "80% of the 1,000 that its settings ask for"), (0, "0% of the 1,000")],
+)
+def test_an_experiment_says_how_many_tokens_it_trained_and_if_they_are_too_few(
+    trained: int, told: str, tmp_path: Path
+) -> None:
+    config = ExperimentConfig(output=tmp_path, run=RunConfig(round=RoundConfig(tokens=100, total=10)))
+    lines = ['{"round": 1, "total_tokens": 0}', '{"event": "run"}', f'{{"round": 10, "total_tokens": {trained}}}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    summary = local._summary(config, 0)
+    assert f"{trained:,} tokens in 10 rounds" in summary
+    assert (told in summary) if told else ("ask for" not in summary)
