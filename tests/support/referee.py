@@ -120,12 +120,12 @@ class Referee:
         return [] if error < CODEC_ERROR else [f"{name}: {error:.1%} from the plain weighted mean"]
 
     def _settle(self, state: _State, item: Contribution, result: RoundResult) -> None:
-        """Keep, as the peer does, what the means that it commits have left over."""
+        """Keep the residuals of the committed means, as the peer does."""
         state.encoding.commit(result.committed)
         if not result.committed:
             return
         attempt = self._attempts(result).get(item.member.peer_id)
-        for name, (start, error) in (attempt.left if attempt else {}).items():
+        for name, (start, error) in (attempt.residuals if attempt else {}).items():
             if name in result.committed and error.numel():
                 kept = state.errors.setdefault(name, torch.zeros(self._segments[VectorName(name).kind][0].numel))
                 kept[start : start + error.numel()] = error
