@@ -30,10 +30,10 @@ class Flips:
     """What came of them.
 
     Attributes:
-        seed: Of the bits.
+        seed: Seed of the flipped bits.
         refused: By what the bit was flipped in; each refusal named the sender.
         loaded: The same, of what was loaded and is not what its author signed.
-        unnamed: Of what was refused without naming the sender.
+        unnamed: Refusals that do not name the sender.
         harmless: Of bits that mean nothing, such as the last ones of a signature in base64: what was loaded is right.
     """
 
@@ -104,12 +104,12 @@ class FlippingExchange(Exchange):
 
 
 def flip_downloads(folder: Path, count: int, seed: int) -> Flips:
-    """Return what a peer made of so many downloads in each of which a bit was flipped.
+    """Return how a peer handled downloads, each with a flipped bit.
 
     Args:
         folder: For the peers' files.
         count: Bits, at least.
-        seed: Of the bits.
+        seed: Seed of the flipped bits.
     """
     cluster = support("exchange_cluster")
     puller, server = cluster.open_cluster(lambda name: folder / name, ["puller", "server"], server={"serve": False})

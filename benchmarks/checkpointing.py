@@ -76,7 +76,7 @@ class Round:
 
     Attributes:
         blocked: For which training stood still to be saved.
-        wall: Of that and the steps.
+        wall: Wall time of saves and steps.
         cpu: Of this process meanwhile, its writing thread included.
     """
 

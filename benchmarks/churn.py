@@ -103,7 +103,7 @@ def loss_ratio(undisturbed: RunResult, churned: RunResult) -> float:
 
 
 def loss_at(evaluations: Sequence[Point], tokens: int) -> float:
-    """Return the loss after so many committed tokens, on a straight line between the evaluations before and after."""
+    """Return the loss after a number of committed tokens, interpolated between the evaluations before and after."""
     for before, after in pairwise(evaluations):
         if _tokens(before) <= tokens <= _tokens(after):
             share = (tokens - _tokens(before)) / max(_tokens(after) - _tokens(before), 1)

@@ -72,8 +72,8 @@ def measure(folder: Path, repeats: int, seed: int) -> tuple[list[float], list[fl
 
     Args:
         folder: For the peers' files.
-        repeats: Of each.
-        seed: Of how the peers are halved.
+        repeats: Number of repeats of each measurement.
+        seed: Seed of the partitions.
     """
     peers, brains, draw = support("real_peers"), support("split_brain"), random.Random(seed)
     cluster = peers.start_swarm(folder, NUM_PEERS)

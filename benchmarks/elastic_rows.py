@@ -49,7 +49,7 @@ class Bench:
 
     Attributes:
         repeats: Kills in each phase.
-        seed: Of all that is drawn.
+        seed: Seed of all random draws.
         seen: Everything measured, for the record.
     """
 
@@ -192,7 +192,7 @@ def connection(bench: Bench) -> Iterator[Row]:
 
 
 def churn(bench: Bench) -> Iterator[Row]:
-    """Yield what the sweep of churn has left; `spes_p2p simulate configs/churn.yaml` makes it anew."""
+    """Yield the rows of the sweep of churn; `spes_p2p simulate configs/churn.yaml` makes it anew."""
     yield from churn_rows()
 
 

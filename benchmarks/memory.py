@@ -43,7 +43,7 @@ class Case:
     """One way to train the model.
 
     Attributes:
-        storage: Of the frozen experts.
+        storage: Storage format of the frozen experts.
         claimed: Slots trained, of 16.
         optimizer: Inner optimizer.
     """

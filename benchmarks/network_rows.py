@@ -104,7 +104,7 @@ def rounds(bench: Bench) -> Iterator[Row]:
     link = f"{PEERS} peers, {MBIT:g} Mbit/s, {RTT_MS:g} ms"
     floor = floors.round_seconds(MODEL, PEERS, MBIT)
     least = floors.round_bytes(MODEL, PEERS)
-    with bench.bed(PEERS + 1) as bed:  # the server has a link like everybody's
+    with bench.bed(PEERS + 1) as bed:  # the server's link equals the peers'
         ours, sent = bench.swarm_rounds("fp32", bed, PEERS, MODEL)
         seconds = _seconds(ours)
         is_reached = seconds <= MAX_OVER_FLOOR * floor
@@ -176,7 +176,7 @@ def slow_uplink(bench: Bench) -> Iterator[Row]:
 
 def overlapped(bench: Bench) -> Iterator[Row]:
     """Yield the share of wall time in which the default run does not train, with its rounds overlapped."""
-    with bench.bed(PEERS + 1) as bed:  # the monitor has a link like everybody's
+    with bench.bed(PEERS + 1) as bed:  # the monitor's link equals the peers'
         told = account_of_default_run(
             bed,
             bench.folder_of("overlapped"),
@@ -226,7 +226,7 @@ def _round_after_training(cluster: SwarmCluster) -> ClusterRound:
 
 
 def _disturbed_round(cluster: SwarmCluster, newcomers: Sequence[Actor]) -> tuple[ClusterRound, list[float]]:
-    """Let newcomers begin so long before the round that all are amid their downloads when it comes."""
+    """Start newcomers so early that all are downloading when the round begins."""
     Event().wait(TRAINING_SECONDS - HEAD_START_SECONDS)
     for newcomer in newcomers:
         newcomer.begin("catch_up", cluster.names, cluster.ids, cluster.number)

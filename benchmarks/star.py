@@ -1,4 +1,4 @@
-"""A server as SPES has it, for comparison: everybody uploads what it trains, the server averages, all download all.
+"""A server as in SPES, for comparison: peers upload what they train, the server averages, all download all.
 
 Traffic as in SPES (https://arxiv.org/abs/2602.11543, `spes_server.py`): of the shared parameters the plain mean of all
 uploads, of each slot its one owner's; a peer asks again and again whether the server is done. Over gRPC in streamed
@@ -49,7 +49,7 @@ class StarServer:
     Args:
         address: To listen on.
         payload: The model's size.
-        peers: How many it waits for, without end: one that is missing stops everybody, as in SPES.
+        peers: Number of peers to wait for without a deadline: as in SPES, a missing peer stops all.
     """
 
     def __init__(self, address: str, payload: Payload, peers: int) -> None:

@@ -31,7 +31,7 @@ class StockPace:
 
     Attributes:
         seconds: Length of the window.
-        tokens_per_second: Of each process.
+        tokens_per_second: Speed of each process.
         cores: CPU time over wall time, of all processes together; less than there are cores if others used them.
     """
 
@@ -80,7 +80,7 @@ def pace_in_window(results: Sequence[Mapping[str, Any]], start: float, end: floa
         results: What each process returned: `ends`, the times at which its steps ended, `cpu`, its CPU seconds by
             then, and `tokens_per_step`.
         start: Of the window, on the same clock.
-        end: Of the window.
+        end: End of the window.
     """
     paces, cpu = [], 0.0
     for result in results:

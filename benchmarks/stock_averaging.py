@@ -1,6 +1,6 @@
 """Hivemind's own averager on the whole model, for comparison: what a swarm does that has no slots.
 
-Everybody averages everything, in fp32, with `hivemind.DecentralizedAverager` as it comes.
+All peers average all vectors in fp32, with `hivemind.DecentralizedAverager` as it comes.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class StockPeer:
         """Average once; return when it began, when the group stood and when the averaging had ended.
 
         Raises:
-            ExchangeError: not everybody was in the group.
+            ExchangeError: a peer was not in the group.
         """
         began = time.monotonic()
         control = self._averager.step(wait=False, timeout=ROUND_SECONDS, allow_retries=False)

@@ -34,7 +34,7 @@ class Bench:
     """What all measurements share.
 
     Attributes:
-        seed: Of all that is drawn.
+        seed: Seed of all random draws.
         inputs: Mutants of sound messages to throw at the decoders.
         cases: Property cases to draw for them.
         executions: Coverage-guided executions of them.

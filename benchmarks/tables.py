@@ -20,7 +20,7 @@ from spes_p2p.monitor.view import PHASES
 
 MIN_PACE, MAX_NOT_TRAINING, MIN_FALL = 0.70, 0.25, 2.0
 QUIET = 0.93
-"""Share of the cores, and of the better of two paces, below which somebody else was at work."""
+"""Share of the cores, and of the better of two paces, below which another process must have been at work."""
 SAME_LOSS = 1e-3
 """Two evaluations of one model, by different kernels in fp32, agree to this; in nats."""
 
@@ -158,7 +158,7 @@ def as_markdown(measured: Measured, circumstances: Circumstances, subject: Subje
 
 
 def _curves(measured: Measured) -> str:
-    """Each way to train at the same points: so many rounds' worth of a peer's local steps."""
+    """Return each way to train at the same points: a peer's local steps of a number of rounds."""
     names = list(measured.baselines)
     lines = []
     for number, tokens in enumerate(measured.baselines[names[-1]]["tokens"]):

@@ -193,10 +193,10 @@ class TestBed:
 
 
 class Loopback:
-    """In place of a bed: everybody on this machine's loopback, as fast as it goes."""
+    """Stands for a test bed: all peers on this machine's loopback, without limits."""
 
     def address(self, peer: int) -> str:
-        """Return everybody's address."""
+        """Return the address of all peers."""
         return "127.0.0.1"
 
     def run_in(self, peer: int, function: Callable[..., Any], *args: Any) -> ForkProcess:

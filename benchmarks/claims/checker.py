@@ -75,7 +75,7 @@ class Checker:
         """Note the orphans among what one side's live peers hold.
 
         Args:
-            now: Seconds.
+            now: Virtual time in seconds.
             side: Of a partition; 0 where there is none.
             held: Slots of each of its peers.
             sufficient: Whether these peers could hold every slot.
@@ -103,8 +103,8 @@ class Checker:
         """Note that a peer holds other slots than before.
 
         Args:
-            now: Seconds.
-            peer: Whose.
+            now: Virtual time in seconds.
+            peer: The peer.
             old: Slots before.
             new: Slots after.
             is_excused: It saw an orphan, or it is a rotation's turn.
@@ -154,7 +154,7 @@ class Checker:
         """Check that a model gets one master of each slot, from all peers that commit it.
 
         Args:
-            now: Seconds.
+            now: Virtual time in seconds.
             old: The model that the round started from, by its shared version.
             new: The model that it leads to.
             slots: Version before and after, by slot, that this peer commits.

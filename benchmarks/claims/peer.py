@@ -92,11 +92,11 @@ class VirtualPeer:
         self.versions[slot] = latest([self.versions[slot], *offers], self.shared[0])
 
     def catch_up(self, shared: Iterable[State], offers: Mapping[int, Iterable[State]]) -> None:
-        """Take over the model that most have, and of each slot the newest version that goes with it.
+        """Take over the model of most peers, and the newest version of each slot that belongs to it.
 
         Args:
-            shared: Everybody's models.
-            offers: Versions that could be had, by slot.
+            shared: All peers' models.
+            offers: Available versions, by slot.
         """
         self.shared = majority_of(list(shared))
         for slot, versions in offers.items():

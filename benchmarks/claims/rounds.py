@@ -24,10 +24,10 @@ class Averaged:
     """A round's result.
 
     Attributes:
-        roster: Of its members.
-        old: Model that it started from.
-        new: Model that it leads to.
-        made: Version of each slot that somebody has committed.
+        roster: The members' entries.
+        old: Model before the round.
+        new: Model after the round.
+        made: Version of each slot that a peer has committed.
     """
 
     roster: Roster
@@ -40,7 +40,7 @@ class Rounds:
     """The rounds of one swarm, on each side of a partition by themselves.
 
     Args:
-        simulation: Whose.
+        simulation: The swarm.
         seconds: Training time of a round.
         derive: Makes a roster of its entries.
     """

@@ -16,7 +16,7 @@ class Summary:
     """Reports of many swarms, added up.
 
     Attributes:
-        seeds: Swarms.
+        seeds: Number of swarms.
         faulty: Violations by seed.
         total: Everything else, added up.
     """

@@ -46,7 +46,7 @@ def guide(executions: int, seed: int, source: str = SOURCE) -> list[Guided]:
 
     Args:
         executions: Over all decoders; 0 starts nothing.
-        seed: Of the draws.
+        seed: Seed of the draws.
         source: The module whose `decoders` are run; it and the library are instrumented.
 
     Raises:

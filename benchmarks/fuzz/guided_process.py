@@ -29,7 +29,7 @@ INPUT_SECONDS = 30
 START_SECONDS, SLOWEST_PER_SECOND = 120.0, 20
 """For a decoder's own start, and its executions; it runs thousands a second."""
 MIN_BYTES = 4096
-"""Inputs may have at least so many, or twice as many as the longest to begin with."""
+"""Least limit of an input's length; else twice the longest initial input."""
 
 
 def main(folder: Path, executions: int, seed: int, source: str) -> None:

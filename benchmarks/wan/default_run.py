@@ -32,7 +32,7 @@ def account_of_default_run(bed: TestBed, folder: Path, *, peers: int, slots: int
         bed: With one namespace more than there are peers, for the monitor.
         folder: For outputs and logs.
         peers: Number of peers.
-        slots: Of each.
+        slots: Number of slots of each peer.
         settings: Flags of the run, for its founder.
 
     Raises:

@@ -3,7 +3,7 @@
 Letters: `N` peers, `S` bytes of the shared parameters' delta, `X` bytes of all slots together, each slot with one
 holder; `r`, `u` and `d` bytes per second of a link, of an uplink, of a downlink. Source of the bounds: an all-reduce of
 S among N peers needs 2 S (N - 1) bytes in all, for every part must leave all but one peer for its sum, and the sum must
-come to all but one; slots that everybody gets from their holders need X (N - 1).
+come to all but one; slots that all peers get from their holders need X (N - 1).
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Payload:
 
 
 def bytes_per_second(mbit: float) -> float:
-    """Return what a link of so many 10^6 bits per second moves."""
+    """Return the bytes per second of a link of `mbit` 10^6 bits per second."""
     return mbit * 1e6 / 8
 
 
@@ -67,7 +67,7 @@ def round_seconds(payload: Payload, peers: int, mbit: float) -> float:
 
 
 def full_averaging_bytes(payload: Payload, peers: int) -> float:
-    """Return what a peer sends, and receives, where everybody averages everything: 2 (S + X) (N - 1) / N."""
+    """Return the bytes that a peer sends, and receives, if all peers average all vectors: 2 (S + X) (N - 1) / N."""
     return 2 * (payload.shared_bytes + payload.slots_bytes) * (peers - 1) / peers
 
 

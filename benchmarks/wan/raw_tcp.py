@@ -1,4 +1,4 @@
-"""What TCP itself makes of a bed: everybody sends to everybody else at once, from memory to memory."""
+"""Plain TCP on a test bed: all peers send to all others at once, from memory to memory."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def _receive(connection: socket.socket, num_bytes: int, ended: list[float]) -> N
 
 
 def all_to_all_seconds(bed: TestBed, peers: int, bytes_per_peer: float) -> float:
-    """Return how long plain TCP takes until each of the first `peers` has sent and received so many bytes."""
+    """Return the seconds that plain TCP takes until each of the first `peers` has sent and received its bytes."""
     actors: list[Actor] = []
     try:
         for peer in range(peers):

@@ -1,4 +1,4 @@
-"""Real peers that hold a model's slots between them, and what a round of all of them takes."""
+"""Real peers that hold a model's slots between them, and the time of their rounds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class ClusterRound:
     """A round of all peers together.
 
     Attributes:
-        matchmaking_seconds: Of the slowest.
+        matchmaking_seconds: Time of the slowest peer.
         averaging_seconds: From the first roster to the last confirmed digest.
         seconds: From the first roster to the last slot pulled, verified and stored, wherever that was.
-        cpu_seconds: Of all processes of all peers, matchmaking included.
+        cpu_seconds: CPU time of all processes of all peers, including matchmaking.
     """
 
     matchmaking_seconds: float
@@ -36,12 +36,12 @@ class SwarmCluster(Actors):
     """Peers that hold all slots between them, one holder each.
 
     Args:
-        place: Where they live: peer i in namespace i.
-        folder: For their files.
-        peers: How many.
+        place: Runs peer i in namespace i.
+        folder: Receives the peers' files.
+        peers: Number of peers.
         payload: The model's size.
-        codecs: How vectors travel.
-        uplinks: What peers say that they can send, by peer.
+        codecs: Codecs of the vectors.
+        uplinks: Uplinks that peers state, by peer.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class SwarmCluster(Actors):
         )
 
     def start_joiner(self, peer: int) -> Actor:
-        """Start another peer, which holds nothing."""
+        """Start another peer, without slots."""
         return start_peer(
             self._place, peer, self._folder, self._payload, initial_peers=self._addresses, codecs=self._codecs
         )
@@ -101,7 +101,7 @@ class SwarmCluster(Actors):
 
     @property
     def names(self) -> list[str]:
-        """Everything that a newcomer wants."""
+        """All names that a newcomer fetches."""
         return [SHARED, *map(VectorName.of_slot, range(self._payload.slots))]
 
     @property
@@ -110,13 +110,13 @@ class SwarmCluster(Actors):
         return self._number
 
     def begin_round(self) -> None:
-        """Let all peers enter a round; `finish_round` waits for them."""
+        """Start a round on all peers; `finish_round` waits for it."""
         self._cpu_before = sum(member.cpu_seconds() for member in self.members)
         for member in self.members:
             member.begin("round", self._number, self._peers)
 
     def finish_round(self) -> ClusterRound:
-        """Return what the round took."""
+        """Wait for all peers; return the round's figures."""
         rounds: list[PeerRound] = finish_all(self.members, CALL_SECONDS)
         cpu_seconds = sum(member.cpu_seconds() for member in self.members) - self._cpu_before
         self._number += 1
@@ -129,6 +129,6 @@ class SwarmCluster(Actors):
         )
 
     def round(self) -> ClusterRound:
-        """Make a round."""
+        """Run a round on all peers."""
         self.begin_round()
         return self.finish_round()
