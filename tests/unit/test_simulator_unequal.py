@@ -89,7 +89,7 @@ def test_a_slow_peer_weighs_what_it_trained(folder: Path, meetings: list[tuple[C
 def test_the_only_step_of_a_warm_ups_first_round_is_not_for_nothing(
     folder: Path, meetings: list[tuple[Contribution, RoundResult]]
 ) -> None:
-    """For its tokens it moves a peer as far as theirs move the others: a peer that moved less took their mean for a lie."""
+    """For its tokens it moves a peer as far as others: a peer that moved less took their mean for a lie."""
     result = run(folder, speeds=[FAST] * 4 + [SLOW / 2], peers=5, round={"total": 2, "tokens": 34 * 264})
     first = [(own, got) for own, got in meetings if own.member.round == 0 and own.member.tokens]
     steps = {own.member.peer_id: own.member.tokens / STEP_TOKENS for own, _ in first}
