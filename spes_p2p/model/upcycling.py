@@ -5,6 +5,7 @@ Shape legend: D model width, E experts.
 
 from __future__ import annotations
 
+import functools
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -89,25 +90,26 @@ def _kept_fields(dense: PretrainedConfig) -> dict[str, Any]:
     return {name: getattr(dense, name) for name in KEPT_FIELDS} | {"output_router_logits": False}
 
 
-FAMILIES = {
-    "qwen3": Family(
+@functools.cache
+def families() -> dict[str, Family]:
+    """Return the families by the dense model's type."""
+    qwen3 = Family(
         dense="Qwen3ForCausalLM",
         mixture="Qwen3MoeForCausalLM",
         block="mlp",
         matrices=MLP,
         refused=("use_sliding_window",),
         configure=_qwen3_moe_config,
-    ),
-    "llama": Family(
+    )
+    llama = Family(
         dense="LlamaForCausalLM",
         mixture="MixtralForCausalLM",
         block="block_sparse_moe",
         matrices=("w1", "w3", "w2"),
         refused=("attention_bias", "mlp_bias"),
         configure=_mixtral_config,
-    ),
-}
-"""By the dense model's type."""
+    )
+    return {"qwen3": qwen3, "llama": llama}
 
 
 def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
@@ -243,10 +245,10 @@ def _family_of(dense: PretrainedConfig, source: Path) -> Family:
     Raises:
         ConfigError: no family has its architecture, or the mixture cannot express one of its settings.
     """
-    known = {family.dense: family for family in FAMILIES.values()}
+    known = {family.dense: family for family in families().values()}
     architectures = list(dense.architectures or ["a model without a name"])
     family = known.get(architectures[0])
-    if family is None or FAMILIES.get(dense.model_type) is not family:
+    if family is None or families().get(dense.model_type) is not family:
         raise ConfigError(f"{source} holds {architectures[0]}; give --from one of {', '.join(known)}")
     if getattr(dense, "quantization_config", None) is not None:
         raise ConfigError(f"{source} holds quantised weights; give --from the checkpoint that they were made of")
