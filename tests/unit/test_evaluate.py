@@ -9,6 +9,7 @@ import random
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed: extra `full`")
 
 TASK = """
 task: copy_word
@@ -80,6 +82,7 @@ def run(*arguments: object, home: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=REPOSITORY)
 
 
+@needs_lm_eval
 def test_command_reports_loss_and_tasks(checkpoint, task_path, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("peer slot round swarm " * 200)
@@ -120,6 +123,7 @@ def test_without_text_the_embedded_held_out_part_is_evaluated(checkpoint):
     assert "embedded held-out  loss" in evaluate.table(rows)
 
 
+@needs_lm_eval
 def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     model, tokenizer = evaluate.load_checkpoint(checkpoint)
     [accuracy] = [
@@ -130,6 +134,7 @@ def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     assert accuracy in (0, 1)
 
 
+@needs_lm_eval
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -150,7 +155,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(checkpoint, task_path, tmp_path, 
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
-def test_unreadable_inputs_are_named(checkpoint, task_path, tmp_path):
+def test_unreadable_inputs_are_named(checkpoint, tmp_path):
     binary = tmp_path / "binary.txt"
     binary.write_bytes(b"\xff\xfe\x00")
     _, tokenizer = evaluate.load_checkpoint(checkpoint)
@@ -160,12 +165,16 @@ def test_unreadable_inputs_are_named(checkpoint, task_path, tmp_path):
         short = tmp_path / "short.txt"
         short.write_text("peer")
         evaluate.text_batches(tokenizer, [short], 16, 4, None)
+    with pytest.raises(ConfigError, match="--json"):
+        evaluate.write_json([evaluate.Metric("a", "b", 1.0)], tmp_path / "absent" / "x.json")
+
+
+@needs_lm_eval
+def test_unknown_tasks_are_named(task_path, tmp_path):
     with pytest.raises(ConfigError, match="unknown task 'no_such_task'"):
         evaluate._task_manager(["no_such_task"], task_path)
     with pytest.raises(ConfigError, match="--task-path"):
         evaluate._task_manager(["copy_word"], tmp_path / "absent")
-    with pytest.raises(ConfigError, match="--json"):
-        evaluate.write_json([evaluate.Metric("a", "b", 1.0)], tmp_path / "absent" / "x.json")
 
 
 def test_a_damaged_checkpoint_is_named(checkpoint, tmp_path):
@@ -187,6 +196,7 @@ def test_a_foreign_tokenizer_is_refused_before_the_device_fails(checkpoint, tmp_
         evaluate.text_metrics(model, [batch], "text")
 
 
+@needs_lm_eval
 def test_a_task_without_its_data_is_named(checkpoint, task_path, tmp_path):
     (tmp_path / "rows.jsonl").unlink()
     model, tokenizer = evaluate.load_checkpoint(checkpoint)
