@@ -22,7 +22,7 @@ from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import checkpoint_of
-from spes_p2p.training.loop import Rounds
+from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.synchroniser import Synchroniser
@@ -76,7 +76,7 @@ def _train(
     group.connect()
     sync: Synchroniser | None = None
     trainer: Trainer | None = None
-    rounds: Rounds | None = None
+    rounds: TrainingLoop | None = None
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
@@ -96,7 +96,9 @@ def _train(
             if SHARED not in swarm.versions() and saved is None:
                 initial = partial(build_initial, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
-        rounds = Rounds(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id)
+        rounds = TrainingLoop(
+            run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id
+        )
         rounds.open(initial, saved)
         del saved  # as large as the model, and not needed again
         rounds.run()
@@ -109,7 +111,7 @@ def _train(
         raise
     finally:
         if sync is not None:
-            sync.holdings.leave()
+            sync.held.leave()
         if trainer is not None:
             trainer.close()
         group.close()
@@ -133,20 +135,20 @@ def _synchroniser(
     run_id = admission.manifest.run_id
     sync = build_synchroniser(swarm, run, trainer, run_id=run_id, max_slots=admission.max_slots, machine=config)
     if admission.found is not None:
-        sync.holdings.resume(admission.found.state.slots)
+        sync.held.resume(admission.found.state.slots)
     return sync
 
 
-def _hand_over(sync: Synchroniser, rounds: Rounds | None, seconds: float) -> None:
+def _hand_over(sync: Synchroniser, rounds: TrainingLoop | None, seconds: float) -> None:
     """Give the slots back, and leave once others have what only this peer has, or time is up.
 
     A round that is synchronised beside the training may be the others' already: who did not wait for it would take the
     newest versions along.
     """
-    if rounds is not None and sync.holdings.others():
-        rounds.settle(seconds)
+    if rounds is not None and sync.held.others():
+        rounds.abandon_pending(seconds)
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", seconds)
-    if lacking := sync.holdings.hand_over(seconds):
+    if lacking := sync.held.hand_over(seconds):
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 
