@@ -229,7 +229,7 @@ class Experiment:
         arguments = [
             *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
             *("--threads", "1", "--device", "cpu", "--data-seed", str(index), "--host", "127.0.0.1"),
-            "--alone",  # on one machine nobody is cut off: who does not answer is dead
+            "--alone",  # on one machine no peer is cut off: one that does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
             "--resume" if can_resume(output) else "--overwrite",  # of a start that was killed
             *_flags(_chosen(self._config)),

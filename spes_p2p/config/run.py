@@ -267,7 +267,7 @@ class RunConfig(Frozen):
 
     @property
     def kept_moments(self) -> tuple[str, ...]:
-        """The moments of a slot that holders publish for those who adopt it, by torch's names: the averaged ones, or,
+        """The moments of a slot that holders publish for peers that adopt it, by torch's names: the averaged ones, or,
         where none are and others keep copies, all of the holder's own."""
         return self.averaged_moments or self._moments("both" if self.round.copies > 1 else "local")
 

@@ -88,7 +88,7 @@ def _lock(held: int, directory: Path) -> None:
 
 @functools.cache
 def _forks_let_go() -> None:
-    """Have forks leave a peer's directories to it: whoever is killed has no say in how long its forks live."""
+    """Have forks close a peer's directories: a peer that is killed cannot end its forks, which would keep the lock."""
 
     def let_go() -> None:
         for held in _held:
