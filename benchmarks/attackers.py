@@ -24,7 +24,7 @@ from torch import Tensor
 
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
-from spes_p2p.codecs import Format, Segment
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import CommandConfig
 from spes_p2p.errors import SimulationError
 from spes_p2p.presentation import say

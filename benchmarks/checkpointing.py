@@ -26,7 +26,7 @@ from pydantic_settings import SettingsConfigDict
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
-from spes_p2p.codecs import to_bytes
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer

@@ -37,6 +37,13 @@ BASE = "f5f8ccb"
 RESULTS = ROOT / "benchmarks" / "results"
 GOLDEN = "tests/unit/test_golden_runs.py"
 REASONS = {
+    "spes_p2p.__main__": "the one command, which entry scripts start",
+    "spes_p2p.model.upcycling": "a function of the model room, which the command calls",
+    "spes_p2p.swarm.averaging.averager": "the averager's process; the swarm starts it",
+    "spes_p2p.swarm.exchange.client": "one of the exchange's two sides",
+    "spes_p2p.swarm.exchange.server": "one of the exchange's two sides",
+    "spes_p2p.swarm.membership": "records of the live peers, tested without an averager",
+    "spes_p2p.training.checkpointer": "what a checkpoint holds; `checkpoint` only knows how it lies on disk",
     "spes_p2p.monitor.report": "the final page, drawn from a view alone; the benchmarks draw it too",
     "spes_p2p.monitor.watch": "the watch without the command's flags, tested against a scripted swarm",
     "spes_p2p.optim.outer": "the outer step of DiLoCo, which a reader looks for by its name",

@@ -46,7 +46,7 @@ class Bench:
 
     Attributes:
         folder: For the peers' files.
-        repeats: TrainingLoop counted.
+        repeats: Rounds counted.
         congestion: TCP's congestion control.
         seen: Every round measured, by what was measured, for the record.
     """

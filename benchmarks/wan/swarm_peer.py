@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.testbed import Place
 from benchmarks.wan.actor import Actor
 from benchmarks.wan.floors import Payload
-from spes_p2p.codecs import Format, Segment
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import Vectors

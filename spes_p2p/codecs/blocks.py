@@ -298,7 +298,7 @@ class BlockCodec(Codec):
         """Encode at least one block per row; return the scales, int16 [R, B, scales].
 
         Args:
-            flat_RBW: Values.
+            flat_RBW: Values to encode.
             codes_RP: Receives the codes, uint8.
             padding: Number of elements at the end of each row that are padding.
         """

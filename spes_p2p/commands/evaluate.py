@@ -59,8 +59,8 @@ def text_batches(
     Args:
         tokenizer: The checkpoint's.
         paths: Text, jsonl or parquet files or folders; none takes the embedded corpus.
-        sequence_length: T.
-        batch_size: B.
+        sequence_length: Tokens per sequence, T.
+        batch_size: Sequences per batch, B.
         limit: Sequences at most, from the start.
 
     Raises:
@@ -119,7 +119,9 @@ def task_metrics(
         from datasets.exceptions import DatasetsError
         from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ConfigError(f"--tasks needs lm-eval ({error}); pip install 'spes-p2p[all]'") from error
+        raise ConfigError(
+            f"--tasks needs lm-eval ({error}); pip install 'spes-p2p[all]', or ./scripts/setup.sh all in a checkout"
+        ) from error
     manager = _task_manager(tasks, task_path)
     adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     try:

@@ -178,7 +178,8 @@ class Experiment:
     """
 
     def __init__(self, config: ExperimentConfig, max_slots: int) -> None:
-        self._config, self._max_slots = config, max_slots
+        self._config = config
+        self._max_slots = max_slots
         self._peers: list[Child] = []
         self._monitor: Child | None = None
 

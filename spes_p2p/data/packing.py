@@ -442,7 +442,7 @@ def held_out_batches(
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
         num_sequences: Largest number of sequences; a corpus with fewer gives all, if it has at least 8.
-        batch_size: B.
+        batch_size: Sequences per batch, B.
         seed: Seed of the choice of windows; a stream gives its first windows.
         part: All held-out documents, or one half of them.
 

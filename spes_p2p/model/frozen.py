@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.codecs import dequantise_int8, quantise_int8
+from spes_p2p.codecs.blocks import dequantise_int8, quantise_int8
 from spes_p2p.errors import ConfigError
 
 W = TypeVar("W", bound="Weight")

@@ -88,7 +88,7 @@ def swiglu_back(
 
     Args:
         gate_up_RG: As in `swiglu`, like `scores_R1`.
-        scores_R1: Scores.
+        scores_R1: Router score of each row.
         grad_RI: Gradient of the output; overwritten.
         hidden_RI: Receives the output, computed again.
         grad_gate_up_RG: Receives the gradient of `gate_up_RG`.
@@ -148,7 +148,7 @@ class Kernel:
             weights: Weights by name.
             num_claimed: Number of experts, from the first, whose weights get gradients.
             x_TD: As in `forward`; None if no expert is claimed.
-            scores_R1: Scores.
+            scores_R1: Router score of each row.
             gate_up_RG: Second result of `forward`.
             grad_TD: Gradient of the first result of `forward`.
 
@@ -396,7 +396,7 @@ class RoutedExperts(torch.autograd.Function):
             kernel: Kernel to use.
             routing: Assignment of the tokens.
             frozen: Weights by name of each frozen expert, which rank after the claimed ones.
-            x_TD: Tokens.
+            x_TD: Hidden states of the tokens.
             scores_TK: Routing weights.
             *claimed: Weights of the claimed experts, each in the order of `WEIGHT_NAMES`.
         """

@@ -16,7 +16,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColu
 from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import PeerConfig, RunConfig, check_machine
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes

@@ -39,7 +39,9 @@ class DaemonDied(Exception):
 
     def __init__(self, what: str, address: str, port: int, seconds: float) -> None:
         super().__init__(what)
-        self.address, self.port, self.seconds = address, port, seconds
+        self.address = address
+        self.port = port
+        self.seconds = seconds
 
 
 @contextlib.contextmanager

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from spes_p2p.codecs import INT8_BLOCK
+from spes_p2p.codecs.blocks import INT8_BLOCK
 from spes_p2p.config import (
     EIGHT_BIT,
     CodecConfig,

@@ -10,7 +10,7 @@ from typing import Literal
 
 import psutil
 
-from spes_p2p.codecs import PART_NUMEL, Segment, format_of
+from spes_p2p.codecs.format import PART_NUMEL, Segment, format_of
 from spes_p2p.config import CodecName, ModelConfig
 
 SMALL_NUMEL = 4096

@@ -48,8 +48,8 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
 
     Args:
         size: Result of `model_size`.
-        claimed: C.
-        num_peers: N.
+        claimed: Slots that each peer holds, C.
+        num_peers: Peers in the round, N.
         setup: Codecs, averaged moments and outer momentum.
     """
     codecs = setup.codecs
@@ -73,7 +73,7 @@ def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
     Args:
         covered: Slots with a holder.
         claims: Claims of all peers.
-        num_peers: N.
+        num_peers: Peers in the round, N.
         copies: Fewest peers that should hold a slot.
     """
     least, more = divmod(claims, covered)

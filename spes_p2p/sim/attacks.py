@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from spes_p2p.codecs import Format
+from spes_p2p.codecs.format import Format
 from spes_p2p.config import Frozen, PositiveFloat
 from spes_p2p.sim.swarm import Lie, MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.partition import Message, decode_message, encode_message

@@ -11,7 +11,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Format, digest
+from spes_p2p.codecs.format import Format
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.swarm.averaging.audit import Auditor, Evidence

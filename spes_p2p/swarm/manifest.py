@@ -13,7 +13,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p import __version__
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import ExchangeError, JoinError, RecordError
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm

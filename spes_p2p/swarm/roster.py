@@ -26,7 +26,7 @@ MAX_NEWCOMERS = 64
 NEWCOMER_WEIGHT = 0.25
 """Aggregation weight of a newcomer's tokens: identities are free, so a banned liar can return with a new one."""
 MAX_LAG = 99
-"""States a lag of this many rounds or more, a version ahead of the model, or no version: no start for training."""
+"""Largest lag. Also stated for a version ahead of the model, and for a missing one; training starts from neither."""
 MIN_VOTERS = 5
 """Members below which no vote excludes a member: of four, two could outvote one."""
 MAX_MEMBER_TOKENS = 2**34

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Layout, Segment, digest
+from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
 from spes_p2p.swarm.averaging.encoding import Vectors

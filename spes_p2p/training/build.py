@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Layout
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.build import build_slot_model, stock_model
@@ -35,7 +35,7 @@ def build_trainer(
     Args:
         run: The run's settings.
         vocab_size: Entries of the run's tokenizer.
-        data: Batches.
+        data: Source of batches.
         group: This peer's ranks.
         machine: How this machine computes; by default as the run says.
         clock: Tells the seconds that pass.

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from spes_p2p.codecs import digest_of_file
+from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import link_file, sync
 from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name

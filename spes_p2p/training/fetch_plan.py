@@ -27,7 +27,7 @@ class FetchPlan:
     Attributes:
         wanted: Peers to ask, by version, in order of preference.
         relays: Peers that fetch a version together and pass it on to each other.
-        authors: Peers of which one must have signed a version.
+        authors: Peers, one of which must have signed the version.
     """
 
     wanted: Mapping[VectorName, Peers]

@@ -116,7 +116,7 @@ class TrainingLoop:
             self._checkpointer.close()
 
     def _one_round(self) -> None:
-        """One round; its vectors are gone when the next round's are made."""
+        """Run one round. Its vectors are local to this call, so they are freed before the next round."""
         work = self._train()  # local vectors, moments, tokens, routed
         if self._is_over:
             return  # the others have gone on meanwhile, and ended the run
@@ -241,7 +241,9 @@ class TrainingLoop:
             update = work(self._sync)
             return update.slots, self._sync.round, update.ends_at
 
-        slots, self._round, self._round_ends = self._group.from_leader(compute)
+        slots, round, ends_at = self._group.from_leader(compute)
+        self._round = round
+        self._round_ends = ends_at
         return update or StateUpdate(slots)
 
     def _load(self, update: StateUpdate) -> None:

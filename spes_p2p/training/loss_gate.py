@@ -47,7 +47,7 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
 
     Args:
         source: Makes the run's training sequences in the order of a seed, as `train_sources` returns it.
-        sequence_length: T.
+        sequence_length: Tokens per sequence, T.
     """
     return source(PROBE_SEED).next_batch(
         max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class HeldSlots:
-    """One peer's claims, and the anchors that go with them.
+    """The slots that this peer claims, and their anchors.
 
     Args:
         swarm: The peer's swarm.
@@ -153,7 +153,7 @@ class HeldSlots:
         return self._hold(target) if target != self.slots else {}
 
     def _hold(self, target: Sequence[int]) -> dict[VectorName, Tensor]:
-        """Make `target` the held slots; masters come from the newest version that goes with this peer's model."""
+        """Hold `target`; weights come from the newest version that is not ahead of this peer's model."""
         new = [VectorName.of_slot(slot) for slot in sorted(set(target) - set(self.slots))]
         old = [VectorName.of_slot(slot) for slot in sorted(set(self.slots) - set(target))]
         missing = [name for name in map(VectorName.of_slot, sorted(set(target))) if name not in self._anchors.names]
@@ -195,7 +195,7 @@ class HeldSlots:
     def fetch(
         self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
     ) -> dict[VectorName, Tensor]:
-        """Fetch the slots that the others have brought to `round`, as many as this peer takes; return their vectors.
+        """Fetch the others' slots of `round`, within `refresh_slots`; return their vectors.
 
         Versions that this peer keeps as a replica come with them, and stay on disk.
 
@@ -269,7 +269,7 @@ class HeldSlots:
 
         Args:
             peers: To ask, beside peers that serve versions without a claim.
-            min_round: Older states of `shared` have no vote if there is a newer one.
+            min_round: Ignore states of `shared` older than this if a newer one is offered.
             routed: Tokens routed to each slot: fetch no more of the others' slots than in any round; None fetches all.
 
         Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from spes_p2p.codecs import Layout
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
@@ -33,7 +33,7 @@ SETTLE_SECONDS = 3.0
 """Time between announcing and acting if all peers start together: longer than a record takes to reach everyone."""
 POLL_SECONDS = 0.5
 PUNCTUAL = 0.5
-"""Share of the matchmaking time by which a step may end, or start, after its round: later it would be in vain."""
+"""Share of `matchmaking_seconds` after the round's end within which a step may still end or start."""
 
 
 def wait_for_peers(held: HeldSlots, swarm: Swarm, needed: int) -> dict[str, Claim]:
@@ -253,7 +253,7 @@ class Synchroniser:
         else:
             vectors = self._commit(result, work)
         self.stats = SyncStats.of(result, self.held.clock() - averaged, self.held.stale_rounds)
-        vectors |= self.held.rebalance(self.round)
+        vectors |= self.held.rebalance(self.round)  # before the loss gate judges what was fetched
         held_moments = self.held.held_moments()  # slots may just have been released
         vectors = {name: vector for name, vector in vectors.items() if name.is_weights or name in held_moments}
         vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
@@ -379,7 +379,7 @@ class Synchroniser:
         return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
 
     def _bounded(self, ends_at: float) -> float:
-        """Return a round's end that others had a say in, no later than any honest one."""
+        """Return `ends_at`, capped at the latest end that an honest roster can give."""
         return min(ends_at, self.swarm.now() + self._run.round.max_seconds + self._run.round.exchange_seconds)
 
     def rescue_orphans(self) -> StateUpdate | None:

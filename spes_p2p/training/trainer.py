@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from spes_p2p.codecs import Layout
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import MachineConfig, TrainConfig, check_training, sequences_at_once
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.dtensor import distribute_like

@@ -22,7 +22,7 @@ from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from misbehaving import nested_tuples
 
-from spes_p2p.codecs import Format, Segment
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, tokenizer_from_bytes, train_bpe
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError, SpesError

@@ -102,7 +102,7 @@ class Outcome:
     Attributes:
         verdict: Of the whole history, with the versions that honest peers have left.
         began: The first round that it lied in.
-        rounds: TrainingLoop that honest peers have committed since.
+        rounds: Rounds that honest peers have committed since.
         took_part: Those of them in one of whose groups it was, though so many had met that they could vote.
         left_out: Those in which it was on the roster, and a majority did not want it.
         accused: Honest peers of whom any honest one, in any round, has said that it distrusts them.

@@ -5,7 +5,8 @@ import json
 
 import torch
 
-from spes_p2p.codecs import Segment, to_bytes
+from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.exchange.exchange import Exchange

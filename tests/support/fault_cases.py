@@ -47,7 +47,7 @@ class Case:
         named: Survivors that named the victim, as lost or as refused.
         notes: What survivors saw in each attempt.
         victim: What became of its own round.
-        healing_rounds: TrainingLoop from there until everybody averaged together again.
+        healing_rounds: Rounds from there until everybody averaged together again.
         healing_seconds: Time of them.
     """
 

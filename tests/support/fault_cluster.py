@@ -28,7 +28,7 @@ from real_peers import PeerProcess, begin_average, close_all, contribution, fini
 from referee import Referee
 
 from benchmarks.testbed import TestBed
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 

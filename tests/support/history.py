@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Segment, digest
+from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.sim.swarm import Entry, GroupMean
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.partition import GroupPlan

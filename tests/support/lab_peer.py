@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor
 
 from spes_p2p.cli import entry_point
-from spes_p2p.codecs import digest, to_bytes
+from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.config import PeerConfig
 from spes_p2p.peer import life as peer
 from spes_p2p.swarm.averaging.allreduce import GroupAllreduce

@@ -19,7 +19,7 @@ import torch
 from hivemind.averaging.control import StepControl
 from hivemind.p2p import PeerID
 
-from spes_p2p.codecs import Segment
+from spes_p2p.codecs.format import Segment
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt

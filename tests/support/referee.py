@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Segment, digest
+from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.sim.swarm import Entry, average_entries
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt

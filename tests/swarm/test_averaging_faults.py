@@ -13,7 +13,7 @@ from misbehaving import SLOW
 from peer_server import ROUNDS
 from real_peers import PeerProcess, average, close_all, contribution, plain_mean, start_swarm
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.swarm.averaging.partition import weighted_mean
 
 pytestmark = pytest.mark.timeout(480)

@@ -8,7 +8,8 @@ from misbehaving import FORGES
 from peer_server import ROUNDS
 from real_peers import NUMELS, RUN_ID, PeerProcess, average, close_all, contribution, start_swarm
 
-from spes_p2p.codecs import Segment, digest
+from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.averaging.partition import weighted_mean

@@ -15,7 +15,7 @@ from peer_processes import free_port
 from real_peers import NUMELS, PeerProcess, close_all, contribution, start_swarm
 from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
 
-from spes_p2p.codecs import Segment
+from spes_p2p.codecs.format import Segment
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.averaging.encoding import Vectors

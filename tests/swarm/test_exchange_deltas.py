@@ -4,7 +4,7 @@ import pytest
 import torch
 from exchange_cluster import NUMELS, PULL_SECONDS, advance, draw_delta, flat, open_cluster, open_swarm
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 
 pytestmark = pytest.mark.timeout(120)
 

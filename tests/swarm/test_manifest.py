@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from exchange_cluster import open_swarm
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm import manifest as module

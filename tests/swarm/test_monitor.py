@@ -16,7 +16,7 @@ import torch
 from peer_processes import commands_in
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from spes_p2p.codecs import Layout, digest
+from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.commands.monitor import MonitorConfig, main
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.data.packing import held_out_batches

@@ -6,7 +6,8 @@ import pytest
 import torch
 from real_peers import NUMELS, RUN_ID, average, close_all, contribution, plain_mean, start_swarm
 
-from spes_p2p.codecs import Segment, digest
+from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.encoding import Vectors
 

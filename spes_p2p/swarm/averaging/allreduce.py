@@ -15,7 +15,7 @@ from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2, runtime_pb2
 from torch import Tensor
 
-from spes_p2p.codecs import to_bytes
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.audit import Auditor, Evidence
 from spes_p2p.swarm.averaging.buffers import Buffers
@@ -32,7 +32,7 @@ LANES, STREAMS = 4, 12
 A stream begins with a narrow window, which widens by round trips: one or two streams leave a fast link idle for most of
 a slice, and many cost processor time."""
 REPLY_TIMES = 2.0
-"""Time that a reducer is given, in times of a sender's: it waits for senders itself, and should report them first."""
+"""A reducer may be silent this many times as long as a sender, because it waits for senders itself."""
 
 
 class Limits(NamedTuple):
@@ -255,7 +255,7 @@ Answers = Mapping[str, bytes | BaseException]
 
 
 class GroupAllreduce:
-    """One group of a roster: its all-reduce and confirmation in a member, or the knowledge of it in another peer.
+    """One group of a roster. A member runs and confirms it; another peer only answers questions about it.
 
     Args:
         plan: The group's partition.

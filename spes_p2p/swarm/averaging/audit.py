@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Part, Segment
+from spes_p2p.codecs.format import Part, Segment
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, MIN_SENDERS, GroupPlan, Message, decode_message
 
@@ -135,7 +135,7 @@ def length_clipped_weights(
 
     Args:
         gram_nn: Gram matrix of the vectors.
-        weights: Positive.
+        weights: Aggregation weights of the members, positive.
         tokens: Tokens of the same members.
         own: The reducer's place.
         clip: Multiple of its length for equal tokens; `max_length_ratios` extends it for more tokens.

@@ -78,7 +78,7 @@ class SparseAverager(DecentralizedAverager):
     _loaded: asyncio.Future[bool]
     """Whether the buffers hold what this peer's roster entry promises."""
     _limits: Limits
-    """Of one attempt: bytes that a failed attempt has not sent do not delay the next."""
+    """Limits of one attempt, made anew for each, so that unsent bytes of a failed one do not slow the next."""
 
     def __init__(
         self,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Format
+from spes_p2p.codecs.format import Format
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.names import SHARED, VectorName
 

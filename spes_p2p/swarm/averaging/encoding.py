@@ -12,7 +12,8 @@ from functools import cache, cached_property
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import ErrorFeedback, Format, Segment, format_of, from_bytes, to_bytes
+from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, format_of
+from spes_p2p.codecs.vectors import from_bytes, to_bytes
 from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
 from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import AnyName, VectorName

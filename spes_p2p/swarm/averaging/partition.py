@@ -16,7 +16,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import Format, Part, encode_with_error, join_parts
+from spes_p2p.codecs.format import Format, Part, encode_with_error, join_parts
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.roster import Roster
 

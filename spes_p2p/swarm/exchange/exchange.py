@@ -13,7 +13,8 @@ import torch
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from torch import Tensor
 
-from spes_p2p.codecs import Format, digest, to_bytes
+from spes_p2p.codecs.format import Format
+from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange.client import Backoff, Pull
 from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs import digest, digest_of_file
+from spes_p2p.codecs.vectors import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import DOCUMENTS, RefusedVersions, Version

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by

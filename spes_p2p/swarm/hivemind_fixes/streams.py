@@ -20,7 +20,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PHandlerError
 from hivemind.proto.p2pd_pb2 import RPCError
 
-from spes_p2p.codecs import PART_NUMEL
+from spes_p2p.codecs.format import PART_NUMEL
 from spes_p2p.errors import ExchangeError
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.codecs import ErrorFeedback, Format, Segment, encode_with_error
+from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, encode_with_error
 
 LOSSY = ["bf16", "int8", "int4", "int2"]
 

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, format_of
-from spes_p2p.codecs.format import part_numel
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, format_of, part_numel
 from spes_p2p.errors import ExchangeError
 
 LENGTHS = st.one_of(

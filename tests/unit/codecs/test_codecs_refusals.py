@@ -7,7 +7,7 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from spes_p2p.codecs import CODECS, NON_NEGATIVE_CODECS, Format, Segment, codec_named
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment, codec_named
 from spes_p2p.errors import ConfigError, ExchangeError
 
 LARGEST = torch.finfo(torch.float32).max

@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs import CODECS, NON_NEGATIVE_CODECS, Format, Segment, digest
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecName
 
 LARGEST = torch.finfo(torch.float32).max
@@ -222,7 +223,8 @@ def test_the_largest_numbers_stay_finite_in_few_bits(name):
 
 ON_ANOTHER_MACHINE = """
 import torch
-from spes_p2p.codecs import CODECS, NON_NEGATIVE_CODECS, Format, Segment, digest
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, Format, Segment
+from spes_p2p.codecs.vectors import digest
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed({seed})
 bits = torch.randint(-(2**31), 2**31, (70_001,), generator=generator).to(torch.int32)

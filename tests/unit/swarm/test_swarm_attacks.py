@@ -6,7 +6,7 @@ import pytest
 import torch
 from virtual import peer_id
 
-from spes_p2p.codecs import Segment
+from spes_p2p.codecs.format import Segment
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.encoding import Vectors

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from spes_p2p.codecs import Format, Segment
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evidence
 from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Bans

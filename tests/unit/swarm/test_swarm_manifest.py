@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from spes_p2p.codecs import digest
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import ExchangeError, JoinError
 from spes_p2p.swarm.manifest import Manifest, check_founder, read_manifest

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.codecs import Segment
+from spes_p2p.codecs.format import Segment
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt, alone, decide_outcome
 from spes_p2p.swarm.interface import Contribution

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.codecs import Format, Segment
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.partition import (
     MESSAGE_BYTES,

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from spes_p2p.codecs import to_bytes
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange import store as version_store
 from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, DeltaStore, VersionStore

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM, set_seed
 
-from spes_p2p.codecs import Layout, Segment, format_of
+from spes_p2p.codecs.format import Segment, format_of
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.outer import merge_alpha, merge_experts
@@ -15,6 +16,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
 
 NUMELS = {SHARED: 11, "slot": 7}
+SLOT_0, SLOT_2, SLOT_3 = map(VectorName.of_slot, (0, 2, 3))
 MEAN = RunConfig(outer=OuterConfig(moments="local"))
 NESTEROV = RunConfig(outer=OuterConfig(optimizer="nesterov", lr=0.7, momentum=0.9, moments="local"))
 MIXED = RunConfig(outer=OuterConfig(slots=OuterStep(optimizer="nesterov", lr=0.5, momentum=0.8), moments="local"))
@@ -31,16 +33,16 @@ def test_whoever_takes_over_a_bundle_steps_on_exactly_as_its_author_does(run, se
     torch.manual_seed(seed)
     author, newcomer = Anchors(run, NUMELS), Anchors(run, NUMELS)
     sizes = author.bundle_numel()
-    author.set("slot-3", torch.zeros(sizes["slot"]))
-    author.commit("slot-3", torch.randn(7))
-    bundle = author.bundle("slot-3")
+    author.set(SLOT_3, torch.zeros(sizes["slot"]))
+    author.commit(SLOT_3, torch.randn(7))
+    bundle = author.bundle(SLOT_3)
     assert bundle.numel() == sizes["slot"] == (14 if run is NESTEROV else 7)
-    newcomer.set("slot-3", bundle)
-    assert newcomer.digest("slot-3") == author.digest("slot-3")
+    newcomer.set(SLOT_3, bundle)
+    assert newcomer.digest(SLOT_3) == author.digest(SLOT_3)
     delta = torch.randn(7)
     for anchors in (author, newcomer):
-        anchors.commit("slot-3", delta)
-    assert torch.equal(author.bundle("slot-3"), newcomer.bundle("slot-3"))
+        anchors.commit(SLOT_3, delta)
+    assert torch.equal(author.bundle(SLOT_3), newcomer.bundle(SLOT_3))
 
 
 @pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
@@ -78,12 +80,12 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
     torch.manual_seed(seed)
     anchors = Anchors(RunConfig(), NUMELS)
     start, local, moments = torch.randn(7), torch.randn(7), torch.rand(14)
-    anchors.set("slot-2", start)
-    contribution = anchors.contribution("slot-2", local, moments, 1)
+    anchors.set(SLOT_2, start)
+    contribution = anchors.contribution(SLOT_2, local, moments, 1)
     assert contribution.numel() == format_of(anchors.segments()["slot"], 1).numel == 21
     assert torch.equal(contribution[7:], moments)
-    assert torch.equal(anchors.commit("slot-2", contribution), moments)
-    torch.testing.assert_close(anchors.weights("slot-2"), local)
+    assert torch.equal(anchors.commit(SLOT_2, contribution), moments)
+    torch.testing.assert_close(anchors.weights(SLOT_2), local)
     assert anchors.bundle_numel()["moments-slot"] == 14
 
 
@@ -91,7 +93,7 @@ def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
     torch.manual_seed(seed)
     anchors, slots = Anchors(MIXED, NUMELS), Anchors(RunConfig(outer=MIXED.outer.slots.model_dump()), NUMELS)
     assert anchors.bundle_numel() == {SHARED: 11, "slot": 14, "moments-shared": 22, "moments-slot": 14}
-    for name in (SHARED, "slot-2"):
+    for name in (SHARED, SLOT_2):
         numel = 11 if name == SHARED else 7
         start, deltas = torch.randn(numel), torch.randn(2, numel)
         anchors.set(name, torch.cat([start, torch.zeros(anchors.bundle_numel()[VectorName(name).kind] - numel)]))
@@ -104,7 +106,7 @@ def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
 
 
 @pytest.mark.parametrize("run", [MEAN, NESTEROV, MIXED], ids=["mean", "nesterov", "mixed"])
-@pytest.mark.parametrize("name", [SHARED, "slot-3"])
+@pytest.mark.parametrize("name", [SHARED, SLOT_3])
 def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, seed):
     torch.manual_seed(seed)
     holder, other = Anchors(run, NUMELS), Anchors(run, NUMELS)
@@ -157,11 +159,11 @@ def test_who_has_trained_nothing_brings_no_moments():
 
 def test_a_forgotten_slot_leaves_neither_weights_nor_momentum():
     anchors = Anchors(NESTEROV, NUMELS)
-    anchors.set("slot-0", torch.ones(14))
-    anchors.forget("slot-0")
+    anchors.set(SLOT_0, torch.ones(14))
+    anchors.forget(SLOT_0)
     assert anchors.names == ()
-    anchors.set("slot-0", torch.cat([torch.ones(7), torch.zeros(7)]))
-    assert torch.equal(anchors.bundle("slot-0")[7:], torch.zeros(7))
+    anchors.set(SLOT_0, torch.cat([torch.ones(7), torch.zeros(7)]))
+    assert torch.equal(anchors.bundle(SLOT_0)[7:], torch.zeros(7))
 
 
 # ---------------------------------------------------------------------- SPES's merge

@@ -18,7 +18,7 @@ import pytest
 import torch
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.codecs import to_bytes
+from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
@@ -444,9 +444,11 @@ def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it
     tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
     update = StateUpdate((0, 3), {VectorName("moments-slot-3"): torch.full((2 * after.layouts["slot"].numel,), 0.5)})
     after.load(update.vectors)
-    kept = after.moments("slot-3", ("exp_avg", "exp_avg_sq"))
+    kept = after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq"))
     assert kept.abs().sum() > 0
     sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, restore_residuals=lambda residuals: None))
     Checkpointer(None, "run", after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors, {}), update)
-    assert torch.equal(after.moments("slot-3", ("exp_avg", "exp_avg_sq")), kept)
-    assert torch.equal(after.moments("slot-0", ("exp_avg",)), before.moments("slot-0", ("exp_avg",)))
+    assert torch.equal(after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq")), kept)
+    assert torch.equal(
+        after.moments(VectorName.of_slot(0), ("exp_avg",)), before.moments(VectorName.of_slot(0), ("exp_avg",))
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from virtual import peer_id, tiny_run
 
-from spes_p2p.codecs import Layout
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import RoundConfig
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.records import Progress

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from virtual import VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.codecs import digest, format_of
+from spes_p2p.codecs.format import format_of
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecConfig, MergeConfig, OuterConfig, OuterStep, RoundConfig, RunConfig
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
