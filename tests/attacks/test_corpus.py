@@ -64,7 +64,7 @@ def test_a_bad_record_is_refused_and_its_sender_named(people, caplog, case):
     assert_says(line, case["says"])
     strange = case.get("lies", {}).get("subkey")
     named = {None: people.mallory, "wide": people.mallory, "ALICE": people.alice}.get(strange)
-    assert (named.peer_id if named else "nobody") in line
+    assert (named.peer_id if named else "an unknown owner") in line
 
 
 def assert_says(text, says):

@@ -42,6 +42,7 @@ def addresses_of_this_machine(family: socket.AddressFamily) -> list[str]:
     return [address for address in found if not address.startswith(("127.", "::1", "fe80:"))]
 
 
+@pytest.mark.full  # a whole run of two peers
 def test_a_founder_can_be_called_at_the_address_that_it_prints(commands: Commands, tmp_path: Path) -> None:
     routable = addresses_of_this_machine(socket.AF_INET)
     write_corpus(tmp_path / "corpus.jsonl")
