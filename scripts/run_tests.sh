@@ -17,6 +17,8 @@ marks="not full"
 if [ "${1:-}" = --all ]; then lane=full marks=""; shift; fi
 if [ $# -gt 0 ]; then exec "$python" -m pytest -m "$marks" "$@"; fi
 
+lane_log=${SPES_LANE_LOG:-}
+unset SPES_LANE_LOG  # commands refuse variables that they do not know and that begin like theirs
 failed=()
 mypy_pid=""
 mypy_output=$(mktemp)
@@ -44,7 +46,7 @@ finish_mypy() {
 record() {
     local commit
     commit=$(git rev-parse -q --verify HEAD 2>/dev/null) || commit=""
-    "$python" - "$SPES_LANE_LOG" "$lane" "$SECONDS" "${#failed[@]}" "$commit" <<'PYTHON'
+    "$python" - "$lane_log" "$lane" "$SECONDS" "${#failed[@]}" "$commit" <<'PYTHON'
 import datetime, json, os, pathlib, sys
 path, lane, seconds, num_failed, commit = sys.argv[1:]
 file = pathlib.Path(path)
@@ -78,7 +80,7 @@ if [ "$lane" = full ]; then
     stage "guard removal" "$python" benchmarks/guards.py
 fi
 
-if [ -n "${SPES_LANE_LOG:-}" ]; then record; fi
+if [ -n "$lane_log" ]; then record; fi
 printf '%s lane: %d s\n' "$lane" "$SECONDS"
 if [ ${#failed[@]} -gt 0 ]; then
     printf 'FAILED: %s\n' "$(IFS=,; echo "${failed[*]}")" >&2
