@@ -76,7 +76,7 @@ def _train(
     group.connect()
     sync: Synchroniser | None = None
     trainer: Trainer | None = None
-    rounds: TrainingLoop | None = None
+    loop: TrainingLoop | None = None
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
@@ -96,18 +96,18 @@ def _train(
             if SHARED not in swarm.versions() and saved is None:
                 initial = partial(build_initial, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
-        rounds = TrainingLoop(
+        loop = TrainingLoop(
             run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id
         )
-        rounds.open(initial, saved)
+        loop.open(initial, saved)
         del saved  # as large as the model, and not needed again
-        rounds.run()
+        loop.run()
         if swarm is not None:
             _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
             log.info("the run is finished")
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
-            _hand_over(sync, rounds, joined[1].manifest.config.round.exchange_seconds)
+            _hand_over(sync, loop, joined[1].manifest.config.round.exchange_seconds)
         raise
     finally:
         if sync is not None:
@@ -139,14 +139,14 @@ def _synchroniser(
     return sync
 
 
-def _hand_over(sync: Synchroniser, rounds: TrainingLoop | None, seconds: float) -> None:
+def _hand_over(sync: Synchroniser, loop: TrainingLoop | None, seconds: float) -> None:
     """Give the slots back, and leave once others have what only this peer has, or time is up.
 
     A round that is synchronised beside the training may be the others' already: who did not wait for it would take the
     newest versions along.
     """
-    if rounds is not None and sync.held.others():
-        rounds.abandon_pending(seconds)
+    if loop is not None and sync.held.others():
+        loop.abandon_pending(seconds)
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", seconds)
     if lacking := sync.held.hand_over(seconds):
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))

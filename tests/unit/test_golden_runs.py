@@ -196,7 +196,7 @@ def lone_peer(
     group = ProcessGroup("cpu")
     group.connect()
     machine = MachineConfig(shard=shard)
-    ticks = itertools.count()  # a clock that runs while the peer waits for others, of whom there are none
+    ticks = itertools.count()  # a clock that runs while the peer waits, though there are no other peers
     clock = lambda: 0.05 * next(ticks)  # noqa: E731
     trainer = build_trainer(run, VOCAB, RandomTokens(0, 16), group, machine=machine, clock=clock)
     sync, initial, swarm, reports, saved = None, None, None, [], None

@@ -160,7 +160,7 @@ def test_a_token_of_somebody_new_to_most_counts_for_less():
     found = Roster([member(ODD), *old, *liars]).weights
     assert found.pop(ODD) == NEWCOMER_WEIGHT and set(found.values()) == {1.0}
     few = [member(ODD), *(member(peer, newcomers=(ODD,)) for peer in PEERS[3:6])]
-    assert set(Roster(few).weights.values()) == {1.0}, "in a small roster nobody is outvoted"
+    assert set(Roster(few).weights.values()) == {1.0}, "a small roster outvotes no member"
 
 
 # ---------------------------------------------------------------------- evidence

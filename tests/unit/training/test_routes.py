@@ -68,7 +68,7 @@ def test_moments_come_from_who_trains_them_unless_neither_side_can_be_called() -
     assert moment_sources("puller", ["hidden"], keepers, links) == ["called"]
     assert moment_sources("puller", ["hidden", "other"], keepers, links) == ["hidden", "other"]
     assert moment_sources("called", ["hidden"], keepers, links) == ["hidden"]
-    assert moment_sources("puller", ["hidden"], ("puller",), links) == ["hidden"], "nobody else has them"
+    assert moment_sources("puller", ["hidden"], ("puller",), links) == ["hidden"], "no other peer has them"
 
 
 def test_pullers_spread_over_holders_by_what_these_can_send() -> None:
