@@ -99,21 +99,40 @@ class TrainingLoop:
         self._tokens_per_second = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
         if saved is None:
             self._checkpointer.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
-        self._load(self._lead(lambda sync: sync.meet(self._tokens_per_second)))
 
     def run(self, on_round: Callable[[Metrics], None] | None = None) -> None:
-        """Train until the run's last round is committed.
+        """Meet the others, and train until the run's last round is committed.
 
         Args:
-            on_round: Called on the leader with the report of each round.
+            on_round: Called on the leader with the report of each round that this peer commits.
         """
         self._on_round = on_round
         try:
+            self._meet()
             while not self._is_over:
                 self._one_round()
         finally:
             self.abandon_pending(LEAVING_SECONDS)
             self._checkpointer.close()
+
+    def _meet(self) -> None:
+        """Learn when the first round ends.
+
+        A peer that comes late may meet the others as they end a round: it commits that round without tokens of its own.
+        """
+        began = self._trainer.clock()
+        work = RoundWork(
+            vectors={},
+            tokens=0,
+            tokens_per_second=self._tokens_per_second,
+            seconds=0.0,
+            steps=self._trainer.steps,
+            total_tokens=self._total_tokens,
+            data=self._trainer.data.state_dict(),
+        )
+        self._load(self._lead(lambda sync: sync.meet(work)))
+        if self._group.from_leader(lambda: self._sync is not None and self._sync.held.has_committed):
+            self._conclude(work, self._trainer.clock() - began if self._run.round.overlap else None)
 
     def _one_round(self) -> None:
         """Run one round. Its vectors are local to this call, so they are freed before the next round."""

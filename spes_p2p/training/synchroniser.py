@@ -182,13 +182,17 @@ class Synchroniser:
         names = [name for name in (*model, *sorted(self.held.held_moments())) if name in versions]
         return StateUpdate(self.held.slots, {name: self.held.load(name) for name in names})
 
-    def meet(self, tokens_per_second: float) -> StateUpdate:
-        """Agree on the end of the first round: the others' current round, or by a roster without deltas."""
+    def meet(self, work: RoundWork) -> StateUpdate:
+        """Agree on the end of the first round: the others' current round, or by a roster without deltas.
+
+        Args:
+            work: Without vectors and tokens; says how fast this peer is.
+        """
         vectors, ends_at = self._rejoin()
         if ends_at is not None:
             self._announce(ends_at)
             return StateUpdate(self.held.slots, vectors, ends_at)
-        update = self.synchronise(RoundWork({}, 0, tokens_per_second, 0.0), starts_at=0.0)
+        update = self.synchronise(work, starts_at=0.0)
         return StateUpdate(update.slots, vectors | dict(update.vectors), update.ends_at)
 
     def _rejoin(self, routed: Mapping[int, int] | None = None) -> tuple[dict[VectorName, Tensor], float | None]:

@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 from lanes import sample
-from virtual import VirtualPeer, run_virtual, tiny_run
+from virtual import VirtualPeer, peer_id, run_virtual, tiny_run
 
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
+from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -131,6 +132,40 @@ def test_who_has_caught_up_trains_until_the_round_of_the_others_ends(monkeypatch
     monkeypatch.setattr(peer.sync, "_average", lambda *_: missed)
     monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: ({}, ends_at))
     assert peer.sync.synchronise(RoundWork({}, 0, 100.0, 0.0), starts_at=0.0).ends_at == ends_at
+
+
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_the_others_in(overlap, monkeypatch):
+    """Two train by the clock; a third comes before their records reach it, and meets them at the end of a round."""
+    rounds = RoundConfig(
+        **{"mode": "tokens", "tokens": 500, "min_seconds": 0.5, "max_seconds": 1.0, "total": 5, "min_peers": 2},
+        overlap=overlap,
+    )
+    run = tiny_run(round=rounds)
+    hub = MemoryHub("run", matchmaking_seconds=10.0)
+    peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=3) for i in range(3)]
+    late, committed = peers[2], list[int]()
+    commit = late.sync._commit
+
+    def noted(result: RoundResult, work: RoundWork) -> dict:
+        vectors = commit(result, work)
+        if SHARED in result.committed:
+            committed.append(late.sync.round)
+        return vectors
+
+    def wait_and_live() -> None:
+        while len(peers[0].reports) < 2:
+            hub.clock.wait(0.1)
+        late.live(late.initial, lambda report: None)
+
+    monkeypatch.setattr(late.sync, "_commit", noted)
+    monkeypatch.setattr(late.sync, "_rejoin", lambda routed=None: ({}, None))
+    lives = [lambda peer=peer: peer.live(peers[0].initial, lambda report: None) for peer in peers[:2]]
+    hub.clock.run([*lives, wait_and_live])
+    first = late.reports[0]
+    assert (first.tokens, first.total_tokens, first.loss, first.num_members) == (0, 0, None, 3), "it only met them"
+    assert [report.round for report in late.reports] == committed == list(range(first.round, rounds.total + 1))
+    assert {first.shared_digest} == {r.shared_digest for p in peers for r in p.reports if r.round == first.round}
 
 
 @pytest.mark.parametrize(("spoiled", "overlap"), sample([(1, 0), (1, 1), (3, 0), (3, 1)], [(1, 0), (3, 1)]))
