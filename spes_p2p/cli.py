@@ -27,6 +27,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.presentation import printable
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -52,6 +53,7 @@ CLAUSE = re.compile(r"[.;:] ")
 """Ends the part of a setting's text that `--help` shows."""
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
+MAX_TRACEBACK_CHARS = 20_000
 
 
 def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
@@ -390,17 +392,42 @@ class OncePerMinute(logging.Filter):
         return True
 
 
+class PrintableRecord(logging.LogRecord):
+    """A log record whose message is one printable line, whatever a peer has put into it, in every handler."""
+
+    def getMessage(self) -> str:
+        return printable(super().getMessage())  # guard: log-line
+
+
+class TracebackFormatter(logging.Formatter):
+    """Indents each line of a traceback, so that none of an error's lines passes for a log line."""
+
+    def formatException(self, ei: Any) -> str:
+        lines = super().formatException(ei)[:MAX_TRACEBACK_CHARS].split("\n")
+        return "\n".join(f"  | {printable(line)}" for line in lines)  # guard: traceback-line
+
+
 def set_up_logging(level: str) -> None:
-    """Log to standard error, of libraries only warnings; repeated warnings once a minute."""
-    logging.basicConfig(level=logging.WARNING, format=LOG_FORMAT, force=True)
+    """Log to standard error, of libraries only warnings; repeated warnings once a minute, uncaught errors too."""
+    logging.setLogRecordFactory(PrintableRecord)
+    logging.basicConfig(level=logging.WARNING, force=True)
     for handler in logging.getLogger().handlers:
+        handler.setFormatter(TracebackFormatter(LOG_FORMAT))
         handler.addFilter(OncePerMinute())
+    sys.excepthook = _log_uncaught
+    threading.excepthook = lambda ended: _log_uncaught(ended.exc_type, ended.exc_value, ended.exc_traceback)
     logging.getLogger("spes_p2p").setLevel(level.upper())
     # Hivemind logs every lost peer with a traceback; this program says the same in a line, and what it did about it.
     hivemind = logging.getLogger("hivemind")
     hivemind.handlers = []
     hivemind.propagate = True
     hivemind.setLevel(logging.DEBUG if level == "debug" else logging.CRITICAL)
+
+
+def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+    """Log an error that nothing has caught; Python itself would print its text as it is."""
+    if not issubclass(kind, SystemExit):  # ends a thread in silence
+        logging.getLogger(__name__).critical("this is a bug of spes_p2p; please report it", exc_info=error)
 
 
 def entry_point(
@@ -428,7 +455,7 @@ def entry_point(
         set_up_logging(getattr(config, "log_level", "info"))  # after the imports: hivemind's sets up its own
         sys.exit(run(config))
     except SpesError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)  # guard: error-line
         sys.exit(EXIT_USER_ERROR)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -1,6 +1,7 @@
-"""The look of reports: PNG pictures with a transparent background, and self-contained HTML pages.
+"""The look of what people read: text that is safe to show, PNG pictures, and self-contained HTML pages.
 
-Pictures are legible on light and dark pages. A page loads nothing, runs no script and escapes every string.
+Pictures have a transparent background and are legible on light and dark pages. A page loads nothing, runs no script and
+escapes every string.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import io
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+from pydantic import ValidationError
 
 from spes_p2p.errors import ConfigError
 
@@ -52,6 +55,34 @@ td:first-child { font-family: ui-monospace, Menlo, Consolas, monospace }
 tr:last-child td { border-bottom: 0 }
 """
 POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
+MAX_LINE_CHARS = 2000
+"""Most characters of a log line, an error or a cell of a page; a peer may send a megabyte."""
+MAX_QUOTE_CHARS = 200
+"""Most characters of a peer's text within such a line."""
+
+
+def printable(text: object, max_chars: int = MAX_LINE_CHARS) -> str:
+    """Return text that any peer may have written as one line that only shows.
+
+    Control characters could steer a terminal or fake a log line, and bidirectional ones reorder what is read; they are
+    written as Python writes them: `\\x1b`, `\\n`, `\\u202e`.
+
+    Args:
+        text: The text, or an object whose `str` is.
+        max_chars: Characters kept; the number of the others is told.
+    """
+    whole = str(text)
+    kept = whole[:max_chars]  # guard: text-cut
+    if not kept.isprintable():  # guard: text-escaped
+        kept = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in kept)
+    return f"{kept}... ({len(whole) - max_chars:,} more characters)" if len(whole) > max_chars else kept
+
+
+def problem_of(error: ValidationError) -> str:
+    """Return what is wrong first with a document that another peer has sent: where and why, printable and short."""
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    where = ".".join(map(str, problem["loc"]))
+    return printable(f"{where}: {problem['msg']}" if where else problem["msg"], MAX_QUOTE_CHARS)
 
 
 def say(text: str) -> None:
@@ -125,7 +156,7 @@ def png(figure: Figure) -> bytes:
 
 def drawable(text: str) -> str:
     """Escape text for matplotlib: a dollar sign would begin a formula, and a leading underscore would hide a curve."""
-    text = text.replace("$", r"\$")
+    text = printable(text, MAX_QUOTE_CHARS).replace("$", r"\$")
     return f" {text}" if text.startswith("_") else text
 
 
@@ -169,5 +200,5 @@ def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 
 def escape(value: object) -> str:
-    """Escape a value so that no browser reads markup in it."""
-    return html.escape(str(value), quote=True)  # guard: escaped-markup
+    """Escape a value so that no browser reads markup in it, and no character of it steers how the rest is shown."""
+    return html.escape(printable(value), quote=True)  # guard: escaped-markup

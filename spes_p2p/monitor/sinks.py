@@ -19,6 +19,7 @@ from rich.text import Text
 
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, short_id, sync_share
+from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
 from spes_p2p.swarm.records import Metrics
 
 log = logging.getLogger(__name__)
@@ -360,11 +361,6 @@ def number_or_dash(value: float | None) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:.4f}"
 
 
-def printable(text: str) -> str:
-    """Replace characters that could steer a terminal."""
-    return "".join(character if character.isprintable() else "�" for character in text)
-
-
 def _cells(view: SwarmView, peer: PeerView) -> list[str]:
     report = peer.report
     numbers = ["-"] * 3
@@ -408,8 +404,8 @@ class WandbSink:
         try:
             self._run = wandb.init(
                 project=project,
-                name=name,
-                config=dict(config),
+                name=printable(name, MAX_QUOTE_CHARS),
+                config=_shown(config),
                 dir=str(directory),
                 mode=os.environ.get("WANDB_MODE", "offline"),  # type: ignore[arg-type]
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, save_code=False),
@@ -458,6 +454,15 @@ class WandbSink:
         values = {"loss": report.loss, "tokens_per_second": report.tokens_per_second, "tokens": report.tokens}
         known = {f"{prefix}/{name}": value for name, value in values.items() if value is not None}
         self._log({"round": number, **known})
+
+
+def _shown(value: Any) -> Any:
+    """Return settings with every string in them printable."""
+    if isinstance(value, Mapping):
+        return {printable(key, MAX_QUOTE_CHARS): _shown(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    return printable(value, MAX_QUOTE_CHARS) if isinstance(value, str) else value  # guard: settings-shown
 
 
 def _swarm_values(view: SwarmView, number: int) -> dict[str, float]:

@@ -12,16 +12,19 @@ import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Annotated
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+from pydantic import Field
 
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 
 MAX_IDENTITIES = 2
 """Identities that may use one invite."""
-MAX_SHOWN_CHARS = 768
+ShownInvite = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]  # guard: invite-text
+"""What a peer shows of its invite, unverified; empty without one."""
 _KEY = r"[A-Za-z0-9+/]{43}="
 _SIGNED = rf"({_KEY})\.([0-9]{{1,11}})\.([A-Za-z0-9+/=]{{1,600}})"
 _INVITE = re.compile(rf"({_SIGNED})\.({_KEY})")

@@ -14,11 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import RunConfig
+from spes_p2p.config import RunConfig, RunId
 from spes_p2p.errors import ExchangeError, JoinError, RecordError
+from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import GuestList, show
-from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId
+from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId, Software
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ SEARCH_SECONDS = 20.0
 TELL_SECONDS = 2.0
 PULL_SECONDS = 60.0
 MANIFEST, TOKENIZER = "manifest", "tokenizer"
-DOCUMENT_BYTES = 64 * 2**20
+MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26}  # guard: document-bytes
+"""Largest documents. A manifest has some kilobytes; to refuse one of 64 MB of unknown keys would take gigabytes."""
 
 
 class Manifest(BaseModel):
@@ -34,9 +36,9 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")  # guard: manifest-fields
 
-    run_id: Annotated[str, Field(max_length=64)]
+    run_id: RunId
     founder: PeerId
-    software: Annotated[str, Field(max_length=64)]
+    software: Software
     """The founder's version of spes_p2p."""
     config: RunConfig
     vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
@@ -108,10 +110,11 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
 
 def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str) -> str:
     """Fetch a document; return the reason for a failure."""
-    limits, authors = {name: DOCUMENT_BYTES}, {name: [author]} if author else {}
-    return swarm.exchange.pull({name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=limits, authors=authors).get(
-        name, ""
+    authors = {name: [author]} if author else {}
+    failures = swarm.exchange.pull(
+        {name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=MAX_BYTES, authors=authors
     )
+    return failures.get(name, "")
 
 
 def check_founder(manifest: Manifest, founder: str | None) -> None:
@@ -141,9 +144,7 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
     except ExchangeError as error:
         raise JoinError(f"nothing to resume: {error}") from error
     except ValidationError as error:
-        problem = error.errors()[0]
-        where = ".".join(map(str, problem["loc"]))
-        raise JoinError(f"manifest setting {where}: {problem['msg']}; update spes_p2p") from error
+        raise JoinError(f"manifest setting {problem_of(error)}; update spes_p2p, or join another run") from error
 
 
 def guest_list(swarm: HivemindSwarm, manifest: Manifest, invite: str = "") -> GuestList | None:

@@ -14,7 +14,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
+from spes_p2p.presentation import problem_of
+from spes_p2p.swarm.invites import ShownInvite
 
 PROTOCOL = "v5"
 NUM_BUCKETS = 4
@@ -31,6 +32,8 @@ Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guar
 Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: slot-bounds
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
 """The characters of a multiaddr; code that uses an address checks its form and its peer id."""
+Software = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z][0-9A-Za-z.+_-]*$")]  # guard: software-text
+"""A version of spes_p2p."""
 
 
 class Record(BaseModel):
@@ -87,7 +90,7 @@ class Record(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            raise RecordError(f"malformed {cls.kind} record: {error.errors()[0]['msg']}") from error
+            raise RecordError(f"malformed {cls.kind} record: {problem_of(error)}") from error
 
 
 class ManifestRecord(Record):
@@ -115,7 +118,7 @@ class Claim(Record):
     """DHT time at which this peer joined."""
     votes: bool = False
     """This peer has committed a round since then, so it counts for a quorum."""
-    invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
+    invite: ShownInvite = ""
     """Proof of this peer's invite, in a closed run."""
 
     @model_validator(mode="after")
@@ -257,8 +260,7 @@ class Contact(Record):
 
     addresses: tuple[Address, ...] = Field(max_length=4)
     """Multiaddrs; none for a peer in client mode."""
-    software: Annotated[str, Field(max_length=64)]
-    """Version of spes_p2p."""
+    software: Software
 
 
 RECORD_TYPES: tuple[type[Record], ...] = (ManifestRecord, Claim, Progress, Metrics, Archived, Seed, Contact)

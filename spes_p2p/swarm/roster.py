@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from spes_p2p.config import MIN_MBIT
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.invites import MAX_SHOWN_CHARS
+from spes_p2p.presentation import problem_of
+from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.quorum import MAX_VOTERS, newest, quorum
 from spes_p2p.swarm.records import MAX_SLOTS, Count, PeerId, Seconds, Slot
@@ -67,7 +68,7 @@ class Member(BaseModel):
     """The member fetches only some of the others' slots per round, so others do not count on it as a relay."""
     calls_only: bool = False
     """The member runs in client mode: it opens connections but accepts none, so it reduces and relays nothing."""
-    invite: Annotated[str, Field(max_length=MAX_SHOWN_CHARS)] = ""
+    invite: ShownInvite = ""
     """Proof of the member's invite, in a closed run."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
     """Peers that the member has banned on its own evidence."""
@@ -105,7 +106,7 @@ class Member(BaseModel):
         try:
             member = cls.model_validate_json(data)
         except ValidationError as error:
-            raise RecordError(f"{peer_id} sent a malformed roster entry: {error.errors()[0]['msg']}") from error
+            raise RecordError(f"{peer_id} sent a malformed roster entry: {problem_of(error)}") from error
         if member.peer_id != peer_id:  # guard: entry-sender
             raise RecordError(f"{peer_id} sent a roster entry of {member.peer_id}")
         return member

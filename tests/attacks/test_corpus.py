@@ -62,6 +62,7 @@ def test_a_bad_record_is_refused_and_its_sender_named(people, caplog, case):
         assert not RecordValidator("run", people.alice).validate(record)
     [line] = caplog.messages
     assert_says(line, case["says"])
+    assert line.isprintable()
     strange = case.get("lies", {}).get("subkey")
     named = {None: people.mallory, "wide": people.mallory, "ALICE": people.alice}.get(strange)
     assert (named.peer_id if named else "an unknown owner") in line
@@ -234,6 +235,9 @@ def test_a_bad_document_is_refused(people, sound, tmp_path, case):
         text = altered(honest, case, people)
     with pytest.raises((SpesError, ValueError)) as raised:
         read(text.encode())
+    if case["what"] == "manifest":
+        assert str(raised.value).isprintable() and len(str(raised.value)) < 400
+        assert_says(str(raised.value), case.get("says", ""))
     # What reads a checkpoint's folder takes these three for damage; strangers' documents raise what says what to do.
     assert isinstance(
         raised.value, (ValueError, RecordError, JoinError) if case["what"] == "checkpoint" else (DataError, JoinError)

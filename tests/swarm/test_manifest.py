@@ -11,6 +11,7 @@ from spes_p2p.errors import JoinError
 from spes_p2p.swarm import manifest as module
 from spes_p2p.swarm.manifest import MANIFEST, TOKENIZER, Manifest, declare_manifest, fetch_manifest, publish_manifest
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.records import ManifestRecord
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -84,3 +85,12 @@ def test_a_run_of_nobody_that_is_named_is_not_joined(open_peer):
     found(founder)
     with pytest.raises(JoinError, match=rf"by {founder.peer_id}, not by {named}.*correct --run-id"):
         fetch_manifest(open_peer(), named)
+
+
+def test_a_manifest_of_a_hundred_kilobytes_is_not_fetched(open_peer):
+    founder = open_peer()
+    manifest = found(founder)
+    founder.publish_document(MANIFEST, manifest.encode() + b" " * 100_000)
+    founder.announce(ManifestRecord(peer_id=founder.peer_id, digest=founder.versions()[MANIFEST].digest, num_bytes=1))
+    with pytest.raises(JoinError, match=r"cannot fetch the manifest of run 'run'.* 10[0-9]{4} bytes"):
+        fetch_manifest(open_peer(), founder.peer_id)

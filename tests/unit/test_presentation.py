@@ -24,6 +24,30 @@ def test_every_string_of_a_page_is_escaped():
     assert page.count(ESCAPED) == 2 + 1 + 2 + 4 + 1
 
 
+FAKED = "0.1\x1b[2J\r\n2026-11-25 10:00:00,000 I spes_p2p.peer: all is well \u202e\u2066\u200f\x9b\ud800\x7f"
+
+
+def test_whatever_a_peer_writes_is_one_line_that_only_shows():
+    assert presentation.printable("naïve 日本語 – fine") == "naïve 日本語 – fine"
+    shown = presentation.printable(FAKED)
+    assert shown.isprintable() and shown.encode("utf-8")
+    assert r"\x1b[2J\r\n2026" in shown and r"\u202e\u2066\u200f\x9b\ud800\x7f" in shown
+
+
+def test_a_megabyte_of_a_peers_text_is_cut_and_its_length_told():
+    shown = presentation.printable("\n" * 2**20, 100)
+    assert shown == r"\n" * 100 + "... (1,048,476 more characters)"
+    assert presentation.printable("a" * 100, 100) == "a" * 100
+
+
+def test_pages_and_labels_show_no_character_that_steers():
+    page = presentation.page(
+        "t", [FAKED], {FAKED: FAKED}, [presentation.section("s", presentation.table([FAKED], [[FAKED]]))]
+    )
+    assert all(line.isprintable() for line in page.split("\n"))
+    assert presentation.drawable(FAKED).isprintable()
+
+
 def test_text_with_dollars_underscores_and_length_is_drawn():
     figure, axes = presentation.canvas("x", "y", large="xy")
     for label in ("$x_{", "_hidden", "a \\$ b", "long " * 40):

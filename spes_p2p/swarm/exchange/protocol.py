@@ -15,6 +15,7 @@ from hivemind.p2p import PeerID
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.errors import ExchangeError
+from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.exchange.versions import DOCUMENTS, CodecKind, Name, Version
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Count, Digest
@@ -34,7 +35,7 @@ class Message(BaseModel):
         try:
             return cls.model_validate_json(data)
         except ValidationError as error:
-            raise ExchangeError(f"sent a malformed message: {error.errors()[0]['msg']}") from error
+            raise ExchangeError(f"sent a malformed message: {problem_of(error)}") from error
 
 
 class Request(Message):

@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.codecs.vectors import digest
+from spes_p2p.config import RunId
 from spes_p2p.errors import RecordError
+from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
 from spes_p2p.swarm.records import Count, Digest, PeerId
@@ -40,7 +42,7 @@ class Version(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    run_id: Annotated[str, Field(max_length=64)]
+    run_id: RunId
     name: Name
     round: Count
     digest: Digest
@@ -51,8 +53,8 @@ class Version(BaseModel):
     base: Digest | Literal[""] = ""
     """Digest of the version from which an encoded mean delta leads here; empty for none."""
     author: PeerId
-    public_key: Annotated[str, Field(max_length=1024)]
-    signature: Annotated[str, Field(max_length=1024)] = ""
+    public_key: Annotated[str, Field(max_length=1024, pattern=r"^(ssh-rsa [A-Za-z0-9+/=]+)?$")]
+    signature: Annotated[str, Field(max_length=1024, pattern=r"^[A-Za-z0-9+/=]*$")] = ""
 
     def signed_part(self) -> bytes:
         """Return the bytes that the author signs: all fields but the signature."""
@@ -92,7 +94,7 @@ class Version(BaseModel):
                 raise RecordError(f"version manifest exceeds {MAX_MANIFEST_BYTES} bytes")
             version = cls.model_validate_json(data)
         except ValidationError as error:
-            raise RecordError(f"malformed version manifest: {error.errors()[0]['msg']}") from error
+            raise RecordError(f"malformed version manifest: {problem_of(error)}") from error
         if version.run_id != run_id:  # guard: version-run
             raise RecordError(f"version {version.name} belongs to run {version.run_id}")
         signature, key = version.signature.encode(), version.public_key.encode()
