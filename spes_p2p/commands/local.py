@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import ValidationError
 
-from spes_p2p.config import MachineConfig, RunConfig, check_machine
+from spes_p2p.cli import explain
+from spes_p2p.config import DataConfig, MachineConfig, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
@@ -156,7 +158,11 @@ def _with_data(config: ExperimentConfig) -> ExperimentConfig:
     is_local = config.dataset is None or Path(config.dataset).exists()
     text = [Path(config.dataset)] if config.dataset is not None and is_local else config.text
     data = {"source": "files"} if is_local else {"source": "hub", "name": config.dataset}
-    run = config.run.model_copy(update={"data": config.run.data.model_copy(update=data)})
+    try:
+        chosen = DataConfig.model_validate({**config.run.data.model_dump(), **data})
+    except ValidationError as error:
+        raise ConfigError(f"--dataset: {explain(error)}") from error
+    run = config.run.model_copy(update={"data": chosen})
     return config.model_copy(update={"run": run, "text": text})
 
 

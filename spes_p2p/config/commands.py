@@ -78,7 +78,7 @@ class ExperimentConfig(CommandConfig, MachineConfig):
     text: list[Path] = []
     """Text, jsonl or parquet to train on instead of the embedded corpus."""
     dataset: str | None = None
-    """A local file, or the name of a `datasets` data set, which is streamed from the hub."""
+    """A local file, or `owner/name` of a public data set, which is streamed from the Hugging Face hub."""
     resume: bool = False
     """Continue an interrupted experiment."""
     overwrite: bool = False

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 PositiveInt = Annotated[int, Field(gt=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -63,19 +64,53 @@ class ModelConfig(Frozen):
         return self
 
 
+# The manifest brings these strings to strangers' machines: they name what a public hub holds, and nothing else.
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
+_SPLIT = re.compile(r"\w+([.-]\w+)*", re.ASCII)
+_COLUMN = re.compile(r"\w[\w .:/+-]*")
+
+
+def _hub_name(value: str) -> str:
+    if not _HUB_NAME.fullmatch(value) or ".." in value or "--" in value:  # guard: hub-name
+        raise ValueError(
+            f"data.name={value[:80]!r} is no data set of the hub; set it to owner/name or owner/name:config, or train "
+            f"on files with data.source=files and --text PATH"
+        )
+    return value
+
+
+def _split(value: str) -> str:
+    if not _SPLIT.fullmatch(value):  # guard: hub-split
+        raise ValueError(f"data.split={value!r} is no split's name; set it to a word such as train")
+    return value
+
+
+def _column(value: str) -> str:
+    if not _COLUMN.fullmatch(value):  # guard: text-field
+        raise ValueError(f"data.text_field={value!r} is no column's name; begin with a letter and use no control codes")
+    return value
+
+
+def _tokenizer_name(value: str) -> str:
+    if not value.isprintable():  # guard: tokenizer-name
+        raise ValueError(f"data.tokenizer={value!r} has characters that cannot be printed; rename the folder")
+    return value
+
+
 class DataConfig(Frozen):
     """What the run learns from, and how text becomes sequences."""
 
     source: Literal["embedded", "files", "hub"] = "embedded"
     """`embedded`: the Python standard library's own source and documentation, read from the interpreter;
-    `files`: text, jsonl or parquet that each peer names with --text; `hub`: a `datasets` name, streamed."""
-    name: str | None = None
-    """For `hub`: the dataset's name, optionally `name:config`."""
-    split: str = "train"
+    `files`: text, jsonl or parquet that each peer names with --text; `hub`: a public data set of the Hugging Face hub,
+    streamed."""
+    name: Annotated[str, Field(max_length=290), AfterValidator(_hub_name)] | None = None
+    """For `hub`: the data set, `owner/name` or `owner/name:config`."""
+    split: Annotated[str, Field(max_length=64), AfterValidator(_split)] = "train"
     """For `hub`: the split to stream."""
-    text_field: str = "text"
+    text_field: Annotated[str, Field(max_length=128), AfterValidator(_column)] = "text"
     """Column that holds the text in jsonl, parquet and hub datasets."""
-    tokenizer: str | None = None
+    tokenizer: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_tokenizer_name)] | None = None
     """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use."""
     vocab_size: PositiveInt = 4096
     """Entries of a BPE trained at first use; with `tokenizer`, replaced by that tokenizer's size."""
@@ -87,7 +122,7 @@ class DataConfig(Frozen):
     @model_validator(mode="after")
     def _check_source(self) -> DataConfig:
         if self.source == "hub" and not self.name:
-            raise ValueError("data.source=hub needs data.name; set it to a `datasets` name")
+            raise ValueError("data.source=hub needs data.name; set it to owner/name or owner/name:config")
         return self
 
 

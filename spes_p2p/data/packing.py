@@ -22,17 +22,8 @@ from torch import LongTensor, Tensor
 from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.sources import (
-    Document,
-    Part,
-    corpus_identity,
-    documents,
-    hub_rows,
-    in_held_out_part,
-    is_in,
-    load_hub,
-    row_text,
-)
+from spes_p2p.data.hub import hub_rows, load_hub
+from spes_p2p.data.sources import Document, Part, corpus_identity, documents, in_held_out_part, is_in, row_text
 from spes_p2p.data.tokenizer import tokenizer_digest
 from spes_p2p.errors import DataError
 from spes_p2p.fs import cache_folder, locked, write_atomic
@@ -251,7 +242,7 @@ class StreamSource:
         try:
             carry = np.array(state["carry"], dtype=np.uint32)
             self._begin_epoch(int(state["epoch"]), int(state["block"]))
-            self._dataset.load_state_dict(state["dataset"])
+            self._dataset.load_state_dict({**state["dataset"]})
             self._carry = carry
             self._next_block()
             given = int(state["given"])

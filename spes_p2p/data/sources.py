@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
 import json
-import logging
 import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.errors import ConfigError, DataError
-
-if TYPE_CHECKING:
-    from datasets import IterableDataset
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
@@ -311,49 +307,6 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
 
 def _unreadable(path: Path, error: Exception) -> DataError:
     return DataError(f"cannot read {path}: {' '.join(str(error).split())[:300]}; check the file, or leave it out")
-
-
-def load_hub(data: DataConfig) -> IterableDataset:
-    """Open `data.name` (`name` or `name:config`, or a local folder) for streaming.
-
-    Raises:
-        DataError: the hub cannot be reached, or the data set, configuration or split does not exist.
-    """
-    from datasets import load_dataset
-
-    # It warns that a resumed shuffle buffer is refilled; this buffer holds one row and loses nothing.
-    logging.getLogger("datasets.iterable_dataset").setLevel(logging.ERROR)
-    assert data.name is not None
-    name, _, config = (data.name, "", "") if Path(data.name).exists() else data.name.partition(":")
-    with _reading_hub(data):
-        return load_dataset(name, config or None, split=data.split, streaming=True)
-
-
-@contextlib.contextmanager
-def _reading_hub(data: DataConfig) -> Iterator[None]:
-    """Raise the errors of `datasets` in the block as one line with the remedy."""
-    from datasets.exceptions import DatasetsError
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    # ValueError: unknown split or configuration. OSError: also every failure of the network.
-    except (OSError, ValueError, DatasetsError, ArrowException) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(
-            f"cannot stream data set {data.name!r} (split {data.split!r}): {reason}; check name, split and network, "
-            f"or set data.source=files and give --text"
-        ) from error
-
-
-def hub_rows(dataset: IterableDataset, data: DataConfig) -> Iterator[dict[str, Any]]:
-    """Yield the rows of an open data set.
-
-    Raises:
-        DataError: the stream breaks.
-    """
-    with _reading_hub(data):
-        yield from dataset
 
 
 def row_text(row: dict[str, Any], data: DataConfig) -> str:

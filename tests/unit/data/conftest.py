@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+from hub_server import hub_of
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.tokenizer import train_bpe
@@ -43,3 +44,10 @@ def files_data() -> DataConfig:
 def corpus(tmp_path: Path, seed: int) -> Path:
     """120 documents in one jsonl file."""
     return write_rows(tmp_path / "corpus" / "rows.jsonl", sentences(random.Random(seed), 120))
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A hub without data sets; a test writes them to `hub.root/OWNER/NAME/`."""
+    with hub_of(tmp_path / "hub", monkeypatch) as server:
+        yield server

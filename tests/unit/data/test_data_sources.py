@@ -189,21 +189,27 @@ def test_identity_changes_with_the_corpus_and_its_settings(corpus):
     assert corpus_identity(data, [corpus]) != before
 
 
-def test_hub_documents_come_from_a_local_data_set(corpus):
-    data = DataConfig(source="hub", name=str(corpus.parent))
-    names, texts = zip(*documents(data), strict=True)
+@pytest.fixture
+def hub_data(hub, corpus) -> DataConfig:
+    """The corpus as a data set of a hub."""
+    folder = hub.root / "alice" / "texts"
+    folder.mkdir(parents=True)
+    (folder / corpus.name).write_bytes(corpus.read_bytes())
+    return DataConfig(source="hub", name="alice/texts")
+
+
+def test_hub_documents_come_from_a_data_set(corpus, hub_data):
+    names, texts = zip(*documents(hub_data), strict=True)
     assert names == tuple(str(index) for index in range(120))
     assert list(texts) == [text for _, text in read(corpus)]
 
 
-@pytest.mark.parametrize("change", [{"name": "nobody/nothing"}, {"split": "absent"}, {"name": "nobody/nothing:part"}])
-def test_an_unreachable_data_set_is_named_with_the_remedy(corpus, change):
-    data = DataConfig(**{"source": "hub", "name": str(corpus.parent), **change})
+@pytest.mark.parametrize("change", [{"name": "nobody/nothing"}, {"name": "nobody/nothing:part"}])
+def test_an_unreachable_data_set_is_named_with_the_remedy(hub_data, change):
     with pytest.raises(DataError, match=r"cannot stream data set .*check name, split and network"):
-        next(documents(data))
+        next(documents(hub_data.model_copy(update=change)))
 
 
-def test_hub_rows_without_the_field_are_refused(corpus):
-    data = DataConfig(source="hub", name=str(corpus.parent), text_field="content")
+def test_hub_rows_without_the_field_are_refused(hub_data):
     with pytest.raises(DataError, match="no field 'content'"):
-        next(documents(data))
+        next(documents(hub_data.model_copy(update={"text_field": "content"})))

@@ -1,4 +1,4 @@
-"""Streamed data sets, here from local folders."""
+"""Streamed data sets, of a server on loopback that speaks the hub's API."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ T = 16
 
 
 @pytest.fixture
-def hub_data(tmp_path, seed) -> DataConfig:
+def hub_data(hub, seed) -> DataConfig:
     """Four shards of 30 documents."""
     texts = sentences(random.Random(seed), 120)
     for shard in range(4):
-        write_rows(tmp_path / "hub" / f"part-{shard}.jsonl", texts[shard::4])
-    return DataConfig(source="hub", name=str(tmp_path / "hub"), sequence_length=T, held_out_fraction=0.2)
+        write_rows(hub.root / "alice" / "texts" / f"part-{shard}.jsonl", texts[shard::4])
+    return DataConfig(source="hub", name="alice/texts", sequence_length=T, held_out_fraction=0.2)
 
 
 @pytest.fixture
@@ -130,19 +130,19 @@ def test_held_out_batches_of_a_stream_are_its_first_held_out_windows(hub_data, t
     assert torch.cat(batches).tolist() == [flat[i * T : i * T + T + 1] for i in range(10)]
 
 
-def test_too_small_a_data_set_is_refused(hub_data, tokenizer, source_of, tmp_path):
+def test_too_small_a_data_set_is_refused(hub, hub_data, source_of):
     with pytest.raises(DataError, match="choose a larger data set"):
         source_of(data=hub_data.model_copy(update={"sequence_length": 10**6}))
-    write_rows(tmp_path / "blank" / "rows.jsonl", [" ", ""])
+    write_rows(hub.root / "alice" / "blank" / "rows.jsonl", [" ", ""])
     with pytest.raises(DataError, match="choose a larger data set"):
-        source_of(data=hub_data.model_copy(update={"name": str(tmp_path / "blank")}))
+        source_of(data=hub_data.model_copy(update={"name": "alice/blank"}))
 
 
-def test_one_parquet_file_is_read_from_different_places_by_different_peers(tmp_path, tokenizer, source_of, hub_data):
-    (tmp_path / "parquet").mkdir()
+def test_one_parquet_file_is_read_from_different_places_by_different_peers(hub, tokenizer, source_of, hub_data):
+    (hub.root / "alice" / "parquet").mkdir()
     table = pyarrow.table({"text": sentences(random.Random(5), 200)})
-    pyarrow.parquet.write_table(table, tmp_path / "parquet" / "one.parquet", row_group_size=10)
-    data = hub_data.model_copy(update={"name": str(tmp_path / "parquet")})
+    pyarrow.parquet.write_table(table, hub.root / "alice" / "parquet" / "one.parquet", row_group_size=10)
+    data = hub_data.model_copy(update={"name": "alice/parquet"})
     first = [tokenizer.decode(source_of(seed, data).next_batch(20).flatten().tolist()) for seed in (1, 2)]
     numbers = [{word for word in text.split() if word.rstrip(".").isdigit()} for text in first]
     assert len(numbers[0] - numbers[1]) >= 3

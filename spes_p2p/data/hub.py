@@ -1,0 +1,199 @@
+"""Data sets of the Hugging Face hub: found, checked and streamed; a manifest's name opens nothing else.
+
+The name and the data set's card are a stranger's. So no local folder is looked for, the card's patterns stay within the
+data set, nothing but tables of text is read, and of these the text's column alone: the formats of images, archives and
+models can name other files, or run code.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING, Any
+
+from spes_p2p.config import DataConfig
+from spes_p2p.errors import DataError, SpesError
+
+if TYPE_CHECKING:
+    from datasets import IterableDataset
+    from datasets.utils.metadata import MetadataConfigs
+
+HUB_SECONDS = 30.0
+"""Longest wait for the hub's description of a data set."""
+_FORMATS = {
+    ".parquet": "parquet",
+    ".jsonl": "json",
+    ".json": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+}
+_COMPRESSIONS = {".gz", ".bz2", ".xz", ".zst", ".lz4"}
+
+
+@dataclass(frozen=True)
+class HubFiles:
+    """What a run's data set is made of, at one commit.
+
+    Attributes:
+        url: `hf://datasets/OWNER/NAME@COMMIT`; every file lies below it.
+        licence: The card's licence field; empty where it has none.
+        format: Suffix of the files without compression, such as `.parquet`.
+        files: Their URLs.
+        num_bytes: Size of them all.
+    """
+
+    url: str
+    licence: str
+    format: str
+    files: tuple[str, ...]
+    num_bytes: int
+
+
+def find_hub_files(data: DataConfig) -> HubFiles:
+    """Ask the hub for the files of `data.name` and `data.split`, without reading any.
+
+    Raises:
+        DataError: the hub cannot be reached, the data set is private or has no such configuration or split, or its card
+            names files outside it or of another kind than tables of text.
+    """
+    from datasets.utils.metadata import MetadataConfigs
+    from huggingface_hub import HfApi
+
+    assert data.name is not None
+    repository, _, config = data.name.partition(":")
+    with _reading_hub(data):
+        info = HfApi().dataset_info(repository, files_metadata=True, timeout=HUB_SECONDS)
+        if info.private:  # guard: private-data
+            raise DataError(f"data set {repository!r} is private; a run trains on public data, or on files with --text")
+        url = f"hf://datasets/{repository}@{info.sha}"
+        card = info.card_data
+        configs = MetadataConfigs.from_dataset_card_data(card) if card is not None else MetadataConfigs()
+        matches = _files_of_split(data, url, configs, config)
+        files, suffix = _tables(matches, data, url)
+        sizes = {f"{url}/{file.rfilename}": file.size or 0 for file in info.siblings or ()}
+        licence = str(card.get("license") or "") if card is not None else ""
+        return HubFiles(url, licence, suffix, tuple(files), sum(sizes.get(file, 0) for file in files))
+
+
+def _files_of_split(data: DataConfig, url: str, configs: MetadataConfigs, config: str) -> Sequence[str]:
+    """Match the patterns of a configuration's split with the data set's files, as `datasets` does."""
+    from datasets.data_files import DataFilesList, get_data_patterns, sanitize_patterns
+
+    chosen = config or configs.get_default_config_name() or ("default" if not configs else "")
+    if chosen not in configs and (configs or chosen != "default"):
+        known = ", ".join(configs)[:200] or "default"
+        raise DataError(f"data set {data.name!r} has the configurations {known}; append one to data.name as :NAME")
+    settings = configs.get(chosen, {})
+    folder = str(settings.get("data_dir") or "")
+    base = f"{url}/{_inside(folder, data)}" if folder else url
+    given = settings.get("data_files")
+    patterns = sanitize_patterns(given) if given is not None else get_data_patterns(base)
+    if data.split not in patterns:
+        raise DataError(f"data set {data.name!r} has the splits {', '.join(map(str, patterns))[:200]}; set data.split")
+    return DataFilesList.from_patterns([_inside(each, data) for each in patterns[data.split]], base_path=base)
+
+
+def _inside(pattern: str, data: DataConfig) -> str:
+    """Return a pattern of a card if it can match files of the data set alone; it is looked for on disk otherwise."""
+    parts = PurePosixPath(pattern).parts
+    if pattern.startswith(("/", "~")) or ".." in parts or ":" in pattern or "\\" in pattern:  # guard: hub-patterns
+        raise DataError(f"the card of data set {data.name!r} names files elsewhere: {pattern[:80]!r}; choose another")
+    return pattern
+
+
+def _tables(matches: Sequence[str], data: DataConfig, url: str) -> tuple[list[str], str]:
+    """Return the files of the format that most of them have, and its suffix."""
+    for file in matches:
+        if not file.startswith(f"{url}/") or "::" in file or ".." in file.split("/"):  # guard: hub-files
+            raise DataError(f"a file of data set {data.name!r} lies elsewhere: {file[:80]!r}; choose another")
+    suffixes = {file: _suffix(file) for file in matches}
+    counts = Counter(suffix for suffix in suffixes.values() if suffix in _FORMATS)  # guard: hub-formats
+    if not counts:
+        raise DataError(
+            f"data set {data.name!r} has no {', '.join(_FORMATS)} files in split {data.split!r}; choose another"
+        )
+    [(suffix, _)] = counts.most_common(1)
+    return [file for file in matches if suffixes[file] == suffix], suffix
+
+
+def _suffix(file: str) -> str:
+    path = PurePosixPath(file.lower())
+    return PurePosixPath(path.stem).suffix if path.suffix in _COMPRESSIONS else path.suffix
+
+
+def load_hub(data: DataConfig) -> IterableDataset:
+    """Open `data.name` for streaming.
+
+    Raises:
+        DataError: as `find_hub_files`, or the files cannot be read, or `data.text_field` is no column of text.
+    """
+    from datasets import IterableDataset, Value
+    from datasets.data_files import DataFilesDict, DataFilesList
+    from datasets.packaged_modules.csv.csv import Csv
+    from datasets.packaged_modules.json.json import Json
+    from datasets.packaged_modules.parquet.parquet import Parquet
+    from datasets.packaged_modules.text.text import Text
+
+    # It warns that a resumed shuffle buffer is refilled; this buffer holds one row and loses nothing.
+    logging.getLogger("datasets.iterable_dataset").setLevel(logging.ERROR)
+    assert data.name is not None
+    found = find_hub_files(data)
+    repository = data.name.partition(":")[0]
+    builder = {"csv": Csv, "json": Json, "parquet": Parquet, "text": Text}[_FORMATS[found.format]]
+    files = DataFilesList(list(found.files), [(repository, found.url)])
+    options = {"sep": "\t"} if found.format == ".tsv" else {}
+    with _reading_hub(data):
+        dataset = builder(
+            data_files=DataFilesDict({data.split: files}),
+            dataset_name=repository.partition("/")[2],
+            base_path=found.url,
+            repo_id=repository,
+            **options,
+        ).as_streaming_dataset(data.split)
+        assert isinstance(dataset, IterableDataset)
+        if dataset.features is None:  # rows of JSON, CSV or text, which are not decoded
+            return dataset
+        if data.text_field not in dataset.features:
+            raise _no_field(data, list(dataset.features))
+        feature = dataset.features[data.text_field]
+        if not (isinstance(feature, Value) and feature.dtype in ("string", "large_string")):  # guard: hub-column
+            raise DataError(f"column {data.text_field!r} of data set {data.name!r} is no text; set data.text_field")
+        # A column of images or sound may name files anywhere, which decoding it would open.
+        return dataset.select_columns([data.text_field])  # guard: hub-decoding
+
+
+def _no_field(data: DataConfig, columns: list[str]) -> DataError:
+    known = ", ".join(sorted(columns)[:8])
+    return DataError(f"data set {data.name!r} has no field {data.text_field!r} (it has: {known}); set data.text_field")
+
+
+@contextlib.contextmanager
+def _reading_hub(data: DataConfig) -> Iterator[None]:
+    """Raise the errors in the block as one line with the remedy."""
+    try:
+        yield
+    except SpesError:
+        raise
+    # A stranger's card or file can raise anything in `datasets` and what it stands on; network failures are OSError.
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"cannot stream data set {data.name!r} (split {data.split!r}): {reason}; check name, split and network, "
+            f"or set data.source=files and give --text"
+        ) from error
+
+
+def hub_rows(dataset: IterableDataset, data: DataConfig) -> Iterator[dict[str, Any]]:
+    """Yield the rows of an open data set.
+
+    Raises:
+        DataError: the stream breaks.
+    """
+    with _reading_hub(data):
+        yield from dataset
