@@ -23,6 +23,8 @@ from spes_p2p.config.machine import (
     sequences_at_once,
 )
 from spes_p2p.config.run import (
+    MAX_LEASE_SECONDS,
+    MAX_PEER_TOKENS,
     CodecConfig,
     CodecName,
     DataConfig,
@@ -43,6 +45,8 @@ from spes_p2p.config.run import (
 
 __all__ = [
     "EIGHT_BIT",
+    "MAX_LEASE_SECONDS",
+    "MAX_PEER_TOKENS",
     "MIN_MBIT",
     "CodecConfig",
     "CodecName",

@@ -7,10 +7,24 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-PositiveInt = Annotated[int, Field(gt=0)]
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
+PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: positive-bounds
+"""Bounded, so that neither a product of some nor a reciprocal is beyond a float or a timer."""
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-12, le=100, allow_inf_nan=False)]
+"""A learning rate."""
+MAX_ROUNDS = 10**6
+Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
+MAX_ROUND_SECONDS = 86_400.0
+TrainingSeconds = Annotated[float, Field(ge=0.001, le=MAX_ROUND_SECONDS, allow_inf_nan=False)]
+PhaseSeconds = Annotated[float, Field(ge=0.001, le=3600, allow_inf_nan=False)]  # guard: phase-bounds
+"""Longest wait for other peers in one phase of a round; also the longest that the exchange's messages can ask for."""
+MAX_LEASE_SECONDS = 600.0
+"""Longest lifetime of a record. Every node refuses a longer one, so a longer lease would silence the run."""
+MAX_PEER_TOKENS = 2**34
+"""More tokens than one peer can train between two rounds."""
 Storage = Literal["fp32", "bf16", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon"]
 CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
@@ -27,19 +41,19 @@ class ModelConfig(Frozen):
 
     family: Literal["olmoe", "qwen3_moe", "mixtral"] = "olmoe"
     """Which stock `transformers` architecture to build."""
-    hidden_size: PositiveInt = 128
+    hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 128
     """Width D of the residual stream."""
-    num_layers: PositiveInt = 4
+    num_layers: Annotated[int, Field(ge=1, le=1024)] = 4
     """Decoder layers, each with one expert module."""
-    num_heads: PositiveInt = 4
+    num_heads: Annotated[int, Field(ge=1, le=1024)] = 4
     """Attention heads; must divide `hidden_size`."""
-    num_kv_heads: PositiveInt = 4
+    num_kv_heads: Annotated[int, Field(ge=1, le=1024)] = 4
     """Key/value heads; must divide `num_heads`."""
-    intermediate_size: PositiveInt = 128
+    intermediate_size: Annotated[int, Field(ge=1, le=2**18)] = 128
     """Width of one expert's SwiGLU."""
-    num_experts: Annotated[int, Field(gt=0, le=4096)] = 16
+    num_experts: Annotated[int, Field(ge=1, le=4096)] = 16
     """Experts E per layer; slot e is expert e of every layer."""
-    top_k: PositiveInt = 2
+    top_k: Annotated[int, Field(ge=1, le=4096)] = 2
     """Experts each token is routed to."""
     norm_topk_prob: bool = True
     """Renormalise the top-k router probabilities (Mixtral always does)."""
@@ -112,11 +126,11 @@ class DataConfig(Frozen):
     """Column that holds the text in jsonl, parquet and hub datasets."""
     tokenizer: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_tokenizer_name)] | None = None
     """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use."""
-    vocab_size: PositiveInt = 4096
+    vocab_size: Annotated[int, Field(ge=1, le=2**24)] = 4096
     """Entries of a BPE trained at first use; with `tokenizer`, replaced by that tokenizer's size."""
-    sequence_length: PositiveInt = 256
+    sequence_length: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Tokens per training sequence."""
-    held_out_fraction: Annotated[float, Field(gt=0, lt=0.5)] = 0.02
+    held_out_fraction: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.02
     """Share of documents, chosen by hash, kept for the held-out loss and never trained on."""
 
     @model_validator(mode="after")
@@ -129,12 +143,12 @@ class DataConfig(Frozen):
 class TrainConfig(Frozen):
     """Inner (local) training: optimizer, schedule, losses."""
 
-    batch_size: PositiveInt = 8
+    batch_size: Annotated[int, Field(ge=1, le=2**20)] = 8
     """Sequences per optimizer step of one peer, over all its ranks and microbatches."""
     optimizer: OptimizerName = "adamw"
     """Inner optimizer; a machine may put `adamw8bit` for `adamw`, or the reverse, with --inner-optimizer. `muon` takes
     AdamW's learning rates, `lion8bit` a third to a tenth of them; `lamb`'s are shares of a tensor's norm."""
-    lr: PositiveFloat = 2e-3
+    lr: Rate = 2e-3
     """Peak learning rate."""
     beta1: Decay = 0.9
     """Decay of the first moment; Muon's momentum, Lion's mix of momentum and gradient."""
@@ -142,24 +156,24 @@ class TrainConfig(Frozen):
     """Decay of the second moment; of Lion's momentum."""
     eps: PositiveFloat = 1e-8
     """Epsilon of AdamW and LAMB."""
-    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    weight_decay: Coefficient = 0.1
     """Decoupled weight decay, on every parameter as in SPES."""
     clip_norm: PositiveFloat = 1.0
     """Gradient norm above which gradients are scaled down; over shared and claimed parameters together."""
     schedule: Literal["cosine", "wsd", "constant"] = "cosine"
     """Learning rate after the warm-up, over the run's rounds; `wsd` stays at the peak until it decays at the end."""
-    decay_fraction: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] = 0.2
+    decay_fraction: Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)] = 0.2
     """Share of the run, at its end, over which `wsd` decays."""
-    warmup_rounds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
+    warmup_rounds: Annotated[float, Field(ge=0, le=MAX_ROUNDS, allow_inf_nan=False)] = 0.5
     """Rounds (may be a fraction) of linear warm-up; in mode `tokens` no step has less than a quarter of the rate at
     its round's end."""
     final_lr_ratio: Fraction = 0.1
     """Learning rate at the end of `cosine` and `wsd`, as a share of the peak."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """`bf16` runs the forward pass under autocast; parameters stay fp32."""
-    balance_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-2
+    balance_loss: Coefficient = 1e-2
     """Coefficient of the per-layer load-balance loss."""
-    router_z_loss: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
+    router_z_loss: Coefficient = 1e-3
     """Coefficient of the router z-loss."""
     claimed_balance_factor: Fraction = 1.0
     """Start of SPES's factor on a peer's own experts' counts in the balance loss; rises to 1 over the
@@ -172,36 +186,38 @@ class RoundConfig(Frozen):
     mode: Literal["tokens", "steps"] = "tokens"
     """`tokens`: a round ends at one common time, when the swarm is expected to reach `tokens`;
     `steps`: each peer makes `steps` local steps."""
-    tokens: PositiveInt = 98_304
+    tokens: Annotated[int, Field(ge=1, le=2**44)] = 98_304
     """Tokens the swarm trains in one round."""
-    steps: PositiveInt = 25
+    steps: Annotated[int, Field(ge=1, le=2**20)] = 25
     """Local steps per round in mode `steps`."""
-    min_seconds: PositiveFloat = 5.0
+    min_seconds: TrainingSeconds = 5.0
     """A round's least training time in mode `tokens`."""
-    max_seconds: PositiveFloat = 600.0
+    max_seconds: TrainingSeconds = 600.0
     """A round's most training time in mode `tokens`."""
-    total: PositiveInt = 10
+    total: Rounds = 10
     """Rounds in the run; also the learning rate schedule's horizon."""
-    min_peers: PositiveInt = 1
+    min_peers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Active peers to wait for before the first round."""
-    matchmaking_seconds: PositiveFloat = 3.0
+    matchmaking_seconds: PhaseSeconds = 3.0
     """Time a leader collects members when not everybody expected shows up."""
-    averaging_seconds: PositiveFloat = 30.0
+    averaging_seconds: PhaseSeconds = 30.0
     """Longest that one averaging attempt may take, from roster to confirmed digests; a failed attempt is redone once.
     Once a peer has seen some, its own deadline follows what they took."""
-    exchange_seconds: PositiveFloat = 60.0
+    exchange_seconds: PhaseSeconds = 60.0
     """Deadline of pulling the slots that this peer does not hold."""
-    lease_seconds: PositiveFloat = 30.0
+    lease_seconds: Annotated[float, Field(ge=0.1, le=MAX_LEASE_SECONDS, allow_inf_nan=False)] = (
+        30.0  # guard: lease-bound
+    )
     """Lifetime of a claim that is not renewed."""
-    heartbeat_seconds: PositiveFloat = 10.0
+    heartbeat_seconds: Annotated[float, Field(ge=0.05, le=MAX_LEASE_SECONDS / 2, allow_inf_nan=False)] = 10.0
     """Interval of renewals."""
     copies: Annotated[int, Field(ge=1, le=8)] = 2
     """Peers on which every slot's weights and moments live at least, where there are so many: what too few hold, others
     keep, so that a slot outlives its last holder. 1 leaves it to the holders."""
-    rotate_rounds: Annotated[int, Field(ge=0)] = 0
+    rotate_rounds: Annotated[int, Field(ge=0, le=MAX_ROUNDS)] = 0
     """Every so many rounds an eighth of the slots change hands by lot, so that none is trained on one peer's data for
     ever; each costs two peers a download of a slot and its moments. 0 leaves slots where they are."""
-    overlap: Annotated[int, Field(ge=0)] = 0
+    overlap: Annotated[int, Field(ge=0, le=2**20)] = 0
     """Steps of the next round after which a round's result is applied, or when it lands if that is later; training goes
     on meanwhile. 0 waits for the result before it trains on."""
 
@@ -224,7 +240,7 @@ class OuterStep(Frozen):
 
     optimizer: Literal["mean", "nesterov"] = "mean"
     """`mean` takes the average as it is; `nesterov` adds momentum over rounds."""
-    lr: PositiveFloat = 0.7
+    lr: Rate = 0.7
     """Outer learning rate of `nesterov`."""
     momentum: Decay = 0.9
     """Momentum of `nesterov`."""
@@ -259,9 +275,9 @@ class CodecConfig(Frozen):
     """Deltas of slots, averaged with other holders and published to everybody else."""
     moments: Literal["fp32", "bf16", "int8"] = "fp32"
     """Optimizer moments, where the run averages them (`outer.moments`), and those that others keep (`round.copies`)."""
-    moments_interval: PositiveInt = 1
+    moments_interval: Rounds = 1
     """Average, and publish, the moments every so many rounds."""
-    keyframe_rounds: PositiveInt = 8
+    keyframe_rounds: Annotated[int, Field(ge=1, le=256)] = 8
     """Most rounds that a peer may lag behind and still be brought up to date by deltas instead of a full copy."""
 
 
@@ -270,11 +286,11 @@ class MergeConfig(Frozen):
 
     alpha: Fraction = 0.0
     """Share of the way towards the similar experts' mean at the start; decays linearly to 0. SPES uses 0.05."""
-    interval_rounds: PositiveInt = 1
+    interval_rounds: Rounds = 1
     """Merge every so many rounds."""
-    decay_rounds: PositiveInt = 10
+    decay_rounds: Rounds = 10
     """Rounds over which `alpha` decays to 0."""
-    top_k: PositiveInt = 4
+    top_k: Annotated[int, Field(ge=1, le=4096)] = 4
     """Most similar experts to move towards; capped at E - 1."""
 
 
@@ -290,7 +306,7 @@ class RunConfig(Frozen):
     merge: MergeConfig = MergeConfig()
     invite_only: bool = False
     """Only peers that the founder has invited (`spes invite`) take part."""
-    seed: Annotated[int, Field(ge=0)] = 0
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"
     """Default precision of the experts a peer does not hold; a machine may choose otherwise with --storage."""
@@ -317,6 +333,13 @@ class RunConfig(Frozen):
             raise ValueError(
                 f"outer.moments=second, but train.optimizer={train.optimizer} keeps no second moment of an expert; "
                 f"set outer.moments to both or local"
+            )
+        steps = self.round.steps if self.round.mode == "steps" else 1
+        if steps * train.batch_size * self.data.sequence_length > MAX_PEER_TOKENS:  # guard: round-tokens
+            raise ValueError(
+                f"{steps} steps of train.batch_size={train.batch_size} sequences of data.sequence_length="
+                f"{self.data.sequence_length} are more than the {MAX_PEER_TOKENS:,} tokens that one peer can train in "
+                f"a round; lower one of them"
             )
         latest = round(total * (1 - train.decay_fraction), 9)
         if train.schedule == "wsd" and train.warmup_rounds > latest:

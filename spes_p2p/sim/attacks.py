@@ -11,12 +11,12 @@ from pydantic import Field
 from torch import Tensor
 
 from spes_p2p.codecs.format import Format
-from spes_p2p.config import Frozen, PositiveFloat
+from spes_p2p.config import MAX_PEER_TOKENS, Frozen, PositiveFloat
 from spes_p2p.sim.swarm import Lie, MemoryHub, MemorySwarm
 from spes_p2p.swarm.averaging.partition import Message, decode_message, encode_message
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.roster import MAX_MEMBER_TOKENS, Member, Roster
+from spes_p2p.swarm.roster import Member, Roster
 
 
 class Attack(Frozen):
@@ -65,7 +65,7 @@ class AttackingSwarm(MemorySwarm):
             self.clock.advance(max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds)
             return RoundResult(Roster([member]), dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
         for attack in self._does("inflate", member.round):
-            tokens = min(int(member.tokens * attack.factor), MAX_MEMBER_TOKENS)
+            tokens = min(int(member.tokens * attack.factor), MAX_PEER_TOKENS)
             contribution = replace(contribution, member=member.model_copy(update={"tokens": tokens}))
         result = super().average(contribution, expected=expected, starts_at=starts_at)
         self._means |= result.committed

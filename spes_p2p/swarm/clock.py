@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from spes_p2p.config import RoundConfig
+from spes_p2p.config import MAX_PEER_TOKENS, RoundConfig
 from spes_p2p.swarm.roster import Member
 
 FALLBACK_TOKENS_PER_SECOND = 1.0
@@ -59,7 +59,7 @@ def clamp_tokens(tokens: int, tokens_per_second: float, train_seconds: float) ->
     """Return the tokens that a peer may claim for a round: a tenth more than its stated speed explains, at most."""
     return max(
         0,
-        min(tokens, int(1.1 * tokens_per_second * train_seconds) + 1),  # guard: tokens-by-speed
+        min(tokens, MAX_PEER_TOKENS, int(1.1 * tokens_per_second * train_seconds) + 1),  # guard: tokens-by-speed
     )
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from spes_p2p.config import MAX_LEASE_SECONDS
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
@@ -21,13 +22,17 @@ PROTOCOL = "v5"
 NUM_BUCKETS = 4
 """Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
-MAX_LIFETIME_SECONDS = 600.0
+MAX_LIFETIME_SECONDS = MAX_LEASE_SECONDS
 MAX_SLOTS = 4096
+MAX_CLAIMED = 128
+"""Slots that one peer can claim: more do not fit a record."""
+MAX_TIME = 1e10
+"""Largest time in seconds, DHT time included."""
 
 PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: peer-id-form
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # guard: digest-form
 Count = Annotated[int, Field(ge=0, le=2**53)]  # guard: count-bounds
-Seconds = Annotated[float, Field(ge=0, le=1e10, allow_inf_nan=False)]  # guard: time-bounds
+Seconds = Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)]  # guard: time-bounds
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guard: number-bounds
 Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: slot-bounds
 Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
@@ -110,9 +115,9 @@ class Claim(Record):
     kind: ClassVar[str] = "claims"
 
     state: Literal["joining", "active"]
-    slots: tuple[Slot, ...] = Field(default=(), max_length=128)
+    slots: tuple[Slot, ...] = Field(default=(), max_length=MAX_CLAIMED)
     """Slots that this peer trains, ascending."""
-    max_slots: Annotated[int, Field(ge=0, le=128)]
+    max_slots: Annotated[int, Field(ge=0, le=MAX_CLAIMED)]
     """Number of slots that this peer could train; 0 when it leaves."""
     since: Seconds
     """DHT time at which this peer joined."""
@@ -156,7 +161,7 @@ class Metrics(Record):
     loss: Number | None
     """Mean cross entropy over the round, nats per token; None if no step of it changed the model."""
     tokens_per_second: Number
-    slots: tuple[Slot, ...] = Field(max_length=128)
+    slots: tuple[Slot, ...] = Field(max_length=MAX_CLAIMED)
     num_members: Count
     """Members of the round's roster."""
     committed: Count

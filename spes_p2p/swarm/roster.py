@@ -13,7 +13,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spes_p2p.config import MIN_MBIT
+from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
@@ -30,8 +30,6 @@ MAX_LAG = 99
 """Largest lag. Also stated for a version ahead of the model, and for a missing one; training starts from neither."""
 MIN_VOTERS = 5
 """Members below which no vote excludes a member: of four, two could outvote one."""
-MAX_MEMBER_TOKENS = 2**34
-"""More tokens than one peer can train between two rounds."""
 ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 
 
@@ -43,7 +41,7 @@ class Member(BaseModel):
     peer_id: PeerId
     round: Count
     """Round of the shared anchor that the deltas start from."""
-    tokens: Annotated[int, Field(ge=0, le=MAX_MEMBER_TOKENS)]  # guard: token-bounds
+    tokens: Annotated[int, Field(ge=0, le=MAX_PEER_TOKENS)]  # guard: token-bounds
     """Tokens trained since the anchor, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""

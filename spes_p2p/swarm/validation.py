@@ -14,7 +14,7 @@ from hivemind.dht.validation import DHTRecord, RecordValidatorBase
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.p2p.identity import Identity, peer_id_of
-from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, RECORD_TYPES, Record
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, MAX_RECORD_BYTES, MAX_TIME, RECORD_TYPES, Record
 
 log = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class RecordValidator(RecordValidatorBase):
             raise RecordError("signature is missing or wrong")
         value = ShallowSerializer.loads(self._signer.strip_value(record))
         if kind is None:
-            if not isinstance(value, float) or not math.isfinite(value):  # guard: waiting-time
+            if not isinstance(value, float) or not 0 <= value <= MAX_TIME:  # guard: waiting-time
                 raise RecordError("matchmaking record is no time")
             return
         found = kind.decode(value)

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from spes_p2p.codecs.format import Format, Segment
+from spes_p2p.config import MAX_PEER_TOKENS
 from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evidence
 from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
 from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Bans
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.roster import (
-    MAX_MEMBER_TOKENS,
     NEWCOMER_WEIGHT,
     Member,
     Roster,
@@ -283,7 +283,7 @@ def met_in_a_slot(roster, mine, theirs):
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
 def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count):
     honest = deltas(seed)
-    roster = [member(peer, tokens=MAX_MEMBER_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
+    roster = [member(peer, tokens=MAX_PEER_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
     mean, liars = met_in_a_slot(roster, honest[PEERS[0]], 1e5 * honest[PEERS[1]])
     most = OWN_CLIP * MAX_TIMES_MEDIAN * honest[PEERS[0]][: len(mean)].norm()
     assert mean.norm() < 1.01 * most
@@ -291,13 +291,13 @@ def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count)
 
 
 def test_in_a_slot_of_two_nobody_weighs_more_than_a_few_times_the_rosters_median():
-    roster = [member(peer, tokens=MAX_MEMBER_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
+    roster = [member(peer, tokens=MAX_PEER_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
     assert of_two(roster).weights == (100.0, MAX_TIMES_MEDIAN * 104.5)
     assert of_two(roster[::-1]).weights == of_two(roster).weights
 
 
 def test_among_five_slow_holders_of_a_slot_nobody_weighs_more_than_a_few_of_them():
-    tokens = [10, 10, 10, 10, MAX_MEMBER_TOKENS, 1000, 1000, 1000]
+    tokens = [10, 10, 10, 10, MAX_PEER_TOKENS, 1000, 1000, 1000]
     roster = [member(peer, tokens=count) for peer, count in zip(PEERS, tokens, strict=True)]
     plan = GroupPlan.in_roster(Roster(roster), PEERS[:5], Format([Segment(NUMEL, "fp32")]))
     assert plan.weights == (10.0, 10.0, 10.0, 10.0, 10.0 * MAX_TIMES_MEDIAN)
@@ -325,7 +325,7 @@ def test_who_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, c
 
 def test_one_of_four_cannot_say_what_is_usual():
     for count in (2, 3, 4):
-        for false in (1, MAX_MEMBER_TOKENS):
+        for false in (1, MAX_PEER_TOKENS):
             roster = [member(PEERS[0], tokens=false), *(member(peer) for peer in PEERS[1:count])]
             assert Roster(roster).usual_tokens <= 100
     tokens = {PEERS[0]: 1, PEERS[1]: 100, ODD: 0}

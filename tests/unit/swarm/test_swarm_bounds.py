@@ -66,3 +66,9 @@ def test_a_list_has_a_length_and_no_document_takes_unknown_keys() -> None:
     assert not endless
     assert all(kind.model_config["extra"] == "forbid" for kind in FILLED_BY_PEERS)
     assert open_ended == ["Member.anchors"], "a mapping, whose keys have a pattern and whose number is bounded"
+
+
+def test_a_number_has_a_least_and_a_greatest_value() -> None:
+    low, high = {"minimum", "exclusiveMinimum"}, {"maximum", "exclusiveMaximum"}
+    numbers = [(at, leaf) for at, leaf in fields_of_type("integer", "number") if "const" not in leaf]
+    assert not [at for at, leaf in numbers if not (low & leaf.keys() and high & leaf.keys())]
