@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TextIO
@@ -20,6 +20,7 @@ from rich.text import Text
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, short_id, sync_share
 from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
+from spes_p2p.swarm.names import slot_ranges
 from spes_p2p.swarm.records import Metrics
 
 log = logging.getLogger(__name__)
@@ -343,17 +344,6 @@ def render(run_id: str, view: SwarmView) -> Group:
     hidden = len(here) - MAX_CONSOLE_PEERS
     rest = [Text(f"and {hidden} more peers")] if hidden > 0 else []
     return Group(Text(printable("  ".join(part for part in head if part))), table, *rest)
-
-
-def slot_ranges(slots: Sequence[int]) -> str:
-    """Return ascending slots in short: `0-3,7`."""
-    spans: list[list[int]] = []
-    for slot in slots:
-        if spans and slot == spans[-1][1] + 1:
-            spans[-1][1] = slot
-        else:
-            spans.append([slot, slot])
-    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans) or "none"
 
 
 def number_or_dash(value: float | None) -> str:

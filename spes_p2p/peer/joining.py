@@ -22,13 +22,14 @@ from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_build, hf_config
-from spes_p2p.planner.memory import Setup, peer_bytes, slots_that_fit
+from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
     Manifest,
     check_founder,
+    check_newest,
     declare_manifest,
     fetch_manifest,
     find_manifests,
@@ -40,7 +41,7 @@ from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
-from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.checkpoint import Found, recover
@@ -50,6 +51,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 SAY_SECONDS = 5.0
+ANY_MEMORY = 2**60
+"""In place of a GPU's memory, which is not known yet."""
 
 
 def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
@@ -227,6 +230,8 @@ def _manifest(
             f"--output {config.output} belongs to another run {config.run_id!r} (manifest {kept.digest[:12]}, "
             f"the swarm's is {found[0][:12]}); name another --output"
         )
+    if kept is not None:
+        check_newest(swarm, kept)
     return kept or fetch_manifest(swarm, config.founder)[0]
 
 
@@ -237,9 +242,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     group = ProcessGroup(config.device)
     on_gpu = group.device.type == "cuda"
     setup = Setup.of(run, config, manifest.vocab_size, num_ranks=group.world_size, on_gpu=on_gpu)
-    max_slots = config.max_slots
-    if max_slots == "auto":
-        max_slots = slots_that_fit(size, replace(setup, on_gpu=False), free_memory_bytes())
+    max_slots = _max_slots(config, size, setup)
     numels = {SHARED: size.shared_params, "slot": size.slot_params}
     anchors = Anchors(run, numels)
     guests = guest_list(swarm, manifest, config.invite or "")
@@ -261,6 +264,24 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
     data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
     return Admission(manifest, max_slots, data_seed, found)
+
+
+def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
+    """Return the number of slots that this peer may claim.
+
+    A GPU must not be looked at before the averager has forked; of a peer that trains there, a chosen number is compared
+    with the memory that the host must have.
+
+    Raises:
+        ConfigError: the chosen number, or one slot, does not fit this machine's free memory.
+    """
+    free = free_memory_bytes()
+    if config.max_slots == "auto":
+        return min(slots_that_fit(size, replace(setup, on_gpu=False), free), MAX_CLAIMED)
+    limits = (ANY_MEMORY, free) if setup.on_gpu else (free, None)
+    if not fits(size, config.max_slots, setup, *limits):  # guard: chosen-slots
+        raise ConfigError(f"max_slots={config.max_slots}: {shortage(size, config.max_slots, setup, *limits)}")
+    return config.max_slots
 
 
 def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup) -> None:
@@ -299,4 +320,9 @@ def _check_choices(config: PeerConfig, run: RunConfig) -> None:
         raise ConfigError(
             f"max_slots={config.max_slots} exceeds model.num_experts={run.model.num_experts}; "
             f"set it to {run.model.num_experts} or less"
+        )
+    if config.max_slots != "auto" and config.max_slots > MAX_CLAIMED:
+        raise ConfigError(
+            f"max_slots={config.max_slots} exceeds the {MAX_CLAIMED} slots that a claim can hold; set it to "
+            f"{MAX_CLAIMED} or less"
         )

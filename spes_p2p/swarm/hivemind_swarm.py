@@ -23,7 +23,7 @@ from spes_p2p.swarm.exchange.versions import CodecKind, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.membership import Membership
-from spes_p2p.swarm.names import SHARED, AnyName, VectorName
+from spes_p2p.swarm.names import SHARED, AnyName, VectorName, slot_ranges
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
@@ -32,6 +32,9 @@ from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Se
 from spes_p2p.swarm.roster import Member, Roster
 
 log = logging.getLogger(__name__)
+
+MAX_NAMED = 8
+"""Silent peers that a warning names; the others are counted."""
 
 
 class HivemindSwarm:
@@ -223,9 +226,9 @@ class HivemindSwarm:
         items = {name: (vectors.encode(name, flat_N), vectors.codec(name)) for name, flat_N in bundles.items()}
         return self._publish(round, items, deltas or {})
 
-    def publish_document(self, name: str, data: bytes) -> Version:
-        """Serve a document (`manifest`, `tokenizer`) as it is."""
-        return self._publish(0, {name: (data, "raw")}, {})[name]
+    def publish_document(self, name: str, data: bytes, round: int = 0) -> Version:
+        """Serve a document (`manifest`, `tokenizer`) as it is; of its author's, that of the latest round counts."""
+        return self._publish(round, {name: (data, "raw")}, {})[name]
 
     def _publish(
         self,
@@ -295,7 +298,16 @@ class HivemindSwarm:
             self._declare()
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
-        return self.exchange.inventory(peers)
+        found = self.exchange.inventory(peers)
+        if silent := sorted(set(peers) - found.keys()):
+            claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
+            slots = sorted({slot for peer in silent if peer in claims for slot in claims[peer].slots})
+            shown = ", ".join(peer[-6:] for peer in silent[:MAX_NAMED]) + ("..." if len(silent) > MAX_NAMED else "")
+            log.warning(
+                "%d of %d peers claim slots %s but do not list their versions: %s",
+                *(len(silent), len(peers), slot_ranges(slots), shown),
+            )
+        return found
 
     def traffic(self) -> tuple[int, int]:
         return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes

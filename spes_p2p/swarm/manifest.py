@@ -1,4 +1,8 @@
-"""A run's manifest: its founder signs it and every peer passes it on, so that no other peer can change the run."""
+"""A run's manifest: its founder signs it and every peer passes it on, so that no other peer can change the run.
+
+A founder that founds a run of the same name anew signs its manifest with a later time, as the version's round. Of one
+founder's manifests the newest counts; a peer keeps its own in its output, and takes no older one after a restart.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,8 @@ log = logging.getLogger(__name__)
 SEARCH_SECONDS = 20.0
 TELL_SECONDS = 2.0
 PULL_SECONDS = 60.0
+MAX_ASKED = 64
+"""Peers that are asked which manifest they have."""
 MANIFEST, TOKENIZER = "manifest", "tokenizer"
 MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26}  # guard: document-bytes
 """Largest documents. A manifest has some kilobytes; to refuse one of 64 MB of unknown keys would take gigabytes."""
@@ -58,8 +64,9 @@ class Manifest(BaseModel):
 
 def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> None:
     """Found a run: sign, serve and declare its manifest and tokenizer."""
-    swarm.publish_document(MANIFEST, manifest.encode())
-    swarm.publish_document(TOKENIZER, tokenizer)
+    founded_at = int(1000 * swarm.now())  # milliseconds
+    swarm.publish_document(MANIFEST, manifest.encode(), founded_at)
+    swarm.publish_document(TOKENIZER, tokenizer, founded_at)
     declare_manifest(swarm, manifest)
 
 
@@ -88,7 +95,10 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
             f"as its peers' logs print it"
         )
     peers = random.sample(sorted(records), len(records))  # spreads newcomers over the peers, which are asked in order
-    if failure := _pull(swarm, MANIFEST, peers, founder or ""):
+    if founder is None and (kept := swarm.versions().get(MANIFEST)) is not None:
+        founder = kept.author
+    founded_at, holders = _newest(swarm, peers, founder)
+    if failure := _pull(swarm, MANIFEST, holders, founder or "", founded_at):
         remedy = "try again" if founder is None else "correct --run-id, or join through other --initial-peers"
         raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {failure}; {remedy}")
     version = swarm.versions()[MANIFEST]
@@ -100,7 +110,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
         log.info("trusting %s to be the founder; --run-id %s takes no other", manifest.founder, pinned)
     if manifest.software != __version__:
         log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
-    if failure := _pull(swarm, TOKENIZER, peers, manifest.founder):
+    if failure := _pull(swarm, TOKENIZER, peers, manifest.founder, version.round):
         raise JoinError(f"cannot fetch the tokenizer of run {run_id!r}: {failure}; try again")
     tokenizer = swarm.load_document(TOKENIZER)
     if digest(tokenizer) != manifest.tokenizer_digest:
@@ -108,11 +118,46 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
     return manifest, tokenizer
 
 
-def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str) -> str:
+def _newest(swarm: HivemindSwarm, peers: Sequence[str], founder: str | None) -> tuple[int, Sequence[str]]:
+    """Return the time of the founder's newest manifest, offered or kept here, and the peers to ask for it.
+
+    Raises:
+        JoinError: the peers offer only older ones than this peer has had.
+    """
+    kept = swarm.versions().get(MANIFEST)
+    asked = sorted(peers, key=lambda peer: peer != founder)[:MAX_ASKED]
+    offers = swarm.exchange.offers(MANIFEST, asked)
+    rounds = {peer: offer.round for peer, offer in offers.items() if offer.author == founder}
+    known = [kept.round] if kept is not None and kept.author == founder else []  # guard: remembered-manifest
+    newest = max([0, *rounds.values(), *known])  # guard: newest-manifest
+    holders = [peer for peer in peers if rounds.get(peer, -1) >= newest]
+    if known and rounds and not holders:
+        raise JoinError(
+            f"peers offer only older manifests of run {swarm.node.run_id!r} than the one that this peer has had of "
+            f"{founder}; join through other --initial-peers"
+        )
+    return newest, holders or peers
+
+
+def check_newest(swarm: HivemindSwarm, kept: Manifest) -> None:
+    """Check that the founder of a resumed peer's run has not founded it anew since.
+
+    Raises:
+        JoinError: peers offer a newer manifest of the same founder.
+    """
+    peers = [peer for peer in swarm.read(ManifestRecord) if peer != swarm.peer_id]
+    own = swarm.versions()[MANIFEST].round
+    if _newest(swarm, peers, kept.founder)[0] > own:  # guard: resumed-manifest
+        raise JoinError(
+            f"{kept.founder} has founded run {kept.run_id!r} anew since this peer joined it; name another --output"
+        )
+
+
+def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str, min_round: int) -> str:
     """Fetch a document; return the reason for a failure."""
     authors = {name: [author]} if author else {}
     failures = swarm.exchange.pull(
-        {name: peers}, min_round=0, timeout=PULL_SECONDS, max_bytes=MAX_BYTES, authors=authors
+        {name: peers}, min_round=min_round, timeout=PULL_SECONDS, max_bytes=MAX_BYTES, authors=authors
     )
     return failures.get(name, "")
 

@@ -146,7 +146,7 @@ class Membership:
                 with self._renewing:  # otherwise an old record could replace one announced meanwhile
                     self._store(self._renewed[kind], self._rounds.lease_seconds)
             contacts = {peer: record for peer, record in self.read(Contact).items() if peer != self._node.peer_id}
-            self._node.peerstore.update({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
+            self._node.remember({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
 
 
 def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:

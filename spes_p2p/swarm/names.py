@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TypeVar
 
 SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
@@ -63,3 +64,14 @@ class VectorName(str):
 SHARED = VectorName("shared")
 AnyName = TypeVar("AnyName", bound=str)
 """Name of a vector, or of a document that peers fetch the same way."""
+
+
+def slot_ranges(slots: Sequence[int]) -> str:
+    """Return ascending slots in short: `0-3,7`."""
+    spans: list[list[int]] = []
+    for slot in slots:
+        if spans and slot == spans[-1][1] + 1:
+            spans[-1][1] = slot
+        else:
+            spans.append([slot, slot])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in spans) or "none"

@@ -9,7 +9,15 @@ from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
 from spes_p2p.swarm import manifest as module
-from spes_p2p.swarm.manifest import MANIFEST, TOKENIZER, Manifest, declare_manifest, fetch_manifest, publish_manifest
+from spes_p2p.swarm.manifest import (
+    MANIFEST,
+    TOKENIZER,
+    Manifest,
+    check_newest,
+    declare_manifest,
+    fetch_manifest,
+    publish_manifest,
+)
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import ManifestRecord
 
@@ -94,3 +102,46 @@ def test_a_manifest_of_a_hundred_kilobytes_is_not_fetched(open_peer):
     founder.announce(ManifestRecord(peer_id=founder.peer_id, digest=founder.versions()[MANIFEST].digest, num_bytes=1))
     with pytest.raises(JoinError, match=r"cannot fetch the manifest of run 'run'.* 10[0-9]{4} bytes"):
         fetch_manifest(open_peer(), founder.peer_id)
+
+
+# ---------------------------------------------------------------------- an old manifest, played again
+
+
+def copied(peer, founder, manifest):
+    """Have a peer fetch a run's documents and declare them."""
+    assert fetch_manifest(peer, founder.peer_id)[0] == manifest
+    declare_manifest(peer, manifest)
+    return peer
+
+
+def test_of_a_founders_manifests_the_newest_counts_whoever_offers_an_older_one(open_peer, monkeypatch):
+    thief, founder = open_peer(), open_peer()
+    old = found(founder, b"the old tokenizer")
+    copied(thief, founder, old)
+    new = found(founder, b"the new tokenizer", seed=1)
+    copied(open_peer(), founder, new)
+    draw = SimpleNamespace(sample=lambda peers, _: sorted(peers, key=thief.peer_id.__ne__))
+    monkeypatch.setattr(module, "random", draw)
+    assert fetch_manifest(open_peer(), founder.peer_id) == (new, b"the new tokenizer")
+    founder.close()
+    assert fetch_manifest(open_peer(), founder.peer_id) == (new, b"the new tokenizer")
+    with pytest.raises(JoinError, match=f"{founder.peer_id} has founded run 'run' anew .* name another --output"):
+        check_newest(thief, old)
+
+
+@pytest.mark.parametrize("names_founder", [True, False])
+def test_a_peer_that_has_had_a_newer_manifest_takes_no_older_one_after_a_restart(open_peer, tmp_path, names_founder):
+    thief, founder = open_peer(), open_peer()
+    old = found(founder, b"the old tokenizer")
+    copied(thief, founder, old)
+    new = found(founder, b"the new tokenizer", seed=1)
+    newcomer = open_swarm(tmp_path / "newcomer", thief.node.addresses())
+    assert fetch_manifest(newcomer, founder.peer_id)[0] == new
+    newcomer.close()
+    founder.close()
+    again = open_swarm(tmp_path / "newcomer", thief.node.addresses())
+    try:
+        with pytest.raises(JoinError, match=r"only older manifests of run 'run'.* --initial-peers|declare 2 manifests"):
+            fetch_manifest(again, founder.peer_id if names_founder else None)
+    finally:
+        again.close()

@@ -18,7 +18,7 @@ from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange.client import Backoff, Pull
 from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
-from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Channel, Wanted
+from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Answer, Channel, Request, Wanted
 from spes_p2p.swarm.exchange.server import Server
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
@@ -150,7 +150,7 @@ class Exchange:
         found: dict[str, dict[str, Version]] = {}
         for peer, answer in zip(peers, answers, strict=True):
             if isinstance(answer, BaseException):
-                log.warning("no inventory from %s: %r", peer[-6:], answer)
+                log.debug("no inventory from %s: %r", peer[-6:], answer)
             else:
                 found[peer] = answer
         return found
@@ -170,6 +170,22 @@ class Exchange:
             for name, version in versions.items()
             if version.digest not in self._store.refused  # guard: refused-inventory
         }
+
+    def offers(self, name: AnyName, peers: Sequence[str]) -> dict[str, Version]:
+        """Return the newest version of a name that each peer offers, without its bytes; silent peers are left out."""
+
+        async def ask(peer: str) -> Version:
+            async with asyncio.timeout(INVENTORY_SECONDS):
+                channel = await self.connect(peer)
+                with contextlib.closing(channel):
+                    await channel.send_text(Request(name=name, min_round=0, timeout=0.0).model_dump_json())
+                    return Version.verify(Answer.parse(await channel.receive_text()).version, self.run_id)
+
+        async def ask_all() -> list[Version | BaseException]:
+            return await asyncio.gather(*map(ask, peers), return_exceptions=True)
+
+        found = zip(peers, self._node.run(ask_all(), 2 * INVENTORY_SECONDS), strict=True)
+        return {peer: version for peer, version in found if isinstance(version, Version) and version.name == name}
 
     def pull(
         self,

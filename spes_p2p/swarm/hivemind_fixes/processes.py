@@ -199,6 +199,14 @@ class DaemonP2P(LimitedP2P):
         """Return the ids of the connected peers."""
         return {peer.peer_id.to_base58() for peer in await self.list_peers()}
 
+    async def connected_from(self) -> dict[str, list[str]]:
+        """Return the multiaddrs from which the connected peers are connected, by id; none if p2pd does not answer."""
+        try:
+            peers = await self.list_peers()
+        except (OSError, EOFError, ControlFailure, P2PDaemonError):
+            return {}
+        return {peer.peer_id.to_base58(): [str(address) for address in peer.addrs] for peer in peers}
+
     async def dial(self, addresses: Mapping[str, Iterable[str]], seconds: float) -> None:
         """Try to connect to peers, given by id, at these addresses; failures and timeouts are ignored."""
 

@@ -27,7 +27,7 @@ from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, retry_memory_sharing
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore
+from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
 from spes_p2p.swarm.records import Record
 from spes_p2p.swarm.validation import RecordValidator, owner_of
 
@@ -313,6 +313,7 @@ class Node:
         self._validator = RecordValidator(run_id, identity)
         self._dial_backoff = DialBackoff()
         self._initial_peers = group_by_peer(initial_peers)
+        self._joined_over = min(map(scope_of, initial_peers), default=Scope.INTERNET)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="swarm", daemon=True)
         self._thread.start()
@@ -393,6 +394,16 @@ class Node:
         return sum(map(len, {**self.peerstore.addresses(), **self._initial_peers}.values()))
 
     # ------------------------------------------------------------------ peers
+
+    def remember(self, contacts: Mapping[str, Sequence[str]]) -> None:
+        """Keep the addresses that other peers state, by peer id, so far as they may be dialled."""
+        try:
+            connected = self.run(self.p2p.connected_from(), DHT_SECONDS)
+        except TimeoutError:  # this machine stood still
+            connected = {}
+        met = {peer: min(map(scope_of, at)) for peer, at in connected.items() if at}
+        usable = {peer: dialled(at, met.get(peer, self._joined_over)) for peer, at in contacts.items()}
+        self.peerstore.update(usable)
 
     def p2pd_answers(self, seconds: float) -> bool:
         """Tell whether p2pd answers in time."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import logging
 import time
 from collections.abc import Iterable, Mapping
+from enum import IntEnum
+from ipaddress import ip_network
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +28,11 @@ MAX_FILE_BYTES = 2**17
 MIN_PAUSE_SECONDS = 3.0
 MAX_PAUSE_SECONDS = 60.0
 """Pauses between two dials of an endpoint that does not answer."""
+_HOST_FAMILIES = ("ip4", "ip6", "dns", "dns4", "dns6", "dnsaddr")
+_PRIVATE = ("10.0.0.0/8", "172.16.0.0/12", "192.168.0.0/16", "0.0.0.0/8", "fc00::/7", "100.64.0.0/10")
+"""Addresses of no single network; the last ones lie behind a carrier's NAT."""
+_NAT64 = "64:ff9b::/96"
+"""IPv4 addresses in the form that a NAT64 translates."""
 
 
 class PeerstoreEntry(BaseModel):
@@ -81,6 +90,50 @@ class Peerstore:
                 file.write(json.dumps(entries, indent=1).encode())
         except OSError as error:  # a full disk must not end a peer that can train without this file
             log.warning("cannot keep the known peers in %s: %s", path, error.strerror)
+
+
+class Scope(IntEnum):
+    """From where an address can be reached."""
+
+    MACHINE = 0
+    NETWORK = 1
+    INTERNET = 2
+
+
+def scope_of(address: str) -> Scope:
+    """Return from where a multiaddr can be reached: its narrowest part counts.
+
+    A name may resolve to an address of this network, so it counts as one.
+    """
+    words = address.split("/")
+    scopes = [_scope_of_host(family, host) for family, host in pairwise(words) if family in _HOST_FAMILIES]
+    return min(scopes, default=Scope.NETWORK)
+
+
+def _scope_of_host(family: str, host: str) -> Scope:
+    try:
+        ip = ipaddress.ip_address(host.split("%")[0])
+    except ValueError:
+        return Scope.NETWORK
+    if isinstance(ip, ipaddress.IPv6Address):
+        carried = int(ip) & 0xFFFFFFFF if ip in ip_network(_NAT64) else None
+        ip = ip.ipv4_mapped or ip.sixtofour or (ipaddress.ip_address(carried) if carried is not None else ip)
+    if ip.is_loopback or ip.is_unspecified:  # Linux takes 0.0.0.0 for this machine
+        return Scope.MACHINE
+    is_inside = ip.is_link_local or ip.is_multicast or any(ip in ip_network(each) for each in _PRIVATE)
+    return Scope.NETWORK if is_inside else Scope.INTERNET
+
+
+def dialled(addresses: Iterable[str], met: Scope) -> tuple[str, ...]:
+    """Return the addresses stated by a peer that may be dialled.
+
+    A stranger on the internet could otherwise have this machine call its own services, or those of its network.
+
+    Args:
+        addresses: What the peer states.
+        met: The narrowest scope of the addresses over which the peer is connected, or over which the swarm was joined.
+    """
+    return tuple(address for address in addresses if scope_of(address) >= met)  # guard: private-addresses
 
 
 class DialBackoff:

@@ -21,9 +21,9 @@ from spes_p2p.monitor.sinks import (
     WandbSink,
     render,
     replay,
-    slot_ranges,
 )
 from spes_p2p.monitor.view import SwarmView, fold, short_id
+from spes_p2p.swarm.names import slot_ranges
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
     TOTAL_ROUNDS,

@@ -7,7 +7,7 @@ import pytest
 
 from spes_p2p.swarm.membership import live_peers_of
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
-from spes_p2p.swarm.p2p.peerstore import MAX_PAUSE_SECONDS, MAX_PEERS, DialBackoff, Peerstore
+from spes_p2p.swarm.p2p.peerstore import MAX_PAUSE_SECONDS, MAX_PEERS, DialBackoff, Peerstore, Scope, dialled, scope_of
 from spes_p2p.swarm.records import Claim
 
 PEERS = [hashed_peer_id(bytes([number])) for number in range(MAX_PEERS + 5)]
@@ -119,3 +119,41 @@ def test_a_peer_that_has_answered_is_dialled_at_once_when_it_is_lost():
     assert [bool(backoff.due(peer, now)) for now in (0.0, 1.0, 4.0, 5.0)] == [True, False, True, False]
     backoff.reset(peer[PEERS[0]])
     assert backoff.due(peer, 6.0) == peer
+
+
+# ---------------------------------------------------------------------- from where an address can be reached
+
+
+@pytest.mark.parametrize(
+    ("address", "scope"),
+    [
+        ("/ip4/127.0.0.1/tcp/1", Scope.MACHINE),
+        ("/ip4/127.255.0.1/tcp/1", Scope.MACHINE),
+        ("/ip4/0.0.0.0/tcp/1", Scope.MACHINE),
+        ("/ip6/::1/tcp/1", Scope.MACHINE),
+        ("/ip6/::/tcp/1", Scope.MACHINE),
+        ("/ip6/::ffff:127.0.0.1/tcp/1", Scope.MACHINE),
+        ("/ip6/64:ff9b::7f00:1/tcp/1", Scope.MACHINE),
+        ("/ip4/10.1.2.3/tcp/1", Scope.NETWORK),
+        ("/ip4/172.31.0.1/tcp/1", Scope.NETWORK),
+        ("/ip4/192.168.0.1/tcp/1", Scope.NETWORK),
+        ("/ip4/169.254.169.254/tcp/80", Scope.NETWORK),
+        ("/ip4/100.127.0.1/tcp/1", Scope.NETWORK),
+        ("/ip4/224.0.0.1/tcp/1", Scope.NETWORK),
+        ("/ip6/fd00::1/tcp/1", Scope.NETWORK),
+        ("/ip6/fe80::1/tcp/1", Scope.NETWORK),
+        ("/ip6/2002:c0a8:1::1/tcp/1", Scope.NETWORK),
+        ("/ip6/::ffff:10.0.0.1/tcp/1", Scope.NETWORK),
+        ("/dns4/router.example/tcp/80", Scope.NETWORK),
+        ("/ip4/8.8.8.8/tcp/1/p2p/Qm/p2p-circuit/ip4/192.168.0.1/tcp/1", Scope.NETWORK),
+        ("/ip4/8.8.8.8/tcp/1", Scope.INTERNET),
+        ("/ip4/172.32.0.1/tcp/1", Scope.INTERNET),
+        ("/ip4/100.128.0.1/tcp/1", Scope.INTERNET),
+        ("/ip6/2001:4860:4860::8888/tcp/1", Scope.INTERNET),
+        ("/nonsense", Scope.NETWORK),
+    ],
+)
+def test_an_address_is_known_by_its_narrowest_part(address, scope):
+    assert scope_of(address) == scope
+    assert dialled([address], Scope.INTERNET) == ((address,) if scope is Scope.INTERNET else ())
+    assert dialled([address], Scope.MACHINE) == (address,)
