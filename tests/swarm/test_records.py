@@ -14,7 +14,6 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.anchors import Anchors
@@ -121,7 +120,6 @@ class SlowNode:
     peer_id, run_id = "Qm" + "P" * 44, "run"
 
     def __init__(self):
-        self.peerstore = Peerstore()
         self.stored, self.is_storing, self.let_go, self.has_stored = [], *(threading.Event() for _ in range(3))
 
     def store(self, record, lifetime_seconds):
@@ -136,6 +134,9 @@ class SlowNode:
 
     def read(self, kind):
         return {}
+
+    def remember(self, contacts):
+        pass
 
 
 def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true_before():
