@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import json
 import os
 import sysconfig
 import tokenize
@@ -14,16 +13,12 @@ from typing import Any, Literal, NamedTuple
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.hub import hub_rows, load_hub
+from spes_p2p.data.readers import checked_text, read_file
 from spes_p2p.errors import ConfigError, DataError
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
-_TUNING_SEED = 1
-JSON_LINES = {".jsonl", ".ndjson", ".json"}
-PARQUET = {".parquet"}
-# A longer text file is cut into documents of this size, because a single large file must be splittable.
-PIECE_CHARACTERS = 8192
-_ROWS_PER_BATCH = 256
+TUNING_SEED = 1
 # Left out of the embedded corpus: tests and tables of code points.
 _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_data", "__pycache__"}
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages"}
@@ -57,7 +52,7 @@ def documents(data: DataConfig, paths: Sequence[Path] = ()) -> Iterator[Document
         yield from _embedded()
     elif data.source == "files":
         for path, name in _files_of(data, paths):
-            for index, text in _read_file(path, data.text_field):
+            for index, text in read_file(path, data.text_field):
                 yield Document(name if index is None else f"{name}#{index}", text)
     else:
         for index, row in enumerate(hub_rows(load_hub(data), data)):
@@ -76,9 +71,14 @@ def is_held_out(document_name: str, text: str | None, fraction: float, seed: int
         fraction: Share of documents to hold out, in [0, 1].
         seed: Different seeds give independent choices.
     """
+    return split_number(document_name, text, seed) < fraction * 2**64
+
+
+def split_number(document_name: str, text: str | None, seed: int) -> int:
+    """Return the number below 2^64 that decides the split of a document: it is held out below the fraction's share."""
     identity = document_name if text is None else text
     hashed = hashlib.sha256(f"{seed}:{text is None}:".encode() + identity.encode("utf-8", "surrogatepass")).digest()
-    return int.from_bytes(hashed[:8], "big") < fraction * 2**64
+    return int.from_bytes(hashed[:8], "big")
 
 
 def in_held_out_part(document: Document, data: DataConfig) -> bool:
@@ -92,7 +92,7 @@ def is_in(part: Part, document: Document, data: DataConfig) -> bool:
     if part in ("train", "held_out") or not held_out:
         return held_out == (part != "train")
     text = None if data.source == "embedded" else document.text
-    return is_held_out(document.name, text, 0.5, _TUNING_SEED) == (part == "tuning")
+    return is_held_out(document.name, text, 0.5, TUNING_SEED) == (part == "tuning")
 
 
 def split_documents(data: DataConfig, paths: Sequence[Path], *, held_out: bool) -> Iterator[Document]:
@@ -206,114 +206,11 @@ def _corpus_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     return found
 
 
-def _read_file(path: Path, text_field: str) -> Iterator[tuple[int | None, str]]:
-    """Yield (index, text) of every document of one file that is not blank; the index of a small text file is None.
-
-    Args:
-        path: JSON lines or parquet by suffix, else UTF-8 text.
-        text_field: Column of the text in JSON lines and parquet.
-
-    Raises:
-        DataError: the file is unreadable, malformed, not UTF-8, has no document, or lacks `text_field`.
-    """
-    suffix = path.suffix.lower()
-    try:
-        if suffix in JSON_LINES:
-            texts: Iterator[tuple[int | None, str]] = _read_json_lines(path, text_field)
-        elif suffix in PARQUET:
-            texts = _read_parquet(path, text_field)
-        else:
-            texts = _read_text(path)
-        num_documents = 0
-        for index, text in texts:
-            if text.strip():
-                num_documents += 1
-                yield index, text
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text; convert it with iconv -t UTF-8, or leave it out") from error
-    except OSError as error:
-        raise _unreadable(path, error) from error
-    if not num_documents:
-        raise DataError(f"{path} holds no text; leave it out")
-
-
-def _checked_text(row: Any, text_field: str, where: str) -> str:
-    """Return one row's text; a null counts as blank.
-
-    Raises:
-        DataError: the row lacks the field, or the field does not hold text.
-    """
-    if not isinstance(row, dict) or text_field not in row:
-        columns = ", ".join(sorted(map(str, row))[:8]) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{where} has no field {text_field!r} (it has: {columns}); set data.text_field")
-    text = row[text_field]
-    if text is None:
-        return ""
-    if not isinstance(text, str):
-        raise DataError(f"{where}: field {text_field!r} holds {type(text).__name__}, not text; set data.text_field")
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # JSON can contain half a surrogate pair, which tokenizers refuse
-        text = text.encode("utf-8", "replace").decode()
-    return text
-
-
-def _read_text(path: Path) -> Iterator[tuple[int | None, str]]:
-    """Yield pieces that end with a line, unless a line is longer than half a piece."""
-    with path.open(encoding="utf-8") as stream:
-        piece = stream.read(PIECE_CHARACTERS)
-        rest = stream.read(1)
-        if not rest:
-            yield None, piece
-            return
-        index = 0
-        while piece:
-            piece += rest
-            if not piece.endswith("\n"):
-                piece += stream.readline(PIECE_CHARACTERS // 2)
-            yield index, piece
-            index += 1
-            piece, rest = stream.read(PIECE_CHARACTERS), ""
-
-
-def _read_json_lines(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    with path.open(encoding="utf-8") as stream:
-        for number, line in enumerate(stream):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise DataError(f"{path} line {number + 1} is not JSON; write one object per line") from error
-            yield number, _checked_text(row, text_field, f"{path} line {number + 1}")
-
-
-def _read_parquet(path: Path, text_field: str) -> Iterator[tuple[int, str]]:
-    from pyarrow import ArrowException, parquet  # slow to import
-
-    try:
-        with parquet.ParquetFile(path) as file:
-            names = file.schema_arrow.names
-            if text_field not in names:
-                _checked_text(dict.fromkeys(names), text_field, str(path))
-            index = 0
-            for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, columns=[text_field]):
-                for row in batch.to_pylist():
-                    yield index, _checked_text(row, text_field, f"{path} row {index}")
-                    index += 1
-    except ArrowException as error:
-        raise _unreadable(path, error) from error
-
-
-def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"cannot read {path}: {' '.join(str(error).split())[:300]}; check the file, or leave it out")
-
-
 def row_text(row: dict[str, Any], data: DataConfig) -> str:
     """Return one row's text, empty if it is blank.
 
     Raises:
         DataError: the row lacks `data.text_field`, or the field does not hold text.
     """
-    text = _checked_text(row, data.text_field, f"data set {data.name!r}")
+    text = checked_text(row, data.text_field, f"data set {data.name!r}")
     return text if text.strip() else ""

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.readers import PIECE_CHARACTERS
 from spes_p2p.data.sources import (
-    PIECE_CHARACTERS,
     corpus_identity,
     documents,
     in_held_out_part,

@@ -1,0 +1,445 @@
+"""Documents of one file: text, JSON lines, JSON arrays and parquet, each also in gzip or zstd, whole or by ranges."""
+
+from __future__ import annotations
+
+import codecs
+import contextlib
+import gzip
+import io
+import itertools
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, TextIO
+
+from spes_p2p.errors import DataError
+
+JSON_LINES = {".jsonl", ".ndjson", ".json"}
+PARQUET = {".parquet"}
+COMPRESSED = {".gz", ".zst"}
+TOKENS = {".npy", ".ds", ".bin", ".idx", ".mds"}
+# A longer text file is cut into documents of this size, because a single large file must be splittable.
+PIECE_CHARACTERS = 8192
+MAX_ELEMENT_CHARACTERS = 2**28
+"""Longest element of a JSON array, which is read whole."""
+_ROWS_PER_BATCH = 256
+_CHUNK_BYTES = 2**20
+_HEAD_BYTES = 4096
+_BINARY = {
+    **{b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF8": "a GIF image", b"%PDF-": "a PDF"},
+    **{b"PK\x03\x04": "a zip archive", b"\x7fELF": "a program", b"BZh": "bzip2 data", b"\xfd7zXZ": "xz data"},
+    **{b"\x1f\x8b": "gzip data without the suffix .gz", b"\x28\xb5\x2f\xfd": "zstd data without the suffix .zst"},
+    **{b"\x93NUMPY": "a NumPy array", b"PAR1": "parquet without its suffix", b"\xff\xfe": "UTF-16"},
+}
+
+
+class Range(NamedTuple):
+    """Part of a file, `start` to `stop`: bytes of text and JSON lines, row groups of parquet."""
+
+    start: int
+    stop: int
+
+
+OnBad = Callable[[DataError], None]
+"""Takes the error of a row that is then left out."""
+
+
+def read_file(
+    path: Path, text_field: str, part: Range | None = None, on_bad: OnBad | None = None
+) -> Iterator[tuple[int | None, str]]:
+    """Yield (index, text) of every document of one file that is not blank; the index of a small text file is None.
+
+    Args:
+        path: JSON or parquet by suffix, else UTF-8 text; `.gz` or `.zst` behind it. A `.json` file is one array, or
+            has one object per line.
+        text_field: Column of the text in JSON and parquet.
+        part: The part to read, as `ranges` returns it; None reads all, which must hold text.
+        on_bad: Called with the error of a row that cannot be used; by default such a row ends the reading.
+
+    Raises:
+        DataError: the file is unreadable, malformed, not UTF-8, has no document, or lacks `text_field`.
+    """
+    rows = _Rows(path, text_field, on_bad)
+    num_documents = 0
+    with _explained(path):
+        refuse_tokens(path)
+        for index, text in rows.read(part):
+            if text.strip():
+                num_documents += 1
+                yield index, text
+    if not num_documents and part is None and not rows.num_bad:
+        raise DataError(f"{path} holds no text; leave it out")
+
+
+def ranges(path: Path, max_bytes: int) -> list[Range | None]:
+    """Cut a file into parts of about `max_bytes` that `read_file` reads alone; compressed files and arrays stay whole.
+
+    The parts depend on the file alone, and their documents in order are the file's.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    suffix = path.suffix.lower()
+    with _explained(path):
+        size = path.stat().st_size
+        if suffix in COMPRESSED or size <= max_bytes:
+            return [None]
+        if suffix in PARQUET:
+            return [*_row_groups(path, max_bytes)]
+        if suffix not in JSON_LINES:
+            return [*_text_cuts(path, size, max_bytes)]
+        with path.open("rb") as stream:
+            if suffix == ".json" and _is_array(stream.read(_HEAD_BYTES)):
+                return [None]
+        return [Range(start, min(start + max_bytes, size)) for start in range(0, size, max_bytes)]
+
+
+def refuse_tokens(path: Path) -> None:
+    """Refuse a file of tokens where text is expected.
+
+    Raises:
+        DataError: its suffix is that of token shards.
+    """
+    if path.suffix.lower() in TOKENS:
+        raise DataError(f"{path} holds tokens by its suffix, not text; give token shards with --data instead of --text")
+
+
+def checked_text(row: Any, text_field: str, where: object) -> str:
+    """Return one row's text; a null counts as blank.
+
+    Raises:
+        DataError: the row lacks the field, or the field does not hold text.
+    """
+    if not isinstance(row, dict) or text_field not in row:
+        columns = ", ".join(sorted(map(str, row))[:8]) if isinstance(row, dict) else type(row).__name__
+        raise DataError(f"{where} has no field {text_field!r} (it has: {columns}); set data.text_field")
+    text = row[text_field]
+    if text is None:
+        return ""
+    if not isinstance(text, str):
+        raise DataError(f"{where}: field {text_field!r} holds {type(text).__name__}, not text; set data.text_field")
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # JSON can contain half a surrogate pair, which tokenizers refuse
+        text = text.encode("utf-8", "replace").decode()
+    return text
+
+
+@contextlib.contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """Raise what a file's reading raises as one line with the remedy."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path} is not UTF-8 text; convert it with iconv -t UTF-8, or leave it out") from error
+    except EOFError as error:
+        raise DataError(f"{path} ends in the middle of its compressed data; fetch it again, or leave it out") from error
+    except (OSError, zlib.error) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> DataError:
+    return DataError(f"cannot read {path}: {' '.join(str(error).split())[:300]}; check the file, or leave it out")
+
+
+class _Rows:
+    """Reads the documents of one file, blank ones included.
+
+    Args:
+        path: The file.
+        text_field: Column of the text.
+        on_bad: As in `read_file`.
+    """
+
+    def __init__(self, path: Path, text_field: str, on_bad: OnBad | None) -> None:
+        self._path = path
+        self._text_field = text_field
+        self._on_bad = on_bad
+        self.num_bad = 0
+
+    def read(self, part: Range | None) -> Iterator[tuple[int | None, str]]:
+        """Yield index and text."""
+        name = Path(self._path.stem) if self._path.suffix.lower() in COMPRESSED else self._path
+        suffix = name.suffix.lower()
+        if suffix in PARQUET:
+            yield from self._parquet(part)
+            return
+        with _opened(self._path, part if suffix not in JSON_LINES else None) as stream:
+            head = stream.peek(_HEAD_BYTES)[:_HEAD_BYTES]
+            _refuse_binary(self._path, head)
+            if suffix == ".json" and _is_array(head):
+                yield from self._array(io.TextIOWrapper(stream, encoding="utf-8-sig"))
+            elif suffix in JSON_LINES:
+                yield from self._lines(stream, part)
+            else:
+                _refuse_list(self._path, head)
+                yield from _pieces(io.TextIOWrapper(stream, encoding="utf-8"), part)
+
+    def _lines(self, stream: BinaryIO, part: Range | None) -> Iterator[tuple[int, str]]:
+        """Yield the rows of the lines that begin within the part."""
+        position = number = 0
+        if part is not None and part.start:
+            position = stream.seek(part.start - 1)
+            position += len(stream.readline())
+        first = position
+        while (part is None or position < part.stop) and (line := stream.readline()):
+            where = _Line(self._path, first, position, number)
+            text = line.removeprefix(codecs.BOM_UTF8 if position == 0 else b"").decode()
+            if text.strip():
+                try:
+                    row = json.loads(text)
+                except (ValueError, RecursionError) as error:
+                    self._bad(DataError(f"{where} is not JSON; write one object per line"), error)
+                else:
+                    yield from self._row(number, row, where)
+            position += len(line)
+            number += 1
+
+    def _array(self, stream: TextIO) -> Iterator[tuple[int, str]]:
+        """Yield the rows of one JSON array, which is never in memory as a whole."""
+        decoder = json.JSONDecoder()
+        buffer, at, index = stream.read(_CHUNK_BYTES).lstrip()[1:], 0, 0
+        while True:
+            while at < len(buffer) and (buffer[at].isspace() or (buffer[at] == "," and index)):
+                at += 1
+            if at < len(buffer) and buffer[at] == "]":
+                return
+            try:
+                row, at = decoder.raw_decode(buffer, at)
+            except (ValueError, RecursionError) as error:
+                more = stream.read(max(_CHUNK_BYTES, len(buffer) - at))
+                if not more or len(buffer) - at > MAX_ELEMENT_CHARACTERS:
+                    raise DataError(
+                        f"{self._path} is not JSON from element {index} on; write an array of objects, or one object "
+                        f"per line"
+                    ) from error
+                buffer, at = buffer[at:] + more, 0
+                continue
+            yield from self._row(index, row, f"{self._path} element {index}")
+            index += 1
+
+    def _parquet(self, part: Range | None) -> Iterator[tuple[int, str]]:
+        from pyarrow import ArrowException  # slow to import
+
+        try:
+            with _parquet_file(self._path) as file:
+                names = file.schema_arrow.names
+                if self._text_field not in names:
+                    checked_text(dict.fromkeys(names), self._text_field, str(self._path))
+                groups = range(file.num_row_groups)[slice(*part) if part else slice(None)]
+                index = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
+                columns = [self._text_field]
+                for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, row_groups=groups, columns=columns):
+                    for row in batch.to_pylist():
+                        yield from self._row(index, row, f"{self._path} row {index}")
+                        index += 1
+        except ArrowException as error:
+            raise _unreadable(self._path, error) from error
+
+    def _row(self, index: int, row: Any, where: object) -> Iterator[tuple[int, str]]:
+        """Yield a row's text, or nothing if the row cannot be used and `on_bad` takes its error."""
+        try:
+            text = checked_text(row, self._text_field, where)
+        except DataError as error:
+            self._bad(error, None)
+        else:
+            yield index, text
+
+    def _bad(self, problem: DataError, cause: BaseException | None) -> None:
+        if self._on_bad is None:
+            raise problem from cause
+        self.num_bad += 1
+        self._on_bad(problem)
+
+
+class _Line(NamedTuple):
+    """A line for messages; its number is counted only when it is shown, because a range does not know it."""
+
+    path: Path
+    first: int
+    position: int
+    number: int
+
+    def __str__(self) -> str:
+        before = 0
+        if self.first:
+            with self.path.open("rb") as stream:
+                chunks = iter(lambda: stream.read(min(_CHUNK_BYTES, self.first - stream.tell())), b"")
+                before = sum(chunk.count(b"\n") for chunk in chunks)
+        return f"{self.path} line {before + self.number + 1}"
+
+
+def _is_array(head: bytes) -> bool:
+    return head.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
+def _refuse_binary(path: Path, head: bytes) -> None:
+    """Refuse a file that begins as no text does.
+
+    Raises:
+        DataError: it is binary.
+    """
+    kind = next((kind for magic, kind in _BINARY.items() if head.startswith(magic)), None)
+    if kind or b"\0" in head:
+        raise DataError(f"{path} holds {kind or 'binary data'}, not UTF-8 text; leave it out")
+
+
+def _refuse_list(path: Path, head: bytes) -> None:
+    """Refuse a list of files, such as SPES's `file_list.txt`, which would be trained on as text.
+
+    Raises:
+        DataError: each of its first lines names a file.
+    """
+    lines = head.decode("utf-8", "ignore").splitlines()
+    names = [line.strip() for line in (lines[:-1] if len(head) == _HEAD_BYTES else lines) if line.strip()]
+    if not names:
+        return
+    if all(Path(name).suffix.lower() in TOKENS and " " not in name for name in names):
+        raise DataError(f"{path} is a list of token shards, not text; give it with --data instead of --text")
+    if all(any(os.path.isfile(Path(folder, name)) for folder in ("", path.parent)) for name in names):
+        raise DataError(f"{path} is a list of files, not text; name the files themselves with --text")
+
+
+@contextlib.contextmanager
+def _opened(path: Path, part: Range | None) -> Iterator[Any]:
+    """Open a file, or a part of it, as a buffered stream of its decompressed bytes."""
+    suffix = path.suffix.lower()
+    with path.open("rb") as file:
+        if suffix == ".gz":
+            with gzip.open(file) as stream:
+                yield stream
+        elif suffix == ".zst":
+            yield io.BufferedReader(_Zstd(file), _CHUNK_BYTES)
+        else:
+            yield io.BufferedReader(_Slice(file, part), _CHUNK_BYTES) if part is not None else file
+
+
+class _Slice(io.RawIOBase):
+    """The bytes of a part of a file."""
+
+    def __init__(self, file: BinaryIO, part: Range) -> None:
+        self._file = file
+        self._left = part.stop - part.start
+        file.seek(part.start)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        data = self._file.read(min(len(buffer), self._left))
+        buffer[: len(data)] = data
+        self._left -= len(data)
+        return len(data)
+
+
+class _Zstd(io.RawIOBase):
+    """The content of a file of zstd frames; unlike zstandard's own reader, it tells a truncated file from a whole one.
+
+    Raises:
+        EOFError: the file ends within a frame.
+        OSError: it is no zstd file, or damaged.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        import zstandard
+
+        self._module = zstandard
+        self._file = file
+        self._frame: Any = None
+        self._compressed = self._content = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            if not self._compressed and not (chunk := self._file.read(_CHUNK_BYTES // 8)):
+                if self._frame is not None:
+                    raise EOFError("truncated zstd frame")
+                return 0
+            data = self._compressed or chunk
+            if self._frame is None:
+                self._frame = self._module.ZstdDecompressor().decompressobj()
+            try:
+                self._content = self._frame.decompress(data)
+            except self._module.ZstdError as error:
+                raise OSError(str(error)) from error
+            self._compressed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        num_bytes = min(len(buffer), len(self._content))
+        buffer[:num_bytes] = self._content[:num_bytes]
+        self._content = self._content[num_bytes:]
+        return num_bytes
+
+
+@contextlib.contextmanager
+def _parquet_file(path: Path) -> Iterator[Any]:
+    """Open parquet, which must be seekable: a compressed file is first decompressed into a temporary one."""
+    from pyarrow import parquet  # slow to import
+
+    with contextlib.ExitStack() as stack:
+        source: Any = path
+        if path.suffix.lower() in COMPRESSED:
+            source = stack.enter_context(tempfile.TemporaryFile())
+            shutil.copyfileobj(stack.enter_context(_opened(path, None)), source)
+        yield stack.enter_context(parquet.ParquetFile(source))
+
+
+def _row_groups(path: Path, max_bytes: int) -> Iterator[Range]:
+    """Yield ranges of row groups of about `max_bytes` each."""
+    from pyarrow import ArrowException
+
+    try:
+        with _parquet_file(path) as file:
+            start, num_bytes = 0, 0
+            for group in range(file.num_row_groups):
+                num_bytes += file.metadata.row_group(group).total_byte_size
+                if num_bytes >= max_bytes or group == file.num_row_groups - 1:
+                    yield Range(start, group + 1)
+                    start, num_bytes = group + 1, 0
+    except ArrowException as error:
+        raise _unreadable(path, error) from error
+
+
+def _pieces(stream: TextIO, part: Range | None = None) -> Iterator[tuple[int | None, str]]:
+    """Yield pieces that end with a line, unless a line is longer than half a piece."""
+    piece = stream.read(PIECE_CHARACTERS)
+    rest = stream.read(1) if part is None or not part.start else ""
+    if not rest and part is None:
+        yield None, piece
+        return
+    index = 0
+    while piece:
+        piece += rest
+        if not piece.endswith("\n"):
+            piece += stream.readline(PIECE_CHARACTERS // 2)
+        yield index, piece
+        index += 1
+        piece, rest = stream.read(PIECE_CHARACTERS), ""
+
+
+def _text_cuts(path: Path, size: int, max_bytes: int) -> Iterator[Range | None]:
+    """Yield ranges that begin and end where pieces of the whole file do; one range if it has line ends of Windows."""
+    _refuse_binary(path, _head(path))
+    cuts, position = [0], 0
+    with path.open(encoding="utf-8", newline="") as stream:
+        for _, piece in _pieces(stream):
+            if "\r" in piece:  # reading makes a line end of one character of it, so that bytes cannot be counted
+                yield None
+                return
+            position += len(piece.encode())
+            if position - cuts[-1] >= max_bytes:
+                cuts.append(position)
+    if cuts[-1] < size:
+        cuts.append(size)
+    yield from (Range(start, stop) for start, stop in itertools.pairwise(cuts))
+
+
+def _head(path: Path) -> bytes:
+    with path.open("rb") as stream:
+        return stream.read(_HEAD_BYTES)
