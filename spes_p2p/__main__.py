@@ -23,6 +23,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
     "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),
     "plan": ("PlanConfig", "spes_p2p.commands.plan", "memory, traffic and time that a run needs of a machine"),
+    "tokenize": ("TokenizeConfig", "spes_p2p.commands.tokenize", "turn text into shards of token ids"),
     "invite": ("InviteConfig", "spes_p2p.commands.invite", "invite volunteers to a closed run"),
     "evaluate": ("EvaluateConfig", "spes_p2p.commands.evaluate", "measure a checkpoint"),
     "upcycle": ("UpcycleConfig", "spes_p2p.commands.upcycle", "make a mixture of experts from a dense model"),

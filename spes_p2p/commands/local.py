@@ -19,7 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.config import DataConfig, MachineConfig, RunConfig, check_machine
+from spes_p2p.config import DataConfig, MachineConfig, OwnData, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
@@ -144,31 +144,34 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
         kept = yaml.safe_load((config.output / RUN_FILE).read_text())
     except OSError as error:
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
-    run, text = RunConfig.model_validate(kept.pop("run")), [Path(path) for path in kept.pop("text")]
+    run = RunConfig.model_validate(kept.pop("run"))
+    own = {name: [Path(path) for path in kept.pop(name, [])] for name in OwnData.model_fields}
     chosen = _chosen(config) | ({"max_slots": config.max_slots} if config.max_slots else {})
-    return config.model_copy(update={**kept, **chosen, "run": run, "text": text, "peers": run.round.min_peers})
+    return config.model_copy(update={**kept, **chosen, **own, "run": run, "peers": run.round.min_peers})
 
 
 def _with_data(config: ExperimentConfig) -> ExperimentConfig:
-    """Fold --text and --dataset into the run's data settings."""
-    if config.dataset is None and not config.text:
-        return config
-    if config.dataset and config.text:
-        raise ConfigError("--text and --dataset exclude each other; drop one")
+    """Fold --text, --data and --dataset into the run's data settings."""
+    given = [name for name in ("text", "data", "dataset") if getattr(config, name)]
+    if len(given) > 1:
+        raise ConfigError(f"--{given[0]} and --{given[1]} exclude each other; drop one")
+    shards = [] if config.text or config.dataset else config.data or config.run.data.paths
     is_local = config.dataset is None or Path(config.dataset).exists()
     text = [Path(config.dataset)] if config.dataset is not None and is_local else config.text
-    data = {"source": "files"} if is_local else {"source": "hub", "name": config.dataset}
+    data: dict[str, Any] = {"paths": []}  # the peers get them as flags
+    if given:
+        data |= {"source": "files"} if is_local else {"source": "hub", "name": config.dataset}
     try:
         chosen = DataConfig.model_validate({**config.run.data.model_dump(), **data})
     except ValidationError as error:
         raise ConfigError(f"--dataset: {explain(error)}") from error
     run = config.run.model_copy(update={"data": chosen})
-    return config.model_copy(update={"run": run, "text": text})
+    return config.model_copy(update={"run": run, "text": text, "data": shards})
 
 
 def _prepare_corpus(config: ExperimentConfig) -> None:
     """Train the tokenizer and tokenise once, before N peers would; nothing is written yet if the corpus is bad."""
-    data, cache = config.run.data, config.cache.expanduser()
+    data, cache = config.corpus(config.run.data), config.cache.expanduser()
     tokenizer = resolve_tokenizer(data, config.text, cache)
     if data.source != "hub":
         train_source(data, tokenizer, paths=config.text, cache=cache, order_seed=0)
@@ -195,8 +198,7 @@ class Experiment:
         out.mkdir(parents=True, exist_ok=True)
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
         if not self._config.resume:
-            text = [str(path.resolve()) for path in self._config.text]
-            settings = {"run": run.model_dump(mode="json"), "text": text, "run_id": self._config.run_id}
+            settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
             settings |= {"max_slots": self._max_slots} | _chosen(self._config)
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
         try:
@@ -255,9 +257,9 @@ class Experiment:
         return self._spawn("monitor", "monitor", arguments, on_terminal=True)
 
     def _spawn(self, name: str, command: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
-        text = [word for path in self._config.text for word in ("--text", str(path.resolve()))]
+        own = [word for flag, paths in _own(self._config).items() for path in paths for word in (f"--{flag}", path)]
         log = self._config.output / "logs" / f"{name}.log"
-        return start(name, [command, *arguments, *text], log, on_terminal=on_terminal)
+        return start(name, [command, *arguments, *own], log, on_terminal=on_terminal)
 
     def _watch(self) -> int:
         """Wait for the monitor's end; note peers that die on the way."""
@@ -279,6 +281,12 @@ class Experiment:
         return code
 
 
+def _own(config: ExperimentConfig) -> dict[str, list[str]]:
+    """Return the text and token shards by flag; patterns stay as they are."""
+    own = {name: getattr(config, name) for name in OwnData.model_fields}
+    return {name: [str(path.expanduser().absolute()) for path in paths] for name, paths in own.items()}
+
+
 def _chosen(config: ExperimentConfig) -> dict[str, Any]:
     """Return what was chosen about the machine."""
     choices = {name: getattr(config, name) for name in MachineConfig.model_fields if name in config.model_fields_set}
@@ -296,7 +304,7 @@ def _flags(choices: Mapping[str, Any]) -> list[str]:
 
 def _opening(config: ExperimentConfig, address: str, slots: int) -> str:
     out = config.output
-    text = "".join(f" --text {path}" for path in config.text)
+    text = "".join(f" --{flag} {path}" for flag, paths in _own(config).items() for path in paths)
     return (
         f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
         f"join by hand:  {_spes()} peer --run-id {config.run_id} --initial-peers {address} "

@@ -196,12 +196,14 @@ def _held_out(
     run = manifest.config
     if not settings.held_out_sequences:
         return list
-    if run.data.source == "files" and not settings.text:
+    if run.data.source == "files" and not settings.text and not settings.shards:
         raise ConfigError(
-            f"run {manifest.run_id!r} trains on files; name held-out text with --text, or pass --held-out-sequences 0"
+            f"run {manifest.run_id!r} trains on files; name text with --text, or token shards with --data, whose "
+            f"held-out part it evaluates on, or pass --held-out-sequences 0"
         )
+    corpus = settings.corpus(run.data)
     return lambda: held_out_batches(
-        run.data,
+        corpus,
         tokenizer,
         paths=settings.text,
         cache=settings.cache.expanduser(),

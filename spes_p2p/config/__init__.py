@@ -8,6 +8,7 @@ from spes_p2p.config.commands import (
     MonitorConfig,
     PlanConfig,
     SimulateConfig,
+    TokenizeConfig,
     UpcycleConfig,
 )
 from spes_p2p.config.machine import (
@@ -16,6 +17,7 @@ from spes_p2p.config.machine import (
     CommandConfig,
     MachineConfig,
     NamedRun,
+    OwnData,
     PeerConfig,
     RunId,
     check_machine,
@@ -66,6 +68,7 @@ __all__ = [
     "OptimizerName",
     "OuterConfig",
     "OuterStep",
+    "OwnData",
     "PeerConfig",
     "PlanConfig",
     "PositiveFloat",
@@ -75,6 +78,7 @@ __all__ = [
     "RunId",
     "SimulateConfig",
     "Storage",
+    "TokenizeConfig",
     "TrainConfig",
     "UpcycleConfig",
     "check_machine",

@@ -11,11 +11,11 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from spes_p2p.config.machine import CommandConfig, ConfigFile, MachineConfig, NamedRun, RunId, shipped
+from spes_p2p.config.machine import CommandConfig, ConfigFile, MachineConfig, NamedRun, OwnData, RunId, shipped
 from spes_p2p.config.run import Fraction, Frozen, PositiveFloat, PositiveInt, RunConfig
 
 
-class MonitorConfig(CommandConfig, NamedRun):
+class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
 
     model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="spes monitor")
@@ -41,8 +41,6 @@ class MonitorConfig(CommandConfig, NamedRun):
     """Log to Weights & Biases. Offline and without an account unless WANDB_MODE says otherwise."""
     wandb_project: Annotated[str, Field(min_length=1)] = "spes_p2p"
     """Project of the W&B run."""
-    text: list[Path] = []
-    """Files or folders to evaluate on, where the run's data source is `files`."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenised text is kept."""
     threads: PositiveInt | None = None
@@ -57,7 +55,7 @@ class MonitorConfig(CommandConfig, NamedRun):
         return self
 
 
-class ExperimentConfig(CommandConfig, MachineConfig):
+class ExperimentConfig(CommandConfig, MachineConfig, OwnData):
     """Train a small model with several peers and a monitor on this machine."""
 
     model_config = SettingsConfigDict(cli_prog_name="spes local")
@@ -75,8 +73,6 @@ class ExperimentConfig(CommandConfig, MachineConfig):
     """Slots per peer; by default every slot has two holders."""
     output: Path = Path("runs/local")
     """Directory of the experiment: model, report, metrics, logs, peers."""
-    text: list[Path] = []
-    """Text, jsonl or parquet to train on instead of the embedded corpus."""
     dataset: str | None = None
     """A local file, or `owner/name` of a public data set, which is streamed from the Hugging Face hub."""
     resume: bool = False
@@ -126,6 +122,46 @@ class PlanConfig(CommandConfig, MachineConfig):
     """Every peer's downlink; by default the uplink's."""
     tokens_per_second: PositiveFloat | None = None
     """Training speed of this machine, where it is known. The planner does not guess it."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""
+
+
+class TokenizeConfig(CommandConfig):
+    """Tokenise text once, into shards of token ids that runs then train on with --data.
+
+    The same text gives the same bytes, however many processes work and however often they are killed: start an
+    interrupted command again, and it continues.
+    """
+
+    model_config = SettingsConfigDict(
+        env_prefix="SPES_TOKENIZE_",
+        cli_prog_name="spes tokenize",
+        cli_shortcuts={"tokenizer": "tokenizer-name-or-path"},
+    )
+
+    file_glob: Annotated[list[str], Field(min_length=1)]
+    """Files, folders or patterns such as `corpus/*.jsonl.zst`. Text, JSON lines, JSON arrays and parquet, each also as
+    `.gz` or `.zst`."""
+    output_prefix: Annotated[str, Field(min_length=1)]
+    """What the names of all files begin with: `shards/` for a folder, or `shards/books_`."""
+    tokenizer: str | None = None
+    """A Hugging Face tokenizer (name or directory). By default a byte-level BPE of 4,096 entries, trained on the text
+    as a run would do it."""
+    text_field: str = "text"
+    """Column that holds the text in JSON and parquet."""
+    processes: PositiveInt | None = None
+    """Processes that tokenise; by default one per CPU core."""
+    batch_size: PositiveInt = 500
+    """Most documents that a process tokenises at a time."""
+    max_shard_bytes: Annotated[int, Field(gt=0, le=2**50)] = 4 * 2**30
+    """Largest size of a shard; a longer document has one of its own."""
+    dtype: Literal["uint16", "uint32"] | None = None
+    """Type of the ids; by default the smallest that holds the vocabulary."""
+    skip_unusable: bool = False
+    """Leave out files and rows that hold no usable text, and count them in the manifest. By default the first one ends
+    the command."""
+    cache: Path = Path("~/.cache/spes_p2p")
+    """Where a trained tokenizer is kept."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event to log."""
 

@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from spes_p2p.config.run import Frozen, OptimizerName, PositiveInt, RunConfig, Storage, TrainConfig
+from spes_p2p.config.run import DataConfig, Frozen, OptimizerName, PositiveInt, RunConfig, Storage, TrainConfig
 from spes_p2p.errors import ConfigError
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
@@ -99,6 +99,37 @@ FoundedRun = Annotated[
 """A run's name, then `@` and its founder's peer id where that is known; another founder's run is refused then."""
 
 
+class OwnData(Frozen):
+    """What of its own a command reads, where the run's data source is `files`."""
+
+    text: list[Path] = []
+    """Text, jsonl or parquet files or folders, where the run's data source is `files`."""
+    data: list[Path] = []
+    """Token shards instead of text: a folder, files, a pattern, or a manifest or `file_list.txt` of `spes tokenize`.
+    Formats: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS."""
+
+    @property
+    def shards(self) -> list[Path]:
+        """This machine's token shards."""
+        return self.data
+
+    def corpus(self, data: DataConfig) -> DataConfig:
+        """Return the run's data settings with this machine's token shards; those that a founder names are dropped.
+
+        Raises:
+            ConfigError: the run does not train on files, or text and shards are both given.
+        """
+        if self.shards and data.source != "files":
+            raise ConfigError(f"--data is of use where data.source=files, not {data.source}; drop it")
+        if self.shards and self.text:
+            raise ConfigError("--text and --data exclude each other; drop one")
+        if data.fingerprint and not self.shards:
+            raise ConfigError(
+                f"this run trains on token shards with fingerprint {data.fingerprint}; name them with --data PATH"
+            )
+        return data.model_copy(update={"paths": self.shards})  # guard: founder-paths
+
+
 class NamedRun(Frozen):
     """Which run a command is about."""
 
@@ -116,7 +147,7 @@ class NamedRun(Frozen):
         return self.run_id.partition("@")[2] or None
 
 
-class PeerConfig(CommandConfig, NamedRun, MachineConfig):
+class PeerConfig(CommandConfig, NamedRun, MachineConfig, OwnData):
     """Join a run with --initial-peers, or found one without, and train it."""
 
     model_config = SettingsConfigDict(cli_prog_name="spes peer")
@@ -138,8 +169,6 @@ class PeerConfig(CommandConfig, NamedRun, MachineConfig):
     """Train on when all others have vanished. By default a peer keeps its round and waits until one is reachable."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
-    text: list[Path] = []
-    """Text, jsonl or parquet to train on, where the run's data source is `files`."""
     data_seed: int | None = None
     """Seed of this peer's data order; by default from its identity."""
     host: Annotated[str, Field(min_length=1)] | None = None
@@ -165,6 +194,11 @@ class PeerConfig(CommandConfig, NamedRun, MachineConfig):
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event to log."""
+
+    @property
+    def shards(self) -> list[Path]:
+        """This machine's token shards; the founder's may be in the run's settings."""
+        return self.data or (self.run.data.paths if self.run is not None else [])
 
 
 EIGHT_BIT: tuple[OptimizerName, ...] = ("adamw8bit", "lion8bit")

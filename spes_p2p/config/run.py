@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -116,8 +117,13 @@ class DataConfig(Frozen):
 
     source: Literal["embedded", "files", "hub"] = "embedded"
     """`embedded`: the Python standard library's own source and documentation, read from the interpreter;
-    `files`: text, jsonl or parquet that each peer names with --text; `hub`: a public data set of the Hugging Face hub,
-    streamed."""
+    `files`: text that each peer names with --text, or token shards that it names with --data; `hub`: a public data set
+    of the Hugging Face hub, streamed."""
+    paths: Annotated[list[Path], Field(max_length=4096)] = []
+    """For `files`: token shards, for the founder, as with --data. They stay on its machine: others name their own."""
+    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
+    """For `files`: the fingerprint of the token shards that every peer must have, as `spes tokenize` prints it; none
+    lets each peer train on shards of its own."""
     name: Annotated[str, Field(max_length=290), AfterValidator(_hub_name)] | None = None
     """For `hub`: the data set, `owner/name` or `owner/name:config`."""
     split: Annotated[str, Field(max_length=64), AfterValidator(_split)] = "train"
@@ -137,6 +143,9 @@ class DataConfig(Frozen):
     def _check_source(self) -> DataConfig:
         if self.source == "hub" and not self.name:
             raise ValueError("data.source=hub needs data.name; set it to owner/name or owner/name:config")
+        for name in ("paths", "fingerprint"):
+            if getattr(self, name) and self.source != "files":
+                raise ValueError(f"data.{name} needs data.source=files, not {self.source}; set it, or drop data.{name}")
         return self
 
 

@@ -9,6 +9,7 @@ import contextlib
 import copy
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -23,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.hub import hub_rows, load_hub
+from spes_p2p.data.shards import TokenPart, TokenShards
 from spes_p2p.data.sources import Document, Part, corpus_identity, documents, in_held_out_part, is_in, row_text
 from spes_p2p.data.tokenizer import tokenizer_digest
 from spes_p2p.errors import DataError
@@ -48,11 +50,12 @@ class TokenFile(NamedTuple):
     """One part of a tokenised corpus.
 
     Attributes:
-        tokens_N: uint16 or uint32, read-only; documents in order, each followed by the end-of-text token.
+        tokens_N: uint16 or uint32, read-only; documents in order, each followed by the end-of-text token. Of token
+            shards, their part.
         key: Digest of tokenizer, corpus and settings; equal keys mean equal tokens.
     """
 
-    tokens_N: np.ndarray
+    tokens_N: np.ndarray | TokenPart
     key: str
 
 
@@ -74,8 +77,11 @@ def token_file(
 
     Raises:
         ConfigError: `paths` is empty, or `cache` cannot be written.
-        DataError: the corpus cannot be read, or another process holds the lock for hours.
+        DataError: the corpus cannot be read, or another process holds the lock for hours; token shards are bad, of
+            another tokenizer, or not those that the run names.
     """
+    if data.paths:
+        return _shards_part(data, tokenizer, cache, part)
     dtype = token_dtype(tokenizer)
     identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus_identity(data, paths)}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
@@ -87,6 +93,21 @@ def token_file(
             if not files[together[-1]].exists():
                 _tokenise(data, tokenizer, paths, files)
     return TokenFile(_map(files[part], dtype), key)
+
+
+def _shards_part(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, part: Part) -> TokenFile:
+    """Return one part of token shards, split as text is: documents by hash, or windows where there are none."""
+    shards = TokenShards(data.paths, len(tokenizer), cache, tokenizer_digest(tokenizer))
+    if data.fingerprint not in (None, shards.fingerprint):  # guard: shards-fingerprint
+        raise DataError(
+            f"--data has the fingerprint {shards.fingerprint}, this run trains on {data.fingerprint}; fetch its shards"
+        )
+    half = {"tuning": 0, "reported": 1}.get(part)
+    below, length = math.ceil(data.held_out_fraction * 2**64), data.sequence_length
+    pieces = "documents" if shards.has_documents else length
+    identity = f"{_LAYOUT_VERSION}:{shards.fingerprint}:{pieces}:{below}"
+    tokens = shards.part(below, half, is_inside=part != "train", sequence_length=length)
+    return TokenFile(tokens, hashlib.sha256(identity.encode()).hexdigest()[:32])
 
 
 def _tokenise(
@@ -142,8 +163,10 @@ def num_windows(num_tokens: int, sequence_length: int) -> int:
     return max(num_tokens - 1, 0) // sequence_length
 
 
-def gather_windows(tokens_N: np.ndarray, indices_B: np.ndarray, sequence_length: int) -> LongTensor:
+def gather_windows(tokens_N: np.ndarray | TokenPart, indices_B: np.ndarray, sequence_length: int) -> LongTensor:
     """Copy the windows of the given indices to `[B, T + 1]` int64."""
+    if isinstance(tokens_N, TokenPart):
+        return cast(LongTensor, torch.from_numpy(tokens_N.windows(indices_B, sequence_length)))
     positions_BT1 = indices_B[:, None] * sequence_length + np.arange(sequence_length + 1)
     return cast(LongTensor, torch.from_numpy(tokens_N[positions_BT1].astype(np.int64)))
 
@@ -441,6 +464,7 @@ def held_out_batches(
         ConfigError: as `train_source`.
         DataError: the corpus cannot be read, or its held-out part is too small.
     """
+    tokens_N: np.ndarray | TokenPart
     if data.source == "hub":
         texts = (document.text for document in documents(data) if is_in(part, document, data))
         tokens_N = _first_tokens(tokenizer, texts, num_sequences * data.sequence_length + 1)
@@ -458,7 +482,7 @@ def held_out_batches(
 
 
 def window_batches(
-    tokens_N: np.ndarray, indices: np.ndarray, sequence_length: int, batch_size: int
+    tokens_N: np.ndarray | TokenPart, indices: np.ndarray, sequence_length: int, batch_size: int
 ) -> list[LongTensor]:
     """Return the windows of the given indices as batches `[B, T + 1]`; the last one may be smaller."""
     starts = range(0, len(indices), batch_size)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
 import gzip
 import io
 import itertools
@@ -139,6 +140,8 @@ def _explained(path: Path) -> Iterator[None]:
     except EOFError as error:
         raise DataError(f"{path} ends in the middle of its compressed data; fetch it again, or leave it out") from error
     except (OSError, zlib.error) as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # of a file written meanwhile
         raise _unreadable(path, error) from error
 
 
@@ -307,15 +310,27 @@ def _refuse_list(path: Path, head: bytes) -> None:
 @contextlib.contextmanager
 def _opened(path: Path, part: Range | None) -> Iterator[Any]:
     """Open a file, or a part of it, as a buffered stream of its decompressed bytes."""
-    suffix = path.suffix.lower()
+    if path.suffix.lower() in COMPRESSED:
+        with decompressed(path, path.suffix.lower()) as stream:
+            yield stream
+        return
     with path.open("rb") as file:
+        yield io.BufferedReader(_Slice(file, part), _CHUNK_BYTES) if part is not None else file
+
+
+@contextlib.contextmanager
+def decompressed(path: Path, suffix: str) -> Iterator[Any]:
+    """Open a file of gzip or zstd, by `suffix`, as a buffered stream of its content.
+
+    Raises:
+        DataError: the file is no such file, damaged or truncated.
+    """
+    with _explained(path), path.open("rb") as file:
         if suffix == ".gz":
             with gzip.open(file) as stream:
                 yield stream
-        elif suffix == ".zst":
-            yield io.BufferedReader(_Zstd(file), _CHUNK_BYTES)
         else:
-            yield io.BufferedReader(_Slice(file, part), _CHUNK_BYTES) if part is not None else file
+            yield io.BufferedReader(_Zstd(file), _CHUNK_BYTES)
 
 
 class _Slice(io.RawIOBase):

@@ -136,8 +136,10 @@ def _files_of(data: DataConfig, paths: Sequence[Path]) -> list[tuple[Path, str]]
     if data.source == "embedded":
         return _embedded_files()
     if not paths:
-        raise ConfigError("this run trains on files (data.source=files); name yours with --text PATH ...")
-    return _corpus_files(paths)
+        raise ConfigError(
+            "this run trains on files (data.source=files); name yours with --text PATH ..., or token shards with --data"
+        )
+    return corpus_files(paths)
 
 
 def _embedded() -> Iterator[Document]:
@@ -181,7 +183,7 @@ def _embedded_files() -> list[tuple[Path, str]]:
     return sorted(found, key=lambda item: item[1])
 
 
-def _corpus_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
+def corpus_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
     """List the files under `paths` with their names: relative to the given folder, or the bare file name.
 
     Folders are walked in sorted order, without hidden files and folders.

@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.shards import shards_tokenizer
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, locked, write_atomic
@@ -92,6 +93,10 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
     """
     if data.tokenizer is not None:
         return load_tokenizer(data.tokenizer)
+    if data.paths:
+        if (kept := shards_tokenizer(data.paths)) is None:
+            raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
+        return _decode(kept[0], "the tokenizer beside the shards")
     identity = f"bpe:{data.vocab_size}:{SAMPLE_CHARACTERS}:{corpus_identity(data, paths)}"
     folder = cache_folder(cache, "tokenizers")
     file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"

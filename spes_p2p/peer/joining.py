@@ -177,12 +177,13 @@ def why_unreachable(host: str | None, port: int) -> str:
 
 def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
-    cache = config.cache.expanduser()
-    tokenizer = resolve_tokenizer(run.data, config.text, cache)
+    cache, corpus = config.cache.expanduser(), config.corpus(run.data)
+    tokenizer = resolve_tokenizer(corpus, config.text, cache)
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
     if run.data.source != "hub":
-        train_source(run.data, tokenizer, paths=config.text, cache=cache, order_seed=0)
-    return run, tokenizer
+        train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
+    data = run.data.model_copy(update={"paths": []})  # the founder's own, of no use to others
+    return run.model_copy(update={"data": data}), tokenizer
 
 
 def _kept(config: PeerConfig) -> tuple[Manifest | None, Found | None]:
@@ -256,7 +257,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     _say_cost(swarm, size, max_slots, setup)
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_JOINED]
     (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")
-    text = " --text PATH" if run.data.source == "files" else ""
+    text = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
     log.info(
         "others join with: spes peer --run-id %s@%s --initial-peers %s%s",
         *(run_id, manifest.founder, " ".join(addresses), text),

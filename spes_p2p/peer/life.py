@@ -80,7 +80,8 @@ def _train(
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
-        source = train_sources(run.data, _tokenizer(config), paths=config.text, cache=config.cache.expanduser())
+        corpus = config.corpus(run.data)
+        source = train_sources(corpus, _tokenizer(config), paths=config.text, cache=config.cache.expanduser())
         data = source(admission.data_seed)
         trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
         keep_output()

@@ -1,0 +1,484 @@
+"""Tokens that are on disk already, whatever library wrote them: documents, windows, length and fingerprint.
+
+Shape legend: B sequences of a batch, T tokens of a sequence, N tokens, D documents, R runs of tokens that lie together.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import logging
+import mmap
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from spes_p2p.cli import explain
+from spes_p2p.data.readers import TOKENS
+from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, open_shards
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.fs import cache_folder, write_atomic
+
+log = logging.getLogger(__name__)
+
+FORMAT = "spes-tokens"
+MANIFEST, FILE_LIST, TOKENIZER = "manifest.json", "file_list.txt", "tokenizer.json"
+"""Names of what lies beside shards, behind their prefix."""
+HASH_BYTES = 2**22
+MAX_MAPPED = 256
+"""Files mapped at a time; each keeps a file descriptor."""
+SAMPLES, SAMPLE_TOKENS = 8, 1024
+"""Places of each file where ids are checked when it is opened, and the tokens there."""
+_LAYOUT_VERSION = 1
+_SIDECARS = (".index", ".metadata", ".loss", DOCUMENTS_SUFFIX, ".bin", ".mds", ".zstd", ".lock")
+
+FileName = Annotated[str, Field(pattern=r"^[^/\\.\x00][^/\\\x00]*$", max_length=255)]  # guard: manifest-file-name
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+Count = Annotated[int, Field(ge=0, lt=2**62)]
+
+
+class _Entry(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ShardEntry(_Entry):
+    """A shard in a manifest; files lie beside it."""
+
+    file: FileName
+    documents_file: FileName
+    tokens: Count
+    documents: Count
+    bytes: Count
+    sha256: Sha256
+    documents_sha256: Sha256
+
+
+class SourceEntry(_Entry):
+    """A file that was tokenised."""
+
+    name: str
+    bytes: Count
+    documents: Count
+    tokens: Count
+    skipped_rows: Count
+
+
+class SkippedEntry(_Entry):
+    """A file that was left out."""
+
+    name: str
+    reason: str
+
+
+class ShardManifest(_Entry):
+    """What `spes tokenize` wrote."""
+
+    format: Literal["spes-tokens"]
+    version: Literal[1]
+    fingerprint: Sha256
+    tokens: Count
+    documents: Count
+    dtype: Literal["uint16", "uint32"]
+    tokenizer_file: FileName
+    tokenizer_sha256: Sha256
+    vocab_size: Annotated[int, Field(gt=0, le=2**32)]
+    text_field: str
+    max_shard_bytes: Count
+    shards: list[ShardEntry]
+    sources: list[SourceEntry]
+    skipped: list[SkippedEntry]
+
+
+def fingerprint_of(digests: Sequence[tuple[str, str]]) -> str:
+    """Return the fingerprint of files of tokens in their order, each by type and SHA-256."""
+    return hashlib.sha256("\n".join(f"{dtype}:{digest}" for dtype, digest in digests).encode()).hexdigest()
+
+
+def read_manifest(path: Path) -> ShardManifest:
+    """Read a manifest of `spes tokenize`.
+
+    Raises:
+        DataError: it is none.
+    """
+    try:
+        return ShardManifest.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) else explain(error, "docs/data.md")
+        raise DataError(f"{path} is no manifest of shards: {reason}") from error
+
+
+def shards_tokenizer(paths: Sequence[Path]) -> tuple[bytes, str] | None:
+    """Return the tokenizer that lies beside shards of `spes tokenize`, and its SHA-256; None beside other shards.
+
+    Raises:
+        ConfigError: as `locate`.
+        DataError: the file is not the manifest's, or manifests have different ones.
+    """
+    manifests = {path: read_manifest(path) for path in locate(paths) if _is_manifest(path)}
+    if not manifests:
+        return None
+    if len({manifest.tokenizer_sha256 for manifest in manifests.values()}) > 1:
+        raise DataError(f"{', '.join(map(str, manifests))} have different tokenizers; tokenise all text with one")
+    path, manifest = next(iter(manifests.items()))
+    file = path.parent / manifest.tokenizer_file
+    try:
+        payload = file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {file}: {error.strerror}; fetch it, or set data.tokenizer") from error
+    if hashlib.sha256(payload).hexdigest() != manifest.tokenizer_sha256:  # guard: shard-tokenizer
+        raise DataError(f"{file} is not the tokenizer of {path.name}; fetch it again, or set data.tokenizer")
+    return payload, manifest.tokenizer_sha256
+
+
+# ---------------------------------------------------------------------- finding files
+
+
+def locate(paths: Sequence[Path]) -> list[Path]:
+    """Return the files to open: manifests, `.npy`, `.ds`, Megatron's `.idx` and MDS's `index.json`, in sorted order.
+
+    Args:
+        paths: Files, folders, patterns such as `shards/*.npy`, lists of files (`file_list.txt`), or manifests.
+
+    Raises:
+        ConfigError: a path does not exist, or a pattern matches no file.
+        DataError: a file or folder holds something else, or a file is named twice.
+    """
+    found = [file for path in paths for file in _expanded(path.expanduser())]
+    seen: set[Path] = set()
+    for file in found:
+        if (resolved := file.resolve()) in seen:
+            raise DataError(f"{file} is named twice; name it once")
+        seen.add(resolved)
+    return found
+
+
+def _expanded(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from _in_folder(path)
+    elif path.is_file():
+        yield from _of_file(path)
+    elif glob.has_magic(str(path)):
+        matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise ConfigError(f"{path} matches no file; give --data token shards")
+        matched = [Path(match) for match in matches if not match.endswith(_SIDECARS)]
+        yield from (file for match in matched for file in _expanded(match))
+    elif (index := Path(f"{path}.idx")).is_file():  # Megatron's users name the prefix
+        yield index
+    else:
+        raise ConfigError(f"{path} does not exist; give --data token shards: a folder, files, or a manifest")
+
+
+def _in_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder's manifests, or else its shards, and refuse files that are neither."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    if manifests := [path for path in files if _is_manifest(path)]:
+        yield from manifests
+        return
+    num_found = 0
+    for path in files:
+        if path.suffix in (".npy", ".ds", ".idx") or is_mds_index(path):
+            num_found += 1
+            yield path
+        elif not (path.name.endswith(_SIDECARS) or path.name.endswith(FILE_LIST) or path.suffix == ".md"):
+            raise _no_shard(path)
+    if not num_found:
+        raise DataError(f"{folder} holds no token shards; make some with spes tokenize, or give text with --text")
+
+
+def _is_hidden(relative: Path) -> bool:
+    return any(part.startswith(".") for part in relative.parts)
+
+
+def _no_shard(path: Path) -> DataError:
+    return DataError(
+        f"{path} is no token shard (.npy, .ds, .idx, index.json or manifest.json); name the shards by a pattern, or "
+        f"give text with --text"
+    )
+
+
+def _of_file(path: Path) -> Iterator[Path]:
+    if path.suffix == ".bin":
+        path = path.with_suffix(".idx")
+        if not path.exists():
+            raise DataError(f"{path} does not exist, but its .bin does; fetch it as well")
+        yield path
+    elif path.suffix in (".npy", ".ds", ".idx") or _is_manifest(path) or is_mds_index(path):
+        yield path
+    elif path.suffix in (".txt", ".lst"):
+        yield from _of_list(path)
+    else:
+        raise _no_shard(path)
+
+
+def _of_list(path: Path) -> Iterator[Path]:
+    """Yield the files that a list names, each on a line: as they are, or in the list's folder if it has moved."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: it is no list of files; name the shards") from error
+    names = [line.strip() for line in lines if line.strip()]
+    if not names or any(Path(name).suffix not in TOKENS for name in names):
+        raise DataError(f"{path} is no list of token shards, one path a line; give text with --text")
+    for name in names:
+        places = [Path(name), path.parent / name, path.parent / Path(name).name]
+        file = next((place for place in places if place.is_file()), None)
+        if file is None:
+            raise ConfigError(f"{path} names {name}, which does not exist; fetch it, or take its line out")
+        yield from _of_file(file)
+
+
+def _is_manifest(path: Path) -> bool:
+    if not path.name.endswith(MANIFEST):
+        return False
+    with path.open("rb") as stream:
+        return f'"{FORMAT}"'.encode() in stream.read(200)
+
+
+# ---------------------------------------------------------------------- reading
+
+
+class TokenShards:
+    """The tokens of many files in one order, mapped into memory and never copied as a whole.
+
+    Args:
+        paths: As in `locate`.
+        vocab_size: Entries of the tokenizer; larger ids are refused.
+        cache: Folder for digests, splits and decompressed shards.
+        tokenizer_sha256: Digest of the run's tokenizer, which manifests must name.
+
+    Raises:
+        ConfigError: a path does not exist, or `cache` cannot be written.
+        DataError: a file is no shard, truncated or damaged, not its manifest's, or has ids beyond the vocabulary.
+    """
+
+    def __init__(
+        self, paths: Sequence[Path], vocab_size: int, cache: Path, tokenizer_sha256: str | None = None
+    ) -> None:
+        self._vocab_size = vocab_size
+        self._tokenizer_sha256 = tokenizer_sha256
+        self._cache = cache
+        self.shards: list[Shard] = []
+        self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
+        for path in locate(paths):
+            self.shards += self._of_manifest(path) if _is_manifest(path) else open_shards(path, vocab_size, cache)
+        for number, shard in enumerate(self.shards):
+            self._check_sample(number, shard)
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return sum(int(shard.lengths_D.sum()) for shard in self.shards)
+
+    @property
+    def has_documents(self) -> bool:
+        """Whether the files say where documents end."""
+        return all(shard.has_documents for shard in self.shards)
+
+    def documents(self) -> Iterator[np.ndarray]:
+        """Yield the tokens of every document in order, in the file's type; of a file without documents, all tokens."""
+        for number, shard in enumerate(self.shards):
+            for start, length in zip(shard.starts_D.tolist(), shard.lengths_D.tolist(), strict=True):
+                yield self.read(number, start, length)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """SHA-256 over the content of all files in their order; reads each file once, and remembers its digest."""
+        return fingerprint_of([(shard.dtype.name, self._digest(shard.path)) for shard in self.shards])
+
+    def read(self, number: int, start: int, length: int) -> np.ndarray:
+        """Return `length` tokens of a file from byte `start` on.
+
+        Raises:
+            DataError: they have ids beyond the vocabulary.
+        """
+        shard = self.shards[number]
+        ids_N = np.frombuffer(self._buffer(number), shard.dtype, length, start)
+        if length and not 0 <= int(ids_N.min()) <= int(ids_N.max()) < self._vocab_size:  # guard: token-ids
+            worst = int(ids_N.max()) if int(ids_N.min()) >= 0 else int(ids_N.min())
+            raise DataError(
+                f"{shard.source} has the id {worst} near byte {start}, beyond the vocabulary of {self._vocab_size}; "
+                f"set data.tokenizer to the one that made it"
+            )
+        return ids_N
+
+    def check_unchanged(self, numbers: np.ndarray) -> None:
+        """Check that files are those that were opened: reading a truncated one would end the process.
+
+        Raises:
+            DataError: a file was changed, replaced or deleted.
+        """
+        for number in numbers.tolist():
+            shard = self.shards[number]
+            try:
+                is_same = file_state(shard.path) == shard.stat
+            except OSError:
+                is_same = False
+            if not is_same:
+                raise DataError(f"{shard.source} was changed while it was read; restore it, and start with --resume")
+
+    def _buffer(self, number: int) -> mmap.mmap:
+        if number in self._mapped:
+            self._mapped.move_to_end(number)
+            return self._mapped[number]
+        try:
+            with self.shards[number].path.open("rb") as stream:
+                buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise DataError(f"cannot read {self.shards[number].source}: {error.strerror}; check the file") from error
+        self._mapped[number] = buffer
+        if len(self._mapped) > MAX_MAPPED:
+            self._mapped.popitem(last=False)
+        return buffer
+
+    def _check_sample(self, number: int, shard: Shard) -> None:
+        """Read some documents, so that a wrong tokenizer or type is found before the run begins."""
+        chosen = np.unique(np.linspace(0, len(shard.starts_D) - 1, SAMPLES).astype(int))
+        for start, length in zip(shard.starts_D[chosen].tolist(), shard.lengths_D[chosen].tolist(), strict=True):
+            for first in np.unique(np.linspace(0, max(length - SAMPLE_TOKENS, 0), SAMPLES).astype(int)).tolist():
+                self.read(number, start + first * shard.dtype.itemsize, min(SAMPLE_TOKENS, length - first))
+
+    def _of_manifest(self, path: Path) -> Iterator[Shard]:
+        """Yield a manifest's shards, after checking all that it says of them."""
+        manifest = read_manifest(path)
+        if self._tokenizer_sha256 not in (None, manifest.tokenizer_sha256):
+            raise DataError(
+                f"{path} was made with the tokenizer {manifest.tokenizer_sha256[:12]}, this run has "
+                f"{self._tokenizer_sha256[:12]}; tokenise the text again with the run's, or found a run with this one"
+            )
+        said = [(manifest.dtype, entry.sha256) for entry in manifest.shards]
+        if fingerprint_of(said) != manifest.fingerprint or not said:
+            raise DataError(f"{path} is damaged: its fingerprint is not that of its shards; tokenise again")
+        for entry in manifest.shards:
+            file, documents = path.parent / entry.file, path.parent / entry.documents_file
+            for one, digest in ((file, entry.sha256), (documents, entry.documents_sha256)):
+                if not one.is_file():
+                    raise DataError(f"{one} does not exist, but {path.name} names it; fetch it again")
+                if self._digest(one) != digest:  # guard: shard-digest
+                    raise DataError(f"{one} is not the file of {path.name}: its SHA-256 differs; fetch it again")
+            (shard,) = open_shards(file, self._vocab_size, self._cache)
+            if (shard.dtype.name, len(shard.lengths_D)) != (manifest.dtype, entry.documents):
+                raise DataError(f"{file} has another type or other documents than {path.name} says; fetch it again")
+            yield shard
+
+    def _digest(self, path: Path) -> str:
+        """Return a file's SHA-256, which is remembered as long as the file does not change."""
+        state = ":".join(map(str, (path.resolve(), *file_state(path))))
+        memory = cache_folder(self._cache, "digests") / hashlib.sha256(state.encode()).hexdigest()[:32]
+        if memory.exists():
+            return memory.read_text()
+        digest = hashlib.sha256()
+        with path.open("rb") as stream:
+            while chunk := stream.read(HASH_BYTES):
+                digest.update(chunk)
+        with write_atomic(memory, durable=False) as target:
+            target.write(digest.hexdigest().encode())
+        return digest.hexdigest()
+
+    # ------------------------------------------------------------------ the split
+
+    def part(self, below: int, half: int | None, *, is_inside: bool, sequence_length: int) -> TokenPart:
+        """Return the tokens of the documents on one side of a split.
+
+        Without documents, each `sequence_length` tokens of a file are one, and what is left at its end is dropped.
+
+        Args:
+            below: Documents are inside if their first number is less than this.
+            half: If given, and inside: only those whose second number is less than 2^63 (0), or not (1).
+            is_inside: Which side to return.
+            sequence_length: Tokens of a document where files have none.
+        """
+        kept = []
+        for number, shard in enumerate(self._cut(sequence_length)):
+            splits_D2 = shard.splits_D2 if shard.splits_D2 is not None else self._splits(number, shard)
+            inside_D = splits_D2[:, 0] < np.uint64(below)
+            if half is not None:
+                inside_D &= (splits_D2[:, 1] < np.uint64(2**63)) == (half == 0)
+            kept.append(_runs(shard, inside_D == is_inside))
+        return TokenPart(self, kept)
+
+    def _cut(self, sequence_length: int) -> Iterator[Shard]:
+        """Yield the shards, those without documents as pieces of a sequence's length."""
+        for shard in self.shards:
+            if shard.has_documents:
+                yield shard
+                continue
+            count = int(shard.lengths_D[0]) // sequence_length
+            step = sequence_length * shard.dtype.itemsize
+            starts_D = shard.starts_D[0] + step * np.arange(count, dtype=np.int64)
+            lengths_D = np.full(count, sequence_length, np.int64)
+            yield Shard(shard.path, shard.source, shard.dtype, starts_D, lengths_D, stat=shard.stat)
+
+    def _splits(self, number: int, shard: Shard) -> np.ndarray:
+        """Return the numbers of each document by the digest of its ids, `[D, 2]`; made once, and kept in the cache."""
+        positions = hashlib.sha256(shard.starts_D.tobytes() + shard.lengths_D.tobytes()).hexdigest()
+        key = hashlib.sha256(f"{_LAYOUT_VERSION}:{self._digest(shard.path)}:{positions}".encode()).hexdigest()[:32]
+        file = cache_folder(self._cache, "splits") / f"{key}.u64"
+        if not file.exists():
+            log.info("hashing the %d documents of %s once, to hold some out", len(shard.starts_D), shard.source)
+            with write_atomic(file) as stream:
+                for start, length in zip(shard.starts_D.tolist(), shard.lengths_D.tolist(), strict=True):
+                    ids_N = self.read(number, start, length).astype("<u4")
+                    stream.write(hashlib.sha256(ids_N.tobytes()).digest()[:16])
+        return np.fromfile(file, "<u8").reshape(-1, 2)
+
+
+def _runs(shard: Shard, is_kept_D: np.ndarray) -> np.ndarray:
+    """Return first byte and tokens of each run of kept documents that lie together, `[R, 2]` int64."""
+    kept = np.flatnonzero(is_kept_D & (shard.lengths_D > 0))
+    starts_D, lengths_D = shard.starts_D[kept], shard.lengths_D[kept]
+    begins_D = np.ones(len(kept), dtype=bool)
+    begins_D[1:] = starts_D[1:] != starts_D[:-1] + lengths_D[:-1] * shard.dtype.itemsize
+    first = np.flatnonzero(begins_D)
+    if not len(first):
+        return np.empty((0, 2), np.int64)
+    return np.stack([starts_D[first], np.add.reduceat(lengths_D, first)], axis=1)
+
+
+class TokenPart:
+    """The tokens of some documents, one after another; windows may begin and end within any.
+
+    Args:
+        shards: The files.
+        runs: For each file, first byte and tokens of each run, `[R, 2]`.
+    """
+
+    def __init__(self, shards: TokenShards, runs: Sequence[np.ndarray]) -> None:
+        self._shards = shards
+        self._number_R = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
+        runs_R2 = np.concatenate(runs) if runs else np.empty((0, 2), np.int64)
+        self._start_R = runs_R2[:, 0]
+        self._stop_R = np.cumsum(runs_R2[:, 1])
+        self._first_R = self._stop_R - runs_R2[:, 1]
+
+    def __len__(self) -> int:
+        """The number of tokens."""
+        return int(self._stop_R[-1]) if len(self._stop_R) else 0
+
+    def windows(self, indices_B: np.ndarray, sequence_length: int) -> np.ndarray:
+        """Copy the windows of the given indices to `[B, T + 1]` int64; window i begins at token i*T.
+
+        Raises:
+            DataError: a file was changed, or has ids beyond the vocabulary.
+        """
+        first_B = np.asarray(indices_B) * sequence_length
+        run_B = np.searchsorted(self._stop_R, first_B, side="right")
+        last_B = np.searchsorted(self._stop_R, first_B + sequence_length, side="right")
+        touched = np.unique(np.concatenate([self._number_R[a : b + 1] for a, b in zip(run_B, last_B, strict=True)]))
+        self._shards.check_unchanged(touched)
+        windows_BT1 = np.empty((len(first_B), sequence_length + 1), np.int64)
+        for row, (position, run) in enumerate(zip(first_B.tolist(), run_B.tolist(), strict=True)):
+            done = 0
+            while done <= sequence_length:
+                number = int(self._number_R[run])
+                within = position + done - int(self._first_R[run])
+                count = min(sequence_length + 1 - done, int(self._stop_R[run]) - position - done)
+                start = int(self._start_R[run]) + within * self._shards.shards[number].dtype.itemsize
+                windows_BT1[row, done : done + count] = self._shards.read(number, start, count)
+                done += count
+                run += 1
+        return windows_BT1

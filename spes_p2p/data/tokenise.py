@@ -1,0 +1,403 @@
+"""Text to shards of token ids, by several processes: the same bytes whatever their number, and after any kill.
+
+Files are cut into pieces that depend on the files alone. Each piece becomes a part on disk, whole or not at all; an
+interrupted command starts again with the parts that are there. When all parts are, they are joined to shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import glob
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from spes_p2p.data.readers import ranges
+from spes_p2p.data.shard_formats import DOCUMENT_FIELDS, DOCUMENTS_SUFFIX
+from spes_p2p.data.shards import (
+    FILE_LIST,
+    MANIFEST,
+    TOKENIZER,
+    ShardEntry,
+    ShardManifest,
+    SkippedEntry,
+    SourceEntry,
+    fingerprint_of,
+    read_manifest,
+)
+from spes_p2p.data.sources import corpus_files
+from spes_p2p.data.token_parts import IDS_SUFFIX, How, Piece, checked_state, make_parts, part_info
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.fs import write_atomic
+
+PIECE_BYTES = 16 * 2**20
+"""Text of a piece, about: what a kill costs each process at most."""
+COPY_BYTES = 2**22
+_LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the bytes of the shards depend on, and how they are made.
+
+    Attributes:
+        folder: Where they are written.
+        stem: What their names begin with.
+        tokenizer: Payload of `tokenizer_bytes`.
+        vocab_size: Its entries.
+        dtype: `uint16` or `uint32`.
+        text_field: Column of the text.
+        max_shard_bytes: Largest size of a shard.
+        skip_unusable: Leave out what cannot be used, and count it.
+        batch_size: Most documents tokenised at a time.
+        processes: Number of processes.
+    """
+
+    folder: Path
+    stem: str
+    tokenizer: bytes
+    vocab_size: int
+    dtype: str
+    text_field: str
+    max_shard_bytes: int
+    skip_unusable: bool
+    batch_size: int
+    processes: int
+
+    @property
+    def partial(self) -> Path:
+        """Folder of the parts of an unfinished run."""
+        return self.folder / f".{self.stem}partial"
+
+    @functools.cached_property
+    def tokenizer_sha256(self) -> str:
+        """Digest of the tokenizer."""
+        return hashlib.sha256(self.tokenizer).hexdigest()
+
+
+@dataclass
+class Source:
+    """A file and its pieces, or why it is left out."""
+
+    path: Path
+    num_bytes: int
+    pieces: list[Piece] = field(default_factory=list)
+    unusable: str | None = None
+
+
+class Progress(NamedTuple):
+    """How far the work is: bytes of text done and in all, and tokens written since the start."""
+
+    done_bytes: int
+    total_bytes: int
+    num_tokens: int
+
+
+def split_prefix(prefix: str) -> tuple[Path, str]:
+    """Return the folder of a prefix, and what names in it begin with.
+
+    Raises:
+        ConfigError: the names would be hidden.
+    """
+    path = Path(prefix).expanduser()
+    folder, stem = (path, "") if prefix.endswith("/") or path.is_dir() else (path.parent, path.name)
+    if stem.startswith("."):
+        raise ConfigError(f"--output-prefix {prefix} makes hidden files; choose a name without a dot in front")
+    return folder, stem
+
+
+def find_files(patterns: Sequence[str]) -> list[Path]:
+    """Return the files of patterns and folders, each once and sorted within its pattern.
+
+    Raises:
+        ConfigError: a pattern matches no file.
+        DataError: a folder holds no file.
+    """
+    found: dict[Path, Path] = {}
+    for pattern in patterns:
+        whole = str(Path(pattern).expanduser())
+        matches = [Path(whole)] if Path(whole).exists() else sorted(map(Path, glob.glob(whole, recursive=True)))
+        if not matches:
+            raise ConfigError(f"--file-glob {pattern} matches no file; name existing text, jsonl, json or parquet")
+        for path, _ in corpus_files(matches):
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def tokenise(files: Sequence[Path], settings: Settings, on_progress: Callable[[Progress], None]) -> ShardManifest:
+    """Write shards, their documents, tokenizer, `file_list.txt` and manifest; the manifest comes last.
+
+    Args:
+        files: Text in any format of `read_file`.
+        settings: What to make.
+        on_progress: Called now and then.
+
+    Raises:
+        ConfigError: the folder cannot be written.
+        DataError: a file cannot be used, changes meanwhile, or the folder holds something else.
+    """
+    try:
+        settings.folder.mkdir(parents=True, exist_ok=True)
+        if (finished := _finished(files, settings)) is not None:
+            shutil.rmtree(settings.partial, ignore_errors=True)
+            return finished
+        settings.partial.mkdir(exist_ok=True)
+        with _alone(settings):
+            for leftover in settings.partial.glob(".*.tmp"):
+                leftover.unlink(missing_ok=True)
+            with write_atomic(settings.partial / TOKENIZER) as stream:
+                stream.write(settings.tokenizer)
+            sources = _plan(files, settings)
+            _work(sources, settings, on_progress)
+            manifest = _publish(sources, settings)
+        shutil.rmtree(settings.partial)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DataError(
+                f"no space left on the disk at {settings.folder}; make room there, and start the same command again: "
+                f"it continues"
+            ) from error
+        where = error.filename or settings.folder
+        raise ConfigError(f"cannot write {where}: {error.strerror}; choose another --output-prefix") from error
+    return manifest
+
+
+@contextlib.contextmanager
+def _alone(settings: Settings) -> Iterator[None]:
+    """Keep other processes away from this prefix."""
+    try:
+        with FileLock(settings.partial / "lock", timeout=0):
+            yield
+    except Timeout as error:
+        raise DataError(
+            f"another process tokenises to {settings.folder / settings.stem}; wait for it, or choose another "
+            f"--output-prefix"
+        ) from error
+
+
+def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None:
+    """Return the manifest, if this very work is done.
+
+    Raises:
+        DataError: the folder holds other shards of this prefix.
+    """
+    path = settings.folder / f"{settings.stem}{MANIFEST}"
+    if path.exists():
+        manifest = read_manifest(path)
+        made = {source.name: source.bytes for source in manifest.sources}
+        skipped = {entry.name for entry in manifest.skipped}
+        is_newer = any(checked_state(file)[1] > path.stat().st_mtime_ns for file in files)
+        text = {str(file): checked_state(file)[0] for file in files if str(file) not in skipped}
+        how = (manifest.tokenizer_sha256, manifest.dtype, manifest.text_field, manifest.max_shard_bytes)
+        asked = (settings.tokenizer_sha256, settings.dtype, settings.text_field, settings.max_shard_bytes)
+        if made == text and how == asked and not is_newer:
+            return manifest
+    elif settings.partial.exists() or not any(settings.folder.glob(f"{glob.escape(settings.stem)}[0-9]*.npy")):
+        return None
+    raise DataError(
+        f"{settings.folder / settings.stem} has shards of other text or settings; delete them, or choose another "
+        f"--output-prefix"
+    )
+
+
+def _plan(files: Sequence[Path], settings: Settings) -> list[Source]:
+    """Cut the files into pieces."""
+    sources = []
+    for path in files:
+        state = checked_state(path)
+        source = Source(path, state[0])
+        try:
+            parts = ranges(path, PIECE_BYTES)
+        except DataError as error:
+            _refuse(source, error, settings)
+            parts = []
+        for part in parts:
+            what = [_LAYOUT_VERSION, settings.tokenizer_sha256, settings.dtype, settings.text_field]
+            what += [settings.skip_unusable, str(path.resolve()), state, part]
+            key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
+            source.pieces.append(Piece(path, part, state[0] // len(parts), state, settings.partial / key))
+        sources.append(source)
+    return sources
+
+
+def _refuse(source: Source, error: DataError, settings: Settings) -> None:
+    """Leave a file out, if that was asked for.
+
+    Raises:
+        DataError: it was not.
+    """
+    if not settings.skip_unusable:
+        raise error
+    source.unusable = str(error)
+
+
+def _work(sources: Sequence[Source], settings: Settings, on_progress: Callable[[Progress], None]) -> None:
+    """Make the parts that are missing, and leave out the files of those that cannot be made."""
+    pieces = [piece for source in sources for piece in source.pieces]
+    total_bytes = sum(piece.num_bytes for piece in pieces)
+    todo = [piece for piece in pieces if part_info(piece) is None]
+    before = total_bytes - sum(piece.num_bytes for piece in todo)
+    if todo:
+        make_parts(
+            todo,
+            settings.partial / TOKENIZER,
+            How(settings.text_field, settings.dtype, settings.batch_size, settings.skip_unusable),
+            settings.processes,
+            lambda done, tokens: on_progress(Progress(before + done, total_bytes, tokens)),
+        )
+    for source in sources:
+        infos = [info for piece in source.pieces if (info := part_info(piece)) is not None]
+        reasons = [info["unusable"] for info in infos if info["unusable"]]
+        if not reasons and source.unusable is None and not any(info["documents"] for info in infos):
+            reasons = [f"{source.path} holds no text; leave it out"]
+        if reasons:
+            _refuse(source, DataError(reasons[0]), settings)
+
+
+# ---------------------------------------------------------------------- shards
+
+
+class _Joiner:
+    """Joins parts to shards, which end where a document does.
+
+    Args:
+        settings: Names, type and size of the shards.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._itemsize = np.dtype(settings.dtype).itemsize
+        self._stack = contextlib.ExitStack()
+        self._streams: list[BinaryIO] = []
+        self._hashes = [hashlib.sha256(), hashlib.sha256()]
+        self._tokens = self._documents = 0
+        self.entries: list[ShardEntry] = []
+
+    def __enter__(self) -> _Joiner:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if kind is None:
+            self._close()
+        self._stack.__exit__(kind, error, trace)
+
+    def add(self, target: Path) -> None:
+        """Append a part."""
+        rows_D = np.fromfile(target.with_suffix(DOCUMENTS_SUFFIX), DOCUMENT_FIELDS)
+        ends_D = rows_D["end"].astype(np.int64)
+        first = position = 0
+        with target.with_suffix(IDS_SUFFIX).open("rb") as ids:
+            while first < len(rows_D):
+                room = self._settings.max_shard_bytes // self._itemsize - self._tokens
+                count = int(np.searchsorted(ends_D[first:] - position, room, side="right"))
+                if not count and self._tokens:
+                    self._close()
+                    continue
+                last = first + max(count, 1)
+                self._append(ids, rows_D[first:last], position)
+                first, position = last, int(ends_D[last - 1])
+
+    def _append(self, ids: BinaryIO, rows_D: np.ndarray, position: int) -> None:
+        """Copy some documents, whose first token is at `position` of the part."""
+        if not self._streams:
+            name = f"{self._settings.stem}{len(self.entries):06d}"
+            self._files = [f"{name}.npy", f"{name}{DOCUMENTS_SUFFIX}"]
+            self._streams = [
+                self._stack.enter_context(write_atomic(self._settings.partial / file)) for file in self._files
+            ]
+        rows_D = rows_D.copy()
+        left = (int(rows_D["end"][-1]) - position) * self._itemsize
+        rows_D["end"] = rows_D["end"] - np.uint64(position) + np.uint64(self._tokens)
+        while left:
+            chunk = ids.read(min(left, COPY_BYTES))
+            if not chunk:
+                raise DataError(f"a part is damaged; delete {self._settings.partial}, and start again")
+            self._write(0, chunk)
+            left -= len(chunk)
+        self._write(1, rows_D.tobytes())
+        self._tokens, self._documents = int(rows_D["end"][-1]), self._documents + len(rows_D)
+
+    def _write(self, which: int, data: bytes) -> None:
+        self._streams[which].write(data)
+        self._hashes[which].update(data)
+
+    def _close(self) -> None:
+        """Complete the shard."""
+        if not self._streams:
+            return
+        self._stack.close()
+        digests = [digest.hexdigest() for digest in self._hashes]
+        self.entries.append(
+            ShardEntry(
+                file=self._files[0],
+                documents_file=self._files[1],
+                tokens=self._tokens,
+                documents=self._documents,
+                bytes=self._tokens * self._itemsize,
+                sha256=digests[0],
+                documents_sha256=digests[1],
+            )
+        )
+        self._streams, self._hashes = [], [hashlib.sha256(), hashlib.sha256()]
+        self._tokens = self._documents = 0
+
+
+def _publish(sources: Sequence[Source], settings: Settings) -> ShardManifest:
+    """Join the parts, and move everything into place."""
+    used = [source for source in sources if source.unusable is None]
+    if not used:
+        raise DataError("none of the files holds usable text; see why with --no-skip-unusable")
+    with _Joiner(settings) as joiner:
+        for source in used:
+            for piece in source.pieces:
+                joiner.add(piece.target)
+    manifest = _manifest(sources, joiner.entries, settings)
+    for stale in settings.folder.glob(f"{glob.escape(settings.stem)}[0-9]*"):
+        if stale.suffix in (".npy", DOCUMENTS_SUFFIX):
+            stale.unlink()
+    for entry in joiner.entries:
+        for name in (entry.documents_file, entry.file):
+            (settings.partial / name).replace(settings.folder / name)
+    lines = "".join(f"{(settings.folder / entry.file).resolve()}\n" for entry in joiner.entries)
+    texts = {TOKENIZER: settings.tokenizer, FILE_LIST: lines.encode()}
+    texts[MANIFEST] = (manifest.model_dump_json(indent=1) + "\n").encode()
+    for name, data in texts.items():
+        with write_atomic(settings.folder / f"{settings.stem}{name}") as stream:
+            stream.write(data)
+    return manifest
+
+
+def _manifest(sources: Sequence[Source], shards: list[ShardEntry], settings: Settings) -> ShardManifest:
+    entries, skipped = [], []
+    for source in sources:
+        if source.unusable is not None:
+            skipped.append(SkippedEntry(name=str(source.path), reason=source.unusable))
+            continue
+        infos = [info for piece in source.pieces if (info := part_info(piece)) is not None]
+        counts = {name: sum(info[name] for info in infos) for name in ("documents", "tokens", "skipped_rows")}
+        entries.append(SourceEntry(name=str(source.path), bytes=source.num_bytes, **counts))
+    return ShardManifest(
+        format="spes-tokens",
+        version=1,
+        fingerprint=fingerprint_of([(settings.dtype, shard.sha256) for shard in shards]),
+        tokens=sum(shard.tokens for shard in shards),
+        documents=sum(shard.documents for shard in shards),
+        dtype=settings.dtype,  # type: ignore[arg-type]
+        tokenizer_file=f"{settings.stem}{TOKENIZER}",
+        tokenizer_sha256=settings.tokenizer_sha256,
+        vocab_size=settings.vocab_size,
+        text_field=settings.text_field,
+        max_shard_bytes=settings.max_shard_bytes,
+        shards=shards,
+        sources=entries,
+        skipped=skipped,
+    )
