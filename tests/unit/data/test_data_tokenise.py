@@ -19,14 +19,17 @@ import numpy as np
 import pytest
 from filelock import FileLock
 
+from spes_p2p.commands.local import _own, _with_data
 from spes_p2p.commands.tokenize import main
-from spes_p2p.config import DataConfig, TokenizeConfig
+from spes_p2p.config import DataConfig, PeerConfig, RunConfig, TokenizeConfig
+from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.data import tokenise as module
 from spes_p2p.data.packing import token_file, train_source
 from spes_p2p.data.readers import read_file
 from spes_p2p.data.shards import TokenShards, read_manifest
-from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
+from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_digest
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.peer.joining import _found
 
 from .conftest import sentences, write_rows
 from .test_data_readers import write
@@ -343,3 +346,34 @@ def test_a_killed_command_goes_on_to_the_same_bytes(tokenised, tmp_path, seed, m
         kills += 1
     assert process.returncode == 0 and kills >= 1
     assert contents(folder) == expected
+
+
+def test_a_founder_keeps_its_paths_and_takes_the_tokenizer_beside_its_shards(tokenised, tmp_path, seed):
+    path = write_rows(tmp_path / "a.jsonl", sentences(random.Random(seed), 150))
+    folder = tokenised(path).parent
+    run = RunConfig(data=DataConfig(source="files", paths=[folder], sequence_length=16, held_out_fraction=0.2))
+    for config in (
+        PeerConfig(run_id="r", run=run, cache=tmp_path / "cache"),
+        PeerConfig(run_id="r", run=RunConfig(data=without_paths(run.data)), data=[folder], cache=tmp_path / "cache"),
+    ):
+        assert config.run is not None
+        founded, tokenizer = _found(config, config.run)
+        assert founded.data.paths == [] and founded.data.source == "files"
+        assert tokenizer_digest(tokenizer) == read_manifest(folder / "manifest.json").tokenizer_sha256
+    with pytest.raises(ConfigError, match=r"trains on files .*--data"):
+        _found(PeerConfig(run_id="r", run=founded, cache=tmp_path / "cache"), founded)
+
+
+def without_paths(data: DataConfig) -> DataConfig:
+    return data.model_copy(update={"paths": []})
+
+
+def test_an_experiment_gives_its_shards_to_its_peers_as_flags(tmp_path):
+    given = _with_data(ExperimentConfig(data=[tmp_path / "shards"]))
+    assert given.run.data.source == "files" and given.run.data.paths == []
+    assert _own(given) == {"text": [], "data": [f"{tmp_path}/shards"]}
+    named = RunConfig(data=DataConfig(source="files", paths=[tmp_path / "shards"]))
+    assert _own(_with_data(ExperimentConfig(run=named))) == _own(given)
+    assert _own(_with_data(ExperimentConfig(run=named, text=[tmp_path / "a.txt"])))["data"] == []
+    with pytest.raises(ConfigError, match="--text and --data exclude each other"):
+        _with_data(ExperimentConfig(text=[tmp_path], data=[tmp_path]))
