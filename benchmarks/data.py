@@ -76,7 +76,10 @@ def main(config: DataBenchmarkConfig) -> int:
     """Measure, write and say; return 1 if a figure was not reached."""
     load_before = load_average()
     with tempfile.TemporaryDirectory(prefix="data-") as name:
-        found = [*rows(config, Path(name))]
+        found = []
+        for row in rows(config, Path(name)):
+            say("  ".join(cell for cell in row.cells if cell))
+            found.append(row)
     circumstances = Circumstances.now(load_before, None)
     document = {"circumstances": asdict(circumstances), "load_after": load_average()}
     document["rows"] = [row._asdict() for row in found]
@@ -87,7 +90,6 @@ def main(config: DataBenchmarkConfig) -> int:
     )
     table = markdown_table(HEAD, [row.cells for row in found])
     config.output.with_suffix(".md").write_text(f"# Own data\n\n{where}\n\n{table}")
-    say(table)
     return 0 if all(row.is_reached is not False for row in found) else 1
 
 
