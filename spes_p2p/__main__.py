@@ -12,7 +12,7 @@ USAGE = """usage: spes COMMAND [flags]; `spes COMMAND --help` explains its flags
 
 start here:
   spes local                        four peers train a small model on this machine, in about ten minutes
-  spes peer --run-id NAME@FOUNDER --initial-peers ADDRESS     join a run; its founder tells you both
+  spes join LINK                    join a run; every peer of it prints the link
   spes plan --config spes_1b        what a run would need of this machine
 
 commands:
@@ -20,6 +20,7 @@ commands:
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
+    "join": ("JoinConfig", "spes_p2p.commands.join", "join the run that a link names, and train it"),
     "monitor": ("MonitorConfig", "spes_p2p.commands.monitor", "follow a run; leave model and report behind"),
     "local": ("ExperimentConfig", "spes_p2p.commands.local", "a whole swarm on this machine"),
     "plan": ("PlanConfig", "spes_p2p.commands.plan", "memory, traffic and time that a run needs of a machine"),

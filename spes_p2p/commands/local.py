@@ -24,7 +24,7 @@ from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
@@ -213,7 +213,7 @@ class Experiment:
         return code
 
     def _start(self) -> str:
-        """Start one peer, which has something to resume if any has, then the others with its address; return that."""
+        """Start one peer, which has something to resume if any has, then the others; return the run's link."""
         first, *others = sorted(range(self._config.peers), key=lambda index: not can_resume(self._folder(index)))
         address_file = self._folder(first) / ADDRESS_FILE
         address_file.unlink(missing_ok=True)
@@ -228,7 +228,7 @@ class Experiment:
         for index in others:
             self._start_peer(index, ["--initial-peers", address])
         self._monitor = self._start_monitor(address)
-        return address
+        return (self._folder(first) / LINK_FILE).read_text().strip()
 
     def _folder(self, index: int) -> Path:
         return self._config.output / f"peer-{index}"
@@ -302,13 +302,12 @@ def _flags(choices: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _opening(config: ExperimentConfig, address: str, slots: int) -> str:
+def _opening(config: ExperimentConfig, link: str, slots: int) -> str:
     out = config.output
     text = "".join(f" --{flag} {path}" for flag, paths in _own(config).items() for path in paths)
     return (
         f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
-        f"join by hand:  {_spes()} peer --run-id {config.run_id} --initial-peers {address} "
-        f"--output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
+        f"join by hand:  {_spes()} join {link} --output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
         f"kill a peer:   pkill -KILL -o -f 'spes_p2p peer.*{out / 'peer-1'} '\n"
         "stop:          Ctrl-C\n"
     )

@@ -5,12 +5,14 @@ from spes_p2p.config.commands import (
     ExperimentConfig,
     HealthConfig,
     InviteConfig,
+    JoinConfig,
     MonitorConfig,
     PlanConfig,
     SimulateConfig,
     TokenizeConfig,
     UpcycleConfig,
 )
+from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId
 from spes_p2p.config.machine import (
     EIGHT_BIT,
     MIN_MBIT,
@@ -47,9 +49,11 @@ from spes_p2p.config.run import (
 
 __all__ = [
     "EIGHT_BIT",
+    "MAX_ADDRESSES",
     "MAX_LEASE_SECONDS",
     "MAX_PEER_TOKENS",
     "MIN_MBIT",
+    "Address",
     "CodecConfig",
     "CodecName",
     "CommandConfig",
@@ -60,6 +64,8 @@ __all__ = [
     "Frozen",
     "HealthConfig",
     "InviteConfig",
+    "JoinConfig",
+    "JoinLink",
     "MachineConfig",
     "MergeConfig",
     "ModelConfig",
@@ -70,6 +76,7 @@ __all__ = [
     "OuterStep",
     "OwnData",
     "PeerConfig",
+    "PeerId",
     "PlanConfig",
     "PositiveFloat",
     "PositiveInt",

@@ -11,8 +11,29 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
-from spes_p2p.config.machine import CommandConfig, ConfigFile, MachineConfig, NamedRun, OwnData, RunId, shipped
+from spes_p2p.config.link import LinkText
+from spes_p2p.config.machine import (
+    CommandConfig,
+    ConfigFile,
+    MachineConfig,
+    NamedRun,
+    OwnData,
+    RunId,
+    VolunteerConfig,
+    shipped,
+)
 from spes_p2p.config.run import Fraction, Frozen, PositiveFloat, PositiveInt, RunConfig
+
+
+class JoinConfig(VolunteerConfig):
+    """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
+
+    model_config = SettingsConfigDict(cli_prog_name="spes join")
+
+    link: CliPositionalArg[LinkText]
+    """The run's link, one word that begins with `spes:`; every peer prints it."""
+    output: Path | None = None  # type: ignore[assignment]
+    """Directory of this peer's identity, versions, checkpoint and log; by default runs/ and the run's name."""
 
 
 class MonitorConfig(CommandConfig, NamedRun, OwnData):

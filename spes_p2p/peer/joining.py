@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import PeerConfig, RunConfig, check_machine
+from spes_p2p.config import MAX_ADDRESSES, JoinLink, PeerConfig, RunConfig, check_machine
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
@@ -91,10 +91,10 @@ def _bar(swarm: HivemindSwarm, num_bytes: int) -> None:
             progress.update(task, completed=swarm.exchange.bytes_in)
 
 
-MAX_JOINED = 3
-"""Addresses in the command that joins this peer: one that answers is enough."""
 ADDRESS_FILE = "address"
 """In a peer's output: a multiaddr that others join by, there once the peer is in the swarm."""
+LINK_FILE = "link"
+"""In a peer's output: the run's link, there at the same time."""
 
 
 @dataclass(frozen=True)
@@ -255,12 +255,16 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
     log.info("this peer is %s and trains up to %d of %d slots", swarm.peer_id, max_slots, run.model.num_experts)
     _say_cost(swarm, size, max_slots, setup)
-    addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_JOINED]
-    (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")
-    text = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
+    addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
+    link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
+    data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
+    needs = data + (" --invite ..." if run.invite_only else "")
+    (config.output / LINK_FILE).write_text(f"{link.encode()}\n")
+    (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")  # last: its readers wait for it
+    log.info("others join with: spes join %s%s", link.encode(), needs)
     log.info(
-        "others join with: spes peer --run-id %s@%s --initial-peers %s%s",
-        *(run_id, manifest.founder, " ".join(addresses), text),
+        "or, in full: spes peer --run-id %s@%s --initial-peers %s%s",
+        *(run_id, manifest.founder, " ".join(addresses), needs),
     )
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
     data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from spes_p2p.config import MAX_LEASE_SECONDS
+from spes_p2p.config import MAX_LEASE_SECONDS, Address, PeerId
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
@@ -29,14 +29,11 @@ MAX_CLAIMED = 128
 MAX_TIME = 1e10
 """Largest time in seconds, DHT time included."""
 
-PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: peer-id-form
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # guard: digest-form
 Count = Annotated[int, Field(ge=0, le=2**53)]  # guard: count-bounds
 Seconds = Annotated[float, Field(ge=0, le=MAX_TIME, allow_inf_nan=False)]  # guard: time-bounds
 Number = Annotated[float, Field(ge=-1e12, le=1e12, allow_inf_nan=False)]  # guard: number-bounds
 Slot = Annotated[int, Field(ge=0, lt=MAX_SLOTS)]  # guard: slot-bounds
-Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
-"""The characters of a multiaddr; code that uses an address checks its form and its peer id."""
 Software = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z][0-9A-Za-z.+_-]*$")]  # guard: software-text
 """A version of spes_p2p."""
 

@@ -13,7 +13,8 @@ import pytest
 from peer_processes import Commands, commands_in, write_corpus, write_settings
 
 from spes_p2p.cli import load_settings
-from spes_p2p.config import PeerConfig
+from spes_p2p.commands.join import as_peer
+from spes_p2p.config import JoinConfig, PeerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import listen_host, why_unreachable
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig
@@ -51,8 +52,8 @@ def test_a_founder_can_be_called_at_the_address_that_it_prints(commands: Command
     founder = commands.start("-m", "spes_p2p", "peer", *words)
     printed = founder.wait_for(r"others join with: (.*)", SECONDS)[1]
     words = shlex.split(printed.removesuffix(" --text PATH"))
-    assert words[:2] == ["spes", "peer"]
-    config = load_settings(PeerConfig, words[2:])
+    assert words[:2] == ["spes", "join"]
+    config = as_peer(load_settings(JoinConfig, words[2:]))
     address = config.initial_peers[0]
     _, family, host, _, port, *_ = address.split("/")
     assert family == "ip4" and host != "0.0.0.0" and (host in routable or not routable)

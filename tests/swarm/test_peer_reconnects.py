@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.0, "total": 5000}
 TIMES = {"lease_seconds": 8.0, "heartbeat_seconds": 1.5}
 TOGETHER, ALONE = r"round (\d+): 2 peers", r"round (\d+): 1 peers"
-ADDRESS = r"others join with: .* --initial-peers (/\S+)"
+ADDRESS = r"or, in full: .* --initial-peers (/\S+)"
 
 
 @dataclass

@@ -26,9 +26,12 @@ from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 
 def main(config):
-    os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGINT))
+    def forked():
+        print("forked", flush=True)
+        signal.raise_signal(signal.SIGINT)
+
+    os.register_at_fork(after_in_parent=forked)
     subprocess.run([sys.executable, "-c", ""], preexec_fn=lambda: None)
-    print("forked", flush=True)
     return 0 if threading.Event().wait(60) else 1
 
 sys.argv[1:] = []

@@ -11,7 +11,7 @@ import yaml
 from spes_p2p.commands import local
 from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
-from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
 
 Words = dict[str, list[str]]
@@ -47,6 +47,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Words:
         started[name] = list(words)
         output = Path(words[words.index("--output") + 1])
         output.mkdir(parents=True, exist_ok=True)
+        (output / LINK_FILE).write_text(f"link-of-{name}\n")
         (output / ADDRESS_FILE).write_text(f"address-of-{name}\n")
         return Running(name)
 
@@ -69,6 +70,7 @@ def interrupted(tmp_path: Path, started: Words) -> Callable[..., Words]:
         for index in range(PEERS):
             folder = tmp_path / "out" / f"peer-{index}"
             (folder / ADDRESS_FILE).unlink()
+            (folder / LINK_FILE).unlink()
             if name := left.get(f"peer_{index}"):
                 (folder / name).mkdir()
             else:

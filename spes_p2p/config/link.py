@@ -1,0 +1,83 @@
+"""A run in one word, `spes:NAME.LETTERS`: its founder, up to three addresses and, in a closed run, an invite.
+
+The letters survive chats, browsers and shells: they are base64 without `+`, `/` and `=`. Their checksum tells when a
+part was lost.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import zlib
+from typing import Annotated
+
+from pydantic import AfterValidator, Field, ValidationError
+
+from spes_p2p.config.machine import RunId
+from spes_p2p.config.run import Frozen
+from spes_p2p.errors import ConfigError
+
+PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: peer-id-form
+Address = Annotated[str, Field(max_length=200, pattern=r"^(/[A-Za-z0-9.:_-]+)+$")]
+"""The characters of a multiaddr; code that uses an address checks its form and its peer id."""
+InviteText = Annotated[str, Field(max_length=768, pattern=r"^[A-Za-z0-9+/=.]*$")]
+MAX_ADDRESSES = 3
+"""One address that answers is enough."""
+MAX_LINK_CHARS = 4096
+MAX_TEXT_BYTES = 8192
+_FORM = re.compile(r"spes:([A-Za-z0-9][A-Za-z0-9_-]*)\.([A-Za-z0-9_-]+)")
+_ADDED = " \t\r\n\u00a0\u200b\u200c\u200d\u2060\ufeff\"'<>`"
+"""Characters that chats and mails add to a long word."""
+
+
+class JoinLink(Frozen):
+    """What a newcomer must know of a run before it can reach it."""
+
+    run_id: RunId
+    founder: PeerId
+    addresses: tuple[Address, ...] = Field(min_length=1, max_length=MAX_ADDRESSES)
+    invite: InviteText = ""
+
+    def encode(self) -> str:
+        """Return the link."""
+        text = "\n".join([self.founder, self.invite, *self.addresses]).encode()
+        return f"spes:{self.run_id}.{base64.urlsafe_b64encode(zlib.compress(text, 9)).decode().rstrip('=')}"
+
+    @classmethod
+    def parse(cls, text: str) -> JoinLink:
+        """Return the link that a text holds, whatever a chat has put around and between its letters.
+
+        Raises:
+            ConfigError: it is no link, or a part of it is missing.
+        """
+        word = text[:MAX_LINK_CHARS].translate(dict.fromkeys(map(ord, _ADDED)))
+        form = _FORM.fullmatch(word.rstrip(".,;:!?)"))
+        if form is None:
+            raise ConfigError(f"{word[:60]!r} is no link to a run; copy the whole word that begins with spes:")
+        try:
+            founder, invite, *addresses = _unpack(form[2]).split("\n")
+            return cls(run_id=form[1], founder=founder, invite=invite, addresses=tuple(addresses))
+        except (ValueError, zlib.error, ValidationError) as error:
+            raise ConfigError(
+                f"the link to run {form[1][:64]!r} is damaged, perhaps cut short; copy the whole word again"
+            ) from error
+
+
+def _unpack(letters: str) -> str:
+    packed = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4))
+    unpacking = zlib.decompressobj()
+    text = unpacking.decompress(packed, MAX_TEXT_BYTES)  # guard: link-bytes
+    if not unpacking.eof or unpacking.unused_data:
+        raise ValueError("not whole")
+    return text.decode("ascii")
+
+
+def _checked(text: str) -> str:
+    try:
+        return JoinLink.parse(text).encode()
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+LinkText = Annotated[str, AfterValidator(_checked)]
+"""A link as a user gives it."""

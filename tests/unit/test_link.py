@@ -1,0 +1,122 @@
+"""A run in one word: what a volunteer pastes is the run that was meant, or it is refused in a line."""
+
+from __future__ import annotations
+
+import base64
+import tracemalloc
+import zlib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spes_p2p.cli import load_settings
+from spes_p2p.commands.join import as_peer
+from spes_p2p.config import MAX_ADDRESSES, JoinConfig, JoinLink
+from spes_p2p.errors import ConfigError
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
+
+FOUNDER, OTHER = hashed_peer_id(b"founder"), hashed_peer_id(b"other")
+ADDRESSES = (f"/ip4/203.0.113.7/tcp/4001/p2p/{FOUNDER}", f"/dns4/peer.example.org/tcp/4001/p2p/{OTHER}")
+LINK = JoinLink(run_id="my-run", founder=FOUNDER, addresses=ADDRESSES)
+
+
+def packed(*lines: str) -> str:
+    return base64.urlsafe_b64encode(zlib.compress("\n".join(lines).encode())).decode().rstrip("=")
+
+
+@given(
+    name=st.from_regex(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", fullmatch=True),
+    count=st.integers(1, MAX_ADDRESSES),
+    invite=st.from_regex(r"[A-Za-z0-9+/=.]{0,768}", fullmatch=True),
+)
+def test_a_link_holds_everything_it_was_made_of(name: str, count: int, invite: str) -> None:
+    link = JoinLink(run_id=name, founder=FOUNDER, addresses=(ADDRESSES * 2)[:count], invite=invite)
+    assert JoinLink.parse(link.encode()) == link
+
+
+@pytest.mark.parametrize("around", ["{}", " {}\n", "<{}>", '"{}"', "`{}`.", "{},", "\u200b{}\ufeff"])
+def test_what_a_chat_puts_around_a_link_does_no_harm(around: str) -> None:
+    assert JoinLink.parse(around.format(LINK.encode())) == LINK
+
+
+def test_a_link_that_a_mail_has_broken_into_lines_is_whole_again() -> None:
+    word = LINK.encode()
+    assert JoinLink.parse("\r\n ".join(word[at : at + 60] for at in range(0, len(word), 60))) == LINK
+
+
+def test_a_link_that_was_cut_short_is_refused_and_a_changed_one_never_means_another_run() -> None:
+    word = LINK.encode()
+    start = word.index(".") + 1
+    for end in range(start, len(word)):
+        with pytest.raises(ConfigError, match="copy the whole word"):
+            JoinLink.parse(word[:end])
+    for at in range(start, len(word)):
+        changed = word[:at] + ("A" if word[at] != "A" else "B") + word[at + 1 :]
+        try:
+            assert JoinLink.parse(changed) == LINK  # some bits of the packing carry nothing
+        except ConfigError as error:
+            assert "damaged" in str(error)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "hello",
+        "spes:",
+        "spes:my-run",
+        "spes:my run.abc",
+        "spes:../x.abc",
+        "http://spes:my-run.abc",
+        "spes:my-run." + packed(FOUNDER, ""),  # no address
+        "spes:my-run." + packed(FOUNDER, "", *ADDRESSES, *ADDRESSES),  # too many
+        "spes:my-run." + packed("not-a-peer", "", *ADDRESSES),
+        "spes:my-run." + packed(FOUNDER, "", "203.0.113.7:4001"),
+        "spes:my-run." + packed(FOUNDER, "\x1b[2J", *ADDRESSES),
+        "spes:my-run." + packed(FOUNDER, "", "/ip4/1.2.3.4/tcp/1;rm"),
+        "spes:my-run." + packed(FOUNDER, "", "/" + "a" * 10_000_000),  # a few kilobytes that would become ten megabytes
+        "spes:" + "a" * 65 + "." + packed(FOUNDER, "", *ADDRESSES),
+        "spes:my-run." + "A" * 100_000,
+    ],
+)
+def test_what_is_no_link_is_refused_in_one_printable_line(text: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        JoinLink.parse(text)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 200
+
+
+def test_a_link_unpacks_to_a_few_kilobytes_at_most() -> None:
+    bomb = "spes:my-run." + packed(FOUNDER, "", "/" + "a" * 2_500_000)
+    tracemalloc.start()
+    with pytest.raises(ConfigError):
+        JoinLink.parse(bomb)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1_000_000
+
+
+def test_a_bad_link_on_the_command_line_names_the_remedy() -> None:
+    with pytest.raises(ConfigError, match="copy the whole word"):
+        load_settings(JoinConfig, [LINK.encode()[:-5]])
+
+
+def test_joining_by_a_link_is_joining_with_what_it_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    peer = as_peer(load_settings(JoinConfig, [LINK.encode(), "--max-slots", "2", "--text", "a.txt"]))
+    assert (peer.run_name, peer.founder, tuple(peer.initial_peers)) == ("my-run", FOUNDER, ADDRESSES)
+    assert (peer.output, peer.resume, peer.invite, peer.max_slots) == (Path("runs/my-run"), False, None, 2)
+    invited = LINK.model_copy(update={"invite": "abc="}).encode()
+    assert as_peer(load_settings(JoinConfig, [invited])).invite == "abc="
+    assert as_peer(load_settings(JoinConfig, [invited, "--invite", "other"])).invite == "other"
+
+
+def test_the_same_command_again_goes_on_where_it_was_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs/my-run/checkpoint").mkdir(parents=True)
+    assert as_peer(load_settings(JoinConfig, [LINK.encode()])).resume
+    assert not as_peer(load_settings(JoinConfig, [LINK.encode(), "--overwrite"])).resume
+    assert not as_peer(load_settings(JoinConfig, [LINK.encode(), "--output", "elsewhere"])).resume
