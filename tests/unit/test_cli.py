@@ -123,7 +123,7 @@ def one_line(words: list[str], cls=PeerConfig) -> str:
     [
         ("run_id: r\nmax_slot: 3\n", "max_slot", "max_slots"),
         ("run_id: r\nrun: {model: {experts: 8}}\n", "run.model.experts=8", "remove it"),
-        ("run_id: r\nrun: {round: {total: -1}}\n", "run.round.total=-1", "greater than 0"),
+        ("run_id: r\nrun: {round: {total: -1}}\n", "run.round.total=-1", "greater than or equal to 1"),
         ("run_id: r\nrun: {model: {top_k: 9, num_experts: 8}}\n", "model.top_k=9", "8 or less"),
         ("run_id: r\nrun: {model: {num_heads: 3}}\n", "model.num_heads=3", "divisor"),
         ("run_id: r\nrun: {model: {num_kv_heads: 3}}\n", "model.num_kv_heads=3", "divisor"),
@@ -149,7 +149,7 @@ def test_a_bad_yaml_is_one_line_with_value_and_remedy(yaml_file, content, value,
         (["--run-id", "r", "--port", "70000"], "70000", "--help"),
         (["--run-id", "r", "--port", "http"], "http", "--help"),
         (["--run-id", "r", "--device", "tpu"], "tpu", "cuda"),
-        (["--run-id", "r", "--max-slots", "0"], "max_slots", "greater than 0"),
+        (["--run-id", "r", "--max-slots", "0"], "max_slots", "greater than or equal to 1"),
         (["--run-id", "r", "--config", "absent.yaml"], "absent.yaml", "existing"),
         (["--config=absent.yaml"], "absent.yaml", "existing"),
         (["--port", "5"], "run_id", "--run-id"),
@@ -252,7 +252,7 @@ def spes(*words: str, cwd: Path | None = None, **environment: str) -> subprocess
 def test_without_a_command_it_says_what_to_type_first():
     ended = spes()
     assert ended.returncode == 0 and len(ended.stdout.splitlines()) < 20
-    assert "spes local" in ended.stdout and "--initial-peers" in ended.stdout
+    assert "spes local" in ended.stdout and "spes join LINK" in ended.stdout
     assert all(f"\n  {name} " in ended.stdout for name in COMMANDS)
 
 
