@@ -108,20 +108,6 @@ class OwnData(Frozen):
     """Token shards instead of text: a folder, files, a pattern, or a manifest or `file_list.txt` of `spes tokenize`.
     Formats: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS."""
 
-
-class PeerConfig(VolunteerConfig, NamedRun):
-    """Join a run with --initial-peers, or found one without, and train it."""
-
-    model_config = SettingsConfigDict(cli_prog_name="spes peer")
-
-    config: ConfigFile | None = None
-    """YAML file with a new run's settings under `run`, and this machine's choices. The name of a file that comes with
-    the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
-    initial_peers: list[str] = []
-    """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
-    run: RunConfig | None = None
-    """Settings of the run, for its founder only. The others take them from the signed manifest."""
-
     @property
     def shards(self) -> list[Path]:
         """This machine's token shards."""
@@ -199,6 +185,20 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event to log."""
+
+
+class PeerConfig(VolunteerConfig, NamedRun):
+    """Join a run with --initial-peers, or found one without, and train it."""
+
+    model_config = SettingsConfigDict(cli_prog_name="spes peer")
+
+    config: ConfigFile | None = None
+    """YAML file with a new run's settings under `run`, and this machine's choices. The name of a file that comes with
+    the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
+    initial_peers: list[str] = []
+    """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
+    run: RunConfig | None = None
+    """Settings of the run, for its founder only. The others take them from the signed manifest."""
 
     @property
     def shards(self) -> list[Path]:
