@@ -12,12 +12,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import LongTensor
-from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.cli import EXIT_INTERRUPTED
 from spes_p2p.config.commands import MonitorConfig
+from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import held_out_batches
-from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import METRICS_FILE, ConsoleSink, JsonlSink, Sinks, WandbSink, replay
@@ -104,7 +103,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
     try:
         manifest, document = fetch_manifest(swarm, settings.founder)
-        tokenizer = tokenizer_from_bytes(document, output / VERSIONS_DIRECTORY / "tokenizer")
+        tokenizer = ConfinedTokenizer(document, output / VERSIONS_DIRECTORY / "tokenizer", manifest.vocab_size)
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
         guests = guest_list(swarm, manifest)
         swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0, guests=guests)
@@ -191,7 +190,7 @@ def _conclude(ending: Ending, archive: Archive, save: Callable[[], None]) -> Non
 
 
 def _held_out(
-    settings: MonitorConfig, manifest: Manifest, tokenizer: PreTrainedTokenizerBase
+    settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedTokenizer
 ) -> Callable[[], Sequence[LongTensor]]:
     run = manifest.config
     if not settings.held_out_sequences:

@@ -20,13 +20,13 @@ from typing import Any, NamedTuple, Protocol, TypeVar, cast
 import numpy as np
 import torch
 from torch import LongTensor, Tensor
-from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.shards import TokenPart, TokenShards
 from spes_p2p.data.sources import Document, Part, corpus_identity, documents, in_held_out_part, is_in, row_text
-from spes_p2p.data.tokenizer import tokenizer_digest
+from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
 from spes_p2p.errors import DataError
 from spes_p2p.fs import cache_folder, locked, write_atomic
 
@@ -59,19 +59,19 @@ class TokenFile(NamedTuple):
     key: str
 
 
-def token_dtype(tokenizer: PreTrainedTokenizerBase) -> np.dtype:
+def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
     """Return the smallest unsigned type that holds every id."""
     return np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Iterator[np.ndarray]:
+def encode(tokenizer: AnyTokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
     """Yield ids in arrays of about a million characters each, with the end-of-text token after every text."""
     for batch in _batches(texts, len):
         yield _encode_batch(tokenizer, batch)
 
 
 def token_file(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path, part: Part
+    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path, part: Part
 ) -> TokenFile:
     """Return one part of an `embedded` or `files` corpus, tokenised at first use by one process while others wait.
 
@@ -95,7 +95,7 @@ def token_file(
     return TokenFile(_map(files[part], dtype), key)
 
 
-def _shards_part(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path, part: Part) -> TokenFile:
+def _shards_part(data: DataConfig, tokenizer: AnyTokenizer, cache: Path, part: Part) -> TokenFile:
     """Return one part of token shards, split as text is: documents by hash, or windows where there are none."""
     shards = TokenShards(data.paths, len(tokenizer), cache, tokenizer_digest(tokenizer))
     if data.fingerprint not in (None, shards.fingerprint):  # guard: shards-fingerprint
@@ -110,9 +110,7 @@ def _shards_part(data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Pa
     return TokenFile(tokens, hashlib.sha256(identity.encode()).hexdigest()[:32])
 
 
-def _tokenise(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, paths: Sequence[Path], files: Mapping[Part, Path]
-) -> None:
+def _tokenise(data: DataConfig, tokenizer: AnyTokenizer, paths: Sequence[Path], files: Mapping[Part, Path]) -> None:
     """Write the parts' files, and rename them into place in their order."""
     started = time.monotonic()
     dtype = token_dtype(tokenizer)
@@ -141,7 +139,9 @@ def _batches(items: Iterable[Item], num_characters_of: Callable[[Item], int]) ->
         yield batch
 
 
-def _encode_batch(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> np.ndarray:
+def _encode_batch(tokenizer: AnyTokenizer, texts: list[str]) -> np.ndarray:
+    if isinstance(tokenizer, ConfinedTokenizer):
+        return tokenizer.encode(texts)
     # verbose=False: do not warn that a text is longer than a model's context.
     encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     flat = np.empty(sum(map(len, encoded)) + len(encoded), dtype=np.uint32)
@@ -234,7 +234,7 @@ class StreamSource:
         DataError: the data set cannot be streamed or has too little text.
     """
 
-    def __init__(self, data: DataConfig, tokenizer: PreTrainedTokenizerBase, order_seed: int):
+    def __init__(self, data: DataConfig, tokenizer: AnyTokenizer, order_seed: int):
         self._data = data
         self._tokenizer = tokenizer
         self._order_seed = order_seed
@@ -407,7 +407,7 @@ class WindowSource:
 
 
 def train_source(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path, order_seed: int
+    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path, order_seed: int
 ) -> TokenSource:
     """Return an endless source of the configured corpus's training sequences, without held-out documents.
 
@@ -428,7 +428,7 @@ def train_source(
 
 
 def train_sources(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, *, paths: Sequence[Path], cache: Path
+    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path
 ) -> Callable[[int], TokenSource]:
     """Return `train_source` as a function of `order_seed` alone, which reads the corpus only once."""
     if data.source == "hub":
@@ -439,7 +439,7 @@ def train_sources(
 
 def held_out_batches(
     data: DataConfig,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: AnyTokenizer,
     *,
     paths: Sequence[Path],
     cache: Path,
@@ -489,7 +489,7 @@ def window_batches(
     return [gather_windows(tokens_N, indices[start : start + batch_size], sequence_length) for start in starts]
 
 
-def _first_tokens(tokenizer: PreTrainedTokenizerBase, texts: Any, num_tokens: int) -> np.ndarray:
+def _first_tokens(tokenizer: AnyTokenizer, texts: Any, num_tokens: int) -> np.ndarray:
     parts, found = [np.empty(0, dtype=np.uint32)], 0
     # Encode a few texts at a time, so that a stream is not read further than needed.
     while found < num_tokens and (some := list(islice(texts, 16))):

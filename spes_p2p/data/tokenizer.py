@@ -1,4 +1,4 @@
-"""The run's tokenizer: trained on the corpus or loaded, and sent to joining peers as bounded, checked JSON."""
+"""The run's tokenizer: trained on the corpus or loaded, and encoded as the document that joining peers get."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.shards import shards_tokenizer
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
+from spes_p2p.data.tokenizer_document import MAX_PAYLOAD_BYTES, SPECIAL_TOKENS, open_document
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, locked, write_atomic
 
+AnyTokenizer = PreTrainedTokenizerBase | ConfinedTokenizer
 log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
-MAX_PAYLOAD_BYTES = 64 * 2**20
 SAMPLE_CHARACTERS = 3_000_000
 _DOCUMENT_CHARACTERS = 65_536
 _SMALLEST_VOCABULARY = 257  # all bytes and the end of text
-_SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
-_FILES = ("special_tokens.json", "tokenizer.json")
-# A received tokenizer must encode and decode this text before it is accepted.
-_PROBE = "The peer's 2 slots:\n\n\tdef f(x): return x  # 漢字 ünï 🙂 \x00"
 _TRAINING_SECONDS = 600.0
 
 
@@ -119,89 +117,17 @@ def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> bytes:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # An earlier call with padding or truncation sets these.
     backend["padding"] = backend["truncation"] = None
-    special = {name: str(value) for name in _SPECIAL_TOKENS if (value := getattr(tokenizer, name)) is not None}
+    special = {name: str(value) for name in SPECIAL_TOKENS if (value := getattr(tokenizer, name)) is not None}
     payload = _canonical({"special_tokens.json": _canonical(special), "tokenizer.json": _canonical(backend)}).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(f"tokenizer takes {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}; choose a smaller one")
     return payload
 
 
-def tokenizer_from_bytes(data: bytes, directory: Path) -> PreTrainedTokenizerBase:
-    """Decode a peer's `tokenizer_bytes` without trusting them, and save an ordinary tokenizer folder.
-
-    No name in the payload becomes a path, and no class or template is taken from it.
-
-    Args:
-        data: Untrusted payload.
-        directory: Folder for the tokenizer's files; made if absent.
-
-    Raises:
-        DataError: the payload is too large, is not the expected JSON, has unexpected files, or is not a working
-            tokenizer.
-        ConfigError: `directory` cannot be written.
-    """
-    tokenizer = _decode(data, "the tokenizer received")
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        tokenizer.save_pretrained(directory)
-    except OSError as error:
-        raise ConfigError(f"cannot write {directory}: {error.strerror}; choose another directory") from error
-    return tokenizer
-
-
 def _decode(payload: bytes, where: str) -> PreTrainedTokenizerFast:
-    if len(payload) > MAX_PAYLOAD_BYTES:  # guard: tokenizer-size
-        raise DataError(f"{where} has {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}; join through other peers")
-    files = _parse(payload, where)
-    if (
-        sorted(files) != list(_FILES)  # guard: tokenizer-files
-        or not all(isinstance(text, str) for text in files.values())
-    ):
-        raise DataError(f"{where} holds {str(sorted(files))[:200]}, not {', '.join(_FILES)}; join through other peers")
-    special = _parse(files["special_tokens.json"], where)
-    if not set(special) <= set(_SPECIAL_TOKENS) or not all(isinstance(token, str) for token in special.values()):
-        raise DataError(f"{where} has unexpected special tokens {str(sorted(special))[:200]}; join through other peers")
-    _check_ids(_parse(files["tokenizer.json"], where), where)
-    try:
-        backend = Tokenizer.from_str(files["tokenizer.json"])
-        missing = [token for token in special.values() if backend.token_to_id(token) is None]
-        backend.no_padding()
-        backend.no_truncation()
-        tokenizer = _wrap(backend, special)
-        probe = tokenizer(_PROBE)["input_ids"]
-        tokenizer.decode(probe)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # tokenizers raises bare Exception, and panics as BaseException
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{where} is no working tokenizer: {reason}; join through other peers") from error
-    if missing:
-        raise DataError(f"{where} lacks its special token {missing[0][:40]!r}; join through other peers")
-    _check(tokenizer, where)
-    return tokenizer
-
-
-def _check_ids(backend: dict[str, Any], where: str) -> None:
-    """Refuse ids beyond the number of entries before tokenizers sees them: it allocates up to the largest id."""
-    model, added = backend.get("model"), backend.get("added_tokens") or []
-    vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if not isinstance(vocabulary, dict | list) or not isinstance(added, list):
-        raise DataError(f"{where} has no vocabulary; join through other peers")
-    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
-    ids += [token.get("id") if isinstance(token, dict) else None for token in added]
-    num_entries = len(vocabulary) + len(added)
-    if not all(isinstance(token_id, int) and 0 <= token_id < num_entries for token_id in ids):  # guard: tokenizer-ids
-        raise DataError(f"{where} has ids outside its {num_entries} entries; join through other peers")
-
-
-def _parse(text: str | bytes, where: str) -> dict[str, Any]:
-    try:
-        parsed = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{where} is not JSON; join through other peers") from error
-    if not isinstance(parsed, dict):
-        raise DataError(f"{where} is {type(parsed).__name__}, not a JSON object; join through other peers")
-    return parsed
+    """Decode a document of this machine's own."""
+    document = open_document(payload, where)
+    return _wrap(document.backend, document.special)
 
 
 def _wrap(backend: Tokenizer, special: dict[str, str]) -> PreTrainedTokenizerFast:
@@ -238,6 +164,8 @@ def _canonical(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_digest(tokenizer: AnyTokenizer) -> str:
     """Return the SHA-256 of `tokenizer_bytes`, in hex."""
+    if isinstance(tokenizer, ConfinedTokenizer):
+        return tokenizer.digest
     return hashlib.sha256(tokenizer_bytes(tokenizer)).hexdigest()

@@ -20,6 +20,7 @@ from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import MAX_ADDRESSES, JoinLink, PeerConfig, RunConfig, check_machine
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
+from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_build, hf_config
 from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
@@ -179,6 +180,7 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     cache, corpus = config.cache.expanduser(), config.corpus(run.data)
     tokenizer = resolve_tokenizer(corpus, config.text, cache)
+    open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import train_sources
-from spes_p2p.data.tokenizer import tokenizer_from_bytes
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
 from spes_p2p.peer.joining import Admission, joined
@@ -80,8 +79,11 @@ def _train(
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         run = admission.manifest.config
+        tokenizer = _tokenizer(config, admission.manifest.vocab_size)
         corpus = config.corpus(run.data)
-        source = train_sources(corpus, _tokenizer(config), paths=config.text, cache=config.cache.expanduser())
+        source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
+        if run.data.source != "hub":
+            tokenizer.close()  # all text is tokenised now
         data = source(admission.data_seed)
         trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
         keep_output()
@@ -122,12 +124,12 @@ def _unreachable() -> Admission:
     raise AssertionError("the leader has joined before it connects")
 
 
-def _tokenizer(config: PeerConfig) -> PreTrainedTokenizerBase:
+def _tokenizer(config: PeerConfig, vocab_size: int) -> ConfinedTokenizer:
     """Rebuild the run's tokenizer from the version that this machine has verified."""
     found = sorted((config.output / "versions").glob("tokenizer.*.bin"))
     if not found:
         raise DataError(f"no tokenizer in {config.output / 'versions'}; join again with --overwrite")
-    return tokenizer_from_bytes(found[0].read_bytes(), config.output / "tokenizer")
+    return ConfinedTokenizer(found[0].read_bytes(), config.output / "tokenizer", vocab_size)
 
 
 def _synchroniser(

@@ -24,7 +24,8 @@ from misbehaving import nested_tuples
 
 from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import RunConfig
-from spes_p2p.data.tokenizer import tokenizer_bytes, tokenizer_from_bytes, train_bpe
+from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
+from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError, SpesError
 from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, check_snapshot, read_roster
 from spes_p2p.swarm.averaging.partition import decode_message, slices
@@ -221,7 +222,7 @@ def sound(people):
 def test_a_bad_document_is_refused(people, sound, tmp_path, case):
     read = {
         "manifest": lambda data: read_manifest(lambda name: data),
-        "tokenizer": lambda data: tokenizer_from_bytes(data, tmp_path / "tokenizer"),
+        "tokenizer": lambda data: open_document(data, "the tokenizer"),
         "checkpoint": lambda data: decode_state(data, "run"),
     }[case["what"]]
     honest = json.loads(sound[case["what"]])
