@@ -238,6 +238,7 @@ class Experiment:
         arguments = [
             *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
             *("--threads", "1", "--device", "cpu", "--data-seed", str(index), "--host", "127.0.0.1"),
+            "--yes",  # the run is this user's own
             "--alone",  # on one machine no peer is cut off: one that does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
             "--resume" if can_resume(output) else "--overwrite",  # of a start that was killed
@@ -250,7 +251,7 @@ class Experiment:
     def _start_monitor(self, address: str) -> Child:
         arguments = [
             *("--run-id", self._config.run_id, "--initial-peers", address, "--output", str(self._config.output)),
-            *("--cache", str(self._config.cache), "--threads", "1"),
+            *("--cache", str(self._config.cache), "--threads", "1", "--yes"),
             *(["--wandb"] if self._config.wandb else []),
             *(["--resume"] if self._config.resume else []),
         ]

@@ -22,10 +22,11 @@ from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import METRICS_FILE, ConsoleSink, JsonlSink, Sinks, WandbSink, replay
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
+from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import check_plotting
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import Manifest, fetch_manifest, guest_list
+from spes_p2p.swarm.manifest import MANIFEST, Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
@@ -102,7 +103,11 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
     )
     swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
     try:
+        seen = swarm.versions().get(MANIFEST) if settings.resume else None  # of which it has asked before
         manifest, document = fetch_manifest(swarm, settings.founder)
+        asked = seen is not None and seen.digest == manifest.digest
+        reads_data = settings.held_out_sequences > 0
+        ask_to_read(manifest, len(document), yes=settings.yes or asked, reads_data=reads_data)
         tokenizer = ConfinedTokenizer(document, output / VERSIONS_DIRECTORY / "tokenizer", manifest.vocab_size)
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
         guests = guest_list(swarm, manifest)

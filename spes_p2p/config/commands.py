@@ -62,6 +62,8 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Log to Weights & Biases. Offline and without an account unless WANDB_MODE says otherwise."""
     wandb_project: Annotated[str, Field(min_length=1)] = "spes_p2p"
     """Project of the W&B run."""
+    yes: bool = False
+    """Read the public data set and the tokenizer that the run names without asking; for scripts."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenised text is kept."""
     threads: PositiveInt | None = None

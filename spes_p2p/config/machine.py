@@ -160,6 +160,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     """Train on when all others have vanished. By default a peer keeps its round and waits until one is reachable."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
+    yes: bool = False
+    """Read the public data set and the tokenizer that another's run names without asking; for scripts."""
     data_seed: int | None = None
     """Seed of this peer's data order; by default from its identity."""
     host: Annotated[str, Field(min_length=1)] | None = None

@@ -23,6 +23,7 @@ from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_build, hf_config
+from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
 from spes_p2p.planner.traffic import round_traffic
@@ -235,7 +236,10 @@ def _manifest(
         )
     if kept is not None:
         check_newest(swarm, kept)
-    return kept or fetch_manifest(swarm, config.founder)[0]
+        return kept
+    manifest, document = fetch_manifest(swarm, config.founder)
+    ask_to_read(manifest, len(document), yes=config.yes)
+    return manifest
 
 
 def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None) -> Admission:
