@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from spes_p2p.cli import explain
 from spes_p2p.config import DataConfig, MachineConfig, OwnData, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig
+from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
@@ -217,8 +218,10 @@ class Experiment:
         first, *others = sorted(range(self._config.peers), key=lambda index: not can_resume(self._folder(index)))
         address_file = self._folder(first) / ADDRESS_FILE
         address_file.unlink(missing_ok=True)
-        founds = [] if can_resume(self._folder(first)) else ["--config", str(self._config.output / RUN_FILE)]
-        founder = self._start_peer(first, founds)
+        # The monitor may lack versions of a finished run, which a resumed founder serves only if it is told to.
+        serves = ["--seed-seconds", f"{SEED_SECONDS:g}"]
+        founds = ["--config", str(self._config.output / RUN_FILE)]
+        founder = self._start_peer(first, serves if can_resume(self._folder(first)) else founds)
         deadline = time.monotonic() + START_SECONDS
         while not (address_file.exists() and address_file.read_text().endswith("\n")):
             if not founder.is_running() or time.monotonic() > deadline:

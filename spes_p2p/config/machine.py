@@ -147,6 +147,10 @@ class NamedRun(Frozen):
         return self.run_id.partition("@")[2] or None
 
 
+SEED_SECONDS = 30.0
+"""Default of `seed_seconds` for a peer that has trained the last round."""
+
+
 class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     """What a peer's machine brings into a run, and how it takes part."""
 
@@ -181,8 +185,9 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     """Where to train."""
     threads: PositiveInt | None = None
     """CPU threads per rank; by default PyTorch's choice."""
-    seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 30.0
-    """Longest time to serve the versions after the last round. It ends when a monitor has archived them."""
+    seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """Longest time to serve the versions after the last round: by default 30, but a founder that resumes a finished run
+    ends at once. It ends when a monitor has archived them."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"

@@ -25,7 +25,7 @@ from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import WholeModel
@@ -144,8 +144,8 @@ class Archive:
             raise ExchangeError(f"no shared version of round {round}: {failures.get(SHARED, 'no peer has it')}")
         for older, wanted in sorted(plan.older.items()):
             self._pull_older(older, {n: p for n, p in wanted.items() if n in failures or n not in plan.current})
-        for name, reason in failures.items():
-            log.warning("no version of %s of round %d: %s", name, round, reason)
+        for reason, names in by_reason(failures).items():
+            log.warning("no version of %s of round %d: %s", names, round, reason)
         self.load()
 
     def _pull_older(self, round: int, wanted: Mapping[VectorName, Sequence[str]]) -> None:
@@ -153,8 +153,8 @@ class Archive:
         missing = {name: peers for name, peers in wanted.items() if name not in own or own[name].round < round}
         if missing:
             failures = self._swarm.pull(missing, min_round=round, timeout=self._run.round.exchange_seconds)
-            for name, reason in failures.items():
-                log.warning("no version of %s, not even of round %d: %s", name, round, reason)
+            for reason, names in by_reason(failures).items():
+                log.warning("no version of %s, not even of round %d: %s", names, round, reason)
 
     def load(self) -> None:
         """Load the versions directory; slots without a version keep their values.

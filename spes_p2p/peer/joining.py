@@ -116,8 +116,28 @@ class Admission:
     found: Found | None
 
 
+@dataclass(frozen=True)
+class Kept:
+    """What a peer has kept of its run since an earlier start.
+
+    Attributes:
+        manifest: The run's; None if this is the peer's first start.
+        found: Its checkpoint, if it has one.
+    """
+
+    manifest: Manifest | None
+    found: Found | None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the run's last round is saved."""
+        if self.manifest is None or self.found is None:
+            return False
+        return self.found.state.round >= self.manifest.config.round.total
+
+
 @contextlib.contextmanager
-def joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
+def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission]]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
@@ -126,7 +146,6 @@ def joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
     run = config.run or RunConfig()
     if not config.initial_peers:
         _check_choices(config, run)
-    kept, found = _kept(config)
     founded = None if config.initial_peers or config.resume else _found(config, run)
     swarm = _swarm(config, client_mode=config.client_mode)
     try:
@@ -138,8 +157,8 @@ def joined(config: PeerConfig) -> Iterator[tuple[HivemindSwarm, Admission]]:
             )
             swarm.close()
             swarm = _swarm(config, client_mode=True)
-        manifest = _manifest(config, swarm, founded, kept)
-        yield swarm, _enter(config, swarm, manifest, found)
+        manifest = _manifest(config, swarm, founded, kept.manifest)
+        yield swarm, _enter(config, swarm, manifest, kept.found)
     finally:
         swarm.close()
 
@@ -189,10 +208,14 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     return run.model_copy(update={"data": data}), tokenizer
 
 
-def _kept(config: PeerConfig) -> tuple[Manifest | None, Found | None]:
-    """Return the manifest of the run that a resumed peer was in, and its checkpoint, before anything is started."""
+def kept(config: PeerConfig) -> Kept:
+    """Return what a resumed peer has kept of its run, before anything is started.
+
+    Raises:
+        JoinError: it is of another run, or damaged.
+    """
     if not config.resume:
-        return None, None
+        return Kept(None, None)
     try:
         store, found = recover(config.output, config.run_name)
         manifest = read_manifest(store.read)
@@ -202,7 +225,7 @@ def _kept(config: PeerConfig) -> tuple[Manifest | None, Found | None]:
             f"set --run-id to its run, or name another --output"
         ) from error
     check_founder(manifest, config.founder)
-    return manifest, found
+    return Kept(manifest, found)
 
 
 def _manifest(

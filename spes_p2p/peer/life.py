@@ -10,11 +10,12 @@ from functools import partial
 import torch
 
 from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import train_sources
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
-from spes_p2p.peer.joining import Admission, joined
+from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.records import Archived
@@ -41,18 +42,20 @@ def main(config: PeerConfig) -> int:
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
     output = kept_output if config.resume else fresh_output
     try:
-        with (
-            output(config.output) as keep,
-            joined(config) as (swarm, admission),
-            restart.when_daemons_die(config, swarm),
-        ):
-            try:
-                _train(config, group, (swarm, admission), keep)
-            except KeyboardInterrupt:
-                if swarm.watchdog.death:
-                    raise
-                log.info("leaving; continue later with --resume --output %s", config.output)
-                return 130
+        with output(config.output) as keep:
+            own = kept(config)
+            if own.is_finished and not config.initial_peers and config.seed_seconds is None:
+                log.info("the run is finished; --seed-seconds 600 would serve its versions for ten minutes")
+                _dismiss(group)
+                return 0
+            with joined(config, own) as (swarm, admission), restart.when_daemons_die(config, swarm):
+                try:
+                    _train(config, group, (swarm, admission), keep)
+                except KeyboardInterrupt:
+                    if swarm.watchdog.death:
+                        raise
+                    log.info("leaving; continue later with --resume --output %s", config.output)
+                    return 130
     except restart.DaemonDied as died:
         restart.restart(config, died, num_ranks=group.world_size)
     return 0
@@ -63,6 +66,13 @@ def main(config: PeerConfig) -> int:
 
 def _nothing() -> None:
     """Keep the output of a resumed peer, which is kept anyway."""
+
+
+def _dismiss(group: ProcessGroup) -> None:
+    """Tell the other ranks that nothing is left to train."""
+    group.connect()
+    group.from_leader(lambda: None)
+    group.close()
 
 
 def _train(
@@ -78,6 +88,8 @@ def _train(
     loop: TrainingLoop | None = None
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
+        if admission is None:  # the leader has found the run finished
+            return
         run = admission.manifest.config
         tokenizer = _tokenizer(config, admission.manifest.vocab_size)
         corpus = config.corpus(run.data)
@@ -106,7 +118,9 @@ def _train(
         del saved  # as large as the model, and not needed again
         loop.run()
         if swarm is not None:
-            _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
+            _serve_for_a_while(
+                swarm, run.round.total, SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
+            )
             log.info("the run is finished")
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from spes_p2p.config import PeerConfig
+from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.errors import JoinError
 from spes_p2p.peer.joining import ADDRESS_FILE
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -109,4 +110,8 @@ def resuming_words(words: Sequence[str], port: int | None) -> list[str]:
             drops_next = True
         elif word.split("=")[0] not in ("--port", "--resume", "--no-resume", "--overwrite", "--no-overwrite"):
             kept.append(word)
-    return [*kept, "--resume", "--no-overwrite", *([] if port is None else ["--port", str(port)])]
+    if port is not None:
+        kept += ["--port", str(port)]
+        if not any(word.split("=")[0] == "--seed-seconds" for word in words):
+            kept += ["--seed-seconds", f"{SEED_SECONDS:g}"]  # a finished founder that died as it served goes on serving
+    return [*kept, "--resume", "--no-overwrite"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
@@ -59,6 +59,21 @@ class VectorName(str):
     def kind(self) -> str:
         """`shared`, `slot`, `moments-shared` or `moments-slot`: all vectors of a kind have one length and layout."""
         return self.partition("slot-")[0] + "slot" if "slot-" in self else str(self)
+
+
+def by_reason(reasons: Mapping[VectorName, str]) -> dict[str, str]:
+    """Join the names that share a reason, so that a log says each reason once.
+
+    Args:
+        reasons: A reason for each name.
+
+    Returns:
+        The names of each reason, `slot-2, slot-10`.
+    """
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return {reason: ", ".join(each) for reason, each in names.items()}
 
 
 SHARED = VectorName("shared")

@@ -14,7 +14,7 @@ from spes_p2p.errors import JoinError
 from spes_p2p.swarm.claims import Claimant
 from spes_p2p.swarm.exchange.versions import vector_names
 from spes_p2p.swarm.interface import Swarm
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.quorum import Having, active_of, heard, latest, majority_of, state_of, voters_of
 from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Roster
@@ -252,8 +252,8 @@ class HeldSlots:
             uplinks=uplinks,
             authors=plan.authors or None,  # guard: makers-signature
         )
-        for name, reason in failures.items():
-            log.warning("keeping the old version of %s: %s", name, reason)
+        for reason, names in by_reason(failures).items():
+            log.warning("keeping the old version of %s: %s", names, reason)
         of_use = [name for name in plan.wanted if name.is_weights or name in self.held_moments()]
         return {name: self.load(name) for name in of_use if name not in failures}
 

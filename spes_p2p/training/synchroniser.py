@@ -16,7 +16,7 @@ from spes_p2p.errors import JoinError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.quorum import active_of, has_begun, voters_of
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member, Roster, lag_of
@@ -325,8 +325,8 @@ class Synchroniser:
         Nothing changes unless `shared` was committed. A group that was dropped stays at its anchor.
         """
         if work.tokens:
-            for name, reason in result.dropped.items():
-                log.warning("round %d: dropped %s: %s", self.round + 1, name, reason)
+            for reason, names in by_reason(result.dropped).items():
+                log.warning("round %d: dropped %s: %s", self.round + 1, names, reason)
         if SHARED not in result.committed:
             return {}
         roster, me = result.roster, self.swarm.peer_id

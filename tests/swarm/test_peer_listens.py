@@ -70,11 +70,14 @@ def test_a_founder_can_be_called_at_the_address_that_it_prints(commands: Command
     documents = 2**19  # manifest and tokenizer, which are small beside any model but a test's
     assert bytes_on_disk(tmp_path / "joiner") <= 1e6 * megabytes + documents
 
-    # Its run is finished: started again, it waits for no other peer.
-    words = ["--run-id", "r", "--resume", "--seed-seconds", "0", "--host", "127.0.0.1"]
-    again = commands.start("-m", "spes_p2p", "peer", *words, *machine(tmp_path, "founder"))
+    # Its run is finished: started again, it says so and ends, or serves the versions if it is asked to, alone.
+    words = ["-m", "spes_p2p", "peer", "--run-id", "r", "--resume", "--host", "127.0.0.1"]
+    again = commands.start(*words, *machine(tmp_path, "founder"))
     assert again.end(SECONDS) == 0, again.tail()
-    assert again.matches("the run is finished")
+    assert len(again.lines) == 2 and "the run is finished" in again.lines[0], again.tail()
+    again = commands.start(*words, "--seed-seconds", "0", *machine(tmp_path, "founder"))
+    assert again.end(SECONDS) == 0, again.tail()
+    assert again.matches("serving its versions until a monitor has them") and again.matches("the run is finished")
 
 
 def bytes_on_disk(output: Path) -> int:

@@ -137,7 +137,9 @@ def test_nothing_of_the_daemons_is_left_on_the_screen(story: Story) -> None:
 def test_a_restart_goes_on_with_the_same_words_and_the_port_that_others_know() -> None:
     words = ["peers/run_peer.py", "--overwrite", "--port", "0", "--run-id", "r", "--port=1", "--no-resume"]
     assert resuming_words(words, 4000) == [
-        *("peers/run_peer.py", "--run-id", "r", "--resume", "--no-overwrite", "--port", "4000")
+        *("peers/run_peer.py", "--run-id", "r", "--port", "4000", "--seed-seconds", "30"),
+        *("--resume", "--no-overwrite"),
     ]
+    assert resuming_words(["spes", "--seed-seconds=5"], 4000)[1:4] == ["--seed-seconds=5", "--port", "4000"]
     monitor = ["monitor/run_monitor.py", "--run-id", "r", "--overwrite"]
     assert resuming_words(monitor, None) == [*monitor[:-1], "--resume", "--no-overwrite"]

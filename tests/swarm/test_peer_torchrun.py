@@ -46,6 +46,10 @@ def test_two_ranks_train_a_run_alone_and_with_a_second_peer(folder: Path) -> Non
         assert ended.code == 0, ended.stderr
         server.close()
         commands.wait_until_gone()
+        resumed = commands.peer_words("ranks", "--run-id", "ranks", "--resume", "--text", folder / "corpus.jsonl")
+        again = commands.start(*TORCHRUN, *resumed, GLOO_SOCKET_IFNAME="lo")
+        assert again.end() == 0, again.tail()
+        assert again.matches("the run is finished") and not again.matches("others join with"), again.tail()
 
     told = {match[1]: match.groups()[1:] for match in ranks.matches(REPORT)}
     assert sorted(map(int, told)) == list(range(1, TOTAL + 1)), "every round is reported once, by the leader alone"

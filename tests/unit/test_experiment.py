@@ -111,6 +111,7 @@ def test_peers_with_nothing_to_resume_join_those_that_go_on(interrupted: Callabl
     assert next(iter(peers)) == "peer-2"
     assert [name for name, words in peers.items() if "--resume" in words] == ["peer-2"]
     assert not any("--config" in words for words in peers.values())
+    assert flag(peers["peer-2"], "--seed-seconds") == "30", "of a finished run, too, for the monitor's sake"
 
 
 def test_a_peer_killed_before_its_start_was_kept_is_started_anew(interrupted: Callable[..., Words]) -> None:

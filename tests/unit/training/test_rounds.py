@@ -13,6 +13,7 @@ from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Roster
+from spes_p2p.training.fetch_plan import FetchPlan
 from spes_p2p.training.round_work import RoundWork
 from spes_p2p.training.trainer import Trainer
 
@@ -166,6 +167,23 @@ def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_th
     assert (first.tokens, first.total_tokens, first.loss, first.num_members) == (0, 0, None, 3), "it only met them"
     assert [report.round for report in late.reports] == committed == list(range(first.round, rounds.total + 1))
     assert {first.shared_digest} == {r.shared_digest for p in peers for r in p.reports if r.round == first.round}
+
+
+def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
+    """A round that is dropped under load used to take a line for each slot, and the fetch after it as many."""
+    peer = run_virtual(tiny_run(), num_peers=2, max_slots=3)[0]
+    slots = [VectorName.of_slot(slot) for slot in range(3)]
+    entry = peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), 0.0, []).member
+    dropped = dict.fromkeys([SHARED, *slots[:2]], "lost a peer") | {slots[2]: "NaN"}
+    peer.sync._commit(RoundResult(Roster([entry]), dropped=dropped), RoundWork({}, 64, 100.0, 1.0))
+    round = peer.sync.round + 1
+    monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
+    peer.sync.held._pull(FetchPlan({slot: ["peer"] for slot in slots}, {}, {}), 1)
+    assert caplog.messages == [
+        f"round {round}: dropped shared, slot-0, slot-1: lost a peer",
+        f"round {round}: dropped slot-2: NaN",
+        "keeping the old version of slot-0, slot-1, slot-2: no peer has it",
+    ]
 
 
 @pytest.mark.parametrize(("spoiled", "overlap"), sample([(1, 0), (1, 1), (3, 0), (3, 1)], [(1, 0), (3, 1)]))
