@@ -10,6 +10,7 @@ import gc
 import json
 import multiprocessing
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+PID_SECONDS = 60.0
+"""Longest that the server, which may still be importing, takes to fork."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +34,48 @@ class Ended:
 
 
 class Forked:
-    """A command under way."""
+    """A command under way.
+
+    Args:
+        folder: Where its output and its exit code appear.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+
+    @property
+    def pid(self) -> int:
+        """Its process id, once it has one."""
+        file = self._folder / "pid"
+        deadline = time.monotonic() + PID_SECONDS
+        while not file.exists():
+            assert time.monotonic() < deadline, f"did not start in {PID_SECONDS:.0f} s"
+            time.sleep(0.02)
+        return int(file.read_text())
+
+    @property
+    def lines(self) -> list[str]:
+        """What it has logged so far, without a line that is not whole."""
+        return self.stderr().split("\n")[:-1]
+
+    def wait_for(self, pattern: str, seconds: float = 120.0, *, after: int = 0) -> re.Match[str]:
+        """Return the first match of `pattern` in a line, from line number `after` on, once it is there."""
+        deadline = time.monotonic() + seconds
+        while True:
+            has_ended = (self._folder / "code").exists()  # before the lines are read, so that none is missed
+            for line in self.lines[after:]:
+                if found := re.search(pattern, line):
+                    return found
+            assert not has_ended, f"{pattern!r} never came; the log was:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{pattern!r} did not come in {seconds:.0f} s:\n{self.tail()}"
+            time.sleep(0.02)
+
+    def matches(self, pattern: str) -> list[re.Match[str]]:
+        """Return all matches so far."""
+        return [found for line in self.lines if (found := re.search(pattern, line))]
+
+    def tail(self, num_lines: int = 40) -> str:
+        return "\n".join(self.lines[-num_lines:])
 
     def end(self, seconds: float) -> Ended:
         deadline = time.monotonic() + seconds
@@ -47,8 +88,8 @@ class Forked:
     def stderr(self) -> str:
         return (self._folder / "stderr").read_text()
 
-    def interrupt(self) -> None:
-        os.kill(int((self._folder / "pid").read_text()), signal.SIGINT)
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
 
 
 class ForkServer:
@@ -104,7 +145,8 @@ def wait_for_fork(request: dict) -> dict:
     os.setsid()
     folder = Path(request["result"])
     if pid := os.fork():
-        (folder / "pid").write_text(str(pid))
+        (folder / "pid.tmp").write_text(str(pid))
+        (folder / "pid.tmp").replace(folder / "pid")
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         (folder / "code.tmp").write_text(str(code))
         (folder / "code.tmp").replace(folder / "code")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import socket
 import threading
 import time
@@ -83,7 +84,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         while list((folder / "ended").glob(".overwritten-*")):  # until then an interrupted start leaves nothing
             assert time.monotonic() < deadline
             threading.Event().wait(0.05)
-        ended.interrupt()
+        ended.signal(signal.SIGINT)
         assert ended.end(SECONDS).code == 130
         world.found(folder / "live", "live")
         world.live = (folder / "live" / "address").read_text().strip()

@@ -8,6 +8,7 @@ interrupted one after the other, and then both started again.
 from __future__ import annotations
 
 import itertools
+import os
 import signal
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from peer_processes import Command, Commands, commands_in, saved_state, write_corpus, write_settings
+from forked_commands import Forked, ForkServer
+from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
 
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
@@ -41,7 +43,7 @@ class Report(NamedTuple):
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,]*);"
 
 
-def reports(peer: Command) -> list[Report]:
+def reports(peer: Forked) -> list[Report]:
     found = [match.groups() for match in peer.matches(REPORT)]
     return [Report(int(r), int(n), d, frozenset(map(int, filter(None, s.split(","))))) for r, n, d, s in found]
 
@@ -61,7 +63,7 @@ class Story:
         left: Processes that outlived the interrupted peers.
     """
 
-    peers: dict[str, Command] = field(default_factory=dict)
+    peers: dict[str, Forked] = field(default_factory=dict)
     met: dict[str, Report] = field(default_factory=dict)
     victim: str = ""
     orphans: set[int] = field(default_factory=set)
@@ -95,6 +97,7 @@ class Teller:
         self.commands, self.folder, self.story = commands, folder, story
         self.corpus = write_corpus(folder / "corpus.jsonl")
         times = {"lease_seconds": LEASE_SECONDS, "heartbeat_seconds": HEARTBEAT_SECONDS}
+        self.server = ForkServer(folder / "results", {**os.environ, MARK: commands.mark})
         self.settings = write_settings(folder / "run.yaml", round={**ROUND, **times})
 
     def tell(self) -> None:
@@ -103,9 +106,9 @@ class Teller:
         self.interrupt()
         self.restart()
 
-    def start(self, name: str, *words: str | Path) -> Command:
+    def start(self, name: str, *words: str | Path) -> Forked:
         flags = ["--run-id", "life", "--text", self.corpus, "--max-slots", "2", "--seed-seconds", "0", *words]
-        return self.commands.peer(name.removesuffix("2"), *flags)
+        return self.server.start("peer", self.commands.peer_words(name.removesuffix("2"), *flags)[1:])
 
     def address(self, name: str) -> str:
         return (self.folder / name / "address").read_text().strip()
@@ -135,7 +138,7 @@ class Teller:
         story.orphans = set(reports(story.peers[story.victim])[-1].slots & alone)
         lines = {name: len(story.peers[name].lines) for name in story.survivors}
         story.peers[story.victim].signal(signal.SIGKILL)
-        story.codes[story.victim] = story.peers[story.victim].end()
+        story.codes[story.victim] = story.peers[story.victim].end(60).code
         for name in story.survivors:
             story.peers[name].wait_for(r"round \d+: 2 peers", after=lines[name])
         while not self.covered():
@@ -150,10 +153,10 @@ class Teller:
         first, second = story.survivors
         trees = [p for n in (first, second) for p in psutil.Process(story.peers[n].pid).children(recursive=True)]
         story.peers[first].signal(signal.SIGINT)
-        story.codes[first] = story.peers[first].end(60)
+        story.codes[first] = story.peers[first].end(60).code
         self.read_claims(self.address(second))
         story.peers[second].signal(signal.SIGINT)
-        story.codes[second] = story.peers[second].end(60)
+        story.codes[second] = story.peers[second].end(60).code
         story.left = psutil.wait_procs(trees, 10)[1]
         for name in story.survivors:
             story.saved[name] = [saved_state(self.folder / name)]
@@ -183,8 +186,9 @@ class Teller:
             peer.wait_for(r"round \d+: 2 peers")
         for name, peer in ((first, one), (second, two)):
             peer.signal(signal.SIGINT)
-            story.codes[f"{name}2"] = peer.end(60)
+            story.codes[f"{name}2"] = peer.end(60).code
             story.saved[name].append(saved_state(self.folder / name))
+        self.server.close()
         self.commands.wait_until_gone()
 
 

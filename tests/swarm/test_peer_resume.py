@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import shutil
 import signal
 import time
@@ -45,18 +44,9 @@ class World:
         return {name: (version.round, version.digest) for name, version in newest.items() if name != "manifest"}
 
 
-def wait_for(peer: Forked, pattern: str) -> re.Match[str]:
-    deadline = time.monotonic() + SECONDS
-    while not (found := re.search(pattern, peer.stderr())):
-        assert time.monotonic() < deadline, f"{pattern!r} did not come: {peer.stderr()}"
-        assert not (peer._folder / "code").exists(), peer.stderr()
-        time.sleep(0.02)
-    return found
-
-
 def kill(*peers: Forked) -> None:
     for peer in peers:
-        os.kill(int((peer._folder / "pid").read_text()), signal.SIGKILL)
+        peer.signal(signal.SIGKILL)
     for peer in peers:
         assert peer.end(SECONDS).code == -signal.SIGKILL
 
@@ -104,7 +94,7 @@ def test_a_lone_peer_that_is_killed_arrives_bit_for_bit_where_an_undisturbed_one
     steady = world.start(f"{name}-steady", "--config", file, *words)
     killed = world.start(f"{name}-killed", "--config", file, *words)
     draw = random.Random(seed)
-    wait_for(killed, "round 2: 1 peers")
+    killed.wait_for("round 2: 1 peers")
     time.sleep(draw.uniform(0, 0.2))
     kill(killed)
     for folder in (world.folder / f"{name}-killed" / "checkpoint").glob("round-*"):
@@ -127,11 +117,11 @@ def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_roun
     rounds |= {"lease_seconds": 6.0, "heartbeat_seconds": 1.0, "min_peers": 3}
     file = write_settings(world.folder / "all.yaml", round=rounds)
     peers = {"all-a": world.start("all-a", "--config", file, "--max-slots", "2")}
-    wait_for(peers["all-a"], "others join with")
+    peers["all-a"].wait_for("others join with")
     join = ["--initial-peers", world.address("all-a"), "--max-slots", "2"]
     peers |= {name: world.start(name, *join) for name in ("all-b", "all-c")}
     for peer in peers.values():
-        wait_for(peer, r"round ([3-9]|\d\d+): 3 peers")
+        peer.wait_for(r"round ([3-9]|\d\d+): 3 peers")
     time.sleep(random.Random(seed).uniform(0, 1.5))
     kill(*peers.values())
     stores = [world.versions(name)[SHARED] for name in peers]
@@ -140,10 +130,10 @@ def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_roun
     damage({file.stat().st_ino: file for file in (world.folder / "all-c").rglob("shared.*.bin")}.values())
 
     again = {"all-a": world.start("all-a", "--resume", "--max-slots", "2")}
-    wait_for(again["all-a"], "others join with")
+    again["all-a"].wait_for("others join with")
     join = ["--resume", "--initial-peers", world.address("all-a"), "--max-slots", "2"]
     again |= {name: world.start(name, *join) for name in ("all-b", "all-c")}
-    reports = {name: wait_for(peer, REPORT).groups() for name, peer in again.items()}
+    reports = {name: peer.wait_for(REPORT).groups() for name, peer in again.items()}
     kill(*again.values())
     assert {number for number, _, _ in reports.values()} == {str(newest + 1)}, (stores, reports)
     assert {(members, digest) for _, members, digest in reports.values()} == {("3", reports["all-a"][2])}
