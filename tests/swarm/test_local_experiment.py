@@ -71,6 +71,9 @@ def pid_of(commands: Commands, output: Path) -> int:
     return peer.pid
 
 
+# Three minutes of four starts. In the commit lane test_experiment has what an interrupted experiment starts again, and
+# test_peer_life what Ctrl-C, SIGKILL and --resume do to the peers that it starts.
+@pytest.mark.full
 def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promises(
     commands: Commands, corpus: Path, tmp_path: Path
 ) -> None:

@@ -115,6 +115,7 @@ def test_without_slots_it_plans_as_many_as_fit(capsys: pytest.CaptureFixture[str
     assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
 
 
+@pytest.mark.full  # three processes; the test above makes the same plans in this one, test_cli has the exit codes
 def test_a_plan_that_does_not_fit_exits_with_2_and_says_what_would() -> None:
     command = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
     done = run_script(*command)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from lanes import sample
 from peer_processes import TINY, write_corpus
 from pydantic import ValidationError
 
@@ -53,6 +54,7 @@ def assert_members_agree(result: SimulationResult) -> None:
             assert report.shared_digest == result.digests[report.round]["shared"][:16]
 
 
+@pytest.mark.full  # the golden runs `plain` and `by-time` show with every commit that runs repeat themselves
 @pytest.mark.parametrize("mode", ["steps", "tokens"])
 def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode: str) -> None:
     settings = {"round": {"mode": mode, "tokens": 1500, "min_seconds": 1.0}, "speeds": [64.0, 100.0, 150.0]}
@@ -64,7 +66,7 @@ def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode
     assert_members_agree(first)
 
 
-@pytest.mark.parametrize("mode", ["steps", "tokens"])
+@pytest.mark.parametrize("mode", sample(["steps", "tokens"], ["tokens"]))
 def test_overlapped_rounds_repeat_themselves_and_their_model_is_measured_by_what_is_in_it(
     folder: Path, mode: str
 ) -> None:
@@ -121,7 +123,7 @@ def test_a_killed_peers_slots_are_adopted_by_the_others(folder: Path) -> None:
     assert_members_agree(result)
 
 
-@pytest.mark.parametrize("moments", ["local", "second", "both"])
+@pytest.mark.parametrize("moments", sample(["local", "second", "both"], ["both"]))
 def test_a_full_peer_gives_up_a_slot_that_others_hold_for_an_orphan(folder: Path, moments: str) -> None:
     kill = Event(peer=0, kind="kill", round=2)
     result = run(folder, round={"total": 12}, moments=moments, events=[kill])
@@ -212,7 +214,7 @@ def test_a_run_that_diverges_ends_and_says_so(folder: Path, peers: int) -> None:
         simulate(diverging, cache=folder / "cache")
 
 
-@pytest.mark.parametrize("kind", ["sign_flip", "scale", "stale"])
+@pytest.mark.parametrize("kind", sample(["sign_flip", "scale", "stale"], ["scale"]))
 def test_attacks_begin_when_they_should_and_change_what_they_should(folder: Path, kind: str) -> None:
     plain, attacked = (
         run(folder, attacks=attacks) for attacks in ([], [Attack(peer=1, kind=kind, from_round=1, groups="shared")])

@@ -237,6 +237,7 @@ for non_negative, names in ((False, CODECS), (True, NON_NEGATIVE_CODECS)):
 """
 
 
+@pytest.mark.full  # two processes that import torch; only another arithmetic or another torch can break it
 def test_a_processor_with_other_vectors_writes_and_reads_the_same_bytes(seed):
     script, outputs = ON_ANOTHER_MACHINE.format(seed=seed), []
     for settings in ({}, {"ATEN_CPU_CAPABILITY": "default"}):

@@ -28,6 +28,7 @@ from spes_p2p.errors import ConfigError, DataError
 from .conftest import sentences
 
 
+@pytest.mark.full  # a process that imports; only another version of the tokenizers library can break it
 def test_the_same_text_gives_the_same_tokenizer_in_another_process():
     texts = sentences(random.Random(3), 40)
     code = (

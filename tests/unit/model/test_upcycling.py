@@ -310,6 +310,7 @@ def test_nothing_that_exists_is_overwritten(source: Path, tmp_path: Path) -> Non
         upcycle(source, tmp_path / "file" / "below")
 
 
+@pytest.mark.full  # two processes that import torch; the functions above do the same work, test_cli the exit codes
 def test_the_script_exits_with_2_and_one_line(source: Path, tmp_path: Path) -> None:
     script = [sys.executable, str(ROOT / "scripts" / "upcycle.py"), "--from", str(source), "--output"]
     flags = ["--num-experts", "4", "--top-k", "2"]

@@ -133,6 +133,7 @@ def test_unless_members_say_how_old_their_slots_are_an_old_version_may_win():
     assert violations("older version", first_seed=70, derive=without_rounds)
 
 
+@pytest.mark.full  # shows that a promise needs its guard, as the removal of guards does; the promise is tested above
 def test_unless_versions_ahead_of_the_model_are_left_alone_an_old_one_may_win(monkeypatch):
     def highest(states, model_round):
         return newest(states, max(round for round, _ in states))

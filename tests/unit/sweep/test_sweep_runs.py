@@ -43,6 +43,7 @@ class Heard:
         self.news.setdefault(job.variant, []).append(news)
 
 
+@pytest.mark.full  # three processes that import torch; only a change of `run_all` can break it
 def test_a_run_that_fails_is_reported_and_the_others_go_on(tmp_path):
     good = job(tmp_path, "good", **PAIR)
     no_text = job(tmp_path, "no_text", **PAIR, text=[str(tmp_path / "absent.txt")])
