@@ -154,6 +154,8 @@ SEED_SECONDS = 30.0
 class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     """What a peer's machine brings into a run, and how it takes part."""
 
+    model_config = SettingsConfigDict()
+
     output: Path = Path("runs/peer")
     """Directory of this peer's identity, versions, checkpoint and log."""
     resume: bool = False
