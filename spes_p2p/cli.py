@@ -71,7 +71,7 @@ def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
         )
         return loaded(_cli_settings_source=source)  # type: ignore[call-arg]
     except ValidationError as error:
-        raise ConfigError(explain(error)) from error
+        raise ConfigError(explain(error, cls=cls)) from error
     except SettingsError as error:
         reason = str(error).strip().splitlines()[-1]
         raise ConfigError(f"{reason}; {_did_you_mean(cls, argv)}see --help") from error
@@ -82,6 +82,8 @@ def _did_you_mean(cls: type[BaseModel], argv: Sequence[str]) -> str:
     known = [name for flag in all_flags(cls) for name in flag.names]
     words = (word.split("=")[0] for word in argv if word.startswith("--"))
     unknown = next((word for word in words if word.replace("--no-", "--") not in known), "")
+    if hint := _foreign_hint(cls, unknown.removeprefix("--").replace("-", "_")):
+        return f"{hint}; "
     close = difflib.get_close_matches(unknown, known, 1)
     return f"did you mean {close[0]}? " if close else ""
 
@@ -120,8 +122,10 @@ def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
 def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
     if path is None:
         return
-    for key in read_yaml(path, "--config"):
+    for key, value in read_yaml(path, "--config").items():
         if key not in cls.model_fields:
+            if hint := _foreign_hint(cls, str(key), value):
+                raise ConfigError(f"unknown key {key!r} in {path}: {hint}")
             raise ConfigError(f"unknown key {key!r} in {path}; known keys: {', '.join(cls.model_fields)}")
 
 
@@ -180,16 +184,25 @@ def _check_environment(cls: type[BaseSettings]) -> None:
             raise ConfigError(f"unknown environment variable {name}; unset it or see --help")
 
 
-def explain(error: ValidationError, see: str = "--help") -> str:
+def _foreign_hint(cls: type[BaseModel] | None, key: str, value: object = None) -> str:
+    """Return what a key of another program's settings is called here, if the command knows; see `CommandConfig`."""
+    foreign_hint: Callable[[str, object], str] = getattr(cls, "foreign_hint", lambda *_: "")
+    return foreign_hint(key, value)
+
+
+def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | None = None) -> str:
     """Return the first thing that is wrong with settings, in one line with the remedy.
 
     Args:
         error: What pydantic found.
         see: Where the settings are explained; anything but `--help` means that they are no flags.
+        cls: The command's settings, if they are a command's.
     """
     problem, message = _first_problem(error)
     where = ".".join(_setting(problem["loc"]))
     if problem["type"] == "extra_forbidden":
+        if hint := _foreign_hint(cls, where, problem["input"]):
+            return f"unknown setting {where}: {hint}"
         return f"unknown setting {where}={problem['input']!r}; remove it or see {see}"
     if problem["type"] == "missing":
         remedy = f"set --{where.replace('_', '-')}" if see == "--help" else f"add it as in {see}"

@@ -10,9 +10,11 @@ from pydantic import AfterValidator, Field
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from spes_p2p.config.run import DataConfig, Frozen, OptimizerName, PositiveInt, RunConfig, Storage, TrainConfig
+from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
+AttentionName = Literal["sdpa", "flash", "eager"]
 MIN_MBIT = 1e-3
 """Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
 RunId = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # guard: run-id-text
@@ -54,6 +56,8 @@ class CommandConfig(BaseSettings):
     )
     find_config: ClassVar[Callable[[Path], Path]] = staticmethod(find_config)
     """Finds the YAML file that `--config` names."""
+    foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(hints)
+    """Says what a key of SPES is called here."""
 
     @classmethod
     def settings_customise_sources(
@@ -74,6 +78,9 @@ class MachineConfig(Frozen):
     """Precision of experts that this peer does not hold; by default the run's."""
     kernel: KernelName = "auto"
     """Expert kernel; `auto`: the fastest that this machine can use."""
+    attention: AttentionName = "sdpa"
+    """Attention kernel. `sdpa`: PyTorch's; `flash`: FlashAttention 2, for runs in bf16 on a GPU, from the package
+    flash-attn; `eager`: plain matrix products, whose scores take memory that grows with the sequence's square."""
     inner_optimizer: OptimizerName | None = None
     """Inner optimizer; by default the run's. It must have the same moments as the run's."""
     micro_batch_size: PositiveInt | None = None
@@ -240,6 +247,11 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
         raise ConfigError(
             f"refresh_slots={machine.refresh_slots} goes with no run that merges experts "
             f"(merge.alpha={run.merge.alpha:g}), which takes every slot's newest version; leave it out"
+        )
+    if machine.attention == "flash" and run.train.precision != "bf16":
+        raise ConfigError(
+            f"attention=flash computes in bf16, and the run's train.precision={run.train.precision}; "
+            f"set attention=sdpa, or found a run with train.precision=bf16"
         )
     check_training(run.train, machine, num_ranks)
 

@@ -62,6 +62,11 @@ class ModelConfig(Frozen):
     """Share the input embedding with the output head: a third less to average in small models."""
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
+    norm_eps: PositiveFloat | None = None
+    """Epsilon of the RMS norms; by default the family's: 1e-6 of `qwen3_moe`, 1e-5 of the others. SPES uses 1e-6."""
+    init_cutoff: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None  # guard: init-cutoff
+    """Largest initial weight, in standard deviations of 0.02; larger ones are drawn again. By default none are. SPES
+    uses 3."""
 
     @model_validator(mode="after")
     def _check_shapes(self) -> ModelConfig:
@@ -173,9 +178,13 @@ class TrainConfig(Frozen):
     """Learning rate after the warm-up, over the run's rounds; `wsd` stays at the peak until it decays at the end."""
     decay_fraction: Annotated[float, Field(ge=1e-6, le=1, allow_inf_nan=False)] = 0.2
     """Share of the run, at its end, over which `wsd` decays."""
+    schedule_rounds: Rounds | None = None
+    """Rounds after which `cosine` and `wsd` have decayed, and stay at their last rate; by default the whole run."""
     warmup_rounds: Annotated[float, Field(ge=0, le=MAX_ROUNDS, allow_inf_nan=False)] = 0.5
     """Rounds (may be a fraction) of linear warm-up; in mode `tokens` no step has less than a quarter of the rate at
     its round's end."""
+    warmup_start_ratio: Fraction = 0.0
+    """Learning rate at the start of the warm-up, as a share of the peak. SPES uses 0.1."""
     final_lr_ratio: Fraction = 0.1
     """Learning rate at the end of `cosine` and `wsd`, as a share of the peak."""
     precision: Literal["fp32", "bf16"] = "fp32"
@@ -184,6 +193,8 @@ class TrainConfig(Frozen):
     """Coefficient of the per-layer load-balance loss."""
     router_z_loss: Coefficient = 1e-3
     """Coefficient of the router z-loss."""
+    output_z_loss: Coefficient = 0.0
+    """Coefficient of the z-loss on the model's output: the mean square of its log-partition. SPES sets 1e-5."""
     claimed_balance_factor: Fraction = 1.0
     """Start of SPES's factor on a peer's own experts' counts in the balance loss; rises to 1 over the
     first fifth of the run. SPES uses 0.7; 1.0 switches it off."""
@@ -337,7 +348,8 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
-        train, total = self.train, self.round.total
+        train = self.train
+        total = train.schedule_rounds or self.round.total
         if self.outer.moments == "second" and train.optimizer in ("lion8bit", "muon"):
             raise ValueError(
                 f"outer.moments=second, but train.optimizer={train.optimizer} keeps no second moment of an expert; "

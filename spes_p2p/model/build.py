@@ -6,6 +6,8 @@ Shape legend: E experts, O output features, I input features of one expert's wei
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,9 +33,13 @@ from spes_p2p.model.slot_model import SlotModel
 
 DRAW_BLOCK = 16
 """Numbers that PyTorch's `normal_` draws at a time on CPUs, in tensors of at least as many elements."""
+CUT_OFF_ROWS = 4096
+"""Rows of a matrix whose large weights are drawn again at a time, so that little memory is needed."""
 
 
-def initialise(module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBank] | None = None) -> None:
+def initialise(
+    module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBank] | None = None, cutoff: float | None = None
+) -> None:
     """Give a model on the meta device its stock initial weights, on the CPU.
 
     Equal seeds give equal weights, with banks or without. The caller's random state does not change.
@@ -43,8 +49,10 @@ def initialise(module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBan
         seed: Seed of the weights.
         banks: Banks that receive the weights of the experts modules of these names; those modules stay on the meta
             device.
+        cutoff: Standard deviations beyond which a weight is drawn again; None draws none again.
     """
     banks = banks or {}
+    redraw = _Redraw(module.config.initializer_range, cutoff, seed) if cutoff is not None else None
     state = torch.Generator().manual_seed(seed).get_state()
     tied = set(module.all_tied_weights_keys)
     for name, child in module.named_modules():
@@ -53,11 +61,53 @@ def initialise(module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBan
             continue
         with _drawing_from(state), torch.no_grad():
             if name in banks:
-                _fill(banks[name], module, child)
+                _fill(banks[name], module, child, name, redraw)
             else:
                 child.to_empty(device="cpu", recurse=False)
                 module._init_weights(child)
+                if redraw is not None:
+                    for key, weight in child.named_parameters(recurse=False):
+                        redraw(f"{name}.{key}", weight)
     module.tie_weights(recompute_mapping=False)
+
+
+class _Redraw:
+    """Draws weights again that lie too far from 0: the result is a truncated normal distribution.
+
+    Each matrix, and each expert's matrix, is drawn from a generator of its own, so that experts drawn one by one equal
+    those drawn at once.
+
+    Source: `init_cutoff_factor` of OLMo and SPES, there by the inverse of the distribution function.
+
+    Args:
+        std: Standard deviation of the distribution before the cut.
+        cutoff: Largest weight, in standard deviations; at least 1, so that few rounds of draws are needed.
+        seed: The model's.
+    """
+
+    def __init__(self, std: float, cutoff: float, seed: int) -> None:
+        self._std = std
+        self._largest = std * cutoff
+        self._seed = seed
+
+    def __call__(self, name: str, weight: Tensor) -> None:
+        """Draw in place what is too large in the weight `name`: a matrix, or experts' matrices; vectors stay."""
+        if weight.ndim == 3:
+            for slot, weight_OI in enumerate(weight):
+                self.expert(name, slot, weight_OI)
+        elif weight.ndim == 2:
+            self._draw(name, weight)
+
+    def expert(self, name: str, slot: int, weight_OI: Tensor) -> None:
+        """Draw in place what is too large in the weight `name` of expert `slot`."""
+        self._draw(f"{name}.{slot}", weight_OI)
+
+    def _draw(self, name: str, weight_OI: Tensor) -> None:
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
+        for rows_RI in weight_OI.detach().split(CUT_OFF_ROWS):
+            while num_beyond := int((is_beyond_RI := rows_RI.abs() > self._largest).sum()):
+                rows_RI[is_beyond_RI] = torch.normal(0.0, self._std, (num_beyond,), generator=generator)
 
 
 @contextlib.contextmanager
@@ -73,7 +123,7 @@ def _drawing_from(state: Tensor) -> Iterator[None]:
         generator.set_state(outer)
 
 
-def _fill(bank: ExpertBank, module: PreTrainedModel, experts: nn.Module) -> None:
+def _fill(bank: ExpertBank, module: PreTrainedModel, experts: nn.Module, where: str, redraw: _Redraw | None) -> None:
     """Draw the weights of an experts module as stock does, and load them into a bank.
 
     Stock draws all experts' tensors of one name at once. Drawing one expert at a time gives the same numbers if its
@@ -87,6 +137,8 @@ def _fill(bank: ExpertBank, module: PreTrainedModel, experts: nn.Module) -> None
         for start in range(0, num_experts, at_once):
             module._init_weights(experts)
             for slot, weight_OI in enumerate(drawn_EOI.detach(), start):
+                if redraw is not None:
+                    redraw.expert(f"{where}.{name}", slot, weight_OI)
                 bank.load(slot, {name: weight_OI})
         setattr(experts, name, on_meta_EOI)
 
@@ -96,6 +148,10 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
 }
+
+
+ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
+"""transformers' names of attention kernels."""
 
 
 def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> PretrainedConfig:
@@ -131,6 +187,8 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
         "eos_token_id": None,
         "dtype": "float32",
     }
+    if model.norm_eps is not None:
+        fields["rms_norm_eps"] = model.norm_eps
     fields |= _family_fields(model, head_dim)
     return FAMILIES[model.family][0](**fields)
 
@@ -156,7 +214,7 @@ def stock_model(model: ModelConfig, vocab_size: int, sequence_length: int, seed:
     The caller's random state does not change.
     """
     module = _meta_model(model, vocab_size, sequence_length)
-    initialise(module, seed)
+    initialise(module, seed, cutoff=model.init_cutoff)
     return module
 
 
@@ -169,6 +227,7 @@ def build_slot_model(
     claimed: Sequence[int],
     storage: str,
     kernel: str = "loop",
+    attention: str = "sdpa",
     device: torch.device | str | None = None,
 ) -> SlotModel:
     """Build the model with an `ExpertBank` in every layer, on the CPU.
@@ -184,23 +243,46 @@ def build_slot_model(
         claimed: Slots to train; may be empty, or all.
         storage: Precision of the frozen slots: `fp32`, `bf16`, `int8` or `nf4`.
         kernel: Name of the expert kernel, or `auto`.
+        attention: Attention kernel: `sdpa`, `flash` or `eager`.
         device: Device that the model will run on, for the choice of the kernel; by default a CUDA device if one exists.
 
     Raises:
-        ConfigError: a claimed slot lies outside the model or is listed twice, or `storage` or `kernel` is unknown or
-            cannot be used here.
+        ConfigError: a claimed slot lies outside the model or is listed twice, or `storage`, `kernel` or `attention` is
+            unknown or cannot be used here.
     """
     _check_claimed(model, claimed)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    module = _meta_model(model, vocab_size, sequence_length)
+    check_attention(attention, target)
+    module = _meta_model(model, vocab_size, sequence_length, attention)
     stock = {name: child for name, child in module.named_modules() if is_stock_experts(child)}
     shapes = [tuple(getattr(next(iter(stock.values())), name).shape[1:]) for name in WEIGHT_NAMES]
     chosen = choose_kernel(kernel, target, shapes)
     banks = {name: ExpertBank(experts, claimed, storage, chosen) for name, experts in stock.items()}
-    initialise(module, seed, banks)
+    initialise(module, seed, banks, model.init_cutoff)
     for name, bank in banks.items():
         module.set_submodule(name, bank)
     return SlotModel(module, banks)
+
+
+def check_attention(attention: str, device: torch.device) -> None:
+    """Refuse an attention kernel that this machine cannot use.
+
+    Raises:
+        ConfigError: it is unknown, or `flash` without a GPU or its package.
+    """
+    if attention not in ATTENTION:
+        raise ConfigError(f"unknown attention={attention}; choose from {', '.join(ATTENTION)}")
+    if attention != "flash":
+        return
+    if device.type != "cuda":
+        raise ConfigError(
+            f"attention=flash needs a CUDA GPU, and this peer trains on {device.type}; set attention=sdpa"
+        )
+    if importlib.util.find_spec("flash_attn") is None:
+        raise ConfigError(
+            "attention=flash needs the package flash-attn, which is not installed; run "
+            "pip install flash-attn --no-build-isolation, or set attention=sdpa"
+        )
 
 
 def check_build(model: ModelConfig, storage: str, kernel: str) -> None:
@@ -226,8 +308,9 @@ def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:
         raise ConfigError(f"claimed slots {list(claimed)} contain a slot twice; name each once")
 
 
-def _meta_model(model: ModelConfig, vocab_size: int, sequence_length: int) -> PreTrainedModel:
+def _meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attention: str = "sdpa") -> PreTrainedModel:
     config = hf_config(model, vocab_size, sequence_length)
+    config._attn_implementation = ATTENTION[attention]
     # The stock default, a grouped kernel, refuses rows that are not aligned to 16 bytes, on CPUs too.
     config._experts_implementation = "eager"
     with torch.device("meta"):

@@ -90,7 +90,7 @@ class LossParts(NamedTuple):
     """fp32 scalars of one forward pass, in a tuple because DDP and FSDP look for tensors in tuples only."""
 
     total: Tensor
-    """Weighted sum of the others; the only one with a graph."""
+    """Weighted sum of the others, and of the outputs' z-loss if there is one; the only one with a graph."""
     cross_entropy: Tensor
     """Mean over tokens, in nats."""
     balance: Tensor
@@ -158,7 +158,11 @@ def causal_lm_loss(
     """
     with torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
         output = module(input_ids=tokens_BS1[:, :-1], output_router_logits=True, use_cache=False)
-    cross_entropy = _cross_entropy(output.logits, tokens_BS1)
+    output_z = None
+    if train.output_z_loss:
+        cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1)
+    else:
+        cross_entropy = _cross_entropy(output.logits, tokens_BS1)
     balance = balance_loss(
         output.router_logits,
         top_k,
@@ -169,6 +173,8 @@ def causal_lm_loss(
     )
     z = router_z_loss(output.router_logits)
     total = cross_entropy + train.balance_loss * balance + train.router_z_loss * z
+    if output_z is not None:
+        total = total + train.output_z_loss * output_z
     return LossParts(total, cross_entropy.detach(), balance.detach(), z.detach())
 
 
@@ -199,3 +205,18 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
 
 def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor) -> Tensor:
     return F.cross_entropy(logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten())
+
+
+def _cross_entropy_and_z(logits_BSV: Tensor, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cross entropy and the mean square of the log-partition of the outputs.
+
+    The log-partition is the target's logit plus its cross entropy, so nothing more is kept for the backward pass. The
+    target is looked up first: its gradient is then made last, when the softmax is freed, and the peak stays. (`gather`
+    would keep all logits.)
+
+    Source: PaLM, section 5 (https://arxiv.org/abs/2204.02311).
+    """
+    logits_TV, targets_T = logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten()
+    chosen_T = logits_TV[torch.arange(len(targets_T), device=targets_T.device), targets_T]
+    nats_T = F.cross_entropy(logits_TV, targets_T, reduction="none")
+    return nats_T.mean(), (nats_T + chosen_T).square().mean()

@@ -41,18 +41,18 @@ def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) 
     Args:
         train: Peak, warm-up, shape, decay and final share.
         rounds_elapsed: Rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
-        total_rounds: Rounds in the run; a longer warm-up is cut off there.
+        total_rounds: Rounds in the run; a longer warm-up is cut off there, or at `train.schedule_rounds`.
 
     Returns:
-        The rate of the next step: 0 at the start of a warm-up, `train.lr` at its end, and with `cosine` and `wsd`
-        `train.lr * train.final_lr_ratio` from `total_rounds` on.
+        The rate of the next step; once `cosine` or `wsd` has decayed, `train.lr * train.final_lr_ratio`.
 
     Source: SGDR's cosine without restarts (https://arxiv.org/abs/1608.03983), as SPES uses it; warm-up, stable, decay
     from MiniCPM (https://arxiv.org/abs/2404.06395), with the linear decay of https://arxiv.org/abs/2405.18392.
     """
+    total_rounds, start = train.schedule_rounds or total_rounds, train.lr * train.warmup_start_ratio
     elapsed = min(max(rounds_elapsed, 0.0), float(total_rounds))
     if elapsed < train.warmup_rounds:
-        return train.lr * elapsed / train.warmup_rounds
+        return start + (train.lr - start) * elapsed / train.warmup_rounds
     if train.schedule == "constant" or total_rounds <= train.warmup_rounds:
         return train.lr
     if train.schedule == "wsd":

@@ -22,7 +22,7 @@ from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
-from spes_p2p.model.build import check_build, hf_config
+from spes_p2p.model.build import check_attention, check_build, hf_config
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
@@ -348,6 +348,7 @@ def _check_choices(config: PeerConfig, run: RunConfig) -> None:
     """Refuse what was chosen for this machine as soon as the run is known."""
     group = ProcessGroup(config.device)
     check_machine(run, config, group.world_size)
+    check_attention(config.attention, group.device)
     if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
         check_build(run.model, config.storage or run.frozen_storage, config.kernel)
     if config.max_slots != "auto" and config.max_slots > run.model.num_experts:

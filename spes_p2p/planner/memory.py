@@ -29,7 +29,7 @@ NARROW = {"fp32": 4, "bf16": 2}
 class Activations:
     """Activation memory of one rank's forward and backward pass.
 
-    Assumes fused attention, whose scores are never whole in memory, and experts in an `ExpertBank`.
+    Assumes experts in an `ExpertBank`.
 
     Attributes:
         model: Shapes.
@@ -38,6 +38,7 @@ class Activations:
         sequence_length: Tokens per sequence.
         precision: The run's precision.
         checkpointing: Whether only each layer's input is kept, and the rest computed again.
+        keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
     """
 
     model: ModelConfig
@@ -46,6 +47,7 @@ class Activations:
     sequence_length: int
     precision: Literal["fp32", "bf16"] = "fp32"
     checkpointing: bool = False
+    keeps_scores: bool = False
 
     @property
     def tokens(self) -> int:
@@ -79,7 +81,7 @@ class Activations:
     def _layer(self) -> int:
         """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`, F the keys' width.
 
-        Without norms of queries and keys, it is `8 (D + F)` less.
+        Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head.
         """
         model, narrow = self.model, NARROW[self.precision]
         width, key_width = model.hidden_size, _key_width(model)
@@ -88,6 +90,9 @@ class Activations:
         attention = narrow * (2 * width + 2 * key_width)  # queries, keys, values and the output
         if model.family != "mixtral":  # queries and keys are normalised
             attention += (WIDE + narrow) * (width + key_width)
+        if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
+            scores = WIDE if self.precision == "fp32" else WIDE + narrow
+            attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (width - key_width)
         router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
         experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
         return norms + attention + router + experts
@@ -176,6 +181,7 @@ class Setup:
                 sequence_length=run.data.sequence_length,
                 precision=run.train.precision,
                 checkpointing=machine.activation_checkpointing,
+                keeps_scores=machine.attention == "eager",
             )
         return cls(
             storage=machine.storage or run.frozen_storage,

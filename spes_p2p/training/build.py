@@ -53,6 +53,7 @@ def build_trainer(
         claimed=(),
         storage=machine.storage or run.frozen_storage,
         kernel=machine.kernel,
+        attention=machine.attention,
         device=group.device,
     )
     return Trainer(model, run.train, data, group, machine, clock=clock)

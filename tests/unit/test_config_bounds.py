@@ -44,13 +44,18 @@ def sections(cls: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {"": cls} | {n: a for n, a in inner.items() if isinstance(a, type) and issubclass(a, Frozen)}
 
 
+def value_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of a setting's value where it has one."""
+    return next(leaf for leaf in schema.get("anyOf", [schema]) if leaf.get("type") != "null")
+
+
 def ranges() -> dict[tuple[str, str], st.SearchStrategy[Any]]:
     """Return what draws each setting's value from its whole range, its ends more often than others."""
     found: dict[tuple[str, str], st.SearchStrategy[Any]] = {}
     for section, cls in sections(RunConfig).items():
         schema = cls.model_json_schema()["properties"]
         for name in cls.model_fields:
-            leaf = schema[name]
+            leaf = value_schema(schema[name])
             if "enum" in leaf:
                 found[section, name] = st.sampled_from(leaf["enum"])
             elif leaf.get("type") == "boolean":
@@ -68,10 +73,10 @@ def ranges() -> dict[tuple[str, str], st.SearchStrategy[Any]]:
 
 RANGES = ranges()
 ENDS = {
-    (section, name): [leaf[key] for key in ("minimum", "maximum") if key in leaf]
+    (section, name): [value_schema(schema)[key] for key in ("minimum", "maximum") if key in value_schema(schema)]
     for section, cls in sections(RunConfig).items()
-    for name, leaf in cls.model_json_schema()["properties"].items()
-    if leaf.get("type") in ("integer", "number")
+    for name, schema in cls.model_json_schema()["properties"].items()
+    if value_schema(schema).get("type") in ("integer", "number")
 }
 
 

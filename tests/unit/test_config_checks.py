@@ -32,6 +32,13 @@ def test_a_run_that_merges_needs_every_slots_newest_version() -> None:
         check_machine(RunConfig(merge=MergeConfig(alpha=0.1)), machine)
 
 
+def test_flash_attention_needs_a_run_in_bf16() -> None:
+    machine = MachineConfig(attention="flash")
+    check_machine(RunConfig(train=TrainConfig(precision="bf16")), machine)
+    with pytest.raises(ConfigError, match=r"attention=flash .*train.precision=fp32; set attention=sdpa"):
+        check_machine(RunConfig(), machine)
+
+
 NARROW = {"gradients": "bf16", "inner_optimizer": "adamw8bit"}
 
 

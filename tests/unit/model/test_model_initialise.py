@@ -28,9 +28,10 @@ SUMS_OF_SEED_0 = {
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("shape", [EVEN, ODD], ids=["even", "odd"])
-def test_experts_drawn_one_by_one_equal_all_drawn_at_once(tiny, seed, family, shape):
+@pytest.mark.parametrize("cutoff", [None, 1.5], ids=["whole", "cut"])
+def test_experts_drawn_one_by_one_equal_all_drawn_at_once(tiny, seed, family, shape, cutoff):
     """`stock_model` draws each experts module whole, with stock's own code."""
-    config = tiny(family, **shape)
+    config = tiny(family, **shape, init_cutoff=cutoff)
     outside = torch.get_rng_state()
     stock = stock_model(config, VOCAB, SEQUENCE, seed).state_dict()
     for claimed in ([], [1], list(range(config.num_experts))):
@@ -48,6 +49,26 @@ def test_seed_gives_the_weights_that_it_always_gave():
     state = stock_model(ModelConfig(), 512, SEQUENCE, 0).state_dict()
     for name, expected in SUMS_OF_SEED_0.items():
         assert float(state[name].double().sum()) == pytest.approx(expected, abs=1e-4), name
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+def test_a_cutoff_gives_the_truncated_normal_distribution(tiny, seed, family):
+    """As `torch.nn.init.trunc_normal_` draws it, and only what lay beyond the cutoff is drawn again."""
+    shape = {"hidden_size": 96, "intermediate_size": 64, "num_experts": 4}
+    whole = dict(stock_model(tiny(family, **shape), VOCAB, SEQUENCE, seed).named_parameters())
+    cut = dict(stock_model(tiny(family, **shape, init_cutoff=1.5), VOCAB, SEQUENCE, seed).named_parameters())
+    matrices = [name for name, weight in whole.items() if weight.ndim > 1]
+    assert len(matrices) > 6
+    for name in whole.keys() - matrices:
+        assert torch.equal(cut[name], whole[name]), name
+    for name in matrices:
+        assert float(cut[name].abs().max()) <= 1.5 * 0.02, name
+        stayed = whole[name].abs() <= 1.5 * 0.02
+        assert torch.equal(cut[name][stayed], whole[name][stayed]), name
+    drawn = torch.cat([cut[name].detach().flatten() for name in matrices])
+    expected = torch.nn.init.trunc_normal_(torch.empty(len(drawn)), std=0.02, a=-0.03, b=0.03)
+    for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.9, 0.98):
+        assert float(drawn.quantile(share)) == pytest.approx(float(expected.quantile(share)), abs=6e-4)
 
 
 BUILD = """

@@ -132,3 +132,27 @@ def test_held_out_loss_restores_the_mode_after_a_failure(slot_model, tokens):
     with pytest.raises(IndexError):
         held_out_loss(model.module, [tokens + 10_000])
     assert model.module.training
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_outputs_z_loss_is_the_mean_square_of_their_log_partition(slot_model, precision, seed):
+    """With its gradient, against PaLM's formula on the model's own logits."""
+    tokens = torch.randint(0, 32, (3, 9))
+    gradients = []
+    for coefficient in (0.0, 0.05):
+        model = slot_model([0, 1], tie_embeddings=False)
+        with torch.no_grad():
+            model.module.lm_head.weight.mul_(40)  # far from a log-partition that is the vocabulary's
+        loss = TrainingLoss(model, TrainConfig(precision=precision, output_z_loss=coefficient))
+        total = loss(tokens).total
+        if not coefficient:
+            with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+                logits = model.module(input_ids=tokens[:, :-1], use_cache=False).logits
+            total = total + 0.05 * logits.float().logsumexp(dim=-1).square().mean()
+        total.backward()
+        gradients.append({name: p.grad for name, p in model.module.named_parameters() if p.grad is not None})
+        gradients[-1]["total"] = total.detach()
+    assert gradients[0].keys() == gradients[1].keys()
+    for name, expected in gradients[0].items():
+        error = torch.linalg.vector_norm(gradients[1][name] - expected) / torch.linalg.vector_norm(expected)
+        assert error < (2e-2 if precision == "bf16" else 1e-4), name

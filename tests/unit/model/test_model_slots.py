@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from spes_p2p.config import TrainConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.model.build import hf_config, stock_model
+from spes_p2p.model.build import build_slot_model, check_attention, hf_config, stock_model
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
@@ -168,6 +168,36 @@ def test_stock_model_has_the_shape_that_the_run_asks_for(tiny, tokens, seed, fam
     is_normalised = torch.allclose(weights_TK.sum(-1), torch.ones(5))
     assert weights_TK.shape == (5, 3) and is_normalised == (normalise or family == "mixtral")
     assert stock(tokens, labels=tokens, output_router_logits=True).loss == stock(tokens, labels=tokens).loss
+
+
+@pytest.mark.parametrize(("family", "own"), [("olmoe", 1e-5), ("qwen3_moe", 1e-6), ("mixtral", 1e-5)])
+def test_the_norms_take_the_runs_epsilon_or_their_familys(tiny, seed, family, own):
+    for chosen, expected in ((None, own), (1e-3, 1e-3)):
+        stock = stock_model(tiny(family, norm_eps=chosen), VOCAB, SEQUENCE, seed)
+        used = {module.variance_epsilon for module in stock.modules() if hasattr(module, "variance_epsilon")}
+        assert used == {expected} and stock.config.rms_norm_eps == expected
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+def test_every_attention_kernel_gives_the_same_loss(tiny, tokens, seed, family):
+    losses = []
+    for attention in ("sdpa", "eager"):
+        shape = {"vocab_size": VOCAB, "sequence_length": SEQUENCE, "seed": seed, "claimed": [0], "storage": "fp32"}
+        model = build_slot_model(tiny(family), **shape, attention=attention)
+        assert {layer.self_attn.config._attn_implementation for layer in model.module.model.layers} == {attention}
+        losses.append(model.module(tokens, labels=tokens).loss.item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+def test_flash_attention_is_refused_where_it_cannot_be_used(monkeypatch):
+    with pytest.raises(ConfigError, match=r"attention=flash needs a CUDA GPU; .* on cpu, so set attention=sdpa"):
+        check_attention("flash", torch.device("cpu"))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"flash-attn, which is not installed; run pip install flash-attn"):
+        check_attention("flash", torch.device("cuda"))
+    with pytest.raises(ConfigError, match="unknown attention=slow; choose from sdpa, flash, eager"):
+        check_attention("slow", torch.device("cpu"))
+    check_attention("sdpa", torch.device("cpu"))
 
 
 def test_equal_seeds_give_equal_weights_whatever_is_claimed(slot_model, tiny, seed):

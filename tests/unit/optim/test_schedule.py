@@ -18,6 +18,14 @@ def test_warms_up_linearly_then_follows_the_cosine_to_the_final_ratio() -> None:
         assert learning_rate(train, rounds, 10) == pytest.approx(expected)
 
 
+def test_a_warm_up_may_start_above_zero_and_a_decay_may_end_before_the_run() -> None:
+    """As SPES's does: from a tenth of the peak, and over the first half of its 9B run."""
+    train = TrainConfig(lr=1.0, warmup_rounds=2, warmup_start_ratio=0.1, schedule_rounds=10, final_lr_ratio=0.1)
+    points = {0.0: 0.1, 1.0: 0.55, 2.0: 1.0, 6.0: 0.55, 10.0: 0.1, 15.0: 0.1, 20.0: 0.1}
+    for rounds, expected in points.items():
+        assert learning_rate(train, rounds, 20) == pytest.approx(expected)
+
+
 def test_matches_torch_cosine_annealing() -> None:
     import torch
 

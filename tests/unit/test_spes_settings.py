@@ -1,0 +1,130 @@
+"""The shipped SPES configs have SPES's released settings, and SPES's names lead to ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import PretrainedConfig
+
+from benchmarks.spes_settings import MARKER, PAGE, table
+from spes_p2p.cli import load_settings
+from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.config.machine import shipped
+from spes_p2p.config.run import Frozen
+from spes_p2p.config.spes_keys import SpesSetting, hints, spes_settings
+from spes_p2p.errors import ConfigError
+from spes_p2p.model.build import hf_config
+
+CONFIGS = list(spes_settings().files)
+SETTINGS = spes_settings().settings
+
+
+def peer_of(config: str) -> PeerConfig:
+    return load_settings(PeerConfig, ["--run-id", "r", "--config", str(shipped(config))])
+
+
+def read(peer: PeerConfig, name: str) -> Any:
+    """Return the value of a setting as `spes_settings.yaml` names it."""
+    assert peer.run is not None
+    place, _, rest = name.partition(".")
+    value: Any = peer
+    if place == "hf":
+        value, name = hf_config(peer.run.model, 64, peer.run.data.sequence_length), rest
+    for part in name.split("."):
+        assert isinstance(value, PretrainedConfig) or part in type(value).model_fields, f"{name} is no setting"
+        value = getattr(value, part)
+    return value
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_shipped_config_has_the_released_settings(config: str) -> None:
+    peer = peer_of(config)
+    wrong = {
+        setting.key: (read(peer, setting.ours), setting.our_value(config))
+        for setting in SETTINGS
+        if setting.ours and setting.concerns(config) and read(peer, setting.ours) != setting.our_value(config)
+    }
+    assert not wrong
+
+
+def test_what_differs_from_spes_has_a_reason() -> None:
+    unexplained = [
+        setting.key
+        for setting in SETTINGS
+        for config in CONFIGS
+        if not setting.note and (not setting.ours or setting.our_value(config) != setting.their_value(config))
+    ]
+    assert not unexplained
+
+
+def test_a_table_with_another_value_is_told_from_the_config() -> None:
+    """The check above compares with the table, so a wrong row must fail it."""
+    setting = SpesSetting(key="model.d_model", theirs=769, ours="run.model.hidden_size")
+    assert read(peer_of("spes_1b"), "run.model.hidden_size") != setting.our_value("spes_1b")
+
+
+def test_every_setting_that_a_spes_config_sets_for_the_run_is_in_the_table() -> None:
+    """Those of the model, the training and the merge are SPES's; rounds, codecs and storage are this project's."""
+    compared = {setting.ours for setting in SETTINGS}
+    for config in CONFIGS:
+        run = yaml.safe_load(shipped(config).read_text())["run"]
+        for section in ("model", "train", "merge"):
+            assert {f"run.{section}.{name}" for name in run[section]} <= compared
+
+
+def test_the_page_shows_the_table() -> None:
+    assert f"<!-- {MARKER} -->\n{table()}<!-- /{MARKER} -->" in PAGE.read_text(), (
+        "python -m benchmarks.spes_settings --write"
+    )
+
+
+def test_a_key_stands_in_the_table_once_and_its_counterpart_exists() -> None:
+    keys = [setting.key for setting in SETTINGS]
+    assert len(set(keys)) == len(keys)
+    for setting in SETTINGS:
+        if setting.ours:
+            read(peer_of("spes_1b"), setting.ours)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("spes_config: {sync_steps: 50}", "SPES's spes_config.sync_steps is run.round.steps here"),
+        ("optimizer: {betas: [0.9, 0.95]}", "SPES's optimizer.betas[1] is run.train.beta2 here"),
+        ("run: {spes_config: {sync_steps: 50}}", "SPES's spes_config.sync_steps is run.round.steps here"),
+        ("run: {model: {d_model: 64}}", "SPES's model.d_model is run.model.hidden_size here"),
+        ("model: {rope: true}", "SPES's model.rope is no setting here (all families have it)"),
+        (
+            "model: {d_model: 1, n_layers: 1, n_heads: 1, rope: true, alibi: false, block_type: moe}",
+            "; and 1 more; see",
+        ),
+    ],
+)
+def test_a_config_of_spes_is_refused_with_our_names(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(PeerConfig, ["--run-id", "r", "--config", str(file)])
+    assert said in str(caught.value) and str(caught.value).endswith("; see docs/spes_settings.md")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_flag_of_spes_is_refused_with_our_name() -> None:
+    with pytest.raises(ConfigError, match=r"SPES's spes_config.sync_steps is run.round.steps here"):
+        load_settings(PeerConfig, ["--run-id", "r", "--spes_config.sync_steps=50"])
+
+
+def test_other_unknown_names_get_no_hint_of_spes() -> None:
+    assert hints("colour", {"sync_steps": 1}) == ""
+
+
+@pytest.mark.parametrize("name", sorted(RunConfig.model_fields))
+def test_no_hint_stands_in_the_way_of_a_setting_of_ours(name: str) -> None:
+    """A dotted name that is ours must never be a key of SPES with another meaning."""
+    section = RunConfig.model_fields[name].annotation
+    own = section.model_fields if isinstance(section, type) and issubclass(section, Frozen) else {}
+    same = {setting.key: setting.ours for setting in SETTINGS if setting.key in {f"{name}.{each}" for each in own}}
+    assert all(ours == f"run.{key}" or ours is None for key, ours in same.items()), same
