@@ -1,15 +1,18 @@
-"""How good a checkpoint is: held-out loss on text, and accuracies on lm-eval tasks.
+"""How good a checkpoint is: held-out loss on text, and lm-eval tasks, single or as a published suite.
 
-Reads an ordinary Hugging Face checkpoint, so it measures this project's models and any other by the same rule.
+Reads an ordinary Hugging Face checkpoint, so it measures this project's models and any other by the same rule. Several
+processes, as torchrun or accelerate start them, share the tasks' requests; the first one measures text and reports.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,7 +20,7 @@ from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
-from spes_p2p.config.commands import EvaluateConfig
+from spes_p2p.config.commands import EvaluateConfig, SuiteName
 from spes_p2p.data.packing import encode, num_windows, window_batches
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
@@ -25,30 +28,95 @@ from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
 
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+INSTALL = "pip install 'spes-p2p[all]', or ./scripts/setup.sh all in a checkout"
+BOOTSTRAP_SAMPLES = 1000
+"""Samples for standard errors of perplexities; lm-eval's 100,000 take longer than a small evaluation itself."""
+TEXT_BATCH = 8
+
+
+class TaskGroup(NamedTuple):
+    """Tasks with one number of examples in their prompts; None leaves it to each task."""
+
+    tasks: tuple[str, ...]
+    num_fewshot: int | None
+
+
+SUITES: dict[SuiteName, tuple[tuple[tuple[str, ...], int | None], ...]] = {
+    "spes": (
+        (("sciq", "piqa", "winogrande", "arc_easy", "social_iqa", "openbookqa", "boolq"), None),
+        (("arc_challenge",), 25),
+        (("hellaswag",), 10),
+        (("ceval-valid", "cmmlu", "mmlu"), None),
+    )
+}
+"""Published lists of task groups. Source of `spes`: `eval_scripts/eval_full.sh` of https://github.com/zjr2000/SPES."""
+
 
 class Metric(NamedTuple):
-    """One row of the report: `text` / `loss` / 3.21, or a task's name, its metric and value."""
+    """One row of the report: `text` / `loss` / 3.21, or a task's name, its metric and value.
+
+    `num_fewshot` and `stderr` are None where there are none; `is_part` marks a task that a group's row includes.
+    """
 
     subject: str
     name: str
     value: float
+    stderr: float | None = None
+    num_fewshot: int | None = None
+    is_part: bool = False
 
 
-def load_checkpoint(directory: Path) -> tuple[nn.Module, PreTrainedTokenizerBase]:
-    """Loads model and tokenizer for evaluation, on the GPU where there is one.
+class Ranks(NamedTuple):
+    """The processes that share an evaluation; `accelerator` is accelerate's, and None for a single process."""
+
+    accelerator: Any
+    rank: int
+    num_ranks: int
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        if self.accelerator is not None:
+            return self.accelerator.device
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def join_ranks() -> Ranks:
+    """Return this process's place among those that torchrun or accelerate have started.
+
+    Raises:
+        ConfigError: there are several, and accelerate is not installed.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+        return Ranks(None, 0, 1)
+    try:
+        from accelerate import Accelerator, InitProcessGroupKwargs
+    except ImportError as error:
+        raise ConfigError(f"several processes need accelerate ({error}); {INSTALL}") from error
+    # A process that has finished its requests waits for the others, whose may take hours.
+    patience = InitProcessGroupKwargs(timeout=timedelta(weeks=1))
+    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
+    return Ranks(accelerator, accelerator.process_index, accelerator.num_processes)
+
+
+def load_checkpoint(
+    directory: Path, precision: Literal["fp32", "bf16"] | None = None, device: torch.device | None = None
+) -> tuple[nn.Module, PreTrainedTokenizerBase]:
+    """Loads model and tokenizer for evaluation, by default as it is stored, and on the GPU where there is one.
 
     Raises:
         DataError: no checkpoint there, a damaged one, or one without a tokenizer.
     """
     if not (directory / "config.json").is_file():
         raise DataError(f"{directory} is no checkpoint (no config.json); name a folder written by save_pretrained")
+    dtype = DTYPES[precision] if precision is not None else "auto"
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, trust_remote_code=False)
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # configuration, safetensors and shapes each fail with types of their own
         reason = " ".join(str(error).split())[:300]
         raise DataError(f"cannot load checkpoint {directory}: {reason}; export it again") from error
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return model.to(device).eval(), load_tokenizer(directory)
+    return model.to(device or Ranks(None, 0, 1).device).eval(), load_tokenizer(directory)
 
 
 def text_batches(
@@ -92,47 +160,90 @@ def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) 
     ]
 
 
+def task_groups(
+    tasks: Sequence[str], suite: SuiteName | None, task_path: Path | None, num_fewshot: int | None = None
+) -> list[TaskGroup]:
+    """Return the groups of tasks to run, one after the other.
+
+    Raises:
+        ConfigError: lm-eval is not installed, or a task or `task_path` does not exist.
+    """
+    groups = [TaskGroup(tuple(tasks), num_fewshot)] if tasks else []
+    groups += [TaskGroup(*group) for group in SUITES[suite]] if suite else []
+    if groups:
+        _lm_eval()
+        _task_manager([task for group in groups for task in group.tasks], task_path)
+    return groups
+
+
 def task_metrics(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
-    tasks: Sequence[str],
-    task_path: Path | None,
-    batch_size: int,
-    limit: int | None,
+    group: TaskGroup,
+    task_path: Path | None = None,
+    batch_size: int | str = 8,
+    limit: int | None = None,
+    ranks: Ranks | None = None,
 ) -> list[Metric]:
     """Runs lm-eval tasks.
 
     Args:
         model: A causal language model; tasks run on its device.
         tokenizer: The checkpoint's.
-        tasks: Names of tasks or groups.
+        group: Names of tasks or of lm-eval's groups, and their examples.
         task_path: Folder of task YAMLs, looked through before the ones that come with lm-eval.
-        batch_size: Requests per forward pass.
+        batch_size: Requests per forward pass, or `auto`.
         limit: Documents per task at most.
+        ranks: The processes that share the requests; by default this one has all.
+
+    Returns:
+        What lm-eval reports; on ranks other than the first, nothing.
 
     Raises:
         ConfigError: lm-eval is not installed, or a task or `task_path` does not exist.
         DataError: a task's data cannot be had.
     """
+    lm_eval, errors = _lm_eval()
+    manager = _task_manager(group.tasks, task_path)
+    adapter = _adapter(model, tokenizer, batch_size, ranks or Ranks(None, 0, 1))
+    try:
+        result = lm_eval.simple_evaluate(
+            adapter,
+            tasks=list(group.tasks),
+            num_fewshot=group.num_fewshot,
+            task_manager=manager,
+            limit=limit,
+            bootstrap_iters=BOOTSTRAP_SAMPLES,
+            log_samples=False,
+        )
+    except errors as error:
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"cannot run {', '.join(group.tasks)}: {reason}; check the task's data and the network, or set HF_HOME to "
+            f"where the data has been downloaded"
+        ) from error
+    return _flatten(result) if result is not None else []
+
+
+def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
+    """Return the library, and its errors where a task's data cannot be had or are too few."""
     try:
         import lm_eval
         from datasets.exceptions import DatasetsError
-        from lm_eval.models.huggingface import HFLM
     except ImportError as error:
-        raise ConfigError(
-            f"--tasks needs lm-eval ({error}); pip install 'spes-p2p[all]', or ./scripts/setup.sh all in a checkout"
-        ) from error
-    manager = _task_manager(tasks, task_path)
+        raise ConfigError(f"--tasks needs lm-eval ({error}); {INSTALL}") from error
+    return lm_eval, (OSError, ValueError, KeyError, AssertionError, DatasetsError)
+
+
+def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, ranks: Ranks) -> Any:
+    """Return the model as lm-eval takes it; lm-eval itself shares requests only where each process has a GPU."""
+    from lm_eval.models.huggingface import HFLM
+
     adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    try:
-        # Standard errors by bootstrap would take longer than a small evaluation itself.
-        result = lm_eval.simple_evaluate(
-            adapter, tasks=list(tasks), task_manager=manager, limit=limit, bootstrap_iters=0, log_samples=False
-        )
-    except (OSError, ValueError, KeyError, DatasetsError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"cannot run {', '.join(tasks)}: {reason}; check the task's data and the network") from error
-    return _flatten(result["results"])
+    if ranks.accelerator is not None:
+        adapter.accelerator = ranks.accelerator
+        adapter._rank, adapter._world_size = ranks.rank, ranks.num_ranks
+    return adapter
 
 
 def _task_manager(tasks: Sequence[str], task_path: Path | None) -> Any:
@@ -150,23 +261,37 @@ def _task_manager(tasks: Sequence[str], task_path: Path | None) -> Any:
     return manager
 
 
-def _flatten(results: dict[str, dict[str, Any]]) -> list[Metric]:
+def _flatten(result: dict[str, Any]) -> list[Metric]:
+    parts = {part for members in result.get("group_subtasks", {}).values() for part in members}
     rows = []
-    for task, values in results.items():
-        for name, value in values.items():
-            if isinstance(value, int | float) and "stderr" not in name and name != "sample_len":
-                rows.append(Metric(task, name.removesuffix(",none"), float(value)))
+    for task, values in result["results"].items():
+        shots = result.get("n-shot", {}).get(task)
+        for key, value in values.items():
+            name, _, filter_name = key.partition(",")
+            if not isinstance(value, int | float) or name.endswith("_stderr") or name in ("sample_len", "sample_count"):
+                continue
+            error = values.get(f"{name}_stderr,{filter_name}")
+            stderr = float(error) if isinstance(error, int | float) else None
+            label = name if filter_name in ("", "none") else f"{name},{filter_name}"
+            rows.append(Metric(task, label, float(value), stderr, shots, task in parts))
     return rows
 
 
 def main(config: EvaluateConfig) -> int:
     """Print what `evaluate` measures."""
-    say(table(evaluate(config)))
+    rows = evaluate(config)
+    if rows:
+        say(table(rows))
     return 0
 
 
 def evaluate(config: EvaluateConfig) -> list[Metric]:
-    """Evaluates one checkpoint: tasks if given, text if given or if no tasks are.
+    """Evaluates one checkpoint: tasks and suites if given, text if given or if nothing else is.
+
+    The files are written after each group of tasks: a suite that stops at a task leaves the numbers of those before.
+
+    Returns:
+        All rows; on ranks other than the first, none.
 
     Raises:
         ConfigError, DataError: as the functions above.
@@ -174,39 +299,75 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
     for path in config.text:
         if not path.expanduser().exists():  # before a large model is loaded
             raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
-    model, tokenizer = load_checkpoint(config.checkpoint.expanduser())
+    groups = task_groups(config.tasks, config.suite, config.task_path, config.num_fewshot)
+    ranks = join_ranks()
+    model, tokenizer = load_checkpoint(config.checkpoint.expanduser(), config.precision, ranks.device)
     rows: list[Metric] = []
-    if config.text or not config.tasks:
-        batches = text_batches(tokenizer, config.text, config.sequence_length, config.batch_size, config.limit)
+    if ranks.rank == 0 and (config.text or not groups):
+        batch_size = TEXT_BATCH if config.batch_size == "auto" else config.batch_size
+        batches = text_batches(tokenizer, config.text, config.sequence_length, batch_size, config.limit)
         rows += text_metrics(model, batches, "text" if config.text else "embedded held-out")
-    if config.tasks:
-        rows += task_metrics(model, tokenizer, config.tasks, config.task_path, config.batch_size, config.limit)
-    if config.json_file is not None:
-        write_json(rows, config.json_file)
+        _write(rows, config)
+    for group in groups:
+        rows += task_metrics(*(model, tokenizer, group), config.task_path, config.batch_size, config.limit, ranks)
+        if ranks.rank == 0:
+            _write(rows, config)
     return rows
 
 
+def _write(rows: Sequence[Metric], config: EvaluateConfig) -> None:
+    if config.json_file is not None:
+        write_json(rows, config.json_file)
+    if config.markdown is not None:
+        _write_file(markdown(rows), config.markdown, "--markdown")
+
+
 def table(rows: Sequence[Metric]) -> str:
-    """Formats metrics for a terminal."""
-    width = max(len(row.subject) for row in rows)
-    names = max(len(row.name) for row in rows)
-    return "\n".join(f"{row.subject:<{width}}  {row.name:<{names}}  {_number(row.value):>12}" for row in rows)
+    """Formats metrics for a terminal; of a group of tasks, the group's only."""
+    columns = zip(*(_cells(row) for row in rows if not row.is_part), strict=True)
+    aligned = []
+    for align, cells in zip("<><><", columns, strict=True):
+        if width := max(map(len, cells)):  # text has no shots, and few tasks' metrics have no error
+            aligned.append([f"{cell:{align}{width}}" for cell in cells])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*aligned, strict=True))
+
+
+def markdown(rows: Sequence[Metric]) -> str:
+    """Formats metrics as a Markdown table; of a group of tasks, the group's only."""
+    head = ("task", "shots", "metric", "value", "standard error")
+    lines = [head, ("---", "---:", "---", "---:", "---:"), *(_cells(row) for row in rows if not row.is_part)]
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+
+
+def _cells(row: Metric) -> tuple[str, str, str, str, str]:
+    shots = "" if row.num_fewshot is None else str(row.num_fewshot)
+    stderr = "" if row.stderr is None else f"± {row.stderr:.4f}"
+    return row.subject, shots, row.name, _number(row.value), stderr
 
 
 def write_json(rows: Sequence[Metric], file: Path) -> None:
-    """Writes metrics as `{subject: {name: value}}`.
+    """Writes metrics as `{subject: {name: value, name_stderr: value, num_fewshot: value}}`.
 
     Raises:
         ConfigError: `file` cannot be written.
     """
     nested: dict[str, dict[str, float | None]] = {}
     for row in rows:
+        fields = nested.setdefault(row.subject, {})
         # JSON has no infinity.
-        nested.setdefault(row.subject, {})[row.name] = row.value if math.isfinite(row.value) else None
+        fields[row.name] = row.value if math.isfinite(row.value) else None
+        if row.stderr is not None:
+            fields[f"{row.name}_stderr"] = row.stderr if math.isfinite(row.stderr) else None
+        if row.num_fewshot is not None:
+            fields["num_fewshot"] = row.num_fewshot
+    _write_file(json.dumps(nested, indent=2) + "\n", file, "--json")
+
+
+def _write_file(text: str, file: Path, flag: str) -> None:
     try:
-        file.write_text(json.dumps(nested, indent=2) + "\n")
+        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write --json {file}: {error.strerror}; name another file") from error
+        raise ConfigError(f"cannot write {flag} {file}: {error.strerror}; name another file") from error
 
 
 def _number(value: float) -> str:

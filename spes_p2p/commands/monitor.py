@@ -14,12 +14,14 @@ import torch
 from torch import LongTensor
 
 from spes_p2p.cli import EXIT_INTERRUPTED
+from spes_p2p.commands.evaluate import task_groups
 from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import held_out_batches
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import METRICS_FILE, ConsoleSink, JsonlSink, Sinks, WandbSink, replay
+from spes_p2p.monitor.tasks import TASKS_DIRECTORY, TaskEvaluations
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.consent import ask_to_read
@@ -35,6 +37,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 log = logging.getLogger(__name__)
 
 MODEL_DIRECTORY, VERSIONS_DIRECTORY, IDENTITY_FILE = "model", "versions", "identity.key"
+RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS_DIRECTORY, TASKS_DIRECTORY)
 EVALUATION_BATCH = 8
 EXIT_CODES = {Ending.FINISHED: 0, Ending.VANISHED: 1, Ending.STOPPED: EXIT_INTERRUPTED}
 
@@ -49,7 +52,7 @@ def prepare_output(settings: MonitorConfig) -> Path:
             be written.
     """
     output = settings.output.expanduser()
-    results = [output / name for name in (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS_DIRECTORY)]
+    results = [output / name for name in RESULTS]
     found = [path.name for path in results if path.exists()]
     if found and not settings.resume and not settings.overwrite:
         raise ConfigError(f"output {output} holds {', '.join(found)} already; pass --resume, --overwrite or another")
@@ -80,6 +83,7 @@ def main(settings: MonitorConfig) -> int:
         ConfigError, DataError, JoinError: it cannot start, or its results cannot be written.
     """
     check_plotting()
+    task_groups(settings.tasks, settings.suite, settings.task_path)  # before anything is joined or written
     output = prepare_output(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -121,14 +125,36 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
                 where = output / MODEL_DIRECTORY
                 raise ConfigError(f"cannot write {where}: {error}; make room and start again with --resume") from error
 
-        ending = _watch(settings, output, swarm, manifest, archive, save)
+        tasks = _task_evaluations(settings, output, lambda folder: archive.save(folder, tokenizer))
+        ending = _watch(settings, output, swarm, manifest, archive, save, tasks)
         _conclude(ending, archive, save)
         write_report(output, facts={"run": ending.value})
     finally:
         swarm.close()
+    if tasks is not None:
+        _conclude_tasks(tasks, ending, archive.round)
     if ending is Ending.CUT_OFF:
         _watch_again(output, swarm.watchdog.death, time.monotonic() - entered)
     return EXIT_CODES[ending]
+
+
+def _task_evaluations(settings: MonitorConfig, output: Path, save: Callable[[Path], None]) -> TaskEvaluations | None:
+    """Return what runs lm-eval tasks on the run's models, if any are asked for."""
+    if not settings.tasks and settings.suite is None:
+        return None
+    flags = ["--tasks", *settings.tasks] if settings.tasks else []
+    flags += ["--suite", settings.suite] if settings.suite is not None else []
+    flags += ["--task-path", str(settings.task_path)] if settings.task_path is not None else []
+    return TaskEvaluations(output / TASKS_DIRECTORY, flags, save, settings.threads)
+
+
+def _conclude_tasks(tasks: TaskEvaluations, ending: Ending, last_round: int) -> None:
+    """Run the tasks on the last model once the swarm is left, as they may take hours."""
+    try:
+        if ending in (Ending.FINISHED, Ending.VANISHED) and last_round > 0:
+            tasks.finish(last_round)
+    finally:
+        tasks.close()
 
 
 def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
@@ -150,6 +176,7 @@ def _watch(
     manifest: Manifest,
     archive: Archive,
     save: Callable[[], None],
+    tasks: TaskEvaluations | None,
 ) -> Ending:
     rounds, facts = manifest.config.round, _facts(manifest)
     view = SwarmView(manifest.config.model.num_experts, rounds.total, absence_seconds=rounds.heartbeat_seconds)
@@ -168,6 +195,7 @@ def _watch(
         return Watch(
             *(swarm, rounds, archive, sinks, view),
             save=save,
+            evaluated=tasks.start if tasks is not None else None,
             evaluate_every=settings.evaluate_every,
             poll_seconds=settings.poll_seconds,
         ).run()

@@ -24,6 +24,8 @@ from spes_p2p.config.machine import (
 )
 from spes_p2p.config.run import Fraction, Frozen, PositiveFloat, PositiveInt, RunConfig
 
+SuiteName = Literal["spes"]
+
 
 class JoinConfig(VolunteerConfig):
     """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
@@ -53,6 +55,13 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Sequences of held-out text to evaluate the swarm's model on; 0 evaluates nothing."""
     evaluate_every: PositiveInt = 1
     """Rounds between evaluations; the start and the last round are always evaluated."""
+    tasks: list[str] = []
+    """lm-eval tasks to run on the model after each evaluation, in a process of their own. Their tables go to `tasks` in
+    `output`. If the last ones still run, an evaluation goes without, except the run's last."""
+    suite: SuiteName | None = None
+    """A published list of tasks to run like `tasks`."""
+    task_path: Path | None = None
+    """Folder with task YAML files of your own, which come first."""
     poll_seconds: PositiveFloat = 1.0
     """Interval of reading the swarm's records. A report of a round that lives shorter is missed."""
     console: Literal["auto", "live", "plain", "none"] = "auto"
@@ -205,7 +214,10 @@ class InviteConfig(CommandConfig, NamedRun):
 
 
 class EvaluateConfig(CommandConfig):
-    """Measure held-out loss, perplexity and lm-eval tasks of a Hugging Face checkpoint."""
+    """Measure held-out loss, perplexity and lm-eval tasks of a Hugging Face checkpoint.
+
+    Several GPUs share the tasks: `torchrun --nproc-per-node 8 -m spes_p2p evaluate ...`, or `accelerate launch -m`.
+    """
 
     model_config = SettingsConfigDict(env_prefix="SPES_EVALUATE_", populate_by_name=True, cli_prog_name="spes evaluate")
 
@@ -215,16 +227,32 @@ class EvaluateConfig(CommandConfig):
     """Files or folders to measure the loss on. By default the held-out part of the embedded corpus."""
     tasks: list[str] = []
     """lm-eval tasks to run. With tasks and no text, no loss is measured."""
+    suite: SuiteName | None = None
+    """A published list of tasks, each with its number of examples in the prompt. `spes`: the paper's."""
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    """Examples in the prompt of `tasks`; by default what each task says. A suite sets its own."""
     task_path: Path | None = None
     """Folder with task YAML files of your own, which come first."""
-    batch_size: PositiveInt = 8
-    """Sequences, or requests of a task, per forward pass."""
+    batch_size: PositiveInt | Literal["auto"] = 8
+    """Sequences, or requests of a task, per forward pass. `auto`: as many requests as fit, up to 64."""
+    precision: Literal["fp32", "bf16"] | None = None
+    """Precision of the model; by default as the checkpoint is stored."""
     sequence_length: PositiveInt = 256
     """Tokens per sequence of text."""
     limit: PositiveInt | None = None
     """Largest number of sequences of text, and of documents per task."""
     json_file: Path | None = Field(default=None, alias="json")
-    """File to write the numbers to as well."""
+    """File to write the numbers to as well, those of a group's single tasks included."""
+    markdown: Path | None = None
+    """File to write the table to as well, as Markdown."""
+
+    @model_validator(mode="after")
+    def _check_tasks(self) -> EvaluateConfig:
+        if self.num_fewshot is not None and not self.tasks:
+            raise ValueError(
+                f"num_fewshot={self.num_fewshot} goes with tasks, and a suite sets its own; leave it out or set tasks"
+            )
+        return self
 
 
 class UpcycleSettings(Frozen):

@@ -197,6 +197,8 @@ class Watch:
         sink: Receives each view.
         view: Where to start: empty, or replayed.
         save: Writes the archive's model as a checkpoint.
+        evaluated: Is told each round whose model has been evaluated, except the first and the last, in the thread that
+            uses the archive.
         evaluate_every: Rounds between evaluations.
         poll_seconds: Interval of reading the records.
     """
@@ -210,6 +212,7 @@ class Watch:
         view: SwarmView,
         *,
         save: Callable[[], None],
+        evaluated: Callable[[int], None] | None = None,
         evaluate_every: int = 1,
         poll_seconds: float = 1.0,
     ) -> None:
@@ -218,6 +221,7 @@ class Watch:
         self._archive = archive
         self._sink = sink
         self._save = save
+        self._evaluated = evaluated
         self._evaluate_every = evaluate_every
         self._poll_seconds = poll_seconds
         self.view = view
@@ -289,6 +293,8 @@ class Watch:
         loss = self._archive.evaluate()
         if self._archive.round >= self._rounds.total:
             self._save()
+        elif self._archive.round > 0 and self._evaluated is not None:
+            self._evaluated(self._archive.round)
         return self._archive.round, loss
 
     def _collect(self) -> int:

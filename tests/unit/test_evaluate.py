@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from local_tasks import write_local_tasks
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from spes_p2p.commands import evaluate
@@ -22,22 +23,6 @@ from spes_p2p.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 needs_lm_eval = pytest.mark.skipif(find_spec("lm_eval") is None, reason="lm-eval is not installed: extra `full`")
-
-TASK = """
-task: copy_word
-dataset_path: json
-dataset_kwargs:
-  data_files: {rows}
-test_split: train
-output_type: multiple_choice
-doc_to_text: "{{{{question}}}}"
-doc_to_target: "{{{{answer}}}}"
-doc_to_choice: "{{{{choices}}}}"
-metric_list:
-  - metric: acc
-    aggregation: mean
-    higher_is_better: true
-"""
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +50,12 @@ def checkpoint(tmp_path_factory) -> Path:
     return folder
 
 
-@pytest.fixture
-def task_path(tmp_path) -> Path:
-    rows = tmp_path / "rows.jsonl"
-    questions = [{"question": f"peer {i}:", "choices": [" slot", " round"], "answer": i % 2} for i in range(6)]
-    rows.write_text("".join(json.dumps(question) + "\n" for question in questions))
-    folder = tmp_path / "tasks"
-    folder.mkdir()
-    (folder / "copy_word.yaml").write_text(TASK.format(rows=rows))
-    return folder
+@pytest.fixture(scope="module")
+def task_path(tmp_path_factory) -> Path:
+    return write_local_tasks(tmp_path_factory.mktemp("tasks"))
+
+
+ZERO_SHOT = evaluate.TaskGroup(("sciq",), None)
 
 
 def run(*arguments: object, home: Path) -> subprocess.CompletedProcess:
@@ -88,16 +70,16 @@ def test_command_reports_loss_and_tasks(checkpoint, task_path, tmp_path):
     text.write_text("peer slot round swarm " * 200)
     done = run(
         *(checkpoint, "--text", text, "--sequence-length", 16, "--batch-size", 4),
-        *("--tasks", "copy_word", "--task-path", task_path, "--json", tmp_path / "out.json"),
+        *("--tasks", "sciq", "--task-path", task_path, "--json", tmp_path / "out.json"),
         home=tmp_path,
     )
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "out.json").read_text())
     assert report["text"]["perplexity"] == pytest.approx(math.exp(report["text"]["loss"]))
-    assert report["copy_word"]["acc"] * 6 == pytest.approx(round(report["copy_word"]["acc"] * 6))
+    assert report["sciq"]["acc"] * 32 == pytest.approx(round(report["sciq"]["acc"] * 32))
     rows = [line.split() for line in done.stdout.splitlines()]
     assert ["text", "loss", f"{report['text']['loss']:.4f}"] in rows
-    assert ["copy_word", "acc"] in [row[:2] for row in rows]
+    assert ["sciq", "0", "acc"] in [row[:3] for row in rows]
 
 
 def test_loss_is_that_of_the_stock_model_with_labels(checkpoint, tmp_path):
@@ -128,7 +110,7 @@ def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     model, tokenizer = evaluate.load_checkpoint(checkpoint)
     [accuracy] = [
         row.value
-        for row in evaluate.task_metrics(model, tokenizer, ["copy_word"], task_path, batch_size=2, limit=1)
+        for row in evaluate.task_metrics(model, tokenizer, ZERO_SHOT, task_path, batch_size=2, limit=1)
         if row.name == "acc"
     ]
     assert accuracy in (0, 1)
@@ -174,7 +156,7 @@ def test_unknown_tasks_are_named(task_path, tmp_path):
     with pytest.raises(ConfigError, match="unknown task 'no_such_task'"):
         evaluate._task_manager(["no_such_task"], task_path)
     with pytest.raises(ConfigError, match="--task-path"):
-        evaluate._task_manager(["copy_word"], tmp_path / "absent")
+        evaluate._task_manager(["sciq"], tmp_path / "absent")
 
 
 def test_a_damaged_checkpoint_is_named(checkpoint, tmp_path):
@@ -198,10 +180,145 @@ def test_a_foreign_tokenizer_is_refused_before_the_device_fails(checkpoint, tmp_
 
 @needs_lm_eval
 def test_a_task_without_its_data_is_named(checkpoint, task_path, tmp_path):
-    (tmp_path / "rows.jsonl").unlink()
+    task = (task_path / "sciq.yaml").read_text().replace("choices.jsonl", "absent.jsonl")
+    (tmp_path / "sciq.yaml").write_text(task)
     model, tokenizer = evaluate.load_checkpoint(checkpoint)
-    with pytest.raises(DataError, match="cannot run copy_word"):
-        evaluate.task_metrics(model, tokenizer, ["copy_word"], task_path, 2, None)
+    with pytest.raises(DataError, match=r"cannot run sciq: .*check the task's data and the network"):
+        evaluate.task_metrics(model, tokenizer, ZERO_SHOT, tmp_path)
+
+
+def plain(checkpoint: Path, task_path: Path, tasks: list[str], num_fewshot: int | None) -> dict[str, dict]:
+    """What lm-eval itself reports of a checkpoint, loaded and run by it."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    manager = TaskManager(include_path=str(task_path), include_defaults=False)
+    arguments = {"model_args": f"pretrained={checkpoint}", "batch_size": 3, "device": "cpu"}
+    return lm_eval.simple_evaluate(
+        "hf", tasks=tasks, num_fewshot=num_fewshot, task_manager=manager, log_samples=False, **arguments
+    )["results"]
+
+
+@needs_lm_eval
+def test_the_suites_table_is_plain_lm_evals_to_the_last_digit(checkpoint, task_path, tmp_path):
+    """The published tasks and numbers of examples, on local rows; plain lm-eval gets them from SPES's script."""
+    files = {"json": tmp_path / "suite.json", "markdown": tmp_path / "suite.md"}
+    config = evaluate.EvaluateConfig(checkpoint=checkpoint, suite="spes", task_path=task_path, batch_size=3, **files)
+    rows = evaluate.evaluate(config)
+    report = json.loads(files["json"].read_text())
+    script = [
+        ("sciq,piqa,winogrande,arc_easy,social_iqa,openbookqa,boolq", None),
+        ("arc_challenge", 25),
+        ("hellaswag", 10),
+        ("ceval-valid,cmmlu,mmlu", None),
+    ]
+    expected = {}
+    for names, num_fewshot in script:
+        expected |= plain(checkpoint, task_path, names.split(","), num_fewshot)
+    assert report.keys() == expected.keys() and len(report) == 16
+    for task, values in expected.items():
+        for name in ("acc", "acc_norm"):
+            assert report[task][name] == values[f"{name},none"], task
+            assert report[task][f"{name}_stderr"] == values[f"{name}_stderr,none"], task
+    shown = files["markdown"].read_text().splitlines()[2:]
+    listed = [task for names, _ in script for task in names.split(",")]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in shown] == [
+        each for task in listed for each in (task, task)
+    ]
+    accuracies = {row.subject: f"{row.value:.4f}" for row in rows if row.name == "acc"}
+    assert f"| sciq | 0 | acc | {accuracies['sciq']} | ± {report['sciq']['acc_stderr']:.4f} |" in shown
+    assert any(line.startswith("| arc_challenge | 25 | acc | ") for line in shown)
+
+
+@needs_lm_eval
+def test_the_perplexity_of_c4_is_a_task_by_its_name(checkpoint, task_path):
+    """lm-eval has the real one; here local text stands in for it."""
+    from lm_eval.tasks import TaskManager
+
+    assert {"c4", *(task for tasks, _ in evaluate.SUITES["spes"] for task in tasks)} <= set(TaskManager().all_tasks)
+    config = evaluate.EvaluateConfig(checkpoint=checkpoint, tasks=["c4"], task_path=task_path, batch_size="auto")
+    measured = {row.name: row.value for row in evaluate.evaluate(config)}
+    expected = plain(checkpoint, task_path, ["c4"], None)["c4"]
+    assert measured == {
+        name: expected[f"{name},none"] for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")
+    }
+
+
+@needs_lm_eval
+def test_examples_in_the_prompt_and_the_precision_are_the_users(checkpoint, task_path):
+    config = {"checkpoint": checkpoint, "tasks": ["sciq"], "task_path": task_path}
+    rows = evaluate.evaluate(evaluate.EvaluateConfig(**config, num_fewshot=2))
+    assert {row.num_fewshot for row in rows} == {2}
+    assert rows[0].value == plain(checkpoint, task_path, ["sciq"], 2)["sciq"]["acc,none"]
+    model, _ = evaluate.load_checkpoint(checkpoint, "bf16")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    with pytest.raises(ValueError, match="num_fewshot=5 goes with tasks, and a suite sets its own"):
+        evaluate.EvaluateConfig(checkpoint=checkpoint, suite="spes", num_fewshot=5)
+
+
+@needs_lm_eval
+def test_a_suite_that_stops_at_a_task_leaves_the_numbers_before_it(checkpoint, task_path, tmp_path):
+    folder = shutil.copytree(task_path, tmp_path / "tasks")
+    task = folder / "hellaswag.yaml"
+    task.write_text(task.read_text().replace("choices.jsonl", "absent.jsonl"))
+    file = tmp_path / "suite.json"
+    config = evaluate.EvaluateConfig(checkpoint=checkpoint, suite="spes", task_path=folder, json=file, limit=2)
+    with pytest.raises(DataError, match="cannot run hellaswag"):
+        evaluate.evaluate(config)
+    assert {"sciq", "arc_challenge"} <= json.loads(file.read_text()).keys()
+
+
+@needs_lm_eval
+def test_more_examples_than_there_are_is_said_so(checkpoint, task_path):
+    config = evaluate.EvaluateConfig(checkpoint=checkpoint, tasks=["sciq"], num_fewshot=99, task_path=task_path)
+    with pytest.raises(DataError, match=r"cannot run sciq: .*fewshot samples requested exceeds the 31"):
+        evaluate.evaluate(config)
+
+
+def test_without_lm_eval_its_package_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    config = evaluate.EvaluateConfig(checkpoint=Path("absent"), suite="spes")
+    with pytest.raises(ConfigError, match=r"needs lm-eval .*; pip install 'spes-p2p\[all\]'"):
+        evaluate.evaluate(config)
+
+
+@needs_lm_eval
+@pytest.mark.full
+def test_a_suite_without_a_hub_is_one_line_and_exit_code_2(checkpoint, tmp_path):
+    done = run(checkpoint, "--suite", "spes", "--json", tmp_path / "suite.json", home=tmp_path)
+    assert done.returncode == 2, done.stderr
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("error: cannot run sciq, piqa") and "or set HF_HOME to" in last
+    assert not (tmp_path / "suite.json").exists()
+
+
+@needs_lm_eval
+@pytest.mark.full
+def test_two_processes_share_the_requests_and_report_once(checkpoint, task_path, tmp_path):
+    """On CPUs, as several GPUs would: the numbers are a single process's."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "spes_p2p"]
+    words = ["evaluate", str(checkpoint), "--tasks", "sciq", "mmlu", "c4", "--task-path", str(task_path)]
+    file = tmp_path / "shared.json"
+    environment = {**os.environ, "HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(
+        [*command, *words, "--json", str(file)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+        env=environment,
+        cwd=REPOSITORY,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("word_perplexity") == 1
+    alone = tmp_path / "alone.json"
+    config = {"tasks": ["sciq", "mmlu", "c4"], "task_path": task_path, "json": alone}
+    evaluate.evaluate(evaluate.EvaluateConfig(checkpoint=checkpoint, **config))
+    shared, expected = (json.loads(each.read_text()) for each in (file, alone))
+    assert shared.keys() == expected.keys()
+    for task, values in expected.items():
+        for name, value in values.items():
+            if not name.endswith("perplexity_stderr") and not name.endswith("per_byte_stderr"):
+                assert shared[task][name] == pytest.approx(value, rel=1e-6), (task, name)
 
 
 def test_an_infinite_perplexity_is_null_in_json(tmp_path):

@@ -100,10 +100,12 @@ class Scene:
 
     def __init__(self, view: SwarmView | None = None, lease_seconds: float = 30.0, every: int = 1) -> None:
         self.swarm, self.archive, self.recorder, self.saved = ScriptedSwarm(), ScriptedArchive(), Recorder(), []
+        self.told: list[int] = []
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
         self.watch = Watch(
             *(self.swarm, rounds, self.archive, self.recorder, view or empty_view()),  # type: ignore[arg-type]
             save=lambda: self.saved.append(self.archive.round),
+            evaluated=self.told.append,
             evaluate_every=every,
             poll_seconds=0.0,
         )
@@ -119,6 +121,7 @@ def test_every_round_is_evaluated_and_the_last_one_archived() -> None:
     scene.swarm.on_wait = scene.advance
     assert scene.watch.run() is Ending.FINISHED
     assert scene.recorder.evaluations == [(0, 6.0), (1, 5.0), (2, 4.0), (3, 3.0)]
+    assert scene.told == [1, 2], "tasks run on what training has made, and on the last model when the swarm is left"
     assert scene.saved == [LAST] and [record.round for record in scene.swarm.reported] == [LAST]
 
 
