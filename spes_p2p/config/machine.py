@@ -86,7 +86,7 @@ class MachineConfig(Frozen):
     micro_batch_size: PositiveInt | None = None
     """Sequences per forward pass; by default this rank's share of the step."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass, to save memory."""
+    """Recompute each layer in the backward pass; that saves memory."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Precision of gradients. `bf16` halves their memory; only the 8-bit optimizers take it."""
     shard: Literal["ddp", "fsdp"] = "ddp"

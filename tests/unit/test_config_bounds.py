@@ -102,7 +102,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 
 def test_every_setting_is_drawn_but_texts() -> None:
     known = {(section, name) for section, cls in sections(RunConfig).items() for name in cls.model_fields}
-    texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer")}
+    texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
     assert known - set(RANGES) == texts | {("outer", "slots")} | {("", name) for name in sections(RunConfig) if name}
 
 
