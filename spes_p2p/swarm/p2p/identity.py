@@ -54,6 +54,38 @@ class Identity:
         return self.private_key.sign(data)
 
 
+class IdentityKeys:
+    """Signs with a peer's identity, and checks the signatures of peers whose public keys it has learnt.
+
+    A peer id is the hash of its key, so a key needs no other proof of its owner (`certificate.Keys`).
+    """
+
+    def __init__(self, identity: Identity) -> None:
+        self._identity = identity
+        self.peer_id = identity.peer_id
+        self._known: dict[str, RSAPublicKey] = {}
+        self.learn(identity.public_key)
+
+    def learn(self, public_key: bytes) -> str:
+        """Keep an OpenSSH-encoded key, without limit to their number; return its peer's id.
+
+        Raises:
+            ValueError: see `peer_id_of`.
+        """
+        peer_id = peer_id_of(public_key)
+        self._known[peer_id] = RSAPublicKey.from_bytes(public_key)
+        return peer_id
+
+    def sign(self, data: bytes) -> str:
+        """Return this peer's signature of `data`, in base64."""
+        return self._identity.sign(data).decode()
+
+    def is_signed_by(self, peer_id: str, data: bytes, signature: str) -> bool:
+        """Tell whether the signature is that peer's, of this data; False if its public key is unknown."""
+        key = self._known.get(peer_id)
+        return key is not None and key.verify(data, signature.encode())
+
+
 def _create(path: Path) -> None:
     key = crypto_pb2.PrivateKey(key_type=crypto_pb2.KeyType.RSA, data=RSAPrivateKey().to_bytes())
     try:

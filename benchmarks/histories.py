@@ -1,0 +1,162 @@
+"""Certificates in random histories: crashes, lost messages, partitions, restarts, and proposers that cheat.
+
+    python -m benchmarks.histories --count 10000
+
+Each history is a swarm in virtual time. Chaos lasts for some rounds; then the network heals, and more than half of the
+voters stay up. Reported: forks, lost certificates, and runs that stand though more than half of the voters answer.
+Nodes (`history_nodes`) run `spes_p2p.swarm.certificate` and `votes` as they are; keys are HMACs, because 10,000
+histories need millions of signatures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+from collections import Counter, defaultdict
+from multiprocessing import Pool
+from typing import Any
+
+from benchmarks.history_nodes import LEASE_SECONDS, NUM_SLOTS, SHRINK_SECONDS, Node, World, hashed
+from spes_p2p.swarm.certificate import (
+    genesis,
+)
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.votes import Ballot, barred
+
+QUIET_SECONDS = 3600.0
+"""Virtual time after the chaos in which a round must be certified."""
+
+LIES = ("", "", "silent", "omits", "partial", "hides", "refuses", "mean", "alone", "forges")
+
+
+def history(seed: int, twice: bool = False) -> dict[str, Any]:
+    """Run one history; return what went wrong, and what happened."""
+    rng = random.Random(f"histories {seed} {twice}")
+    world = World(seed, rng)
+    num = rng.randint(3, 9)
+    peers = [hashed_peer_id(f"{seed}:{index}".encode()) for index in range(num)]
+    start = genesis("histories", peers[0], hashed("manifest"), NUM_SLOTS)
+    faulty = set(rng.sample(peers[1:], (num - 1) // 4)) if not twice else {rng.choice(peers[1:])}
+    for peer in peers:
+        lie = "" if peer not in faulty else ("twice" if twice else rng.choice(LIES))
+        world.nodes[peer] = Node(world, peer, start, lie=lie, crash_share=0.0)
+    for peer in peers:
+        world.nodes[peer].start()
+    world.run(60)
+    end = rng.choice(["peace"] * 6 + ["halves", "massacre"]) if not twice else "peace"
+    world.loss = rng.choice([0.0, 0.02, 0.1, 0.3])
+    share = rng.choice([0.0, 0.0, 0.01, 0.05])
+    for node in world.nodes.values():
+        node.crash_share = share
+    chaos_ends = rng.uniform(300, 900)
+    while world.now < chaos_ends:
+        _disturb(world, rng)
+        world.run(world.now + rng.expovariate(1 / 20))
+    world.loss, world.cut = 0.0, set()
+    dead: set[str] = set()
+    if end != "peace":
+        voters = max((node.last for node in world.nodes.values()), key=lambda body: body.round).voters
+        half = set(rng.sample(sorted(voters), (len(voters) + 1) // 2))
+        if end == "massacre":
+            dead = half
+        else:
+            world.cut = {(a, b) for a in world.nodes for b in world.nodes if (a in half) != (b in half)}
+    for peer, node in world.nodes.items():
+        node.crash_share = 0.0
+        if peer in dead:
+            node.is_up, node.is_dead = False, True
+        elif not node.is_up:
+            node.start()
+    if end == "halves":
+        world.run(world.now + 3 * SHRINK_SECONDS)
+        world.cut = set()
+        world.run(world.now + 2 * LEASE_SECONDS)
+    honest = [node for node in world.nodes.values() if not node.lie and node.is_up]
+    head = max(honest, key=lambda node: node.last.round).last
+    good = [node.peer_id for node in honest if node.peer_id in head.voters and node.voter.may_vote]
+    # Without a majority, the rest goes on only if it is whole: no liar, no lost ballot.
+    rest = [peer for peer in head.voters if peer not in dead]
+    answers = 2 * len(good) > len(head.voters) if end != "massacre" else good == rest and bool(rest)
+    world.run(world.now + QUIET_SECONDS, lambda: all(node.last.round > head.round + 2 for node in honest))
+    stands = answers and any(node.last.round <= head.round for node in honest)
+    judged = _judge(world, honest)
+    return judged | {"seed": seed, "end": end, "stands": stands, "rounds": max(n.last.round for n in honest)}
+
+
+def _disturb(world: World, rng: random.Random) -> None:
+    nodes = list(world.nodes.values())
+    node = rng.choice(nodes)
+    kind = rng.choice(["crash", "crash", "cut", "heal", "split", "late", "restore", "backup"])
+    if kind == "crash" and node.is_up:
+        node.crash(rng.uniform(1, 200))
+    elif kind == "cut":
+        world.cut.add((node.peer_id, rng.choice(nodes).peer_id))
+    elif kind == "heal":
+        world.cut.clear()
+    elif kind == "split":
+        half = set(rng.sample([n.peer_id for n in nodes], len(nodes) // 2))
+        world.cut |= {(a, b) for a in world.nodes for b in world.nodes if (a in half) != (b in half)}
+        world.after(rng.uniform(10, 100), world.cut.clear)
+    elif kind == "late" and len(nodes) < 12:
+        peer = hashed_peer_id(f"{world.seed}:late{len(nodes)}".encode())
+        world.nodes[peer] = Node(world, peer, nodes[0].genesis)
+        world.nodes[peer].start()
+    elif kind == "backup":
+        node.backup = node.disk, list(node.chain)
+    elif kind == "restore" and node.backup is not None:
+        # `BallotFile` notices by the inode's time.
+        ballot, node.chain = node.backup[0], list(node.backup[1])
+        node.disk = barred(ballot, world.now) if ballot is not None else Ballot(barred_at=world.now)
+        node.crash(1.0)
+
+
+def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
+    unshrunk: dict[tuple[int, str], set[str]] = defaultdict(set)
+    for certificate in world.certificates:
+        if not certificate.body.shrunk:
+            unshrunk[certificate.body.round, certificate.body.previous].add(certificate.body.digest)
+    forked = [round for round, digests in unshrunk.items() if len(digests) > 1]
+    final = max(honest, key=lambda node: node.last.round)
+    kept = {certificate.body.digest for certificate in final.chain}
+    shrunk = len({certificate.body.digest for certificate in world.certificates if certificate.body.shrunk})
+    guilty = set(world.proofs)
+    out = [0]
+    for peer, round in world.proven_at.items():
+        there = sum(peer in c.body.voters for c in final.chain if c.body.round > round)
+        out.append(there)
+    return {
+        "forks": len(forked),
+        "unproven": len(forked) if forked and not guilty else 0,
+        "lost": 0 if shrunk or forked else len(world.adopted - kept),
+        "shrunk": shrunk,
+        "proven": len(guilty),
+        "wrongly_convicted": sum(world.nodes[peer].lie not in ("twice", "alone") for peer in guilty),
+        "rounds_until_out": max(out),
+        "apart": len({node.chain[min(n.last.round for n in honest) - 1].body.digest for node in honest}) - 1,
+    }
+
+
+def main() -> None:
+    """Run many histories and print the counts."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--count", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--twice", action="store_true", help="one voter signs twice")
+    parser.add_argument("--processes", type=int, default=2)
+    args = parser.parse_args()
+    totals: Counter[str] = Counter()
+    longest = 0
+    seeds = [(seed, args.twice) for seed in range(args.first, args.first + args.count)]
+    with Pool(args.processes) as pool:
+        for found in pool.starmap(history, seeds, chunksize=4):
+            longest = max(longest, found.pop("rounds_until_out"))
+            totals += Counter({key: int(value) for key, value in found.items() if key not in ("seed", "end")})
+            if any(found[key] for key in ("forks", "lost", "stands", "apart", "wrongly_convicted")):
+                print(json.dumps(found), file=sys.stderr)
+    print(json.dumps({"histories": args.count, **totals, "rounds_until_out": longest}))
+
+
+if __name__ == "__main__":
+    main()

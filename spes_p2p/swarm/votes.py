@@ -1,0 +1,358 @@
+"""One voter's promises, on disk before another peer hears of them; and the others' statements that it has seen."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.fs import sync, write_atomic
+from spes_p2p.swarm.certificate import (
+    Attempt,
+    Body,
+    Certificate,
+    Confirmation,
+    Document,
+    GiveUp,
+    Goodbye,
+    Keys,
+    Proof,
+    Proposal,
+    Vote,
+    check_certificate,
+    check_proposal,
+    contradiction,
+    leaving_voters,
+    removed_voters,
+    vote_for,
+)
+from spes_p2p.swarm.records import Count, Digest, Seconds
+
+log = logging.getLogger(__name__)
+
+MAX_KEPT = 64
+"""Statements of one peer about one round that are kept."""
+MAX_WRITE_SECONDS = 60.0
+"""Longest that a ballot takes to reach the disk."""
+
+
+class Ballot(Document):
+    """A voter's promises in one round, on one branch of the chain."""
+
+    previous: Digest | Literal[""] = ""
+    """Body that the round extends; empty if no promise was made yet."""
+    round: Count = 0
+    gave_up: Attempt | None = None
+    """The voter votes in no attempt up to this one."""
+    voted: Proposal | None = None
+    """The proposal of its newest vote for a body that names none absent; kept whole, because a later proposer may have
+    to propose the body again."""
+    shrunk: Vote | None = None
+    """Its newest vote for a body that names absent voters."""
+    barred_at: Seconds | None = None
+    """DHT time at which the voter noticed that earlier promises are lost; it votes again once it has been admitted
+    by a later certificate."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this peer knows of a round by itself.
+
+    Attributes:
+        confirmation: Its own results of the attempt; None if it was not on the roster, or its averaging failed.
+        is_gone: Tells whether a peer's lease has run out, as far as this peer knows.
+        may_shrink: Whether the run has stood for long enough to go on without the absent voters.
+    """
+
+    confirmation: Confirmation | None = None
+    is_gone: Callable[[str], bool] = lambda peer: False
+    may_shrink: bool = False
+
+
+class Refusal(Exception):
+    """A voter does not vote, for this reason."""
+
+
+class Voter:
+    """One voter in the round after `last`.
+
+    Args:
+        keys: Signs, and checks signatures.
+        last: Body of the newest certificate that this peer knows.
+        ballot: The promises of an earlier process; None for a new identity.
+        save: Writes a ballot to disk; returns when it is durable.
+        min_peers: Members with which the run begins.
+        shrink_seconds: Time after the end of a round's training after which voters may be named absent.
+        now: DHT time.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        last: Body,
+        ballot: Ballot | None,
+        save: Callable[[Ballot], None],
+        *,
+        min_peers: int,
+        shrink_seconds: float,
+        now: Callable[[], float],
+    ) -> None:
+        self._keys = keys
+        self._now = now
+        self._save = save
+        self._min_peers = min_peers
+        self._shrink_seconds = shrink_seconds
+        self.last = last
+        self.ballot = ballot or self._blank(None)
+        if self.ballot.previous != last.digest:
+            # The certificates were on disk before any promise about the next round: this ballot is of a round that is
+            # certified. If it is of a later round, certificates are lost, and the promises about their rounds.
+            is_lost = self.ballot.round > last.round + 1  # guard: lost-chain
+            self.ballot = self._blank(now() if is_lost else self.ballot.barred_at)
+
+    @property
+    def may_vote(self) -> bool:
+        """Whether this peer is a voter whose promises are whole."""
+        return self._keys.peer_id in self.last.voters and self.ballot.barred_at is None  # guard: lost-ballot
+
+    def propose(
+        self,
+        attempt: int,
+        body: Body,
+        confirmations: Sequence[Confirmation],
+        own: Own,
+        give_ups: Sequence[GiveUp] = (),
+        goodbyes: Sequence[Goodbye] = (),
+        proofs: Sequence[Proof] = (),
+    ) -> Proposal:
+        """Return a proposal of this voter, which carries its own vote.
+
+        Raises:
+            Refusal: this voter must not propose that.
+        """
+        proposal = Proposal(
+            attempt=attempt,
+            body=body,
+            confirmations=tuple(confirmations),
+            vote=self._sign(attempt, body),
+            give_ups=tuple(give_ups),
+            goodbyes=tuple(goodbyes),
+            proofs=tuple(proofs),
+        )
+        self.vote(proposal, own)
+        return proposal
+
+    def vote(self, proposal: Proposal, own: Own) -> Vote:
+        """Vote for a proposal.
+
+        Raises:
+            Refusal: it must not be certified, or this voter has promised otherwise.
+        """
+        self._check(proposal, own)
+        vote = self._sign(proposal.attempt, proposal.body)
+        promise = {"shrunk": vote} if vote.shrunk else {"voted": proposal}
+        self._set(self.ballot.model_copy(update=promise))  # guard: vote-on-disk
+        return vote
+
+    def _sign(self, attempt: int, body: Body) -> Vote:
+        return vote_for(body, attempt, self._keys.peer_id).signed(self._keys)
+
+    def _check(self, proposal: Proposal, own: Own) -> None:
+        attempt, body, ballot = proposal.attempt, proposal.body, self.ballot
+        if not self.may_vote:
+            raise Refusal("this peer has no vote")
+        if body.previous != ballot.previous:
+            raise Refusal(f"round {ballot.round} of another branch is open here")
+        if ballot.gave_up is not None and attempt <= ballot.gave_up:  # guard: promise-kept
+            raise Refusal(f"attempt {attempt} was given up")
+        for voted, digest in self._voted():
+            if attempt < voted or (attempt == voted and body.digest != digest):  # guard: one-vote
+                raise Refusal(f"this peer has voted for another body in attempt {voted}")
+        if reason := check_proposal(proposal, self.last, self._keys, self._min_peers) or self._differs(proposal, own):
+            raise Refusal(reason)
+
+    def _voted(self) -> list[tuple[int, str]]:
+        """Return attempt and body of the newest votes."""
+        voted, shrunk = self.ballot.voted, self.ballot.shrunk
+        found = [] if voted is None else [(voted.attempt, voted.body.digest)]
+        return found if shrunk is None else [*found, (shrunk.attempt, shrunk.body)]
+
+    def _stands(self) -> bool:
+        """Whether the open round is so late that a majority of the voters may be gone."""
+        return self._now() - self.last.ends_at > self._shrink_seconds
+
+    def _differs(self, proposal: Proposal, own: Own) -> str:
+        """Return how a proposal differs from what this peer knows by itself."""
+        body, mine = proposal.body, own.confirmation
+        may_shrink = own.may_shrink and self._stands()
+        if body.shrunk and not (may_shrink and all(map(own.is_gone, body.shrunk))):  # guard: shrink-late
+            return "the absent voters may come back"
+        if any(each.attempt < proposal.attempt for each in proposal.confirmations):
+            return ""  # proposed again, because it may have been certified whatever is true now
+        removed = removed_voters(self.last, body) - leaving_voters(proposal)
+        if here := sorted(peer for peer in removed if not own.is_gone(peer)):  # guard: gone-in-own-eyes
+            return f"{here[0]} is here, and was removed"
+        if mine is None or mine.attempt != proposal.attempt:
+            return ""  # more than half of the voters have confirmed it
+        if mine not in proposal.confirmations:  # guard: own-confirmation
+            return "it leaves out this peer's confirmation"
+        return "" if mine.shared == body.shared else "this peer's own result differs"  # guard: own-result
+
+    def give_up(self, attempt: int) -> GiveUp:
+        """Promise to vote in no attempt up to this one, and state the newest vote that names none absent.
+
+        Raises:
+            Refusal: this peer has no vote.
+        """
+        if not self.may_vote:
+            raise Refusal("this peer has no vote")
+        ballot = self.ballot
+        if ballot.gave_up is None or ballot.gave_up < attempt:
+            self._set(ballot.model_copy(update={"gave_up": attempt}))
+        voted = ballot.voted
+        return GiveUp(
+            run=self.last.run,
+            round=ballot.round,
+            previous=self.last.digest,
+            attempt=self.ballot.gave_up or 0,
+            peer_id=self._keys.peer_id,
+            voted=None if voted is None else voted.attempt,
+            body="" if voted is None else voted.body.digest,
+            proposed="" if voted is None else voted.vote.signature,
+        ).signed(self._keys)
+
+    def learn(self, certificate: Certificate) -> str:
+        """Go on to the round after a certificate; return why it is refused, or ""."""
+        if reason := check_certificate(certificate, self.last, self._keys):
+            return reason
+        body = certificate.body
+        if body.shrunk and not self._stands():  # guard: shrunk-in-time
+            return "a majority of the voters was here a short time ago"
+        is_known = body.digest in [digest for _, digest in self._voted()]
+        if (
+            self.may_vote and not is_known and not body.shrunk and self._has_signed(certificate)
+        ):  # guard: forgotten-vote
+            self._bar("the round has this peer's vote, which its ballot does not know")
+        self._follow(body)
+        return ""
+
+    def switch(self, body: Body) -> None:
+        """Go over to another branch, whose certificates are on disk and end with this body.
+
+        At once, not round by round: the ballot has no promises of past rounds, so this peer must not vote in them.
+        """
+        self.last = body
+        self._set(self._blank(self.ballot.barred_at))
+
+    def _has_signed(self, certificate: Certificate) -> bool:
+        mine = [vote for vote in certificate.votes() if vote.peer_id == self._keys.peer_id]
+        return any(vote.is_signed(self._keys) for vote in mine)  # guard: own-signature
+
+    def _follow(self, body: Body) -> None:
+        me, barred_at = self._keys.peer_id, self.ballot.barred_at
+        # The round that the certificate closes must have ended since, otherwise this is the admission of long ago.
+        is_late = barred_at is not None and self.last.ends_at > barred_at  # guard: admitted-since
+        is_admitted = is_late and me in body.voters and me not in self.last.voters
+        self.last = body
+        self.ballot = self._blank(None if is_admitted else barred_at)
+        if is_admitted:
+            self._set(self.ballot)
+
+    def _blank(self, barred_at: float | None) -> Ballot:
+        """Return a ballot for the open round; it holds no promise, so it need not be on disk."""
+        return Ballot(previous=self.last.digest, round=self.last.round + 1, barred_at=barred_at)
+
+    def _bar(self, reason: str) -> None:
+        log.warning("this peer votes again when it has been admitted anew: %s", reason)
+        self._set(barred(self.ballot, self._now()))
+
+    def _set(self, ballot: Ballot) -> None:
+        self._save(ballot)
+        self.ballot = ballot
+
+
+class _Saved(Document):
+    written_ns: Annotated[int, Field(ge=0)]
+    ballot: Ballot
+
+
+class BallotFile:
+    """A voter's ballot on disk.
+
+    A ballot that was restored from a backup or copied has forgotten votes. The time of the last change to a file's
+    inode tells: only the kernel sets it, and a restored file's is later than the time that the ballot states.
+    (A machine that is set back as a whole is not noticed; its two signatures convict it.)
+
+    Args:
+        path: The file; its folder exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def save(self, ballot: Ballot) -> None:
+        """Write a ballot; durable when this returns."""
+        with write_atomic(self._path) as stream:
+            stream.write(_Saved(written_ns=time.time_ns(), ballot=ballot).encode())
+        sync(self._path.parent)
+
+    def load(self, now: float, *, is_new: bool) -> Ballot | None:
+        """Return the ballot, barred if its promises may not be the last; None if there never was one.
+
+        Args:
+            now: DHT time.
+            is_new: Whether the identity has been made just now (`Identity.is_new`).
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        if not self._path.exists():
+            return None if is_new else Ballot(barred_at=now)  # guard: deleted-ballot
+        try:
+            saved = _Saved.model_validate_json(self._path.read_bytes())
+            age_ns = self._path.stat().st_ctime_ns - saved.written_ns
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"cannot read {self._path}: {' '.join(str(error).split())[:200]}; delete it to vote again later"
+            ) from error
+        if age_ns > MAX_WRITE_SECONDS * 1e9:  # guard: restored-ballot
+            log.warning("%s was copied or restored; this peer votes again when it has been admitted anew", self._path)
+            return barred(saved.ballot, now)
+        return saved.ballot
+
+
+def barred(ballot: Ballot, now: float) -> Ballot:
+    """Return the ballot of a voter whose later promises are lost."""
+    return ballot.model_copy(update={"barred_at": now})
+
+
+class Statements:
+    """The voters' votes and give-ups that a peer has seen of the last rounds, and the proofs that follow from them."""
+
+    def __init__(self, rounds: int = 8) -> None:
+        self._rounds = rounds
+        self._seen: dict[int, dict[str, dict[bytes, Vote | GiveUp]]] = {}
+
+    def add(self, statement: Vote | GiveUp, last: Body) -> Proof | None:
+        """Record a signed statement of one of the last rounds by a voter of `last`; return the proof it completes."""
+        newest = last.round + 1
+        for old in [round for round in self._seen if round <= newest - self._rounds]:
+            del self._seen[old]
+        is_recent = newest - self._rounds < statement.round <= newest
+        if not is_recent or statement.peer_id not in last.voters:  # guard: statement-bounds
+            return None
+        made = self._seen.setdefault(statement.round, {}).setdefault(statement.peer_id, {})
+        for earlier in made.values():
+            if contradiction(earlier, statement):
+                vote, other = (earlier, statement) if isinstance(earlier, Vote) else (statement, earlier)
+                assert isinstance(vote, Vote)
+                return Proof(vote=vote, other=other)
+        if len(made) < MAX_KEPT:
+            made[statement.signed_part()] = statement  # signing again gives another signature
+        return None
