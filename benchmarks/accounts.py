@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 
 from spes_p2p.errors import DataError
-from spes_p2p.monitor.sinks import read_events
+from spes_p2p.monitor.events import read_events
 from spes_p2p.monitor.view import PHASES, SwarmView, phase_seconds, wall_seconds
 from spes_p2p.swarm.records import Metrics
 

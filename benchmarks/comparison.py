@@ -21,8 +21,8 @@ from spes_p2p.commands.local import RUN_FILE, ExperimentConfig
 from spes_p2p.commands.monitor import MODEL_DIRECTORY
 from spes_p2p.config import CommandConfig, RunConfig
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.monitor.report import write_report
-from spes_p2p.monitor.sinks import METRICS_FILE, replay
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Ending
 from spes_p2p.presentation import say

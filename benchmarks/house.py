@@ -45,6 +45,8 @@ REASONS = {
     "spes_p2p.swarm.membership": "records of the live peers, tested without an averager",
     "spes_p2p.training.checkpointer": "what a checkpoint holds; `checkpoint` only knows how it lies on disk",
     "spes_p2p.monitor.report": "the final page, drawn from a view alone; the benchmarks draw it too",
+    "spes_p2p.monitor.curves": "other people's programs, which the watch and the page do without",
+    "spes_p2p.peer.page": "reads the swarm's records beside the training, for the page alone",
     "spes_p2p.monitor.watch": "the watch without the command's flags, tested against a scripted swarm",
     "spes_p2p.optim.outer": "the outer step of DiLoCo, which a reader looks for by its name",
     "spes_p2p.sim.sweep.report": "a sweep's table and pictures, which the benchmarks use too",

@@ -505,8 +505,12 @@ def end_at_once(signum: int, frame: object) -> NoReturn:
     os._exit(EXIT_INTERRUPTED)
 
 
+class Terminated(KeyboardInterrupt):
+    """SIGTERM: it ends a command as Ctrl-C does, but leaves no time for what only helps a user who is there."""
+
+
 def _interrupt(signum: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    raise Terminated
 
 
 def _interrupt_again(ignored: sys.UnraisableHookArgs) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK = "#808080"
-ACCENT = "#117bc0"
 # Okabe and Ito's palette, which colour-blind readers can tell apart, without black, which is invisible on dark pages.
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#d55e00", "#cc79a7", "#b8a800", "#7a6fbe", "#8c564b")
 WIDTH_INCHES, HEIGHT_INCHES, DPI = 6.4, 3.6, 180

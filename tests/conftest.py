@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import signal
 
 # Before anything imports torch or transformers, which read these once.
@@ -24,6 +25,9 @@ settings.register_profile("full", deadline=None, max_examples=50, print_blob=Tru
 settings.register_profile("commit", settings.get_profile("full"), max_examples=15)
 
 
+BROWSERS = "chromium", "chromium-browser", "google-chrome"
+
+
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("commit" if config.getoption("markexpr") == "not full" else "full")
 
@@ -37,6 +41,9 @@ def seed() -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.get_closest_marker("browser") and not any(map(shutil.which, BROWSERS)):
+            item.add_marker(pytest.mark.skip(reason="no Chromium; apt-get install chromium"))
     gpu_tests = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_tests:
         return

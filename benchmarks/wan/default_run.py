@@ -14,7 +14,7 @@ from pathlib import Path
 from benchmarks.accounts import Account, account
 from benchmarks.testbed import TestBed
 from spes_p2p.errors import SpesError
-from spes_p2p.monitor.sinks import METRICS_FILE, replay
+from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.peer.joining import ADDRESS_FILE
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 

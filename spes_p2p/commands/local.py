@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 import shutil
 import signal
@@ -18,17 +19,20 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from spes_p2p.cli import explain
-from spes_p2p.config import DataConfig, MachineConfig, OwnData, RunConfig, check_machine
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, explain
+from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, OwnData, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
+
+log = logging.getLogger(__name__)
 
 STOP_SECONDS = 30.0
 TAIL_LINES = 12
@@ -202,16 +206,37 @@ class Experiment:
             settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
             settings |= {"max_slots": self._max_slots} | _chosen(self._config)
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
+        leaves_model = True
         try:
             say(_opening(self._config, self._start(), self._max_slots))
             code = self._watch()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             say("\nstopping ...")
-            code = 130
+            code = EXIT_INTERRUPTED
+            leaves_model = not isinstance(interrupt, Terminated)
         finally:
             stop([*self._peers, *([self._monitor] if self._monitor else [])])
+        if code and leaves_model:
+            self._export()
         say(_summary(self._config, code))
         return code
+
+    def _export(self) -> None:
+        """Write the newest model that a peer or the monitor has, where the monitor did not see the run's end."""
+        out = self._config.output
+        newest: dict[Path, int] = {}
+        for folder in (out, *(self._folder(index) for index in range(self._config.peers))):
+            try:
+                newest[folder] = ModelFolder(folder).choose(None)[0]
+            except SpesError as error:
+                log.debug("no model in %s: %s", folder, error)
+        for folder in sorted(newest, key=lambda folder: -newest[folder]):
+            try:
+                say(f"\nmodel      {out / 'model'}: {export(folder, out / 'model', overwrite=True)}")
+            except SpesError as error:
+                log.warning("no model from %s: %s", folder, error)
+            else:
+                return
 
     def _start(self) -> str:
         """Start one peer, which has something to resume if any has, then the others; return the run's link."""
@@ -292,8 +317,9 @@ def _own(config: ExperimentConfig) -> dict[str, list[str]]:
 
 
 def _chosen(config: ExperimentConfig) -> dict[str, Any]:
-    """Return what was chosen about the machine."""
-    choices = {name: getattr(config, name) for name in MachineConfig.model_fields if name in config.model_fields_set}
+    """Return what was chosen about the machine, and about its checkpoints."""
+    fields = (*MachineConfig.model_fields, *KeptRounds.model_fields)
+    choices = {name: getattr(config, name) for name in fields if name in config.model_fields_set}
     return {name: value for name, value in choices.items() if value is not None}
 
 

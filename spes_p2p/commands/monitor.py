@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import LongTensor
 
-from spes_p2p.cli import EXIT_INTERRUPTED
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated
 from spes_p2p.commands.evaluate import task_groups
 from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import held_out_batches
-from spes_p2p.errors import ConfigError, ExchangeError, JoinError, SpesError
+from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
+from spes_p2p.monitor.curves import TensorboardSink, WandbSink
+from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, read_events, replay
+from spes_p2p.monitor.model_folder import VERSIONS, export
+from spes_p2p.monitor.page.server import Page
+from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
-from spes_p2p.monitor.sinks import METRICS_FILE, ConsoleSink, JsonlSink, Sinks, WandbSink, replay
+from spes_p2p.monitor.sinks import ConsoleSink, Sinks
 from spes_p2p.monitor.tasks import TASKS_DIRECTORY, TaskEvaluations
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
-from spes_p2p.presentation import check_plotting
+from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import MANIFEST, Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.p2p import peerstore
@@ -36,10 +43,16 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 
 log = logging.getLogger(__name__)
 
-MODEL_DIRECTORY, VERSIONS_DIRECTORY, IDENTITY_FILE = "model", "versions", "identity.key"
-RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS_DIRECTORY, TASKS_DIRECTORY)
+MODEL_DIRECTORY, IDENTITY_FILE = "model", "identity.key"
+TENSORBOARD_DIRECTORY = "tensorboard"
+RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, TASKS_DIRECTORY)
 EVALUATION_BATCH = 8
-EXIT_CODES = {Ending.FINISHED: 0, Ending.VANISHED: 1, Ending.STOPPED: EXIT_INTERRUPTED}
+EXIT_CODES = {
+    Ending.FINISHED: 0,
+    Ending.VANISHED: 1,
+    Ending.STOPPED: EXIT_INTERRUPTED,
+    Ending.TERMINATED: EXIT_INTERRUPTED,
+}
 
 
 def prepare_output(settings: MonitorConfig) -> Path:
@@ -82,12 +95,11 @@ def main(settings: MonitorConfig) -> int:
     Raises:
         ConfigError, DataError, JoinError: it cannot start, or its results cannot be written.
     """
-    check_plotting()
     task_groups(settings.tasks, settings.suite, settings.task_path)  # before anything is joined or written
     output = prepare_output(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    new = [path for name in (IDENTITY_FILE, VERSIONS_DIRECTORY) if not (path := output / name).exists()]
+    new = [path for name in (IDENTITY_FILE, VERSIONS) if not (path := output / name).exists()]
     try:
         return _join_and_watch(settings, output)
     except SpesError:
@@ -105,31 +117,33 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         peerstore=Peerstore(output / peerstore.FILE),
         listen=ListenConfig(client_mode=True),
     )
-    swarm = HivemindSwarm(node, output / VERSIONS_DIRECTORY, serve=False)
+    swarm = HivemindSwarm(node, output / VERSIONS, serve=False)
+    page: Page | None = None
     try:
+        if settings.page != "off":
+            view = SwarmView(num_slots=0, total_rounds=0, absence_seconds=0.0, now=swarm.now())
+            page = Page(settings.page, PageState(view, {"run_id": settings.run_name}, stage="joining"), output)
+            if settings.console != "none":
+                say(f"page: {page.address}")
+            log.info("page: %s", page.address)
         seen = swarm.versions().get(MANIFEST) if settings.resume else None  # of which it has asked before
         manifest, document = fetch_manifest(swarm, settings.founder)
         asked = seen is not None and seen.digest == manifest.digest
         reads_data = settings.held_out_sequences > 0
         ask_to_read(manifest, len(document), yes=settings.yes or asked, reads_data=reads_data)
-        tokenizer = ConfinedTokenizer(document, output / VERSIONS_DIRECTORY / "tokenizer", manifest.vocab_size)
-        archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer))
+        tokenizer = ConfinedTokenizer(document, output / VERSIONS / "tokenizer", manifest.vocab_size)
+        archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer), tokenizer.decode)
         guests = guest_list(swarm, manifest)
         swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0, guests=guests)
         entered = time.monotonic()
 
-        def save() -> None:
-            try:
-                archive.save(output / MODEL_DIRECTORY, tokenizer)
-            except OSError as error:
-                where = output / MODEL_DIRECTORY
-                raise ConfigError(f"cannot write {where}: {error}; make room and start again with --resume") from error
-
-        tasks = _task_evaluations(settings, output, lambda folder: archive.save(folder, tokenizer))
-        ending = _watch(settings, output, swarm, manifest, archive, save, tasks)
-        _conclude(ending, archive, save)
+        tasks = _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True))
+        ending = _watch(settings, output, swarm, manifest, archive, tasks, page)
+        _conclude(ending, output)
         write_report(output, facts={"run": ending.value})
     finally:
+        if page is not None:
+            page.close()
         swarm.close()
     if tasks is not None:
         _conclude_tasks(tasks, ending, archive.round)
@@ -138,7 +152,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
     return EXIT_CODES[ending]
 
 
-def _task_evaluations(settings: MonitorConfig, output: Path, save: Callable[[Path], None]) -> TaskEvaluations | None:
+def _task_evaluations(settings: MonitorConfig, output: Path, save: Callable[[Path], object]) -> TaskEvaluations | None:
     """Return what runs lm-eval tasks on the run's models, if any are asked for."""
     if not settings.tasks and settings.suite is None:
         return None
@@ -175,51 +189,100 @@ def _watch(
     swarm: HivemindSwarm,
     manifest: Manifest,
     archive: Archive,
-    save: Callable[[], None],
     tasks: TaskEvaluations | None,
+    page: Page | None,
 ) -> Ending:
     rounds, facts = manifest.config.round, _facts(manifest)
     view = SwarmView(manifest.config.model.num_experts, rounds.total, absence_seconds=rounds.heartbeat_seconds)
     view = replace(view, now=swarm.now())
     path = output / METRICS_FILE
+    known: Mapping[str, Any] = {}
     if path.exists() and path.stat().st_size:
-        view, _ = replay(path, view)
-    sinks = Sinks()
+        view, known = replay(path, view)
+    facts = {**facts, "watch": known.get("watch") or secrets.token_hex(4)}
+    sinks = Sinks(view)
     try:
-        sinks.add(JsonlSink(path, facts, view))
-        if settings.console != "none":
-            sinks.add(ConsoleSink(manifest.run_id, settings.console, after_round=view.published))
+        sinks.add(METRICS_FILE, lambda: JsonlSink(path, facts, swarm.now()))
+        if (mode := settings.console) != "none":
+            sinks.add("the console", lambda: ConsoleSink(manifest.run_id, mode))
+        if settings.tensorboard:
+            sinks.add("TensorBoard", lambda: TensorboardSink(output / TENSORBOARD_DIRECTORY))
         if settings.wandb:
-            config = facts["config"]
-            sinks.add(WandbSink(output, project=settings.wandb_project, name=manifest.run_id, config=config))
+            sinks.add("W&B", lambda: _wandb(settings, output, facts))
+        if page is not None:
+            shown = page
+            if path.exists():
+                for event in read_events(path):
+                    shown.take(event)
+            sinks.add("the page", lambda: PageSink(shown, facts))
         return Watch(
-            *(swarm, rounds, archive, sinks, view),
-            save=save,
+            *(swarm, rounds, archive, sinks.update, view),
+            save=partial(_save, output),
             evaluated=tasks.start if tasks is not None else None,
             evaluate_every=settings.evaluate_every,
             poll_seconds=settings.poll_seconds,
         ).run()
+    except Terminated:
+        return Ending.TERMINATED
     except KeyboardInterrupt:
         return Ending.STOPPED
     finally:
         sinks.close()
 
 
-def _conclude(ending: Ending, archive: Archive, save: Callable[[], None]) -> None:
-    """Log how the watch ended; save the newest model of a run that did not reach its last round."""
-    if ending not in (Ending.VANISHED, Ending.CUT_OFF):
+def _wandb(settings: MonitorConfig, output: Path, facts: Mapping[str, Any]) -> WandbSink:
+    name, watch = settings.run_name, f"{facts['watch']}"
+    return WandbSink(output, project=settings.wandb_project, name=name, watch=watch, config=facts["config"])
+
+
+class PageSink:
+    """Shows a watch on its page; `close` leaves the page up, with the last state.
+
+    Args:
+        page: The page.
+        run: Fields of the `run` event.
+    """
+
+    def __init__(self, page: Page, run: Mapping[str, Any]) -> None:
+        self._page = page
+        self._run = run
+
+    def take(self, event: Event, view: SwarmView) -> None:
+        self._page.take(event)
+
+    def update(self, view: SwarmView) -> None:
+        self._page.show(PageState(view, self._run))
+
+    def close(self) -> None:
+        """Leave the page as it is."""
+
+
+def _save(output: Path, round: int, loss: float | None) -> None:
+    """Write the model of a round while the swarm is there; what could not be fetched of it is asked for again.
+
+    Raises:
+        ExchangeError: a version is missing or damaged.
+        ConfigError: the checkpoint cannot be written.
+    """
+    held_out = {} if loss is None else {round: loss}
+    try:
+        export(output, output / MODEL_DIRECTORY, round, overwrite=True, held_out=held_out)
+    except DataError as error:
+        raise ExchangeError(str(error)) from error
+
+
+def _conclude(ending: Ending, output: Path) -> None:
+    """Log how the watch ended; write the newest model of a run that did not reach its last round."""
+    if ending in (Ending.FINISHED, Ending.TERMINATED):
         log.info("%s", ending.value)
         return
-    if archive.round == 0 and archive.has_versions:
-        try:
-            archive.load()
-        except ExchangeError as error:
-            log.error("versions of an earlier watch cannot be used: %s", error)
-    if archive.round == 0:
-        log.error("%s, and none of its rounds was pulled: there is no model to save", ending.value)
+    say = log.info if ending is Ending.STOPPED else log.error
+    try:
+        exported = export(output, output / MODEL_DIRECTORY, overwrite=True)
+    except (DataError, ExchangeError, JoinError) as error:
+        say("%s, and there is no model to save: %s", ending.value, error)
         return
-    save()
-    log.error("%s; the checkpoint is the model of round %d", ending.value, archive.round)
+    say("%s; %s is the model of round %d", ending.value, output / MODEL_DIRECTORY, exported.round)
 
 
 def _held_out(

@@ -15,9 +15,12 @@ from spes_p2p.config.link import LinkText
 from spes_p2p.config.machine import (
     CommandConfig,
     ConfigFile,
+    FoundedRun,
+    KeptRounds,
     MachineConfig,
     NamedRun,
     OwnData,
+    PagePlace,
     RunId,
     VolunteerConfig,
     shipped,
@@ -73,6 +76,11 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Project of the W&B run."""
     yes: bool = False
     """Read the public data set and the tokenizer that the run names without asking; for scripts."""
+    tensorboard: bool = False
+    """Write curves for TensorBoard to the folder `tensorboard` in `output`."""
+    page: PagePlace = "127.0.0.1"
+    """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
+    on this machine alone. `0.0.0.0:8080` shows the page to all that can reach this machine."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenised text is kept."""
     threads: PositiveInt | None = None
@@ -87,7 +95,7 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
         return self
 
 
-class ExperimentConfig(CommandConfig, MachineConfig, OwnData):
+class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Train a small model with several peers and a monitor on this machine."""
 
     model_config = SettingsConfigDict(cli_prog_name="spes local")
@@ -253,6 +261,30 @@ class EvaluateConfig(CommandConfig):
                 f"num_fewshot={self.num_fewshot} goes with tasks, and a suite sets its own; leave it out or set tasks"
             )
         return self
+
+
+class ExportConfig(CommandConfig):
+    """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline, or from a
+    running swarm by its link, or by --run-id and --initial-peers."""
+
+    model_config = SettingsConfigDict(env_prefix="SPES_EXPORT_", cli_prog_name="spes export")
+
+    source: CliPositionalArg[str | None] = None
+    """The --output of a peer, monitor or local experiment, or a run's link. A folder is only read; it may be in use."""
+    output: Path | None = None
+    """Folder to write; by default `model` in that folder. It appears whole or not at all."""
+    round: Annotated[int, Field(ge=0)] | None = None
+    """Round to export, of those that the folder keeps; by default the newest."""
+    overwrite: bool = False
+    """Replace the checkpoint that `output` holds."""
+    run_id: FoundedRun | None = None
+    """Name of the run to fetch its newest round from, instead of SOURCE. `NAME@FOUNDER` takes only that founder's."""
+    initial_peers: list[str] = []
+    """Multiaddrs of peers in that run's swarm."""
+    yes: bool = False
+    """Read the tokenizer that another's run names without asking; for scripts."""
+    log_level: Literal["debug", "info", "warning"] = "info"
+    """Least severe event to log."""
 
 
 class UpcycleSettings(Frozen):

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from spes_p2p.config.run import DataConfig, Frozen, OptimizerName, PositiveInt, RunConfig, Storage, TrainConfig
@@ -18,6 +18,10 @@ AttentionName = Literal["sdpa", "flash", "eager"]
 MIN_MBIT = 1e-3
 """Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
 RunId = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # guard: run-id-text
+
+
+PagePlace = Annotated[str, Field(max_length=200, pattern=r"^(\[[0-9a-fA-F:.]+\]|[A-Za-z0-9.-]*)(:\d{1,5})?$")]
+"""`HOST:PORT`, `HOST`, `:PORT` or `off`."""
 
 
 def shipped(name: str) -> Path:
@@ -86,18 +90,27 @@ class MachineConfig(Frozen):
     micro_batch_size: PositiveInt | None = None
     """Sequences per forward pass; by default this rank's share of the step."""
     activation_checkpointing: bool = False
-    """Recompute each layer in the backward pass; that saves memory."""
+    """Recompute each layer in the backward pass. It saves memory."""
     gradients: Literal["fp32", "bf16"] = "fp32"
     """Precision of gradients. `bf16` halves their memory; only the 8-bit optimizers take it."""
     shard: Literal["ddp", "fsdp"] = "ddp"
     """How ranks share the work. `ddp` copies what is trained to each, `fsdp` splits it among them."""
     uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None
-    """Upload rate of this peer's link, in 10^6 bits per second. It sends at that rate, which leaves no queues in which
+    """Upload rate of this link, in 10^6 bits per second. It sends at that rate, which leaves no queues in which
     TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. If the rate is about half of the
     others' or less, they reduce in its place and pass its slots on. A peer that states no rate counts as the fastest
     that does."""
     refresh_slots: PositiveInt | None = None
     """Slots of others to fetch per round; by default all. The most routed-to come first, the rest in turn."""
+
+
+class KeptRounds(Frozen):
+    """Which checkpoints a peer keeps; each takes the disk of the whole model in fp32, and of the optimizer's state."""
+
+    keep_last: PositiveInt = 2
+    """Checkpoints to keep of the newest rounds."""
+    keep_every: PositiveInt | None = None
+    """Keep every n-th round's checkpoint for ever: of the rounds that are multiples of n. By default none."""
 
 
 FoundedRun = Annotated[
@@ -110,7 +123,7 @@ class OwnData(Frozen):
     """What of its own a command reads, where the run's data source is `files`."""
 
     text: list[Path] = []
-    """Text, jsonl or parquet files or folders, where the run's data source is `files`."""
+    """Text, jsonl or parquet files or folders. They serve where the run's data source is `files`."""
     data: list[Path] = []
     """Token shards instead of text: a folder, files, a pattern, or a manifest or `file_list.txt` of `spes tokenize`.
     Formats: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS."""
@@ -158,15 +171,20 @@ SEED_SECONDS = 30.0
 """Default of `seed_seconds` for a peer that has trained the last round."""
 
 
-class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
+class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """What a peer's machine brings into a run, and how it takes part."""
 
     model_config = SettingsConfigDict()
 
     output: Path = Path("runs/peer")
-    """Directory of this peer's identity, versions, checkpoint and log."""
+    """Directory of all that this peer keeps. It has its identity, versions and checkpoints."""
     resume: bool = False
     """Continue with the contents of `output`."""
+    resume_round: Annotated[int, Field(ge=0)] | None = None
+    """Resume from the checkpoint of this round. Peers that have gone on take this one along, so all peers of a run go
+    back together."""
+    skip_optimizer: bool = False
+    """Resume with a new inner optimizer. Weights, data position and step counts are the checkpoint's."""
     overwrite: bool = False
     """Delete the contents of `output` and start anew."""
     alone: bool = False
@@ -174,7 +192,10 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
     yes: bool = False
-    """Read the public data set and the tokenizer that another's run names without asking; for scripts."""
+    """Read another's public data set and tokenizer unasked; for scripts. By default a peer shows them and asks."""
+    page: PagePlace = "127.0.0.1"
+    """HOST:PORT of the live page, or `off`. Prometheus's /metrics is there too. Without a port, a free one; by default
+    on this machine alone."""
     data_seed: int | None = None
     """Seed of this peer's data order; by default from its identity."""
     host: Annotated[str, Field(min_length=1)] | None = None
@@ -202,6 +223,14 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData):
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event to log."""
 
+    @model_validator(mode="after")
+    def _check_resume(self) -> VolunteerConfig:
+        if self.resume_round is not None and not self.resume:
+            raise ValueError(f"resume_round={self.resume_round} goes with --resume; add it, or drop --resume-round")
+        if self.skip_optimizer and not self.resume:
+            raise ValueError("skip_optimizer goes with --resume; add it, or drop --skip-optimizer")
+        return self
+
 
 class PeerConfig(VolunteerConfig, NamedRun):
     """Join a run with --initial-peers, or found one without, and train it."""
@@ -209,8 +238,8 @@ class PeerConfig(VolunteerConfig, NamedRun):
     model_config = SettingsConfigDict(cli_prog_name="spes peer")
 
     config: ConfigFile | None = None
-    """YAML file with a new run's settings under `run`, and this machine's choices. The name of a file that comes with
-    the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
+    """YAML of a new run's settings, and this machine's. The run's are under `run`. The name of a file that comes
+    with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     initial_peers: list[str] = []
     """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
     run: RunConfig | None = None

@@ -80,6 +80,22 @@ class ConfinedTokenizer:
                 raise DataError(f"the run's tokenizer makes {num_ids} ids of {lengths.sum()} bytes; leave this run")
             return np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
 
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of a few ids, 64 KiB at most.
+
+        Raises:
+            DataError: the tokenizer has ended its process.
+        """
+        if self._child is None:
+            self._start()
+        given = np.asarray(ids, "<u4").tobytes()
+        with self._answering(len(given)) as process:
+            self._send(process, child.COUNT.pack(child.DECODE) + child.HEADER.pack(len(ids), 0) + given)
+            num_bytes, _ = child.HEADER.unpack(self._receive(process, child.HEADER.size))
+            if num_bytes > child.MAX_DECODED_BYTES:  # guard: decoded-answer
+                raise DataError(f"the run's tokenizer answers with {num_bytes} bytes of text; leave this run")
+            return self._receive(process, num_bytes).decode("utf-8", "replace")
+
     def save_pretrained(self, directory: Path) -> None:
         """Write an ordinary tokenizer folder."""
         directory.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,7 @@
 """A process that does nothing but tokenise with a run's tokenizer: `python -m spes_p2p.data.tokenizer_child`.
 
-It reads the document and then batches of texts from its standard input and writes ids to its standard output. Memory
+It reads the document and then batches of texts from its standard input and writes ids to its standard output, or ids
+and writes text. Memory
 and processor time are limited by the kernel, so a hostile tokenizer ends this process and not the peer. Nothing is
 opened after the start: files can be neither written nor, with the descriptors used up, read.
 """
@@ -23,6 +24,10 @@ from spes_p2p.errors import DataError
 HEADER = struct.Struct("<QQ")
 """Before the document: its bytes, and the run's vocabulary. Before ids: their number, and 0."""
 COUNT = struct.Struct("<I")
+DECODE = 2**32 - 1
+"""In place of a number of texts: a header with the number of ids, and ids to decode, follow."""
+MAX_DECODED_BYTES = 2**16
+"""Most bytes of text that ids are decoded to; the rest is cut off."""
 BASE_BYTES, BYTES_PER_DOCUMENT_BYTE, BYTES_PER_TEXT_BYTE = 2**30, 48, 512
 """Memory: honest tokenizers take about 20 bytes for one of their document's, and 260 for one of a text."""
 BASE_SECONDS, TEXT_BYTES_PER_SECOND = 60.0, 20_000
@@ -69,6 +74,14 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     while True:
         (count,) = COUNT.unpack(_read(source, COUNT.size))
+        if count == DECODE:
+            num_ids, _ = HEADER.unpack(_read(source, HEADER.size))
+            given = np.frombuffer(_read(source, 4 * num_ids), "<u4")
+            _limit(num_bytes, 4 * num_ids)
+            decoded = backend.decode(given.tolist(), skip_special_tokens=False).encode("utf-8", "replace")
+            sink.write(HEADER.pack(len(decoded[:MAX_DECODED_BYTES]), 0) + decoded[:MAX_DECODED_BYTES])
+            sink.flush()
+            continue
         lengths = np.frombuffer(_read(source, 4 * count), "<u4")
         _limit(num_bytes, int(lengths.sum()))
         texts = [_read(source, length).decode() for length in lengths.tolist()]

@@ -254,11 +254,28 @@ def build_slot_model(
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_attention(attention, target)
     module = _meta_model(model, vocab_size, sequence_length, attention)
+    banks = _banks(module, claimed, storage, kernel, target)
+    initialise(module, seed, banks, model.init_cutoff)
+    return _with_banks(module, banks)
+
+
+def outline(model: ModelConfig, vocab_size: int, sequence_length: int) -> SlotModel:
+    """Return the model on the meta device: its configuration, names and shapes, without a single weight."""
+    module = _meta_model(model, vocab_size, sequence_length)
+    return _with_banks(module, _banks(module, (), "fp32", "loop", torch.device("cpu")))
+
+
+def _banks(
+    module: PreTrainedModel, claimed: Sequence[int], storage: str, kernel: str, target: torch.device
+) -> dict[str, ExpertBank]:
+    """Return an empty bank for each experts module, by its name."""
     stock = {name: child for name, child in module.named_modules() if is_stock_experts(child)}
     shapes = [tuple(getattr(next(iter(stock.values())), name).shape[1:]) for name in WEIGHT_NAMES]
     chosen = choose_kernel(kernel, target, shapes)
-    banks = {name: ExpertBank(experts, claimed, storage, chosen) for name, experts in stock.items()}
-    initialise(module, seed, banks, model.init_cutoff)
+    return {name: ExpertBank(experts, claimed, storage, chosen) for name, experts in stock.items()}
+
+
+def _with_banks(module: PreTrainedModel, banks: Mapping[str, ExpertBank]) -> SlotModel:
     for name, bank in banks.items():
         module.set_submodule(name, bank)
     return SlotModel(module, banks)

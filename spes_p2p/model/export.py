@@ -1,57 +1,143 @@
-"""Writes the model as an ordinary Hugging Face checkpoint."""
+"""Writes the model as an ordinary Hugging Face checkpoint, one slot in memory at a time.
+
+Shape legend: I inner width of an expert, D model width.
+"""
 
 from __future__ import annotations
 
-import contextlib
-import copy
+import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
+from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.utils import logging as hf_logging
 
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import scratch_path
-from spes_p2p.model.slot_model import check_tensors
+from spes_p2p.model.frozen import DOWN, GATE_UP
+from spes_p2p.model.slot_model import SlotModel, check_tensors
+
+INDEX = "model.safetensors.index.json"
+"""Of a checkpoint in several files: maps each tensor to its file."""
+SHARD_BYTES = 2**25
+"""Slots share a file up to this size, so that a small model is one file; a larger slot has a file of its own."""
+MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""The three matrices of a SwiGLU, by their stock names."""
+ON_DISK: dict[str, tuple[str, tuple[str, str, str]]] = {
+    "olmoe": ("mlp", MATRICES),
+    "qwen3_moe": ("mlp", MATRICES),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+}
+"""By model type, as stock checkpoints name them: a layer's module of router and experts, and an expert's matrices."""
+IN_MEMORY = "mlp"
+"""The same module's name in all stock classes."""
 
 
 def save_checkpoint(
-    config: PretrainedConfig, state_dict: Mapping[str, Tensor], directory: str | Path, tokenizer: Any = None
-) -> None:
-    """Write config, safetensors and tokenizer, so that `AutoModelForCausalLM.from_pretrained(directory)` loads them.
+    model: SlotModel,
+    directory: str | Path,
+    read: Callable[[int | None], Mapping[str, Tensor]] | None = None,
+    *,
+    tokenizer: Any = None,
+    card: str = "",
+) -> int:
+    """Write config, weights in fp32 and tokenizer, as `AutoModelForCausalLM.from_pretrained(directory)` loads them.
 
     The checkpoint is written beside `directory` and renamed: a reader sees the old one, the new one, or for the
     moment between two renames none, but never half of one.
 
     Args:
-        config: The model's stock configuration.
-        state_dict: Every weight under the stock class's names, as `SlotModel.stock_state_dict` returns them.
+        model: The model's configuration and shapes; may be an `outline`.
         directory: Folder of the checkpoint; replaces an older checkpoint there.
+        read: Returns one slot's weights, or for None the shared ones, under the names of `SlotModel`; by default the
+            model's own. Called once for each, in order; what it returns is dropped before memory holds another file's.
         tokenizer: Tokenizer to save with the model.
+        card: Text of the model card, README.md; none is written if it is empty.
+
+    Returns:
+        Number of parameters.
 
     Raises:
         ConfigError: `directory` exists and is not a checkpoint.
-        DataError: names, shapes or values of `state_dict` do not fit `config`.
+        DataError: names, shapes or values of what `read` returns do not fit the model.
     """
     target = Path(directory).resolve()
     if target.exists() and not (target / "config.json").is_file() and not _is_empty(target):
         raise ConfigError(f"{target} exists and is no checkpoint; choose another directory")
-    with torch.device("meta"):
-        stock = AutoModelForCausalLM.from_config(copy.deepcopy(config))
-    shapes = {name: tuple(tensor.shape) for name, tensor in stock.state_dict().items()}
-    check_tensors("checkpoint", state_dict, shapes)
     target.parent.mkdir(parents=True, exist_ok=True)
     with scratch_path(target) as scratch:
-        with _no_progress_bar():
-            stock.save_pretrained(scratch, state_dict=dict(state_dict))
+        scratch.mkdir()
+        num_params = _write_weights(model, scratch, read or model.weights)
+        model.config.architectures = [type(model.module).__name__]
+        model.config.save_pretrained(scratch)
+        if model.module.generation_config is not None:
+            model.module.generation_config.save_pretrained(scratch)
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        if card:
+            (scratch / "README.md").write_text(card, encoding="utf-8")
         apply_umask(scratch)
         _replace(target, scratch)
+    return num_params
+
+
+def _write_weights(model: SlotModel, folder: Path, read: Callable[[int | None], Mapping[str, Tensor]]) -> int:
+    """Write the files and, where they are several, their index; return the number of parameters."""
+    shapes: dict[int | None, Mapping[str, tuple[int, ...]]] = {None: model.shared_shapes()}
+    shapes |= dict.fromkeys(range(model.num_slots), model.slot_shapes())
+    num_params = {part: sum(map(prod, names.values())) for part, names in shapes.items()}
+    groups = _groups({part: 4 * count for part, count in num_params.items()})
+    where: dict[str, str] = {}
+    for number, group in enumerate(groups, 1):
+        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        tensors: dict[str, Tensor] = {}
+        for part in group:
+            found = read(part)
+            check_tensors("shared" if part is None else f"slot-{part}", found, shapes[part])
+            tensors |= dict(_on_disk(model.config.model_type, part, found))
+            del found
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(tensors, file)
+        del tensors  # before the next file's are read
+    total = sum(num_params.values())
+    if len(groups) > 1:
+        index = {"metadata": {"total_size": 4 * total, "total_parameters": total}, "weight_map": where}
+        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return total
+
+
+def _groups(num_bytes: Mapping[int | None, int]) -> list[list[int | None]]:
+    """Split parts, in order, into files of at most SHARD_BYTES each, and one part at least."""
+    groups: list[list[int | None]] = []
+    filled = 0
+    for part, size in num_bytes.items():
+        if not groups or filled + size > SHARD_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(part)
+        filled += size
+    return groups
+
+
+def _on_disk(model_type: str, slot: int | None, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors in fp32 under the names of stock checkpoints, where each expert's matrices are tensors."""
+    block, (gate, up, down) = ON_DISK[model_type]
+    for name, tensor in tensors.items():
+        stored = name.replace(f".{IN_MEMORY}.", f".{block}.")
+        if slot is None:
+            yield stored, tensor.float().contiguous()
+            continue
+        prefix, _, kind = stored.rpartition(".")
+        if kind == GATE_UP:
+            gate_ID, up_ID = tensor.float().contiguous().chunk(2)
+            yield f"{prefix}.{slot}.{gate}.weight", gate_ID
+            yield f"{prefix}.{slot}.{up}.weight", up_ID
+        else:
+            assert kind == DOWN
+            yield f"{prefix}.{slot}.{down}.weight", tensor.float().contiguous()
 
 
 def _replace(target: Path, scratch: Path) -> None:
@@ -75,15 +161,3 @@ def apply_umask(folder: Path) -> None:
 
 def _is_empty(path: Path) -> bool:
     return path.is_dir() and not any(path.iterdir())
-
-
-@contextlib.contextmanager
-def _no_progress_bar() -> Iterator[None]:
-    """Keep `save_pretrained` from drawing on the terminal."""
-    shown = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            hf_logging.enable_progress_bar()

@@ -6,6 +6,7 @@ V vocabulary entries.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -201,6 +202,28 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     if not num_tokens:
         raise DataError("the held-out set is empty; raise data.held_out_fraction or add text")
     return nats / num_tokens
+
+
+def greedy_continuation(module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float) -> list[int]:
+    """Return the most likely tokens after a prompt, one after the other, in evaluation mode.
+
+    Args:
+        module: The model.
+        prompt_T: Token ids `[T]`, at least one.
+        num_tokens: Tokens to return.
+        seconds: Time after which it returns those that it has.
+    """
+    device, was_training = next(module.parameters()).device, module.training
+    module.eval()
+    tokens_1T, deadline = prompt_T.to(device)[None], time.monotonic() + seconds
+    try:
+        with torch.no_grad():
+            while tokens_1T.shape[1] < len(prompt_T) + num_tokens and time.monotonic() < deadline:
+                logits_V = module(input_ids=tokens_1T, use_cache=False).logits[0, -1]
+                tokens_1T = torch.cat([tokens_1T, logits_V.argmax()[None, None]], dim=1)
+    finally:
+        module.train(was_training)
+    return tokens_1T[0, len(prompt_T) :].tolist()
 
 
 def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor) -> Tensor:

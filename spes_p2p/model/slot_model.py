@@ -83,6 +83,12 @@ class SlotModel:
         self._check_slot(slot)
         return self._by_name(lambda bank: bank.weights_of(slot))
 
+    def weights(self, slot: int | None) -> Mapping[str, Tensor]:
+        """Return the weights of one slot as `slot_weights` does; of None, the shared ones, detached."""
+        if slot is not None:
+            return self.slot_weights(slot)
+        return {name: parameter.detach() for name, parameter in self.shared_parameters().items()}
+
     def load_shared(self, tensors: Mapping[str, Tensor]) -> None:
         """Overwrite the shared parameters in place, all or nothing.
 

@@ -24,12 +24,8 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spes_p2p.config.commands import UpcycleSettings
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import scratch_path
-from spes_p2p.model.export import apply_umask
+from spes_p2p.model.export import INDEX, MATRICES, ON_DISK, apply_umask
 
-INDEX = "model.safetensors.index.json"
-"""Of a checkpoint in several files: maps each tensor to its file."""
-MLP = ("gate_proj", "up_proj", "down_proj")
-"""The three matrices of a dense SwiGLU, by their stock names."""
 KEPT_FIELDS = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
@@ -51,16 +47,14 @@ class Family:
     Attributes:
         dense: Class of the dense model.
         mixture: Class of the mixture.
-        block: Module of a layer that holds the router and the experts.
-        matrices: The experts' matrices on disk, in the order of `MLP`.
+        model_type: Its model type.
         refused: Settings of the dense model that the mixture cannot express.
         configure: Makes the mixture's configuration from the dense one, the number of experts and `top_k`.
     """
 
     dense: str
     mixture: str
-    block: str
-    matrices: tuple[str, str, str]
+    model_type: str
     refused: tuple[str, ...]
     configure: Callable[[PretrainedConfig, int, int], PretrainedConfig]
 
@@ -96,16 +90,14 @@ def families() -> dict[str, Family]:
     qwen3 = Family(
         dense="Qwen3ForCausalLM",
         mixture="Qwen3MoeForCausalLM",
-        block="mlp",
-        matrices=MLP,
+        model_type="qwen3_moe",
         refused=("use_sliding_window",),
         configure=_qwen3_moe_config,
     )
     llama = Family(
         dense="LlamaForCausalLM",
         mixture="MixtralForCausalLM",
-        block="block_sparse_moe",
-        matrices=("w1", "w3", "w2"),
+        model_type="mixtral",
         refused=("attention_bias", "mlp_bias"),
         configure=_mixtral_config,
     )
@@ -304,14 +296,15 @@ def _layer(
     for name in weights.names:
         if name.startswith(prefix) and not name.startswith(f"{prefix}mlp."):
             yield name, weights.read(name)
-    dense = {name: weights.read(f"{prefix}mlp.{name}.weight") for name in MLP}
+    dense = {name: weights.read(f"{prefix}mlp.{name}.weight") for name in MATRICES}
+    block, matrices = ON_DISK[family.model_type]
     gate_ID = dense["gate_proj"]
     router_ED = torch.randn(settings.num_experts, gate_ID.shape[1], generator=generator) * settings.router_std
-    yield f"{prefix}{family.block}.gate.weight", router_ED.to(gate_ID.dtype)
+    yield f"{prefix}{block}.gate.weight", router_ED.to(gate_ID.dtype)
     for expert in range(settings.num_experts):
-        for name, stored in zip(MLP, family.matrices, strict=True):
+        for name, stored in zip(MATRICES, matrices, strict=True):
             weight = _with_noise(dense[name], settings, generator)
-            yield f"{prefix}{family.block}.experts.{expert}.{stored}.weight", weight
+            yield f"{prefix}{block}.experts.{expert}.{stored}.weight", weight
 
 
 def _with_noise(weight: Tensor, settings: UpcycleSettings, generator: torch.Generator) -> Tensor:

@@ -16,6 +16,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from spes_p2p.errors import SpesError
+
 log = logging.getLogger(__name__)
 
 TASKS_DIRECTORY = "tasks"
@@ -31,12 +33,12 @@ class TaskEvaluations:
     Args:
         folder: Where the tables, the evaluated checkpoint and the process's log go.
         flags: Of `spes evaluate`, which name the tasks.
-        save: Writes the archive's model as a checkpoint to a folder.
+        save: Writes the newest model as a checkpoint to a folder.
         threads: CPU threads of the process; by default PyTorch's choice.
     """
 
     def __init__(
-        self, folder: Path, flags: Sequence[str], save: Callable[[Path], None], threads: int | None = None
+        self, folder: Path, flags: Sequence[str], save: Callable[[Path], object], threads: int | None = None
     ) -> None:
         self._folder = folder
         self._flags = list(flags)
@@ -64,7 +66,7 @@ class TaskEvaluations:
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=self._environment
                 )
-        except OSError as error:
+        except (OSError, SpesError) as error:
             log.error("cannot run tasks on round %d: %s; the watch goes on without them", round, error)
             return
         self._round = round

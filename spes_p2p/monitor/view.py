@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 from statistics import median, median_low
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from spes_p2p.swarm.claims import coverage
 from spes_p2p.swarm.records import Claim, Metrics, Progress
@@ -40,12 +41,27 @@ class Snapshot:
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
 
 
+class Sample(NamedTuple):
+    """How the swarm's model continues the beginning of its first held-out sequence.
+
+    Attributes:
+        prompt: The beginning, the same in every round.
+        text: The model's continuation.
+        truth: What follows in the held-out text.
+    """
+
+    prompt: str
+    text: str
+    truth: str
+
+
 @dataclass(frozen=True)
 class PeerView:
     """One peer that has, or had, a claim.
 
     Attributes:
         round: Round in training; 0 while unknown.
+        ends_at: DHT time at which that round's training ends; 0 while unknown.
         last_seen: DHT time at which the claim was last seen unexpired.
         report: The newest report.
     """
@@ -56,6 +72,7 @@ class PeerView:
     round: int
     last_seen: float
     report: Metrics | None = None
+    ends_at: float = 0.0
 
     @property
     def short_id(self) -> str:
@@ -105,6 +122,7 @@ class SwarmView:
         peers: By peer id, including peers that left.
         reports: By (round, peer id); a second report of the same round is ignored.
         held_out: Held-out loss of the swarm's model by round.
+        samples: Text of the swarm's model by round.
     """
 
     num_slots: int
@@ -115,6 +133,7 @@ class SwarmView:
     peers: Mapping[str, PeerView] = field(default_factory=dict)
     reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
     held_out: Mapping[int, float] = field(default_factory=dict)
+    samples: Mapping[int, Sample] = field(default_factory=dict)
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:
@@ -131,6 +150,12 @@ class SwarmView:
         """Number of holders of each slot."""
         held = {peer.peer_id: tuple(s for s in peer.slots if s < self.num_slots) for peer in self.active}
         return tuple(coverage(held, self.num_slots))
+
+    @cached_property
+    def ends_at(self) -> float:
+        """DHT time at which the training of the current round ends, as the median of its peers; 0 while unknown."""
+        ends = [peer.ends_at for peer in self.active if peer.round == self.round and peer.ends_at > 0]
+        return median_low(ends) if ends else 0.0
 
     @property
     def orphans(self) -> tuple[int, ...]:
@@ -151,6 +176,11 @@ class SwarmView:
                 by_round.setdefault(number, []).append(report)
         return {number: summarise(reports) for number, reports in by_round.items()}
 
+    @cached_property
+    def totals(self) -> Mapping[int, int]:
+        """Tokens trained in all complete rounds up to each one."""
+        return dict(zip(self.rounds, accumulate(summary.tokens for summary in self.rounds.values()), strict=True))
+
     def is_reported(self, number: int) -> bool:
         """Tell whether all members of a round have reported it."""
         reports = [report for (known, _), report in self.reports.items() if known == number]
@@ -168,11 +198,15 @@ class SwarmView:
 
     def tokens_until(self, number: int) -> int:
         """Return the tokens trained in complete rounds up to `number`."""
-        return sum(summary.tokens for known, summary in self.rounds.items() if known <= number)
+        if number in self.totals:
+            return self.totals[number]
+        return max((total for known, total in self.totals.items() if known <= number), default=0)
 
-    def evaluated(self, number: int, loss: float) -> SwarmView:
-        """Return the view with the swarm's held-out loss after round `number`."""
-        return replace(self, held_out=dict(sorted({**self.held_out, number: loss}.items())))
+    def evaluated(self, number: int, loss: float, sample: Sample | None = None) -> SwarmView:
+        """Return the view with the swarm's held-out loss after round `number`, and a sample of its text."""
+        samples = self.samples if sample is None else {**self.samples, number: sample}
+        held_out = dict(sorted({**self.held_out, number: loss}.items()))
+        return _with_known_rounds(replace(self, held_out=held_out, samples=samples), self, ())
 
 
 def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
@@ -196,7 +230,26 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
         peers[peer] = _fold_peer(view, snapshot, peer, newest.get(peer))
     finished = [p.report.round if p.report else 0 for p in peers.values() if p.state == "active"]
     published = max(view.published, _majority_reached(finished))
-    return replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
+    changed = {*(number for number, _ in new), *range(view.published + 1, published + 1)}
+    folded = replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
+    return _with_known_rounds(folded, view, changed)
+
+
+def _with_known_rounds(view: SwarmView, before: SwarmView, changed: Collection[int]) -> SwarmView:
+    """Return `view` with the summaries of the earlier view, those of the changed rounds made anew.
+
+    A page on a peer reads records every other second for days; to summarise all rounds each time would cost the
+    training more with every round.
+    """
+    by_round: dict[int, list[Metrics]] = {number: [] for number in changed if number <= view.published}
+    if by_round:
+        for (number, _), report in sorted(view.reports.items()):
+            if number in by_round:
+                by_round[number].append(report)
+    new = {number: summarise(reports) for number, reports in by_round.items() if reports}
+    rounds = {**before.rounds, **new} if new else before.rounds
+    view.__dict__["rounds"] = dict(sorted(rounds.items())) if new else rounds  # where a cached_property keeps its value
+    return view
 
 
 def _fold_peer(view: SwarmView, snapshot: Snapshot, peer: str, report: Metrics | None) -> PeerView:
@@ -207,11 +260,13 @@ def _fold_peer(view: SwarmView, snapshot: Snapshot, peer: str, report: Metrics |
         return replace(known, state="left" if is_gone else known.state, report=report)
     progress = snapshot.progress.get(peer)
     number = progress.round if progress is not None else known.round if known is not None else 0
+    ends_at = progress.ends_at if progress is not None else known.ends_at if known is not None else 0.0
     return PeerView(
         peer_id=peer,
         state=claim.state,
         slots=tuple(slot for slot in claim.slots if slot < view.num_slots),
         round=min(number, view.total_rounds),
+        ends_at=ends_at,
         last_seen=snapshot.now,
         report=report,
     )

@@ -10,18 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
-from typing import Any
 
 from torch import LongTensor
 
-from spes_p2p.config import RoundConfig
-from spes_p2p.errors import ExchangeError
-from spes_p2p.model.build import hf_config
-from spes_p2p.model.export import save_checkpoint
-from spes_p2p.model.loss import held_out_loss
-from spes_p2p.monitor.sinks import Sink
-from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.errors import DataError, ExchangeError
+from spes_p2p.model.loss import greedy_continuation, held_out_loss
+from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
@@ -35,6 +30,13 @@ log = logging.getLogger(__name__)
 VANISHED_LEASES = 2
 """Lease times without a single claim after which the swarm counts as gone."""
 RETRY_SECONDS = 5.0
+PROMPT_TOKENS, SAMPLE_TOKENS = 24, 40
+SAMPLE_SECONDS = 10.0
+"""Longest time for one sample; the slower the model, the shorter its text."""
+
+
+_Taken = tuple[int, float | None, Sample | None]
+"""Round of the archive, its held-out loss and its sample."""
 
 
 class Ending(Enum):
@@ -44,6 +46,7 @@ class Ending(Enum):
     VANISHED = "ended early: all peers are gone"
     CUT_OFF = "cut off: this monitor's own p2pd or DHT process has died"
     STOPPED = "stopped by its user before the last round"
+    TERMINATED = "ended by SIGTERM before the last round"
 
 
 @dataclass(frozen=True)
@@ -91,8 +94,51 @@ def plan_pull(
     return plan
 
 
+def holders_and_peers(view: SwarmView) -> tuple[dict[int, list[str]], list[str]]:
+    """Return the peers that train each slot, and all that have not left."""
+    holders: dict[int, list[str]] = {}
+    for peer in view.active:
+        for slot in peer.slots:
+            holders.setdefault(slot, []).append(peer.peer_id)
+    return holders, [peer.peer_id for peer in view.peers.values() if peer.state != "left"]
+
+
+def pull_round(
+    swarm: HivemindSwarm, run: RunConfig, round: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]
+) -> None:
+    """Fetch the versions of the model of `round`, or of a later round if the swarm has moved on.
+
+    A slot without a version of that round (an orphan, or its holder died) comes in its newest version.
+
+    Args:
+        swarm: Where they are fetched and stored.
+        run: The run's settings.
+        round: Round wanted.
+        holders: Peers that train each slot.
+        peers: All peers to ask.
+
+    Raises:
+        ExchangeError: no peer sent the shared parameters.
+    """
+    inventory = swarm.inventory(peers) if peers else {}
+    plan = plan_pull(round, inventory, holders, run.model.num_experts)
+    timeout = run.round.exchange_seconds
+    failures = dict(swarm.pull(plan.current, min_round=round, timeout=timeout))
+    if SHARED in failures or SHARED not in plan.current:
+        raise ExchangeError(f"no shared version of round {round}: {failures.get(SHARED, 'no peer has it')}")
+    for older, wanted in sorted(plan.older.items()):
+        own = swarm.versions()
+        again = {name: peers for name, peers in wanted.items() if name in failures or name not in plan.current}
+        missing = {name: peers for name, peers in again.items() if name not in own or own[name].round < older}
+        unfetched = swarm.pull(missing, min_round=older, timeout=timeout) if missing else {}
+        for reason, names in by_reason(unfetched).items():
+            log.warning("no version of %s, not even of round %d: %s", names, older, reason)
+    for reason, names in by_reason(failures).items():
+        log.warning("no version of %s of round %d: %s", names, round, reason)
+
+
 class Archive:
-    """The swarm's whole model in fp32 on the CPU: pulled, evaluated on held-out text, saved as a checkpoint.
+    """The swarm's whole model in fp32 on the CPU: pulled, and evaluated on held-out text.
 
     At first it is the anchor of round 0, as the run's seed draws it.
 
@@ -101,6 +147,7 @@ class Archive:
         manifest: The run's manifest.
         held_out: Makes the held-out batches `[B, T + 1]` when the first evaluation needs them; an empty list
             evaluates nothing.
+        decode: Turns tokens into text, for samples; None takes no samples.
 
     Attributes:
         anchors: Sizes of the run's versions, and how a published delta advances one; holds no values.
@@ -108,53 +155,29 @@ class Archive:
     """
 
     def __init__(
-        self, swarm: HivemindSwarm, manifest: Manifest, held_out: Callable[[], Sequence[LongTensor]] = list
+        self,
+        swarm: HivemindSwarm,
+        manifest: Manifest,
+        held_out: Callable[[], Sequence[LongTensor]] = list,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         self._swarm = swarm
         self._run = manifest.config
-        self._vocab_size = manifest.vocab_size
         self._held_out = held_out
+        self._decode = decode
         self._batches: Sequence[LongTensor] | None = None
         self._model = WholeModel(self._run, manifest.vocab_size)
         self.anchors = Anchors(self._run, self._model.numels)
         self.round = 0
 
-    @property
-    def has_versions(self) -> bool:
-        """Whether the versions directory holds a model to load."""
-        return SHARED in self._swarm.versions()
-
     def pull(self, round: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> None:
-        """Bring the model to `round`, or to a later round if the swarm has moved on.
-
-        A slot without a version of that round (an orphan, or its holder died) comes in its newest version.
-
-        Args:
-            round: Round wanted.
-            holders: Peers that train each slot.
-            peers: All peers to ask.
+        """Bring the model to `round` or later, as `pull_round` does.
 
         Raises:
             ExchangeError: no peer sent the shared parameters; the model stays as it was.
         """
-        inventory = self._swarm.inventory(peers) if peers else {}
-        plan = plan_pull(round, inventory, holders, self._run.model.num_experts)
-        failures = dict(self._swarm.pull(plan.current, min_round=round, timeout=self._run.round.exchange_seconds))
-        if SHARED in failures or SHARED not in plan.current:
-            raise ExchangeError(f"no shared version of round {round}: {failures.get(SHARED, 'no peer has it')}")
-        for older, wanted in sorted(plan.older.items()):
-            self._pull_older(older, {n: p for n, p in wanted.items() if n in failures or n not in plan.current})
-        for reason, names in by_reason(failures).items():
-            log.warning("no version of %s of round %d: %s", names, round, reason)
+        pull_round(self._swarm, self._run, round, holders, peers)
         self.load()
-
-    def _pull_older(self, round: int, wanted: Mapping[VectorName, Sequence[str]]) -> None:
-        own = self._swarm.versions()
-        missing = {name: peers for name, peers in wanted.items() if name not in own or own[name].round < round}
-        if missing:
-            failures = self._swarm.pull(missing, min_round=round, timeout=self._run.round.exchange_seconds)
-            for reason, names in by_reason(failures).items():
-                log.warning("no version of %s, not even of round %d: %s", names, round, reason)
 
     def load(self) -> None:
         """Load the versions directory; slots without a version keep their values.
@@ -177,10 +200,20 @@ class Archive:
             self._batches = self._held_out()
         return held_out_loss(self._model.module, self._batches) if self._batches else None
 
-    def save(self, directory: Path, tokenizer: Any = None) -> None:
-        """Write the model as a Hugging Face checkpoint, whole or not at all; see `save_checkpoint`."""
-        config = hf_config(self._run.model, self._vocab_size, self._run.data.sequence_length)
-        save_checkpoint(config, self._model.stock_state_dict(), directory, tokenizer)
+    def sample(self) -> Sample | None:
+        """Continue the beginning of the first held-out sequence, greedily; None without held-out text."""
+        if not self._batches or self._decode is None:
+            return None
+        tokens_T = self._batches[0][0]
+        split = min(PROMPT_TOKENS, len(tokens_T) // 2)
+        prompt_T, truth_T = tokens_T[:split], tokens_T[split : split + SAMPLE_TOKENS]
+        text = greedy_continuation(self._model.module, prompt_T, num_tokens=len(truth_T), seconds=SAMPLE_SECONDS)
+        try:
+            return Sample(*(self._decode(tokens) for tokens in (prompt_T.tolist(), text, truth_T.tolist())))
+        except DataError as error:
+            log.warning("no samples of this run's text: %s", error)
+            self._decode = None
+            return None
 
 
 class Watch:
@@ -194,9 +227,9 @@ class Watch:
             machine: without its DHT process a monitor reads old records for ever, and without p2pd it reads none.
         rounds: The run's round settings.
         archive: The swarm's model; used by one thread at a time.
-        sink: Receives each view.
+        show: Receives each view.
         view: Where to start: empty, or replayed.
-        save: Writes the archive's model as a checkpoint.
+        save: Writes the model of a round as a checkpoint, and its held-out loss with it.
         evaluated: Is told each round whose model has been evaluated, except the first and the last, in the thread that
             uses the archive.
         evaluate_every: Rounds between evaluations.
@@ -208,10 +241,10 @@ class Watch:
         swarm: HivemindSwarm,
         rounds: RoundConfig,
         archive: Archive,
-        sink: Sink,
+        show: Callable[[SwarmView], None],
         view: SwarmView,
         *,
-        save: Callable[[], None],
+        save: Callable[[int, float | None], None],
         evaluated: Callable[[int], None] | None = None,
         evaluate_every: int = 1,
         poll_seconds: float = 1.0,
@@ -219,14 +252,14 @@ class Watch:
         self._swarm = swarm
         self._rounds = rounds
         self._archive = archive
-        self._sink = sink
+        self._show = show
         self._save = save
         self._evaluated = evaluated
         self._evaluate_every = evaluate_every
         self._poll_seconds = poll_seconds
         self.view = view
         self._archived = 0 if 0 in view.held_out else -1
-        self._job: Future[tuple[int, float | None]] | None = None
+        self._job: Future[_Taken] | None = None
         self._retry_at = 0.0
         self._seen_at = time.monotonic()
 
@@ -265,17 +298,13 @@ class Watch:
             self._seen_at = time.monotonic()
         # Each record was validated as its kind when it was read.
         self.view = fold(self.view, Snapshot(self._swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
-        self._sink.update(self.view)
+        self._show(self.view)
 
     def _start_job(self) -> None:
         if self._job is not None or time.monotonic() < self._retry_at or not self._is_due():
             return
         number = self.view.published if self._archived >= 0 else 0
-        holders: dict[int, list[str]] = {}
-        for peer in self.view.active:
-            for slot in peer.slots:
-                holders.setdefault(slot, []).append(peer.peer_id)
-        peers = [peer.peer_id for peer in self.view.peers.values() if peer.state != "left"]
+        holders, peers = holders_and_peers(self.view)
         self._job = _in_thread(lambda: self._take(number, holders, peers))
 
     def _is_due(self) -> bool:
@@ -284,18 +313,16 @@ class Watch:
             return True
         return published > last and (published >= self._rounds.total or published // every > last // every)
 
-    def _take(
-        self, number: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]
-    ) -> tuple[int, float | None]:
+    def _take(self, number: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> _Taken:
         """Bring the archive to a round, evaluate it, and save it after the last round; in the job's thread."""
         if number > 0:
             self._archive.pull(number, holders, peers)
         loss = self._archive.evaluate()
         if self._archive.round >= self._rounds.total:
-            self._save()
+            self._save(self._archive.round, loss)
         elif self._archive.round > 0 and self._evaluated is not None:
             self._evaluated(self._archive.round)
-        return self._archive.round, loss
+        return self._archive.round, loss, self._archive.sample()
 
     def _collect(self) -> int:
         """Take the job's result if there is one; return the newest archived round."""
@@ -303,21 +330,21 @@ class Watch:
             return self._archived
         job, self._job = self._job, None
         try:
-            number, loss = job.result()
+            number, loss, sample = job.result()
         except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
             self._retry_at = time.monotonic() + RETRY_SECONDS
             log.warning("%s; trying again in %.0f s", str(error) or "peers took too long", RETRY_SECONDS)
             return self._archived
         self._archived = number
         if loss is not None and number not in self.view.held_out:
-            self.view = self.view.evaluated(number, loss)
-            self._sink.evaluated(self.view, number, loss)
+            self.view = self.view.evaluated(number, loss, sample)
+            self._show(self.view)
         return self._archived
 
 
-def _in_thread(work: Callable[[], tuple[int, float | None]]) -> Future[tuple[int, float | None]]:
+def _in_thread(work: Callable[[], _Taken]) -> Future[_Taken]:
     """Run `work` in a daemon thread: unlike an executor's, it does not hold up an interrupted process."""
-    future: Future[tuple[int, float | None]] = Future()
+    future: Future[_Taken] = Future()
 
     def run() -> None:
         try:

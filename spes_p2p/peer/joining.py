@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import MAX_ADDRESSES, JoinLink, PeerConfig, RunConfig, check_machine
+from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, PeerConfig, RunConfig, check_machine
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
@@ -217,7 +217,7 @@ def kept(config: PeerConfig) -> Kept:
     if not config.resume:
         return Kept(None, None)
     try:
-        store, found = recover(config.output, config.run_name)
+        store, found = recover(config.output, config.run_name, config.resume_round)
         manifest = read_manifest(store.read)
     except (JoinError, RecordError) as error:
         raise JoinError(
@@ -283,7 +283,7 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     run_id = manifest.run_id
     log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
     log.info("this peer is %s and trains up to %d of %d slots", swarm.peer_id, max_slots, run.model.num_experts)
-    _say_cost(swarm, size, max_slots, setup)
+    _say_cost(swarm, size, max_slots, setup, config)
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
     data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
@@ -318,7 +318,7 @@ def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
     return config.max_slots
 
 
-def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup) -> None:
+def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setup, kept: KeptRounds) -> None:
     """Say what taking part costs this machine, before it does."""
     num_peers = max(2, len(swarm.read(Claim)) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
@@ -327,17 +327,25 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     log.info(
         "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
         "about %s and receives as much, %s in all",
-        *(_size(peer_bytes(size, max_slots, setup)), _size(disk_bytes(size, max_slots)), _size(download), num_peers),
+        *(
+            _size(peer_bytes(size, max_slots, setup)),
+            _size(disk_bytes(size, max_slots, kept.keep_last)),
+            _size(download),
+            num_peers,
+        ),
         *(_size(traffic.total), _size(2 * traffic.total)),
     )
+    if kept.keep_every is not None:
+        each = _size(disk_bytes(size, max_slots, 1))
+        log.info("every %d rounds it keeps a checkpoint for ever, which takes %s more of disk", kept.keep_every, each)
 
 
-def disk_bytes(size: ModelSize, num_slots: int) -> int:
-    """Return the bytes that a peer's output may take: two checkpoints, the newer one not yet complete.
+def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int) -> int:
+    """Return the bytes that so many checkpoints take, the newest of them not yet complete.
 
     Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
     """
-    return 2 * 4 * (size.total_params + 5 * size.trained_params(num_slots))
+    return num_checkpoints * 4 * (size.total_params + 5 * size.trained_params(num_slots))
 
 
 def _size(num_bytes: float) -> str:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import torch
 
 from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
-from spes_p2p.data.packing import train_sources
+from spes_p2p.data.packing import TokenSource, train_sources
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
 from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
+from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.records import Archived
 from spes_p2p.swarm.roster import SHARED
@@ -29,6 +32,11 @@ from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+
+
+def export_words(folder: Path) -> str:
+    """Return the command that writes the model of a peer's folder as a checkpoint."""
+    return f"spes export {shlex.quote(str(folder))}"
 
 
 def main(config: PeerConfig) -> int:
@@ -48,13 +56,18 @@ def main(config: PeerConfig) -> int:
                 log.info("the run is finished; --seed-seconds 600 would serve its versions for ten minutes")
                 _dismiss(group)
                 return 0
-            with joined(config, own) as (swarm, admission), restart.when_daemons_die(config, swarm):
+            with (
+                joined(config, own) as (swarm, admission),
+                shown(config, swarm, admission.manifest) as page,
+                restart.when_daemons_die(config, swarm),
+            ):
                 try:
-                    _train(config, group, (swarm, admission), keep)
+                    _train(config, group, (swarm, admission), keep, page)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death:
                         raise
                     log.info("leaving; continue later with --resume --output %s", config.output)
+                    log.info("the model so far: %s", export_words(config.output))
                     return 130
     except restart.DaemonDied as died:
         restart.restart(config, died, num_ranks=group.world_size)
@@ -64,8 +77,8 @@ def main(config: PeerConfig) -> int:
 # ---------------------------------------------------------------------- training
 
 
-def _nothing() -> None:
-    """Keep the output of a resumed peer, which is kept anyway."""
+def _nothing(*_: str) -> None:
+    """Keep the output of a resumed peer, which is kept anyway; or tell a page that is off."""
 
 
 def _dismiss(group: ProcessGroup) -> None:
@@ -80,9 +93,11 @@ def _train(
     group: ProcessGroup,
     joined: tuple[HivemindSwarm, Admission] | None,
     keep_output: Callable[[], None] = _nothing,
+    page: PeerPage | None = None,
 ) -> None:
     """Train on this rank; `joined` on the leader only. Until its data are read, a start may still fail."""
     group.connect()
+    tell = page.say if page is not None else _nothing
     sync: Synchroniser | None = None
     trainer: Trainer | None = None
     loop: TrainingLoop | None = None
@@ -91,17 +106,14 @@ def _train(
         if admission is None:  # the leader has found the run finished
             return
         run = admission.manifest.config
-        tokenizer = _tokenizer(config, admission.manifest.vocab_size)
-        corpus = config.corpus(run.data)
-        source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
-        if run.data.source != "hub":
-            tokenizer.close()  # all text is tokenised now
+        source = _source(config, run, admission.manifest.vocab_size)
         data = source(admission.data_seed)
         trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
         keep_output()
         swarm = joined[0] if joined else None
-        checkpoint = checkpoint_of(config.output)
-        saved = checkpoint.load(admission.found) if admission.found is not None else None
+        checkpoint = checkpoint_of(config.output, config)
+        found, skips = admission.found, config.skip_optimizer
+        saved = checkpoint.load(found, skips_optimizer=skips) if found is not None else None
         if saved is not None and saved.state.round >= run.round.total and not config.initial_peers:
             # Only its versions are still of use, to a monitor perhaps: it waits for no other peer.
             run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
@@ -115,15 +127,18 @@ def _train(
             run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id
         )
         loop.open(initial, saved)
+        if sync is not None and config.resume_round not in (None, sync.round):
+            log.warning("--resume-round %d: the other peers go on from %d; stop all", config.resume_round, sync.round)
         del saved  # as large as the model, and not needed again
-        loop.run()
+        tell("")
+        loop.run(page.reported if page is not None else None)
         if swarm is not None:
-            _serve_for_a_while(
-                swarm, run.round.total, SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
-            )
-            log.info("the run is finished")
+            tell("serving", "the last round is trained; a monitor may fetch its model")
+            is_archived = _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
+            log.info("the run is finished%s", "" if is_archived else f"; its model: {export_words(config.output)}")
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
+            tell("leaving", "others fetch what only this peer has")
             _hand_over(sync, loop, joined[1].manifest.config.round.exchange_seconds)
         raise
     finally:
@@ -136,6 +151,16 @@ def _train(
 
 def _unreachable() -> Admission:
     raise AssertionError("the leader has joined before it connects")
+
+
+def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> Callable[[int], TokenSource]:
+    """Return what makes the training data of a seed."""
+    tokenizer = _tokenizer(config, vocab_size)
+    corpus = config.corpus(run.data)
+    source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
+    if run.data.source != "hub":
+        tokenizer.close()  # all text is tokenised now
+    return source
 
 
 def _tokenizer(config: PeerConfig, vocab_size: int) -> ConfinedTokenizer:
@@ -169,12 +194,14 @@ def _hand_over(sync: Synchroniser, loop: TrainingLoop | None, seconds: float) ->
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 
-def _serve_for_a_while(swarm: HivemindSwarm, last_round: int, seconds: float) -> None:
-    """Keep the final versions within reach until a monitor has archived them, or `seconds` have passed."""
+def _serve_for_a_while(swarm: HivemindSwarm, last_round: int, seconds: float | None) -> bool:
+    """Keep the final versions within reach until a monitor has archived them, which is returned, or for `seconds`."""
+    seconds = SEED_SECONDS if seconds is None else seconds
     log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if any(record.round >= last_round for record in swarm.read(Archived).values()):  # type: ignore[attr-defined]
-            return
+            return True
         if swarm.wait(1.0):
-            return
+            return False
+    return False

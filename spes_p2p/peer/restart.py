@@ -27,6 +27,10 @@ log = logging.getLogger(__name__)
 LEAST_SECONDS = 10.0
 """A peer whose p2pd dies sooner than that after it has joined does not start again: it would do so for ever."""
 
+WITH_VALUE = ("--port", "--resume-round")
+SWITCHES = tuple(f"--{no}{name}" for name in ("resume", "overwrite", "skip-optimizer") for no in ("", "no-"))
+"""Flags of the start that has ended, which do not hold for the next: it goes on from what this one has saved."""
+
 
 class DaemonDied(Exception):
     """Ends a peer whose p2pd or DHT process has died.
@@ -106,9 +110,9 @@ def resuming_words(words: Sequence[str], port: int | None) -> list[str]:
     for word in words:
         if drops_next:
             drops_next = False
-        elif word == "--port":
+        elif word in WITH_VALUE:
             drops_next = True
-        elif word.split("=")[0] not in ("--port", "--resume", "--no-resume", "--overwrite", "--no-overwrite"):
+        elif word.split("=")[0] not in (*WITH_VALUE, *SWITCHES):
             kept.append(word)
     if port is not None:
         kept += ["--port", str(port)]

@@ -142,7 +142,3 @@ class WholeModel:
 
     def _unflatten(self, kind: str, bundle_N: Tensor) -> dict[str, Tensor]:
         return self._layouts[kind].unflatten(bundle_N[: self._layouts[kind].numel])
-
-    def stock_state_dict(self) -> dict[str, Tensor]:
-        """Return a snapshot under the stock class's names; see `SlotModel.stock_state_dict`."""
-        return self._model.stock_state_dict()

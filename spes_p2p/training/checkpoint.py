@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spes_p2p.codecs.vectors import digest_of_file
+from spes_p2p.config import KeptRounds
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import link_file, sync
 from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name
@@ -120,15 +121,20 @@ class Found(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """A loaded checkpoint: a `Found` with its tensors, by names such as `moments/...`."""
+    """A loaded checkpoint: a `Found` with its tensors, by names such as `moments/...`.
+
+    Attributes:
+        skips_optimizer: Whether the inner optimizer starts anew: neither these moments nor published ones are loaded.
+    """
 
     state: PeerState
     tensors: Mapping[str, Tensor]
     files: Mapping[Path, Version]
+    skips_optimizer: bool = False
 
 
 class PeerCheckpoint:
-    """The checkpoints of one peer: the newest, and the one before it.
+    """The checkpoints of one peer: of its newest rounds, and of every n-th.
 
     A save writes in a thread of its own, without a copy of its tensors. A save that comes while another is under way is
     skipped, so that memory holds one set of tensors at most. A save that fails leaves the older checkpoints, logs one
@@ -137,14 +143,21 @@ class PeerCheckpoint:
     Args:
         directory: Holds the folders.
         versions: Folder of the peer's version store.
+        kept: Which rounds to keep; by default the newest two.
     """
 
-    def __init__(self, directory: Path, versions: Path) -> None:
+    def __init__(self, directory: Path, versions: Path, kept: KeptRounds | None = None) -> None:
         self._directory = directory
         self._versions = versions
+        self._kept = kept or KeptRounds()
         self._thread: threading.Thread | None = None
         self._newest = ""
+        self._superseded: list[str] = []
         self._is_failing = False
+
+    def is_kept(self, round: int) -> bool:
+        """Tell whether the checkpoint of a round is kept for ever."""
+        return self._kept.keep_every is not None and round > 0 and round % self._kept.keep_every == 0
 
     # ------------------------------------------------------------------ saving
 
@@ -199,14 +212,17 @@ class PeerCheckpoint:
         return [v for v in versions if not link_file(self._versions / file_name(v), draft / file_name(v))]
 
     def _replace(self, name: str, draft: Path) -> None:
-        """Publish a checkpoint by rename, and keep one other: the newest until now."""
-        if (self._directory / name).exists():  # damaged, as all are that are newer than the one resumed from
+        """Publish a checkpoint by rename; delete those that are not kept, or are newer than the one resumed from."""
+        if (self._directory / name).exists():  # damaged, or of the rounds that the peer went back over
             self._drop(self._directory / name)
         draft.rename(self._directory / name)
         sync(self._directory)
-        for old in self._names():
-            if old not in (name, self._newest):
+        names = [each for each in self._names() if each not in self._superseded or each == name]
+        outdated = [old for old in names[self._kept.keep_last :] if not self.is_kept(_round_of(old))]
+        for old in {*outdated, *self._superseded} - {name}:
+            if (self._directory / old).exists():
                 self._drop(self._directory / old)
+        self._superseded = []
         self._newest = name
         if self._is_failing:
             self._is_failing = False
@@ -235,18 +251,32 @@ class PeerCheckpoint:
 
     # ------------------------------------------------------------------ loading
 
-    def find(self, run_id: str) -> Found | None:
+    def find(self, run_id: str, round: int | None = None) -> Found | None:
         """Return the newest undamaged checkpoint; None if none was ever saved. Logs which are damaged, and why.
 
         A checkpoint with damaged versions is returned if no other is whole: other peers may have these versions.
 
+        Args:
+            run_id: The run's name.
+            round: Take only a checkpoint of this round.
+
         Raises:
-            DataError: there are checkpoints, and none can be used.
+            DataError: there are checkpoints, and none can be used; or there is none of `round`.
             JoinError: they belong to another run.
         """
         with_gaps: Found | None = None
         reasons: list[str] = []
-        for name in self._names():
+        names = self._names()
+        if round is not None:
+            rounds = sorted({_round_of(name) for name in names})
+            if round not in rounds:
+                held = f"those of rounds {', '.join(map(str, rounds))}" if rounds else "none"
+                raise DataError(
+                    f"{self._directory} holds no checkpoint of round {round}, but {held}; set --resume-round to one of "
+                    f"them, or drop it"
+                )
+            names = [name for name in names if _round_of(name) == round]
+        for name in names:
             try:
                 found = self._verified(name, run_id)
             except DataError as error:
@@ -266,10 +296,24 @@ class PeerCheckpoint:
             log.warning("no checkpoint is whole; going on from %s, the rest must come from others", with_gaps.name)
         return with_gaps
 
-    def load(self, found: Found) -> Saved:
-        """Load a checkpoint; the next save keeps it and deletes all others."""
+    def load(self, found: Found, *, skips_optimizer: bool = False) -> Saved:
+        """Load a checkpoint; the next save deletes those that are newer than it: damaged ones, or given up."""
         self._newest = found.name
-        return Saved(found.state, load_file(self._directory / found.name / TENSORS), found.files)
+        names = self._names()
+        self._superseded = names[: names.index(found.name)]
+        return Saved(found.state, load_file(self._directory / found.name / TENSORS), found.files, skips_optimizer)
+
+    def states(self, run_id: str) -> dict[Path, PeerState]:
+        """Return the state of each finished checkpoint by its folder, newest first; damaged ones are left out."""
+        states: dict[Path, PeerState] = {}
+        for name in self._names():
+            try:
+                states[self._directory / name] = decode_state((self._directory / name / STATE).read_bytes(), run_id)[0]
+            except FileNotFoundError:
+                continue  # the peer that uses it has deleted it meanwhile
+            except (OSError, ValueError, RecordError) as error:
+                log.warning("checkpoint %s is damaged: %s", self._directory / name, error)
+        return states
 
     def _names(self) -> list[str]:
         """Return the finished checkpoints, newest first: a peer's steps only grow, its rounds may go back."""
@@ -294,6 +338,12 @@ class PeerCheckpoint:
         return Found(
             name, state, {file: version for file, version in files.items() if _has_digest(file, version.digest)}
         )
+
+
+def _round_of(name: str) -> int:
+    found = _FOLDER.match(name)
+    assert found is not None
+    return int(found[1])
 
 
 def _has_digest(file: Path, digest: str) -> bool:
@@ -329,23 +379,24 @@ MAX_ROLLBACK_ROUNDS = 8
 """Rounds that a lone peer repeats to continue exactly; it keeps more rounds than that, and gives up exactness."""
 
 
-def checkpoint_of(output: Path) -> PeerCheckpoint:
+def checkpoint_of(output: Path, kept: KeptRounds | None = None) -> PeerCheckpoint:
     """Return the checkpoints in a peer's output folder."""
-    return PeerCheckpoint(output / "checkpoint", output / "versions")
+    return PeerCheckpoint(output / "checkpoint", output / "versions", kept)
 
 
-def recover(output: Path, run_id: str) -> tuple[VersionStore, Found | None]:
+def recover(output: Path, run_id: str, round: int | None = None) -> tuple[VersionStore, Found | None]:
     """Find the newest usable checkpoint, and repair the version store with it.
 
     Args:
         output: The peer's output folder.
         run_id: The run's name.
+        round: Go back to this round: take its checkpoint, and make its versions the newest.
 
     Raises:
-        DataError: there are checkpoints, and none can be used.
+        DataError: there are checkpoints, and none can be used; or there is none of `round`.
         ExchangeError, RecordError: the store's index is damaged, and there is no checkpoint.
     """
-    found = checkpoint_of(output).find(run_id)
+    found = checkpoint_of(output).find(run_id, round)
     store = _store(output / "versions", run_id, found)
     files = found.files if found is not None else {}
     store.repair()
@@ -354,6 +405,8 @@ def recover(output: Path, run_id: str) -> tuple[VersionStore, Found | None]:
     if lacking:
         log.warning("taking %s from the checkpoint", ", ".join(sorted(version.name for version in lacking.values())))
         store.restore(lacking)
+    if round is not None:
+        store.restore(files)
     return store, found
 
 

@@ -48,7 +48,9 @@ class Checkpointer:
         self._sync = sync
 
     def save(self, round: int, steps: int, total_tokens: int, data: Mapping[str, object], *, is_last: bool) -> None:
-        """Start to save a committed round, unless the previous save is still under way; the last save waits for it.
+        """Start to save a committed round, unless the previous save is still under way.
+
+        The last round, and one whose checkpoint is kept for ever, wait for that.
 
         Args:
             round: The committed round.
@@ -57,8 +59,11 @@ class Checkpointer:
             data: State of the token source then.
             is_last: Whether no other save follows.
         """
-        checkpoint, timeout = self._checkpoint, LAST_SECONDS if is_last else 0.0
-        if checkpoint is None or not self._group.from_leader(lambda: checkpoint.wait(timeout)):
+        checkpoint = self._checkpoint
+        if checkpoint is None:
+            return
+        timeout = LAST_SECONDS if is_last or checkpoint.is_kept(round) else 0.0
+        if not self._group.from_leader(lambda: checkpoint.wait(timeout)):
             return
         moments = self._trainer.state_tensors()  # copies
         if self._sync is None:
@@ -85,9 +90,11 @@ class Checkpointer:
         """
         self._trainer.steps = saved.state.steps
         self._trainer.data.load_state_dict(dict(saved.state.data))
+        self._load_random_state(_under(RANDOM, saved.tensors))
+        if saved.skips_optimizer:
+            return
         moments = _under(MOMENTS, saved.tensors)
         self.load_moments({key: m for key, m in moments.items() if key.split("/")[0] in self._trainer.names})
-        self._load_random_state(_under(RANDOM, saved.tensors))
         newer: dict[VectorName, Tensor] | None = None
         if self._sync is not None:
             saved_digests = {version.name: version.digest for version in saved.state.versions}
@@ -122,7 +129,7 @@ class Checkpointer:
         except ValueError as error:
             raise DataError(
                 f"the checkpoint's moments do not fit this optimizer ({error}); resume with the --inner-optimizer that "
-                f"wrote them, or delete the checkpoint's folder to go on without them"
+                f"wrote them, or go on without them with --skip-optimizer"
             ) from error
 
     def _random_state(self) -> dict[str, Tensor]:

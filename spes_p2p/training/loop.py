@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -91,6 +92,8 @@ class TrainingLoop:
             saved: This peer's checkpoint, after a restart.
         """
         update = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
+        if saved is not None and saved.skips_optimizer:
+            update = replace(update, vectors={n: vector for n, vector in update.vectors.items() if n.is_weights})
         self._load(update)
         if saved is not None:
             self._total_tokens = saved.state.total_tokens

@@ -9,7 +9,7 @@ import types
 
 import pytest
 
-from spes_p2p.monitor.sinks import WandbSink
+from spes_p2p.monitor.curves import WandbSink
 
 HOSTILE = "0.1\x1b[2J\x1b]0;owned\x07\r\n2026-11-25 10:00:00,000 I spes_p2p.peer.life: the run is finished \u202e\x9b"
 LINE = re.compile(r"\d{4}-\d\d-\d\d [\d:,]+ [A-Z] [\w.]+: ")
@@ -79,7 +79,7 @@ def test_settings_of_a_stranger_reach_wandb_printable(monkeypatch: pytest.Monkey
     wandb.Error = OSError  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     config = {HOSTILE: {"name": HOSTILE, "list": [HOSTILE, 3, None, True]}}
-    WandbSink(tmp_path, project="p", name=HOSTILE, config=config)
+    WandbSink(tmp_path, project="p", name=HOSTILE, watch="w", config=config)
     [(key, inner)] = started["config"].items()
     assert inner["list"][1:] == [3, None, True]
     assert all(text.isprintable() for text in (started["name"], key, inner["name"], inner["list"][0]))

@@ -107,7 +107,7 @@ class ForkServer:
         )
 
     def start(self, command: str, argv: Sequence[str | Path], **environment: str) -> Forked:
-        """Start `peer` or `experiment`."""
+        """Start `peer`, `experiment`, `monitor` or `export`."""
         self._count += 1
         result = self._folder / str(self._count)
         result.mkdir(parents=True)
@@ -160,12 +160,17 @@ def wait_for_fork(request: dict) -> dict:
 def run() -> None:
     sys.path.insert(0, str(ROOT))
     from spes_p2p.cli import entry_point
-    from spes_p2p.commands import local
-    from spes_p2p.config import ExperimentConfig, PeerConfig
+    from spes_p2p.commands import export, local, monitor
+    from spes_p2p.config import ExperimentConfig, ExportConfig, MonitorConfig, PeerConfig
     from spes_p2p.peer import life as peer
     from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
-    commands = {"peer": (PeerConfig, peer.main), "experiment": (ExperimentConfig, local.main)}
+    commands = {
+        "peer": (PeerConfig, peer.main),
+        "experiment": (ExperimentConfig, local.main),
+        "monitor": (MonitorConfig, monitor.main),
+        "export": (ExportConfig, export.main),
+    }
     gc.freeze()
     request = serve()
     if request is not None:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -82,7 +83,9 @@ def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promi
     wait_for_file(early, out / "run.yaml")
     early.signal(signal.SIGINT)
     assert early.end() == 130 and early.matches("continue it")
-    assert not list(out.glob("peer-*")), "it was interrupted before a peer had anything to resume"
+    assert not (out / "model").exists() and not list(out.glob("peer-*")), (
+        "it was interrupted before a peer had anything to resume"
+    )
 
     first = start(commands, tmp_path, corpus, "--resume", total=TOTAL)
     wait_for_round(first, out / "peer-1", 1)
@@ -90,15 +93,36 @@ def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promi
     assert first.end() == 130
     commands.wait_until_gone()
     assert first.matches(rf"continue it: .*--resume --output {re.escape(str(out))}")
+    number = int(first.matches(r"^model .*: round (\d+) of run 'local'")[0][1])
+    assert number >= 1 and f"Round: {number} of {TOTAL}" in (out / "model" / "README.md").read_text()
+    assert type(AutoModelForCausalLM.from_pretrained(out / "model")).__name__ == "OlmoeForCausalLM"
 
     second = start(commands, tmp_path, corpus, "--resume", total=TOTAL)
     number = saved_state(out / "peer-1")["round"]
     wait_for_round(second, out / "peer-1", number + 1)
+    check_pages(out, second)
     psutil.Process(pid_of(commands, out / "peer-1")).kill()
     assert second.end(180) == 0, second.tail()
     commands.wait_until_gone()
     assert second.matches("peer-1 was killed by SIGKILL; the swarm goes on without it")
     check_results(out, second)
+
+
+def check_pages(out: Path, launcher: Command) -> None:
+    """The monitor and each peer show the run on a page of their own, whose address is on the screen or in the log."""
+    monitor, peer = (json.loads(fetched(folder, "state.json")) for folder in (out, out / "peer-1"))
+    assert launcher.matches(f"page: {(out / 'page').read_text().strip()}")
+    assert (out / "peer-1" / "page").read_text().strip() in (out / "logs" / "peer-1.log").read_text()
+    assert monitor["run"]["me"] is None and peer["run"]["me"] in peer["peers"]
+    assert monitor["run"]["total"] == peer["run"]["total"] == TOTAL and len(monitor["coverage"]) == 4
+    assert peer["figures"]["memory"] > 1e8 and peer["figures"]["reach"].startswith("yes")
+    assert b"# TYPE spes_peers gauge" in fetched(out, "metrics")
+
+
+def fetched(folder: Path, name: str) -> bytes:
+    """Return a file of the page whose address an output directory has."""
+    with urllib.request.urlopen((folder / "page").read_text().strip() + name, timeout=30) as answer:
+        return answer.read()
 
 
 def check_results(out: Path, launcher: Command) -> None:
@@ -108,7 +132,8 @@ def check_results(out: Path, launcher: Command) -> None:
     events = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert {0, TOTAL} <= {event["round"] for event in events if "round" in event}, "from the start to the last round"
     report = (out / "report.html").read_text()
-    assert "<svg" in report or "<img" in report
+    assert '<script type="application/json" id="data">' in report and '"state": "finished"' in report
+    assert "sample" in {event["kind"] for event in events}
     for name in ("peer-0", "peer-1", "monitor"):
         assert (out / "logs" / f"{name}.log").stat().st_size
 

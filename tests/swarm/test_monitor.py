@@ -166,6 +166,9 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
         measured = {event["round"]: event["loss"] for event in events(config.output, "evaluation")}
         assert measured[0] == pytest.approx(reference_loss(start, config, run, tokenizer), abs=1e-4)
         assert measured[1] == pytest.approx(reference_loss(trained, config, run, tokenizer), abs=1e-4)
+    samples = {event["round"]: event for event in events(config.output, "sample")}
+    assert samples.keys() == {0, 1} and samples[0]["prompt"] == samples[1]["prompt"]
+    assert samples[1]["text"] not in ("", samples[0]["text"]), "two models"
     assert {event["peer_id"] for event in events(config.output, "report")} == {p.swarm.peer_id for p in peers}
     assert "finished" in (config.output / "report.html").read_text()
     printed = capsys.readouterr().out

@@ -136,6 +136,7 @@ def test_nothing_of_the_daemons_is_left_on_the_screen(story: Story) -> None:
 
 def test_a_restart_goes_on_with_the_same_words_and_the_port_that_others_know() -> None:
     words = ["peers/run_peer.py", "--overwrite", "--port", "0", "--run-id", "r", "--port=1", "--no-resume"]
+    words += ["--resume-round", "4", "--skip-optimizer", "--resume-round=5"]
     assert resuming_words(words, 4000) == [
         *("peers/run_peer.py", "--run-id", "r", "--port", "4000", "--seed-seconds", "30"),
         *("--resume", "--no-overwrite"),

@@ -14,7 +14,8 @@ from benchmarks.stock import default_stock_model, pace_in_window, stock_step
 from spes_p2p.config import ModelConfig, RunConfig, TrainConfig
 from spes_p2p.errors import DataError
 from spes_p2p.model.loss import balance_loss, causal_lm_loss
-from spes_p2p.monitor.sinks import JsonlSink, replay
+from spes_p2p.monitor.events import JsonlSink, replay
+from spes_p2p.monitor.sinks import Sinks
 from spes_p2p.monitor.view import fold
 from tests.unit.monitor.swarms import NUM_SLOTS, TOTAL_ROUNDS, claim, empty_view, report, snapshot
 
@@ -25,11 +26,13 @@ def journal(directory: Path, rounds: list[list], poll_seconds: float = 10.0) -> 
     """Leave the `metrics.jsonl` of a watch that saw these reports, one list per round, at even times."""
     path = directory / "metrics.jsonl"
     view = empty_view()
-    sink = JsonlSink(path, {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}, view)
+    facts = {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}
+    sinks = Sinks(view)
+    sinks.add("metrics", lambda: JsonlSink(path, facts, 0.0))
     for number, reports in enumerate(rounds, start=1):
         taken = snapshot(100.0 + poll_seconds * number, [claim(0, [0]), claim(1, [1])], reports)
-        sink.update(view := fold(view, taken))
-    sink.close()
+        sinks.update(view := fold(view, taken))
+    sinks.close()
     return path
 
 

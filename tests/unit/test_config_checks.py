@@ -6,7 +6,16 @@ from typing import Any, get_args
 
 import pytest
 
-from spes_p2p.config import MachineConfig, MergeConfig, OptimizerName, RunConfig, TrainConfig, check_machine
+from spes_p2p.cli import load_settings
+from spes_p2p.config import (
+    MachineConfig,
+    MergeConfig,
+    OptimizerName,
+    PeerConfig,
+    RunConfig,
+    TrainConfig,
+    check_machine,
+)
 from spes_p2p.errors import ConfigError
 
 NAMES = get_args(OptimizerName)
@@ -68,3 +77,18 @@ def test_what_cannot_be_combined_is_refused_with_the_remedy(choices: dict[str, A
 )
 def test_what_the_remedies_name_is_taken(choices: dict[str, Any], ranks: int) -> None:
     check_machine(RunConfig(train=TrainConfig(batch_size=16)), MachineConfig(**choices), ranks)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--resume-round", "4"], "resume_round=4 goes with --resume; add it"),
+        (["--skip-optimizer"], "skip_optimizer goes with --resume; add it"),
+        (["--resume", "--resume-round", "-1"], "resume_round"),
+        (["--keep-last", "0"], "keep_last"),
+        (["--keep-every", "0"], "keep_every"),
+    ],
+)
+def test_what_to_keep_and_to_go_back_to_is_checked_with_the_flags(words: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_settings(PeerConfig, ["--run-id", "run", *words])

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import yaml
+from model_folders import PeerFolder, assert_same
+from transformers import PreTrainedModel
 
+from spes_p2p.cli import Terminated
 from spes_p2p.commands import local
 from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
+from spes_p2p.swarm.p2p.identity import Identity
 
 Words = dict[str, list[str]]
 PEERS, SLOTS = 4, 3
@@ -151,3 +155,41 @@ def test_an_experiment_says_how_many_tokens_it_trained_and_if_they_are_too_few(
     summary = local._summary(config, 0)
     assert f"{trained:,} tokens in 10 rounds" in summary
     assert (told in summary) if told else ("ask for" not in summary)
+
+
+@pytest.mark.parametrize(("interrupt", "leaves"), [(KeyboardInterrupt, True), (Terminated, False)])
+def test_ctrl_c_leaves_the_newest_model_of_any_peer_and_sigterm_does_not_wait_for_one(
+    interrupt: type[BaseException],
+    leaves: bool,
+    tmp_path: Path,
+    started: Words,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = tmp_path / "out"
+    identity = Identity(tmp_path / "key")
+
+    def watch(experiment: local.Experiment) -> int:
+        folders = {name: PeerFolder(out / name, identity) for name in ("peer-1", "peer-2")}
+        folders["peer-1"].save(1)
+        models.append(folders["peer-2"].save(2))
+        raise interrupt
+
+    models: list[PreTrainedModel] = []
+    monkeypatch.setattr(local.Experiment, "_watch", watch)
+    run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
+    config = ExperimentConfig(run=run, peers=PEERS, max_slots=SLOTS, output=out, cache=tmp_path / "cache")
+    assert local.main(config) == 130
+    assert (out / "model").exists() == leaves
+    printed = capsys.readouterr().out
+    assert ("round 2 of run" in printed) == leaves and "continue it" in printed
+    if leaves:
+        assert_same(out / "model", models[0])
+
+
+def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path: Path, started: Words) -> None:
+    run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
+    common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
+    assert local.main(ExperimentConfig(run=run, peers=2, max_slots=8, keep_last=3, keep_every=5, **common)) == 0
+    for name in ("peer-0", "peer-1"):
+        assert {"--keep-last=3", "--keep-every=5"} <= set(started[name])

@@ -153,6 +153,9 @@ class Kept:
         self.state: Any = None
         self.tensors: dict[str, Any] = {}
 
+    def is_kept(self, round: int) -> bool:
+        return False
+
     def wait(self, seconds: float) -> bool:
         return True
 

@@ -36,14 +36,18 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-def test_a_wheel_holds_the_configs_the_licence_and_both_commands(wheel: Path) -> None:
+def test_a_wheel_holds_the_configs_the_page_the_licences_and_both_commands(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         for path in (ROOT / "configs").glob("*.yaml"):
             assert archive.read(f"spes_p2p/configs/{path.name}") == path.read_bytes()
         (metadata,) = (name for name in names if name.endswith("dist-info/METADATA"))
         assert b"License-Expression: Apache-2.0" in archive.read(metadata)
-        assert {Path(name).name for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE"}
+        licences = {Path(name).name for name in names if "/licenses/" in name}
+        assert licences == {"LICENSE", "NOTICE", "uPlot.LICENSE"}
+        page = ROOT / "spes_p2p" / "monitor" / "page" / "static"
+        for path in page.iterdir():
+            assert archive.read(f"spes_p2p/monitor/page/static/{path.name}") == path.read_bytes()
         (scripts,) = (name for name in names if name.endswith("entry_points.txt"))
         assert {b"spes = spes_p2p.__main__:main", b"spes_p2p = spes_p2p.__main__:main"} <= set(
             archive.read(scripts).splitlines()

@@ -295,20 +295,32 @@ class VersionStore:
         self._num_lines = len(versions)
 
     def _read_index(self) -> None:
-        """Load what an earlier process has stored; a last line that it could not finish is ignored."""
+        """Load what an earlier process has stored."""
         if not self._index.exists():
             return
-        try:
-            lines = [line for line in self._index.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-            for line in lines:
-                json.loads(line)
-        except (OSError, ValueError) as error:
-            raise ExchangeError(f"{self._index} is damaged; delete {self._directory} and join again") from error
-        versions = [Version.verify(line, self._run_id) for line in lines]  # guard: edited-index
+        versions = [Version.verify(line, self._run_id) for line in read_index(self._directory)]  # guard: edited-index
         for version in versions:
             if self.path(version).exists():
                 self._insert(version)
         self._rewrite_index()
+
+
+def read_index(directory: Path) -> list[bytes]:
+    """Return the lines of a store's index, oldest version first: each is the JSON of a `Version`, not yet verified.
+
+    A last line that a killed process could not finish, or a running one is writing, is left out.
+
+    Raises:
+        ExchangeError: the index cannot be read, or a line of it is no JSON.
+    """
+    index = directory / INDEX
+    try:
+        lines = [line for line in index.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+        for line in lines:
+            json.loads(line)
+    except (OSError, ValueError) as error:
+        raise ExchangeError(f"{index} is damaged; delete {directory} and join again") from error
+    return lines
 
 
 def _lines(versions: Iterable[Version]) -> bytes:

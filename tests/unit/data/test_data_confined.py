@@ -196,6 +196,18 @@ def test_more_ids_than_the_text_can_have_are_not_read(sound, tmp_path, monkeypat
         tokenizer.encode(["a"])
 
 
+def test_a_decoded_text_is_the_tokenizers_own_and_no_longer_than_64_kib(tokenizer, sound, tmp_path, monkeypatch):
+    received = confined(sound, tmp_path)
+    ids = tokenizer("def names(module):\n    return 漢字")["input_ids"]
+    assert received.decode(ids) == tokenizer.decode(ids)
+    received.close()
+    assert len(received.decode(ids * 20_000).encode()) <= child.MAX_DECODED_BYTES + 2
+    assert received.encode(["a text"]).tolist()[:-1] == tokenizer("a text")["input_ids"], "and texts as before"
+    monkeypatch.setattr(child, "MAX_DECODED_BYTES", 3)
+    with pytest.raises(DataError, match="bytes of text"):
+        received.decode(ids)
+
+
 def test_a_child_that_is_killed_is_an_error_with_a_name(sound, tmp_path):
     tokenizer = confined(sound, tmp_path)
     os.kill(tokenizer._child.pid, signal.SIGKILL)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
+from spes_p2p.model import export
+from spes_p2p.model.build import outline
 from spes_p2p.model.export import save_checkpoint
+from tests.unit.model.conftest import SEQUENCE, STOCK, VOCAB
 from tests.unit.model.plain import NEEDS_BITSANDBYTES, NF4
 
 FAMILIES = ["olmoe", "qwen3_moe", "mixtral"]
@@ -74,7 +80,7 @@ def test_ten_adamw_steps_equal_stock_with_the_rest_frozen(pair, family):
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_export_loads_bit_equal_with_stock_classes(slot_model, tokens, tmp_path, family, tied):
     swapped = slot_model([0, 5], family=family, tie_embeddings=tied)
-    save_checkpoint(swapped.config, swapped.stock_state_dict(), tmp_path / "checkpoint")
+    save_checkpoint(swapped, tmp_path / "checkpoint")
     loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"]
     exported = swapped.stock_state_dict()
@@ -82,6 +88,39 @@ def test_export_loads_bit_equal_with_stock_classes(slot_model, tokens, tmp_path,
     for name, tensor in loaded.state_dict().items():
         assert torch.equal(tensor, exported[name]), name
     assert_near(swapped.module(tokens).logits, loaded(tokens).logits, "logits")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("shard_bytes", [1, 2**25], ids=["a-file-for-each-slot", "one-file"])
+def test_export_writes_what_stock_save_pretrained_writes(slot_model, tmp_path, monkeypatch, family, tied, shard_bytes):
+    monkeypatch.setattr(export, "SHARD_BYTES", shard_bytes)
+    swapped = slot_model([0, 5], family=family, tie_embeddings=tied)
+    num_params = save_checkpoint(swapped, tmp_path / "ours")
+    swapped.module.save_pretrained(tmp_path / "stock", state_dict=swapped.stock_state_dict())
+    theirs = load_file(tmp_path / "stock" / "model.safetensors")
+    files = sorted((tmp_path / "ours").glob("*.safetensors"))
+    ours = [load_file(file) for file in files]
+    assert sum(map(len, ours)) == len(theirs) and len(files) == (1 if shard_bytes > 1 else 1 + swapped.num_slots)
+    for tensors in ours:
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, theirs[name]), name
+    assert num_params == sum(tensor.numel() for tensor in theirs.values())
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    expected = json.loads((tmp_path / "stock" / "config.json").read_text())
+    assert config["architectures"] == [STOCK[family].__name__]
+    assert {**config, "architectures": None} == {**expected, "architectures": None}
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "ours").state_dict()
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in swapped.stock_state_dict().items())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_an_outline_has_the_models_tensors_by_name_and_shape_and_holds_none(slot_model, tiny, family, tied):
+    full = slot_model([], family=family, tie_embeddings=tied)
+    bare = outline(tiny(family, tie_embeddings=tied), VOCAB, SEQUENCE)
+    assert bare.shared_shapes() == full.shared_shapes() and bare.slot_shapes() == full.slot_shapes()
+    assert bare.num_slots == full.num_slots and all(parameter.is_meta for parameter in bare.module.parameters())
 
 
 @pytest.mark.parametrize("storage", ["bf16", "int8", NF4])

@@ -190,7 +190,7 @@ def test_every_attention_kernel_gives_the_same_loss(tiny, tokens, seed, family):
 
 
 def test_flash_attention_is_refused_where_it_cannot_be_used(monkeypatch):
-    with pytest.raises(ConfigError, match=r"attention=flash needs a CUDA GPU; .* on cpu, so set attention=sdpa"):
+    with pytest.raises(ConfigError, match=r"attention=flash needs a CUDA GPU, .* on cpu; set attention=sdpa"):
         check_attention("flash", torch.device("cpu"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"flash-attn, which is not installed; run pip install flash-attn"):
@@ -264,17 +264,17 @@ def test_naive_save_raises_and_names_the_remedy(slot_model, tmp_path):
 def test_checkpoint_is_replaced_whole_or_not_at_all(slot_model, tmp_path, seed):
     target = tmp_path / "checkpoint"
     first, second = slot_model([]), slot_model([], model_seed=seed + 1)
-    save_checkpoint(first.config, first.stock_state_dict(), target)
+    save_checkpoint(first, target)
 
     class FailingTokenizer:
         def save_pretrained(self, directory: str) -> None:
             raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(second.config, second.stock_state_dict(), target, FailingTokenizer())
+        save_checkpoint(second, target, tokenizer=FailingTokenizer())
     loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in first.stock_state_dict().items())
-    save_checkpoint(second.config, second.stock_state_dict(), target)
+    save_checkpoint(second, target)
     loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in second.stock_state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
@@ -284,11 +284,16 @@ def test_checkpoint_does_not_replace_a_folder_of_other_things(slot_model, tmp_pa
     model = slot_model([])
     (tmp_path / "thesis.txt").write_text("years of work")
     with pytest.raises(ConfigError, match="is no checkpoint"):
-        save_checkpoint(model.config, model.stock_state_dict(), tmp_path)
-    state = model.stock_state_dict()
-    state.popitem()
-    with pytest.raises(DataError, match="is missing"):
-        save_checkpoint(model.config, state, tmp_path / "new")
+        save_checkpoint(model, tmp_path)
+
+    def without_one(slot: int | None) -> dict[str, torch.Tensor]:
+        weights = dict(model.weights(slot))
+        if slot == 3:
+            weights.popitem()
+        return weights
+
+    with pytest.raises(DataError, match=r"slot-3: .* is missing"):
+        save_checkpoint(model, tmp_path / "new", without_one)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
@@ -297,7 +302,7 @@ def test_the_files_of_a_checkpoint_have_the_modes_that_the_umask_grants(slot_mod
     model = slot_model([])
     before = os.umask(umask)
     try:
-        save_checkpoint(model.config, model.stock_state_dict(), tmp_path / "checkpoint")
+        save_checkpoint(model, tmp_path / "checkpoint")
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "checkpoint").iterdir()}

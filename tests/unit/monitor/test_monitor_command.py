@@ -5,11 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from model_folders import PeerFolder, assert_same
 from pydantic import ValidationError
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands import monitor
 from spes_p2p.commands.monitor import MonitorConfig, prepare_output
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, ExchangeError
+from spes_p2p.monitor.watch import Ending
+from spes_p2p.swarm.p2p.identity import Identity
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4000/p2p/QmQ2rWrZ2XfZ9Dzsr3HwFvfTyjBpAXnZ8LV1GNGi1aSUuM"
 REQUIRED = ["--run-id", "run", "--initial-peers", ADDRESS]
@@ -72,3 +76,31 @@ def test_an_output_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match="choose a writable --output"):
         prepare_output(settings(tmp_path / "file" / "below"))
+
+
+@pytest.mark.parametrize("ending", list(Ending))
+def test_a_watch_that_did_not_see_the_end_leaves_the_newest_model_unless_it_has_no_time(
+    tmp_path: Path, ending: Ending, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    folder = PeerFolder(tmp_path / "out", Identity(tmp_path / "key"))
+    monitor._conclude(ending, tmp_path / "out")
+    assert not (tmp_path / "out" / "model").exists()
+    model = folder.publish(3)
+    monitor._conclude(ending, tmp_path / "out")
+    leaves = ending not in (Ending.FINISHED, Ending.TERMINATED)
+    assert (tmp_path / "out" / "model").exists() == leaves
+    assert ("there is no model to save" in caplog.text) == ("is the model of round 3" in caplog.text) == leaves
+    if leaves:
+        assert_same(tmp_path / "out" / "model", model)
+
+
+def test_a_model_that_lacks_a_slot_is_asked_for_again_and_not_saved_with_one_made_up(tmp_path: Path) -> None:
+    folder = PeerFolder(tmp_path / "out", Identity(tmp_path / "key"))
+    folder.publish(3, [0, 1, 3])
+    with pytest.raises(ExchangeError, match="no version of slots 2 at all"):
+        monitor._save(tmp_path / "out", 3, 2.0)
+    model = folder.publish(3)
+    monitor._save(tmp_path / "out", 3, 2.0)
+    assert_same(tmp_path / "out" / "model", model)
+    assert "Held-out loss: 2.0000" in (tmp_path / "out" / "model" / "README.md").read_text()

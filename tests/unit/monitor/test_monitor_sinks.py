@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 import math
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,16 +13,9 @@ import pytest
 from rich.console import Console
 
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.monitor.sinks import (
-    ConsoleSink,
-    JsonlSink,
-    Sink,
-    Sinks,
-    WandbSink,
-    render,
-    replay,
-)
-from spes_p2p.monitor.view import SwarmView, fold, short_id
+from spes_p2p.monitor.events import Event, JsonlSink, replay
+from spes_p2p.monitor.sinks import ConsoleSink, Sink, SinkError, Sinks, render
+from spes_p2p.monitor.view import Sample, SwarmView, fold, short_id
 from spes_p2p.swarm.names import slot_ranges
 from tests.unit.monitor.swarms import (
     NUM_SLOTS,
@@ -38,16 +31,29 @@ from tests.unit.monitor.swarms import (
 FACTS = {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}
 
 
-def feed(sink: Sink, views: list[SwarmView]) -> SwarmView:
-    """Show a sink every view twice, as polling does, and an evaluation of each round."""
-    evaluated = views[0]
-    for view in views:
-        evaluated = replace(view, held_out=evaluated.held_out).evaluated(view.published, 5.5 - view.published / 2)
-        sink.update(view)
-        sink.update(view)
-        sink.evaluated(evaluated, view.published, evaluated.held_out[view.published])
-    sink.close()
-    return evaluated
+def shown_by(sink: Sink, start: SwarmView | None = None) -> Sinks:
+    """Return a watch's sinks, of which `sink` is the only one."""
+    sinks = Sinks(start or empty_view())
+    sinks.add("sink", lambda: sink)
+    return sinks
+
+
+def feed(sinks: Sinks, views: list[SwarmView]) -> SwarmView:
+    """Show every view twice, as polling does, and an evaluation of each round."""
+    view = views[0]
+    for new in views:
+        view = replace(new, held_out=view.held_out, samples=view.samples)
+        sinks.update(view)
+        number = view.published
+        view = view.evaluated(number, 5.5 - number / 2, Sample("def ", f"text {number}", "truth"))
+        sinks.update(view)
+        sinks.update(view)
+    sinks.close()
+    return view
+
+
+def jsonl(path: Path, start: SwarmView | None = None) -> Sinks:
+    return shown_by(JsonlSink(path, FACTS, 0.0), start)
 
 
 def events(path: Path) -> list[dict]:
@@ -61,36 +67,36 @@ def kinds(path: Path) -> dict[str, int]:
 
 def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    view = feed(JsonlSink(path, FACTS, empty_view()), small_history(3))
-    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "report": 6, "round": 3}
+    view = feed(jsonl(path), small_history(3))
+    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
     again, facts = replay(path)
     assert facts["run_id"] == "run"
-    assert again.reports == view.reports and again.held_out == view.held_out
+    assert again.reports == view.reports and again.held_out == view.held_out and again.samples == view.samples
     assert again.published == view.published and again.rounds == view.rounds and again.coverage == view.coverage
 
 
 def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
     path, views = tmp_path / "metrics.jsonl", small_history(3)
-    feed(JsonlSink(path, FACTS, empty_view()), views[:3])
+    feed(jsonl(path), views[:3])
     start, _ = replay(path, empty_view())
-    feed(JsonlSink(path, FACTS, start), views)
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "report": 6, "round": 3}
+    feed(jsonl(path, start), views)
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
 
 
 def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
     path, views = tmp_path / "metrics.jsonl", small_history(2)
-    feed(JsonlSink(path, FACTS, empty_view()), views)
+    feed(jsonl(path), views)
     path.write_bytes(path.read_bytes()[:-9])
     start, _ = replay(path, empty_view())
     assert 2 not in start.held_out
-    feed(JsonlSink(path, FACTS, start), views)
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "report": 4, "round": 2}
+    feed(jsonl(path, start), views)
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "sample": 3, "report": 4, "round": 2}
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"kind": "report", "time": 1.0}', '{"kind": "round", "time": 1}'])
 def test_a_damaged_line_is_named_with_its_number(tmp_path: Path, line: str) -> None:
     path = tmp_path / "metrics.jsonl"
-    feed(JsonlSink(path, FACTS, empty_view()), small_history(1))
+    feed(jsonl(path), small_history(1))
     path.write_text(path.read_text() + line + "\n" + '{"kind": "run", "time": 1.0}\n')
     with pytest.raises(DataError, match=rf"metrics.jsonl:{len(path.read_text().splitlines()) - 1} "):
         replay(path)
@@ -103,32 +109,32 @@ def test_a_file_without_a_run_or_without_a_file_is_refused(tmp_path: Path) -> No
     with pytest.raises(DataError, match="cannot read"):
         replay(tmp_path / "absent")
     with pytest.raises(ConfigError, match="cannot write"):
-        JsonlSink(tmp_path / "no" / "such" / "folder", FACTS, empty_view())
+        JsonlSink(tmp_path / "no" / "such" / "folder", FACTS, 0.0)
 
 
 def test_a_loss_that_is_not_finite_is_null_in_json_and_nan_again_when_read(tmp_path: Path) -> None:
     path, view = tmp_path / "metrics.jsonl", empty_view()
-    sink = JsonlSink(path, FACTS, view)
-    sink.evaluated(view.evaluated(1, math.nan), 1, math.nan)
-    sink.close()
+    sinks = jsonl(path)
+    sinks.update(view.evaluated(1, math.nan))
+    sinks.close()
     assert events(path)[-1]["loss"] is None
     assert math.isnan(replay(path)[0].held_out[1])
 
 
 def test_joins_leaves_and_changed_claims_are_told_apart(tmp_path: Path) -> None:
     path, view = tmp_path / "metrics.jsonl", empty_view()
-    sink = JsonlSink(path, FACTS, view)
+    sinks = jsonl(path)
     for now, claims in ((1.0, [claim(0, [0])]), (2.0, [claim(0, [0, 1])]), (50.0, []), (60.0, [claim(0, [2])])):
         view = fold(view, snapshot(now, claims))
-        sink.update(view)
-    sink.close()
+        sinks.update(view)
+    sinks.close()
     changes = [(e["change"], e["slots"]) for e in events(path) if e["kind"] == "membership"]
     assert changes == [("joined", [0]), ("changed", [0, 1]), ("left", [0, 1]), ("joined", [2])]
 
 
-def plain(width: int = 40) -> tuple[ConsoleSink, io.StringIO]:
+def plain(width: int = 40) -> tuple[Sinks, io.StringIO]:
     stream = io.StringIO()
-    return ConsoleSink("run", "auto", Console(file=stream, width=width, markup=False)), stream
+    return shown_by(ConsoleSink("run", "auto", Console(file=stream, width=width, markup=False))), stream
 
 
 def test_a_console_tells_of_old_slots_where_there_are_any() -> None:
@@ -182,8 +188,8 @@ def test_a_round_whose_last_report_never_comes_is_shown_in_the_end() -> None:
 
 def test_a_resumed_console_repeats_no_round() -> None:
     stream = io.StringIO()
-    sink = ConsoleSink("run", "plain", Console(file=stream), after_round=2)
-    sink.update(small_history(3)[-1])
+    sinks = shown_by(ConsoleSink("run", "plain", Console(file=stream)), small_history(2)[-1])
+    sinks.update(small_history(3)[-1])
     assert [line[:7] for line in stream.getvalue().splitlines()] == ["round 3"]
 
 
@@ -209,7 +215,7 @@ def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
 def test_a_live_console_draws_and_stops() -> None:
     stream = io.StringIO()
     sink = ConsoleSink("run", "live", Console(file=stream, width=120, force_terminal=True))
-    feed(sink, small_history(2))
+    feed(shown_by(sink), small_history(2))
     sink.close()
     assert short_id(peer_id(1)) in stream.getvalue()
 
@@ -219,75 +225,88 @@ def test_slots_are_written_as_ranges(slots: tuple[int, ...], text: str) -> None:
     assert slot_ranges(slots) == text
 
 
-def test_wandb_writes_a_run_offline_without_an_account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
-    home = tmp_path / "home"
-    home.mkdir()
-    for name in ("WANDB_MODE", "WANDB_API_KEY"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(home))
-    monkeypatch.setenv("NETRC", str(home / "netrc"))
-    for folder in ("CACHE", "CONFIG", "DATA"):
-        monkeypatch.setenv(f"WANDB_{folder}_DIR", str(tmp_path / folder.lower()))
-    sink = WandbSink(tmp_path, project="test", name="run", config={"train": {"lr": 0.1}})
-    feed(sink, small_history(2))
-    sink.close()
-    (run,) = (tmp_path / "wandb").glob("offline-run-*")
-    (log,) = run.glob("*.wandb")
-    deadline = time.monotonic() + 10.0
-    while log.stat().st_size < 1000 and time.monotonic() < deadline:  # W&B's own process writes it, a moment later
-        time.sleep(0.05)
-    data = log.read_bytes()
-    for key in ("swarm/loss", "swarm/held_out_loss", "swarm/covered_slots", f"peer/{short_id(peer_id(0))}/loss"):
-        assert key.encode() in data
-
-
-def test_wandb_that_is_missing_is_a_line_with_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "wandb", None)
-    with pytest.raises(ConfigError, match="pip install wandb"):
-        WandbSink(tmp_path, project="test", name="run", config={})
-
-
-class Lost:
-    """Stands for a W&B run whose process has died: its calls raise what no `except` of ours names."""
-
-    def __init__(self, seen: list[str]) -> None:
-        self._seen = seen
-
-    def log(self, values: dict) -> None:
-        self._seen.append("log")
-        raise RuntimeError("mailbox closed")
-
-    def finish(self) -> None:
-        self._seen.append("finish")
-        raise RuntimeError("mailbox closed")
-
-
-def test_a_sink_that_fails_is_dropped_loudly_and_the_others_see_everything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    wandb, full, seen = WandbSink(tmp_path, project="test", name="run", config={}), Path("/dev/full"), []
-    path, views = tmp_path / "metrics.jsonl", small_history(3)
-    monkeypatch.setattr(wandb, "_run", Lost(seen))
-    jsonl = JsonlSink(tmp_path / "full.jsonl", FACTS, empty_view())
-    jsonl.close()
-    jsonl._file = full.open("w")  # where every write says that there is no space left
-    sinks = Sinks()
-    for sink in (wandb, jsonl, JsonlSink(path, FACTS, empty_view())):
-        sinks.add(sink)
-    feed(sinks, views)
-    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "report": 6, "round": 3}
-    assert seen == ["log"]
-    told = [record.message for record in caplog.records if record.levelname == "ERROR"]
-    assert len(told) == 2 and all("--resume" in line for line in told)
-    assert any("mailbox closed" in line for line in told) and any("No space left" in line for line in told)
-
-
 def test_reports_of_a_late_peer_are_written_when_they_come(tmp_path: Path) -> None:
     path, view = tmp_path / "metrics.jsonl", small_history(2)[-1]
-    sink = JsonlSink(path, FACTS, empty_view())
-    sink.update(view)
-    sink.update(fold(view, snapshot(30.0, [claim(i) for i in range(3)], [report(2, 1)])))
-    sink.close()
+    sinks = jsonl(path)
+    sinks.update(view)
+    sinks.update(fold(view, snapshot(30.0, [claim(i) for i in range(3)], [report(2, 1)])))
+    sinks.close()
     assert kinds(path)["report"] == 5 and kinds(path)["round"] == 2
+
+
+class Faulty:
+    """A sink that fails while `is_broken`; a part of its file cannot be taken back."""
+
+    def __init__(self, taken: list[Event], breaks_after: int) -> None:
+        self.taken = taken
+        self.breaks_after = breaks_after
+        self.is_closed = False
+
+    def take(self, event: Event, view: SwarmView) -> None:
+        if len(self.taken) == self.breaks_after:
+            raise SinkError("the service is gone")
+        self.taken.append(event)
+
+    def update(self, view: SwarmView) -> None: ...
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_a_sink_that_fails_is_dropped_with_one_warning_and_takes_all_it_missed_when_it_is_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    taken: list[Event] = []
+    made: list[Faulty] = []
+    times = iter((5, 5, 999))
+
+    def open_again() -> Faulty:
+        made.append(Faulty(taken, next(times)))
+        return made[-1]
+
+    sinks = Sinks(empty_view(), retry_seconds=0.0)
+    sinks.add("the service", open_again)
+    sinks.add("metrics.jsonl", lambda: JsonlSink(tmp_path / "metrics.jsonl", FACTS, 0.0))
+    feed(sinks, small_history(3))
+    expected = [event for event in events(tmp_path / "metrics.jsonl") if event["kind"] != "run"]
+    assert json.loads(json.dumps(taken)) == expected, "each event once, in order"
+    assert len(made) == 3 and made[0].is_closed and made[1].is_closed
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert told == ["dropping the service: the service is gone; trying again every 0 s"] * 2
+    assert [record.message for record in caplog.records if record.levelno == logging.INFO] == [
+        "the service goes on"
+    ] * 2
+
+
+def test_a_sink_that_does_not_open_again_is_asked_for_quietly_and_named_in_the_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sinks, opened = Sinks(empty_view(), retry_seconds=0.0), []
+
+    def open_once() -> Faulty:
+        opened.append(True)
+        if len(opened) > 1:
+            raise ConfigError("no such service")
+        return Faulty([], 0)
+
+    sinks.add("the service", open_once)
+    feed(sinks, small_history(3))
+    assert len(opened) > 3
+    assert [record.levelno for record in caplog.records] == [logging.WARNING, logging.ERROR]
+    assert caplog.records[1].message == "the service lacks the last 19 events of this watch"
+
+
+def test_a_full_disk_ends_no_watch_and_leaves_no_half_event(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """/dev/full stands for the disk: every write there says that there is no space left."""
+    path, views = tmp_path / "metrics.jsonl", small_history(3)
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        broken = JsonlSink(path, FACTS, 0.0)
+        broken.close()
+        broken._file = full
+        opened = iter((broken,))
+        sinks = Sinks(empty_view(), retry_seconds=0.0)
+        sinks.add("metrics.jsonl", lambda: next(opened, None) or JsonlSink(path, FACTS, 0.0))
+        feed(sinks, views)
+    assert "No space left" in caplog.text
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}

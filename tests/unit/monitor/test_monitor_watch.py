@@ -9,7 +9,7 @@ import pytest
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, ExchangeError
-from spes_p2p.monitor.view import SwarmView
+from spes_p2p.monitor.view import Sample, SwarmView
 from spes_p2p.monitor.watch import Ending, Watch, plan_pull
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
@@ -69,6 +69,9 @@ class ScriptedArchive:
         self.evaluated.append(self.round)
         return 6.0 - self.round
 
+    def sample(self) -> Sample:
+        return Sample("def ", f"text {self.round}", "truth")
+
 
 class ScriptedWatchdog:
     """Has `death` on record once it has noticed; `check` notices at once what has `died`."""
@@ -82,29 +85,34 @@ class ScriptedWatchdog:
 
 
 class Recorder:
-    def __init__(self) -> None:
+    """Keeps the newest view, and each new evaluation in the order in which views showed it."""
+
+    def __init__(self, known: Mapping[int, float]) -> None:
+        self.known = set(known)
         self.evaluations: list[tuple[int, float]] = []
 
-    def update(self, view: SwarmView) -> None:
+    def show(self, view: SwarmView) -> None:
         self.view = view
-
-    def evaluated(self, view: SwarmView, number: int, loss: float) -> None:
-        assert view.held_out[number] == loss
-        self.evaluations.append((number, loss))
-
-    def close(self) -> None: ...
+        self.evaluations += [item for item in view.held_out.items() if item[0] not in self.known]
+        self.known |= view.held_out.keys()
 
 
 class Scene:
     """A watch with everything around it."""
 
     def __init__(self, view: SwarmView | None = None, lease_seconds: float = 30.0, every: int = 1) -> None:
-        self.swarm, self.archive, self.recorder, self.saved = ScriptedSwarm(), ScriptedArchive(), Recorder(), []
+        view = view or empty_view()
+        self.swarm, self.archive, self.recorder, self.saved = (
+            ScriptedSwarm(),
+            ScriptedArchive(),
+            Recorder(view.held_out),
+            [],
+        )
         self.told: list[int] = []
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
         self.watch = Watch(
-            *(self.swarm, rounds, self.archive, self.recorder, view or empty_view()),  # type: ignore[arg-type]
-            save=lambda: self.saved.append(self.archive.round),
+            *(self.swarm, rounds, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
+            save=lambda round, loss: self.saved.append(round),
             evaluated=self.told.append,
             evaluate_every=every,
             poll_seconds=0.0,

@@ -19,7 +19,7 @@ import torch
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.codecs.vectors import to_bytes
-from spes_p2p.config import RoundConfig
+from spes_p2p.config import KeptRounds, RoundConfig
 from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
@@ -40,10 +40,10 @@ FILES = ("state.json", "tensors.safetensors", "shared.*.bin", "slot-0.*.bin", "m
 class Disk:
     """A peer's output folder, in which each round publishes new versions and is saved."""
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity, kept: KeptRounds | None = None) -> None:
         self.folder, self._identity = folder, identity
         self.store = VersionStore(folder / "versions", "run")
-        self.checkpoint = PeerCheckpoint(folder / "checkpoint", folder / "versions")
+        self.checkpoint = PeerCheckpoint(folder / "checkpoint", folder / "versions", kept)
 
     def publish(self, round: int) -> None:
         items = {}
@@ -411,7 +411,7 @@ def test_a_restarted_trainer_arrives_where_an_uninterrupted_one_does(disk):
     assert disk.checkpoint.wait(60)
     weights = {name: steady.vector(name) for name in names}
 
-    saved, kept, _ = disk.checkpoint.load(disk.checkpoint.find("run"))
+    saved, kept, *_ = disk.checkpoint.load(disk.checkpoint.find("run"))
     restarted = make_trainer()
     restarted.set_slots(saved.slots, {name: weights[name] for name in names if name != SHARED})
     restarted.load({SHARED: weights[SHARED]})
@@ -452,3 +452,73 @@ def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it
     assert torch.equal(
         after.moments(VectorName.of_slot(0), ("exp_avg",)), before.moments(VectorName.of_slot(0), ("exp_avg",))
     )
+
+
+# ---------------------------------------------------------------------- rounds that are kept
+
+
+def rounds_of(disk: Disk) -> list[int]:
+    return sorted(int(path.name.split("-")[1]) for path in (disk.folder / "checkpoint").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("last", "every", "expected"), [(1, None, [7]), (3, None, [5, 6, 7]), (1, 3, [3, 6, 7]), (2, 2, [2, 4, 6, 7])]
+)
+def test_the_newest_rounds_and_every_nth_are_kept(tmp_path, identity, last, every, expected):
+    disk = Disk(tmp_path, identity, KeptRounds(keep_last=last, keep_every=every))
+    for round in range(8):
+        disk.save(round)
+    assert rounds_of(disk) == expected
+    for round in expected:
+        assert PeerCheckpoint(tmp_path / "checkpoint", tmp_path / "versions").find("run", round).state.round == round
+
+
+def test_a_round_that_is_not_kept_is_refused_with_those_that_are(disk):
+    with pytest.raises(DataError, match=r"no checkpoint of round 3, but none"):
+        disk.checkpoint.find("run", 3)
+    for round in (1, 2):
+        disk.save(round)
+    with pytest.raises(DataError, match=r"no checkpoint of round 3, but those of rounds 1, 2; set --resume-round"):
+        recover(disk.folder, "run", 3)
+
+
+def test_going_back_to_a_round_makes_its_versions_the_newest_and_gives_up_the_later_ones(tmp_path, identity):
+    kept = KeptRounds(keep_last=2, keep_every=2)
+    disk = Disk(tmp_path, identity, kept)
+    for round in range(1, 7):
+        disk.save(round)
+    store, found = recover(tmp_path, "run", 4)
+    assert found is not None and found.state.round == 4
+    assert {version.round for version in store.newest().values()} == {4}
+    again = Disk(tmp_path, identity, kept)
+    again.checkpoint.load(found)
+    assert rounds_of(again) == [2, 4, 5, 6], "nothing is lost before there is something new"
+    again.save(5)
+    assert rounds_of(again) == [2, 4, 5] and again.after_restart() == 5
+
+
+def test_a_save_of_a_round_that_is_kept_waits_for_the_one_before():
+    """Otherwise a slow disk would leave out the very round that is to be kept."""
+    waited = []
+    checkpoint = SimpleNamespace(is_kept=lambda round: round == 4, wait=lambda seconds: waited.append(seconds))
+    checkpointer = Checkpointer(checkpoint, "run", make_trainer(), ProcessGroup("cpu"), None)  # type: ignore[arg-type]
+    for round in (3, 4):
+        checkpointer.save(round, 1, 1, {}, is_last=False)
+    assert waited[0] == 0 and waited[1] > 0
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_optimizer_that_is_skipped_starts_anew_with_everything_else_in_place(skips):
+    run = tiny_run(round=RoundConfig(mode="steps", steps=3, total=9, min_peers=1, max_seconds=60))
+    before = make_trainer((0, 1, 2))
+    before.step(1e-2)
+    peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=3)
+    bundles = peer.initial()
+    moments = {name.moments: torch.full((2 * bundle.numel(),), 0.5) for name, bundle in bundles.items()}
+    peer.swarm.publish(7, bundles | moments)
+    tensors = {f"{MOMENTS}{name}": tensor for name, tensor in before.state_tensors().items()}
+    state = PeerState("run", 7, before.slots, 21, 999, {"position": 40})
+    peer.loop.open(None, Saved(state, tensors, {}, skips_optimizer=skips))
+    assert peer.trainer.steps == 21 and peer.trainer.data.state_dict() == {"position": 40}
+    held = [peer.trainer.moments(name, ("exp_avg", "exp_avg_sq")) for name in peer.trainer.names]
+    assert all(bool(moment.any()) != skips for moment in held)

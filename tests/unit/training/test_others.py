@@ -17,7 +17,7 @@ from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
 
-FAR = 10**6
+FAR = 10**5
 
 
 class Peer:

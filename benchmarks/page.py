@@ -1,0 +1,314 @@
+"""The live page's figures: bytes, paint, updates, many viewers, a large matrix, accessibility, and what it refuses.
+
+    .venv/bin/python benchmarks/page.py [--write] [--pictures]
+
+It needs Chromium. `--write` puts the table into docs/page.md and the numbers into benchmarks/results/page.json.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, Literal
+
+import psutil
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.cluster import ROOT
+from benchmarks.guards import PASSED, run_tests
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.page_views import peer_id, views
+from benchmarks.tables import HEAD, Row, fill, markdown_table
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+from spes_p2p.monitor.events import EventLog
+from spes_p2p.monitor.page.server import Page
+from spes_p2p.monitor.page.snapshot import Own, PageState
+from spes_p2p.monitor.view import SwarmView
+from spes_p2p.presentation import say
+
+RESULTS, DOCUMENT, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/page.md", ROOT / "docs/page"
+TESTS = "tests/unit/monitor/test_monitor_page"
+REFUSALS = f"{TESTS}_server.py::test_what_no_page_of_ours_asks_is_refused"
+AXE = f"{TESTS}_browser.py::test_axe_finds_nothing"
+MARKUP = f"{TESTS}_browser.py::test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup"
+RUN = {
+    "run_id": "demo",
+    "config": {"model": {"family": "olmoe", "num_layers": 4, "hidden_size": 128, "num_experts": 16, "top_k": 2}},
+}
+IS_DRAWN = "window.spesTicks && spesTicks.length > 0"
+NUM_VIEWERS, VIEWER_SECONDS, NUM_PAIRS = 50, 20, 15
+STEP_SECONDS, TEST_SECONDS = 3.0, 300.0
+
+
+class PageConfig(CommandConfig):
+    """Measure the live page, and print the figures beside what they had to reach."""
+
+    model_config = SettingsConfigDict(cli_prog_name="page.py")
+
+    write: bool = False
+    """Write the table to docs/page.md, and the numbers to benchmarks/results/page.json."""
+    pictures: bool = False
+    """Take the pictures of docs/page anew."""
+    log_level: Literal["debug", "info", "warning"] = "warning"
+    """Least severe event to log."""
+
+
+class Shown:
+    """A page of a made-up swarm, which goes on round by round.
+
+    Args:
+        num_peers: Its peers.
+        num_slots: Its slots.
+        num_rounds: Rounds that the page begins with.
+        own: The machine, for a peer's page.
+    """
+
+    def __init__(self, num_peers: int, num_slots: int, num_rounds: int, own: Own | None = None) -> None:
+        self._own = own
+        self._views = views(num_peers, num_slots, num_rounds + 200, total=num_rounds + 60)
+        seen = [next(self._views) for _ in range(num_rounds)]
+        self._shift = time.time() - seen[-1].now - 8.0
+        self._log = EventLog(replace(seen[0], reports={}, peers={}, published=0))
+        self.view = seen[-1]
+        self.page = Page("127.0.0.1", self._state(seen[0]), Path(tempfile.mkdtemp()))
+        for view in seen:
+            self._take(view)
+
+    def _state(self, view: SwarmView) -> PageState:
+        peers = {
+            peer: replace(known, ends_at=known.ends_at + self._shift, last_seen=known.last_seen + self._shift)
+            for peer, known in view.peers.items()
+        }
+        return PageState(replace(view, now=view.now + self._shift + 8.0, peers=peers), RUN, self._own)
+
+    def _take(self, view: SwarmView) -> None:
+        self.view = view
+        for event in self._log.of(view):
+            self.page.take({**event, "time": event["time"] + self._shift})
+        self.page.show(self._state(view))
+
+    def advance(self) -> None:
+        """Show the next round."""
+        self._take(next(self._views))
+
+    def move(self, number: int) -> None:
+        """Let three peers have claimed another slot, a second later."""
+        peers = dict(self.view.peers)
+        ids = sorted(peers)
+        for offset in range(3):
+            peer = ids[(3 * number + offset) % len(ids)]
+            slots = set(peers[peer].slots[1:]) | {(7 * number + offset) % self.view.num_slots}
+            peers[peer] = replace(peers[peer], slots=tuple(sorted(slots)))
+        self.view = replace(self.view, now=self.view.now + 1.0, peers=peers)
+        self.page.show(self._state(self.view))
+
+
+def measure() -> dict[str, Any]:
+    """Return all figures."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    load = load_average()
+    figures: dict[str, Any] = {"browser": asyncio.run(_in_browser()), "viewers": asyncio.run(_viewers())}
+    for name, tests in (("refused", REFUSALS), ("axe", AXE), ("markup", MARKUP)):
+        with tempfile.TemporaryDirectory() as folder:
+            ended = run_tests(ROOT, [tests], TEST_SECONDS, Path(folder))
+        figures[name] = {"passed": ended.code == PASSED, "tests": ended.tests}
+    figures["circumstances"] = asdict(Circumstances.now(load, None))
+    return figures
+
+
+async def _in_browser() -> dict[str, Any]:
+    from browser import browser
+
+    found: dict[str, Any] = {}
+    async with browser(Path(tempfile.mkdtemp())) as open_tab:
+        for name, size, width, height in (
+            ("wide", (4, 16, 140), 1400, 900),
+            ("phone", (4, 16, 140), 390, 844),
+            ("large", (64, 128, 300), 1400, 900),
+        ):
+            shown, tab = Shown(*size), await open_tab()
+            await tab.open(shown.page.address, width=width, height=height)
+            await tab.wait_for(IS_DRAWN)
+            paint = "performance.getEntriesByName('first-contentful-paint').map(entry => entry.startTime)[0]"
+            found[name] = {"paint_ms": await tab.wait_for(paint), "wire_bytes": tab.bytes_received()}
+            found[name]["overflow_px"] = await tab.evaluate(
+                "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+            )
+            began = time.monotonic()
+            shown.advance()
+            await tab.wait_for(f"data.rounds.has('{shown.view.published}')")
+            found[name]["update_seconds"] = time.monotonic() - began
+            if name == "large":
+                found[name] |= await _ticks(tab, shown)
+            shown.page.close()
+    return found
+
+
+async def _ticks(tab: Any, shown: Shown) -> dict[str, float]:
+    """Return the script time and the bytes of a tick in which three peers change a slot, the matrix open."""
+    await tab.evaluate("document.getElementById('matrix-box').open = true")
+    await tab.wait_for("matrix.rows.length > 0 && Boolean(matrix.pen)")
+    await tab.evaluate("spesTicks.length = 0; 0")
+    before = tab.bytes_received()
+    for number in range(30):
+        shown.move(number)
+        await tab.wait_for(f"spesTicks.length > {number}")
+    times = await tab.evaluate("spesTicks")
+    return {"tick_ms": median(times), "tick_ms_worst": max(times), "tick_bytes": (tab.bytes_received() - before) / 30}
+
+
+async def _viewers() -> dict[str, Any]:
+    """Return the share of a core that 50 viewers cost at one round a second, and how much slower a step becomes."""
+    shown = Shown(8, 32, 100)
+    port = int(shown.page.address.rstrip("/").rpartition(":")[2])
+    code = VIEWERS_CODE.format(port=port, count=NUM_VIEWERS)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
+    assert process.stdout is not None
+    await process.stdout.readline()
+    began, spent = time.monotonic(), _cpu_seconds()
+    made = 0.0
+    for _ in range(VIEWER_SECONDS):
+        before = time.thread_time()
+        shown.advance()
+        made += time.thread_time() - before
+        await asyncio.sleep(1.0)
+    share = (_cpu_seconds() - spent - made) / (time.monotonic() - began)
+    slower = []
+    for number in range(NUM_PAIRS):
+        paces = {}
+        for watched in (True, False) if number % 2 else (False, True):
+            paces[watched] = await asyncio.to_thread(_pace, shown if watched else None)
+        slower.append(paces[True] / paces[False] - 1.0)
+    process.terminate()
+    await process.wait()
+    shown.page.close()
+    return {"core_share": share, "slower": median(slower), "slower_all": slower}
+
+
+VIEWERS_CODE = """
+import asyncio
+async def view():
+    reader, writer = await asyncio.open_connection("127.0.0.1", {port})
+    writer.write(b"GET /events HTTP/1.0\\r\\nHost: 127.0.0.1:{port}\\r\\n\\r\\n")
+    await reader.readuntil(b"\\r\\n\\r\\n")
+    return asyncio.create_task(read(reader)), writer
+async def read(reader):
+    while await reader.read(65536): pass
+async def main():
+    kept = [await view() for _ in range({count})]
+    print("all are here", flush=True)
+    await asyncio.gather(*(task for task, _ in kept))
+asyncio.run(main())
+"""
+
+
+def _cpu_seconds() -> float:
+    times = psutil.Process().cpu_times()
+    return times.user + times.system
+
+
+def _pace(shown: Shown | None) -> float:
+    """Return the CPU seconds of a training-like step in this thread, while a page is shown a round a second or not."""
+    import torch
+
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(384, 384, generator=generator)
+    steps, deadline, told = 0, time.monotonic() + STEP_SECONDS, 0.0
+    while time.monotonic() < deadline:
+        if shown is not None and time.monotonic() - told > 1.0:
+            told = time.monotonic()
+            shown.move(int(told))
+        (weight @ weight).tanh_().sum()
+        steps += 1
+    return STEP_SECONDS / steps
+
+
+def rows(figures: dict[str, Any]) -> Iterator[Row]:
+    """Yield the rows of issue 28 that are about the page."""
+    browser, viewers, axe, refused = (figures[name] for name in ("browser", "viewers", "axe", "refused"))
+    wire = max(found["wire_bytes"] for found in browser.values())
+    yield Row("bytes on the wire, 64 peers and 300 rounds the most", f"{wire / 1000:.0f} kB", "90 kB", wire <= 90_000)
+    paint = [found["paint_ms"] for found in browser.values()]
+    yield Row("first paint, each of three sizes", ", ".join(f"{ms:.0f} ms" for ms in paint), "0.5 s", max(paint) <= 500)
+    update = max(found["update_seconds"] for found in browser.values())
+    yield Row("update after a commit, once its record is read", f"{update:.2f} s", "2 s", update <= 2)
+    overflow = browser["phone"]["overflow_px"]
+    yield Row("sideways overflow at 390 px", f"{overflow} px", "none", overflow <= 0)
+    share = viewers["core_share"]
+    yield Row("50 viewers, a round a second: share of one core", f"{share:.2%}", "1 %", share <= 0.01)
+    yield Row("training slower by, median of pairs", f"{viewers['slower']:+.1%}", "under 1 %", viewers["slower"] < 0.01)
+    large = browser["large"]
+    yield Row(
+        "128 x 64 matrix, script time of a tick, median", f"{large['tick_ms']:.1f} ms", "5 ms", large["tick_ms"] <= 5
+    )
+    size = large["tick_bytes"]
+    yield Row("- bytes of a tick", f"{size / 1000:.2f} kB", "1.5 kB", size <= 1500)
+    yield Row(
+        "axe-core, light and dark, wide and phone", "0 violations" if axe["passed"] else "some", "0", axe["passed"]
+    )
+    words = f"all of {refused['tests']}" if refused["passed"] else "not all"
+    yield Row("requests refused", words, "all, 25 or more", refused["passed"] and refused["tests"] >= 25)
+    is_deaf = figures["markup"]["passed"]
+    yield Row("injected markup that ran, in every string of a peer", "none" if is_deaf else "some", "none", is_deaf)
+
+
+async def take_pictures() -> None:
+    """Take the pictures of the four views."""
+    from browser import browser
+
+    own = Own(
+        peer_id(1),
+        uptime_seconds=11520,
+        memory_bytes=5_100_000_000,
+        sent_bytes=1_240_000_000,
+        received_bytes=1_130_000_000,
+        reachability="yes; 3 near",
+    )
+    PICTURES.mkdir(exist_ok=True)
+    async with browser(Path(tempfile.mkdtemp())) as open_tab:
+        for name, size, machine, width, height, dark in (
+            ("monitor", (6, 32, 140), None, 1400, 900, False),
+            ("monitor-dark", (64, 128, 140), None, 1400, 900, True),
+            ("phone", (6, 32, 140), None, 390, 844, False),
+            ("peer", (6, 32, 140), own, 1400, 900, False),
+        ):
+            shown, tab = Shown(*size, own=machine), await open_tab()
+            await tab.open(shown.page.address, width=width, height=height, dark=dark)
+            await tab.wait_for(IS_DRAWN)
+            if dark:
+                await tab.evaluate("document.getElementById('matrix-box').open = true")
+                await tab.wait_for("Boolean(matrix.pen)")
+            await asyncio.sleep(1.5)
+            picture = await tab.picture()
+            (PICTURES / f"{name}.png").write_bytes(picture)
+            say(f"{name}.png  {len(picture) / 1000:.0f} kB")
+            shown.page.close()
+
+
+def main(config: PageConfig) -> int:
+    """Measure and print; return the exit code."""
+    figures = measure()
+    table = list(rows(figures))
+    text = markdown_table(HEAD, [row.cells for row in table])
+    say(text)
+    if config.pictures:
+        asyncio.run(take_pictures())
+    if config.write:
+        RESULTS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+        where = figures["circumstances"]
+        said = f"{where['date']}, {where['cores']} cores of {where['cpu']}, load {where['load_before']:.1f}"
+        fill(DOCUMENT, "PAGE", f"{text}\n{said}, commit {where['commit']}.\n")
+    return 0
+
+
+if __name__ == "__main__":
+    entry_point(PageConfig, main)

@@ -1,0 +1,112 @@
+"""`spes export`: write a round's model as a Hugging Face checkpoint, from a folder or from a running swarm."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from spes_p2p.config.commands import ExportConfig
+from spes_p2p.config.link import JoinLink
+from spes_p2p.errors import ConfigError, ExchangeError, JoinError
+from spes_p2p.fs import scratch_path
+from spes_p2p.monitor.model_folder import VERSIONS, Exported, export
+from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.monitor.watch import holders_and_peers, pull_round
+from spes_p2p.peer.consent import ask_to_read
+from spes_p2p.peer.joining import show_download
+from spes_p2p.planner.size import model_size
+from spes_p2p.presentation import say
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.manifest import fetch_manifest, guest_list
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
+from spes_p2p.swarm.records import Claim, Metrics, Progress
+from spes_p2p.swarm.roster import SHARED
+from spes_p2p.training.anchors import Anchors
+
+log = logging.getLogger(__name__)
+
+ATTEMPTS = 3
+"""Times that a round is asked for: the swarm may go on from it meanwhile."""
+
+
+def main(config: ExportConfig) -> int:
+    """Export a round; return the exit code.
+
+    Raises:
+        ConfigError: flags contradict each other, or the output cannot be written.
+        DataError, ExchangeError, JoinError: the round cannot be had.
+    """
+    source, run_id, initial_peers = config.source, config.run_id, config.initial_peers
+    if (source is None) == (run_id is None) or bool(initial_peers) != (run_id is not None):
+        raise ConfigError(
+            "name what to export: the folder of a peer or a monitor, or a running swarm by its link, or by --run-id "
+            "and --initial-peers"
+        )
+    if source is not None and "spes:" in source:
+        link = JoinLink.parse(source)
+        run_id, initial_peers = f"{link.run_id}@{link.founder}", list(link.addresses)
+    if run_id is None:
+        folder = Path(source or "").expanduser()
+        output = (config.output or folder / "model").expanduser()
+        exported = export(folder, output, config.round, overwrite=config.overwrite)
+    else:
+        if config.output is None:
+            raise ConfigError("a running swarm has no folder here; name one with --output")
+        if config.round is not None:
+            raise ConfigError(f"peers pass on their newest round only; drop --round {config.round}, or export a folder")
+        output = config.output.expanduser()
+        exported = _export_swarm(run_id, initial_peers, output, overwrite=config.overwrite, yes=config.yes)
+    say(f"wrote {output}: {exported}")
+    return 0
+
+
+def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, overwrite: bool, yes: bool) -> Exported:
+    """Fetch the swarm's newest round into a folder that is deleted again, and export it from there."""
+    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
+    try:
+        output.absolute().parent.mkdir(parents=True, exist_ok=True)
+        with scratch_path(output.absolute()) as folder:
+            folder.mkdir()
+            _fetch(run_id, initial_peers, folder, yes=yes)
+            return export(folder, output, overwrite=overwrite)
+    except OSError as error:
+        raise ConfigError(f"cannot write --output {output}: {error}; make room there, or name another") from error
+
+
+def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool) -> None:
+    name, _, founder = run_id.partition("@")
+    node = Node(
+        Identity(folder / "identity.key"),
+        name,
+        initial_peers=initial_peers,
+        listen=ListenConfig(client_mode=True),
+    )
+    swarm = HivemindSwarm(node, folder / VERSIONS, serve=False)
+    try:
+        manifest, document = fetch_manifest(swarm, founder or None)
+        ask_to_read(manifest, len(document), yes=yes, reads_data=False)
+        run = manifest.config
+        size = model_size(run.model, manifest.vocab_size)
+        anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
+        swarm.enter(run.round, anchors.vectors(), max_slots=0, guests=guest_list(swarm, manifest))
+        sizes = anchors.bundle_numel()
+        show_download(swarm, 4 * (sizes[SHARED] + run.model.num_experts * sizes["slot"]))
+        view = SwarmView(run.model.num_experts, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+        for attempt in range(1, ATTEMPTS + 1):
+            claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))
+            view = fold(view, Snapshot(swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
+            holders, peers = holders_and_peers(view)
+            seeds = {peer for serving in swarm.seeds().values() for peer in serving}
+            try:
+                pull_round(swarm, run, view.published, holders, sorted({*peers, *seeds}))
+                return
+            except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
+                if attempt == ATTEMPTS:
+                    raise JoinError(f"no peer sent the model: {error}; try again, or other --initial-peers") from error
+                log.warning("%s; trying again", error)
+                swarm.wait(run.round.heartbeat_seconds)
+    finally:
+        swarm.close()

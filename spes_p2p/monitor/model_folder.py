@@ -1,0 +1,431 @@
+"""The model of any round that a peer's or a monitor's folder keeps, written as a Hugging Face checkpoint.
+
+The folder is only read: nothing here needs a swarm, and the folder's peer may go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from spes_p2p import __version__
+from spes_p2p.codecs.vectors import Layout, digest
+from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
+from spes_p2p.errors import ConfigError, DataError, ExchangeError, RecordError
+from spes_p2p.model.build import outline
+from spes_p2p.model.export import save_checkpoint
+from spes_p2p.monitor.events import METRICS_FILE, replay
+from spes_p2p.planner.tables import params_text
+from spes_p2p.presentation import printable
+from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, read_index
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
+from spes_p2p.swarm.manifest import TOKENIZER, Manifest, read_manifest
+from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
+from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.checkpoint import STATE, checkpoint_of
+
+log = logging.getLogger(__name__)
+
+VERSIONS = "versions"
+ATTEMPTS = 3
+"""Times that a folder is read anew because its peer has deleted a version meanwhile."""
+
+
+class OnDisk(NamedTuple):
+    """A version and the file of its bytes."""
+
+    version: Version
+    file: Path
+
+
+Source = Mapping[str, OnDisk]
+"""Versions by name that were one peer's at one moment."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written.
+
+    Attributes:
+        run_id: The run's name.
+        round: Round of the shared parameters.
+        num_params: The model's parameters.
+        other_rounds: Rounds of those slots whose newest version in the folder is of another round.
+    """
+
+    run_id: str
+    round: int
+    num_params: int
+    other_rounds: Mapping[int, int] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        text = f"round {self.round} of run {self.run_id!r}, {params_text(self.num_params)} parameters in fp32"
+        return f"{text}; of other rounds: {_by_round(self.other_rounds)}" if self.other_rounds else text
+
+
+class ModelFolder:
+    """What a folder keeps of its run's model.
+
+    Args:
+        folder: The output of a peer or a monitor.
+
+    Attributes:
+        manifest: The run's manifest.
+
+    Raises:
+        DataError: it is no such folder, or what it keeps is damaged.
+        JoinError: another version of this software has written the manifest.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        run_id = _run_of(folder)
+        states = checkpoint_of(folder).states(run_id)
+        self._tokens = {state.round: state.total_tokens for state in reversed(states.values())}
+        self._sources = [*_stored(folder, run_id), *(_files(where, state.versions) for where, state in states.items())]
+        self.manifest: Manifest = read_manifest(self.document)
+
+    def document(self, name: str) -> bytes:
+        """Return the verified bytes of the manifest or the tokenizer.
+
+        Raises:
+            ExchangeError: no undamaged one is here.
+        """
+        for version, file in (source[name] for source in self._sources if name in source):
+            if file.is_file() and digest(data := file.read_bytes()) == version.digest:
+                return data
+        raise ExchangeError(f"{self.folder} has no undamaged {name}; export from another peer's folder")
+
+    @property
+    def rounds(self) -> list[int]:
+        """Rounds of which the folder has the shared parameters, ascending."""
+        return sorted({source[SHARED].version.round for source in self._sources if SHARED in source})
+
+    def tokens(self, round: int) -> int | None:
+        """Return the tokens that this folder's peer had trained by then; None if it does not say."""
+        return self._tokens.get(round)
+
+    def authors(self, round: int) -> set[str]:
+        """Return the peers that signed weights of this round or an earlier one."""
+        held = [each.version for source in self._sources for each in source.values()]
+        weights = [v for v in held if v.name not in DOCUMENTS and VectorName(v.name).is_weights]
+        return {version.author for version in weights if version.round <= round}
+
+    def choose(self, round: int | None) -> tuple[int, dict[VectorName, OnDisk]]:
+        """Return a round, by default the newest, and the version of each vector of its model.
+
+        A slot without a version of that round comes in the one that its peer used with it, or else in the one nearest.
+
+        Raises:
+            DataError: the folder lacks the round, or has no version of some slot.
+        """
+        with_model = [source for source in self._sources if SHARED in source]
+        if not with_model:
+            raise DataError(f"{self.folder} holds no model yet; export once a round is there, or another peer's folder")
+        if round is None:
+            round = with_model[0][SHARED].version.round
+        of_round = [source for source in with_model if source[SHARED].version.round == round]
+        if not of_round:
+            rounds = ", ".join(map(str, self.rounds))
+            raise DataError(
+                f"{self.folder} does not keep round {round}, but {rounds}; set --round to one of them (peers keep more "
+                f"with --keep-last and --keep-every)"
+            )
+        base = max(of_round, key=lambda source: sum(each.version.round == round for each in source.values()))
+        names = [VectorName.of_slot(slot) for slot in range(self.manifest.config.model.num_experts)]
+        chosen = {SHARED: base[SHARED]}
+        for name in names:
+            if found := [source[name] for source in (base, *self._sources) if name in source]:
+                chosen[name] = max(found, key=lambda each: _preference(each, round, base.get(name)))
+        if lacking := [name.slot or 0 for name in names if name not in chosen]:
+            raise DataError(
+                f"{self.folder} has no version of slots {slot_ranges(lacking)} at all; export another peer's folder, "
+                f"or the running swarm's newest round with --run-id and --initial-peers"
+            )
+        return round, chosen
+
+    def copies(self, version: Version) -> Iterator[Path]:
+        """Yield the files that should hold a version's bytes."""
+        yield from {s[version.name].file: None for s in self._sources if _digest_in(s, version.name) == version.digest}
+
+
+def export(
+    folder: Path,
+    output: Path,
+    round: int | None = None,
+    *,
+    overwrite: bool = False,
+    held_out: Mapping[int, float] | None = None,
+) -> Exported:
+    """Write the model of a round that a folder keeps, with tokenizer and model card, whole or not at all.
+
+    Memory holds one slot at a time, or small ones up to a file's size.
+
+    Args:
+        folder: The output of a peer or a monitor.
+        output: Folder to write.
+        round: The round; by default the newest.
+        overwrite: Replace a checkpoint in `output`.
+        held_out: Held-out losses by round that the folder's metrics do not have yet.
+
+    Raises:
+        ConfigError: `output` cannot be written, or holds something.
+        DataError: `folder` does not keep the round, or what it keeps is damaged.
+        JoinError: another version of this software has written the manifest.
+    """
+    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
+    for _ in range(ATTEMPTS - 1):
+        try:
+            return _export(ModelFolder(folder), output, round, held_out or {})
+        except FileNotFoundError as error:
+            log.info("%s was deleted meanwhile by the peer that uses it; reading again", error.filename)
+    return _export(ModelFolder(folder), output, round, held_out or {})
+
+
+def _export(source: ModelFolder, output: Path, round: int | None, held_out: Mapping[int, float]) -> Exported:
+    round, chosen = source.choose(round)
+    run = source.manifest.config
+    with ExitStack() as stack:
+        # Open files outlive their deletion by a running peer.
+        opened = {name: _open_all(source, each, stack) for name, each in chosen.items()}
+        model = outline(run.model, source.manifest.vocab_size, run.data.sequence_length)
+        layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
+        sizes = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()}).bundle_numel()
+
+        def read(slot: int | None) -> dict[str, Tensor]:
+            name = SHARED if slot is None else VectorName.of_slot(slot)
+            layout = layouts[name.kind]
+            return layout.unflatten(_weights(chosen[name], opened[name], layout.numel, sizes[name.kind]))
+
+        slots = {name.slot: each.version.round for name, each in chosen.items() if name.slot is not None}
+        stale = {slot: number for slot, number in slots.items() if number != round}
+        num_params = sum(layouts[name.kind].numel for name in chosen)
+        exported = Exported(source.manifest.run_id, round, num_params, stale)
+        card = _card(source, exported, held_out)
+        try:
+            save_checkpoint(model, output, read, tokenizer=_Tokenizer(source), card=card)
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"cannot write --output {output}: {error}; make room there, or name another") from error
+    return exported
+
+
+class _Tokenizer:
+    """Saves the run's tokenizer with the checkpoint; it is read in a process of its own, as a stranger's."""
+
+    def __init__(self, source: ModelFolder) -> None:
+        self._document = source.document(TOKENIZER)
+        self._max_entries = source.manifest.vocab_size
+
+    def save_pretrained(self, directory: Path) -> None:
+        ConfinedTokenizer(self._document, directory, self._max_entries).close()
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def _run_of(folder: Path) -> str:
+    """Return the name of the run that a folder belongs to."""
+    texts = [path.read_bytes() for path in sorted((folder / "checkpoint").glob(f"*/{STATE}"))]
+    if (folder / VERSIONS).is_dir():
+        try:
+            texts += read_index(folder / VERSIONS)
+        except ExchangeError as error:
+            log.warning("%s; looking into the checkpoints", error)
+    for text in texts:
+        try:
+            return str(json.loads(text)["run_id"])
+        except (ValueError, KeyError, TypeError):
+            continue  # a damaged state, which is reported when it is verified
+    raise DataError(f"{folder} is no folder of a peer or a monitor; name what their --output names")
+
+
+def _stored(folder: Path, run_id: str) -> list[Source]:
+    """Return a store's newest versions, and those before them."""
+    try:
+        versions = [Version.verify(line, run_id) for line in read_index(folder / VERSIONS)]
+    except (ExchangeError, RecordError) as error:
+        log.warning("the index of %s cannot be used: %s; taking the checkpoints", folder / VERSIONS, error)
+        return []
+    by_name: dict[str, list[Version]] = {}
+    for version in versions:
+        if (folder / VERSIONS / file_name(version)).exists():
+            older = [each for each in by_name.get(version.name, ()) if each.digest != version.digest]
+            by_name[version.name] = [version, *older]
+    depth = max(map(len, by_name.values()), default=0)
+    return [
+        _files(folder / VERSIONS, (kept[age] for kept in by_name.values() if age < len(kept))) for age in range(depth)
+    ]
+
+
+def _files(folder: Path, versions: Iterable[Version]) -> dict[str, OnDisk]:
+    found = (OnDisk(version, folder / file_name(version)) for version in versions)
+    return {each.version.name: each for each in found}
+
+
+def _digest_in(source: Source, name: str) -> str | None:
+    return source[name].version.digest if name in source else None
+
+
+def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool, bool, bool, int]:
+    """Rank a slot's versions: of the round, used with it, older than it, near to it."""
+    number = each.version.round
+    return number == round, each == of_base, number <= round, -abs(number - round)
+
+
+def _open_all(source: ModelFolder, each: OnDisk, stack: ExitStack) -> list[BinaryIO]:
+    """Open the copies of a version.
+
+    Raises:
+        FileNotFoundError: all are gone.
+        DataError: none can be opened.
+    """
+    opened: dict[int, BinaryIO] = {}
+    for path in source.copies(each.version):
+        try:
+            file = stack.enter_context(path.open("rb"))
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}; make it readable (ulimit -n, chmod)") from error
+        opened[os.fstat(file.fileno()).st_ino] = file
+    if not opened:
+        raise FileNotFoundError(2, "no such file", str(each.file))
+    return list(opened.values())
+
+
+def _weights(each: OnDisk, files: Sequence[BinaryIO], numel: int, bundle_numel: int) -> Tensor:
+    """Return the weights `[numel]` of a version, whose bytes are verified; what follows them is read in pieces.
+
+    Raises:
+        DataError: all its files are damaged, or it is of another model.
+    """
+    version = each.version
+    if version.codec == "fp32" and version.num_bytes == 4 * bundle_numel:
+        for file in files:
+            flat_N = np.empty(numel, dtype="<f4")
+            sha256 = hashlib.sha256()
+            if file.readinto(flat_N.data.cast("B")) == flat_N.nbytes:  # type: ignore[attr-defined]
+                sha256.update(flat_N.data.cast("B"))
+                while piece := file.read(PIECE_BYTES):
+                    sha256.update(piece)
+                if sha256.hexdigest() == version.digest:
+                    return torch.from_numpy(flat_N)
+    raise DataError(
+        f"{each.file} is damaged: it does not hold {version.name} of round {version.round}; set --round to another "
+        f"round, or export another peer's folder"
+    )
+
+
+# ---------------------------------------------------------------------- the model card
+
+
+def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]) -> str:
+    """Return the text of README.md. Names that other people chose stand in it as code, without control characters."""
+    manifest, run = source.manifest, source.manifest.config
+    tokens, losses, reporters = _history(source, exported.round, held_out)
+    contributors = sorted(source.authors(exported.round) | reporters)
+    model, rounds = run.model, run.round
+    lines = [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        "tags:",
+        "- mixture-of-experts",
+        "- spes_p2p",
+        "---",
+        f"# Round {exported.round} of a mixture of experts that volunteers pretrain together",
+        "",
+        f"- Run: {_code(manifest.run_id)}, manifest {_code(manifest.digest)}",
+        f"- Founder: {_code(manifest.founder)}, with spes_p2p {_code(manifest.software)}",
+        f"- Round: {exported.round} of {rounds.total}",
+        f"- Tokens: {tokens}",
+        f"- Data: {_data(manifest)}",
+        *(f"- {loss}" for loss in losses),
+        f"- Model: {model.family}, {params_text(exported.num_params)} parameters, {model.num_experts} experts per "
+        f"layer, {model.top_k} per token, sequences of {run.data.sequence_length} tokens",
+        "- Weights: fp32, as the peers published them, verified by SHA-256",
+        f"- Slots (expert e of every layer): {_slots(exported, model.num_experts)}",
+        f"- Exported by spes_p2p {__version__}",
+        "",
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        'model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")',
+        'tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")',
+        "```",
+        "",
+        "## Contributors",
+        "",
+        f"{len(contributors)} peers are known here to have signed weights of this round or an earlier one, or to have "
+        "reported tokens. There may have been others.",
+        "",
+        *(f"- {_code(peer)}" for peer in contributors),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _history(source: ModelFolder, round: int, held_out: Mapping[int, float]) -> tuple[str, list[str], set[str]]:
+    """Return what a folder knows of tokens, of losses and of the peers that reported until a round."""
+    tokens, losses, reporters = "unknown", [], set()
+    if (own := source.tokens(round)) is not None:
+        tokens = f"{own:,} by the one peer whose folder this was exported from; the swarm's are not known there"
+    measured = dict(held_out)
+    path = source.folder / METRICS_FILE
+    if path.is_file():
+        try:
+            view, _ = replay(path)
+        except DataError as error:
+            log.warning("%s; the model card goes without tokens and losses", error)
+        else:
+            tokens = f"{view.tokens_until(round):,}, as {len(view.rounds)} rounds' reports say"
+            measured = dict(view.held_out) | measured
+            reporters = {peer for (number, peer), report in view.reports.items() if number <= round and report.tokens}
+            if round in view.rounds and math.isfinite(loss := view.rounds[round].loss):
+                losses.append(f"Training loss in this round: {loss:.4f} nats per token")
+    if math.isfinite(loss := measured.get(round, math.nan)):
+        losses.insert(0, f"Held-out loss: {loss:.4f} nats per token")
+    return tokens, losses or ["Loss: not known in the folder that this was exported from"], reporters
+
+
+def _data(manifest: Manifest) -> str:
+    data = manifest.config.data
+    sources = {
+        "embedded": "the Python standard library's source and documentation",
+        "files": "text of the peers' own",
+        "hub": f"data set {_code(data.name or '')}, split {_code(data.split)}",
+    }
+    tokenizer = f"tokenizer {_code(data.tokenizer)}" if data.tokenizer else "a byte-level BPE trained on it"
+    return f"{sources[data.source]}; {tokenizer}, {manifest.vocab_size} entries"
+
+
+def _slots(exported: Exported, num_slots: int) -> str:
+    if not exported.other_rounds:
+        return f"all {num_slots} of round {exported.round}"
+    return f"of round {exported.round}, except {_by_round(exported.other_rounds)}"
+
+
+def _by_round(rounds: Mapping[int, int]) -> str:
+    """Return slots by their round in short: `slots 3,5-7 (round 10)`."""
+    numbers = sorted(set(rounds.values()))
+    return ", ".join(
+        f"slots {slot_ranges(sorted(slot for slot in rounds if rounds[slot] == number))} (round {number})"
+        for number in numbers
+    )
+
+
+def _code(text: str) -> str:
+    return "`" + printable(text).replace("`", " ") + "`"  # guard: card-quotes

@@ -1,0 +1,344 @@
+"""What the page shows, as sections of small values by key, so that a browser is sent only the keys that changed.
+
+Keys and values come from records that peers sign but may fill with lies. They are numbers, ids and the words below; the
+page's script shows each as text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+from spes_p2p.monitor.events import Event
+from spes_p2p.monitor.sinks import number_or_dash
+from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
+from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
+from spes_p2p.swarm.names import slot_ranges
+from spes_p2p.swarm.records import Metrics
+
+MAX_ROUNDS = 300
+"""Points of a curve; of a longer run every second round is shown, or every fourth, and so on, and the newest."""
+MAX_PEERS = 128
+MAX_EVENTS = 60
+MAX_SAMPLES = 24
+SILENT_SECONDS = 20.0
+"""Age of a peer's claim from which the page calls the peer silent."""
+Sections = dict[str, dict[str, Any]]
+COLUMNS = (
+    "tokens",
+    "loss",
+    "speed",
+    "training_speed",
+    *PHASES,
+    "peers",
+    "my_tokens",
+    "my_loss",
+    "my_sent",
+    "my_received",
+)
+"""Values of a round, in this order. `tokens` counts from the run's start, `my_sent` and `my_received` are bytes of the
+round."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What a peer's page knows about its own machine.
+
+    Attributes:
+        peer_id: This peer.
+        stage: Where it is in its life; "" where the swarm's state is its own.
+        why: What holds it there.
+        uptime_seconds: Since the page was started.
+        memory_bytes: Resident memory of this process and its children.
+        sent_bytes: Since the peer's start.
+        received_bytes: Likewise.
+        reachability: In words.
+    """
+
+    peer_id: str
+    stage: str = ""
+    why: str = ""
+    uptime_seconds: float = 0.0
+    memory_bytes: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    reachability: str = ""
+
+
+@dataclass(frozen=True)
+class PageState:
+    """Everything that the page may show at one moment; immutable, so another thread can read it.
+
+    Attributes:
+        view: The swarm.
+        run: Fields of the `run` event.
+        own: This machine; None on a monitor.
+        stage: State that is not in the view, such as how a watch ended; "" otherwise.
+        why: What holds it.
+        facts: More lines about the run, by name.
+        baselines: Held-out loss over tokens of other ways to train the same model, by name.
+    """
+
+    view: SwarmView
+    run: Mapping[str, Any]
+    own: Own | None = None
+    stage: str = ""
+    why: str = ""
+    facts: Mapping[str, object] = field(default_factory=dict)
+    baselines: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+
+
+class Snapshots:
+    """Makes the page's sections from one state after another; what it made of a finished round it keeps."""
+
+    def __init__(self) -> None:
+        self._rows: dict[int, tuple[tuple[object, ...], list[Any]]] = {}
+        self._words: deque[tuple[str, list[Any]]] = deque(maxlen=MAX_EVENTS)
+        self._num_words = 0
+
+    def take(self, event: Event) -> None:
+        """Take an event, to be told in words; call it before `of` shows the view that the event belongs to."""
+        if words := in_words(event):
+            self._words.append((str(self._num_words), [round(event["time"]), words]))
+            self._num_words += 1
+
+    def of(self, state: PageState) -> Sections:
+        """Return the page's sections."""
+        view, own = state.view, state.own
+        shown = _shown_peers(view, own)
+        keys = {peer.peer_id: _key(peer.peer_id) for peer in shown}
+        return {
+            "run": _run(state),
+            "now": _now(state),
+            "figures": _figures(view, own),
+            "phases": _phases(view),
+            "rounds": self._rounds(view, own),
+            "held_out": {
+                str(number): [view.tokens_until(number), _digits(view.held_out[number], 5)]
+                for number in thinned(list(view.held_out), MAX_ROUNDS)
+            },
+            "coverage": {str(slot): holders for slot, holders in enumerate(view.coverage)},
+            "peers": {keys[peer.peer_id]: _peer(peer, view) for peer in shown},
+            "matrix": {keys[peer.peer_id]: _cells(peer) for peer in shown if peer.state != "left" and peer.slots},
+            "events": dict(self._words),
+            "samples": _samples(view),
+            "baselines": {
+                printable(name, MAX_QUOTE_CHARS): [[tokens, _digits(loss, 5)] for tokens, loss in curve]
+                for name, curve in state.baselines.items()
+            },
+        }
+
+    def _rounds(self, view: SwarmView, own: Own | None) -> dict[str, list[Any]]:
+        numbers = thinned(list(view.rounds), MAX_ROUNDS)
+        for number in numbers:
+            mine = view.reports.get((number, own.peer_id)) if own else None
+            before = view.reports.get((number - 1, own.peer_id)) if own else None
+            made_of = view.rounds[number], view.totals[number], mine, before
+            if number not in self._rows or self._rows[number][0] != made_of:
+                self._rows[number] = made_of, _row(*made_of)
+        return {str(number): self._rows[number][1] for number in numbers}
+
+
+def difference(before: Sections, after: Sections) -> Sections:
+    """Return the keys of each section that are new or have another value, and None for those that have gone."""
+    changes: Sections = {}
+    for name, section in after.items():
+        old = before.get(name, {})
+        changed = {key: value for key, value in section.items() if key not in old or old[key] != value}
+        changed |= dict.fromkeys(old.keys() - section.keys())
+        if changed:
+            changes[name] = changed
+    return changes
+
+
+def thinned(numbers: Sequence[int], most: int) -> list[int]:
+    """Return at most `most` of ascending numbers, or one more: the multiples of a power of two, and the newest."""
+    step = 1
+    while len(numbers) > most * step:
+        step *= 2
+    return [number for number in numbers if number % step == 0 or number == numbers[-1]]
+
+
+def in_words(event: Event) -> str:
+    """Return a sentence about an event; "" for one that the page shows otherwise."""
+    match event["kind"]:
+        case "membership":
+            slots = slot_ranges(event["slots"])
+            does = {"joined": f"joined; its slots: {slots}", "changed": f"has the slots {slots} now", "left": "left"}
+            return f"peer …{short_id(event['peer_id'])} {does[event['change']]}"
+        case "round":
+            dropped = f"; {event['dropped']} groups were dropped" if event["dropped"] else ""
+            agreed = event["agreement"]
+            differ = f"; {1 - agreed:.0%} of the digests differ" if agreed < 1 else ""
+            loss = number_or_dash(event["loss"])
+            return f"round {event['round']}: {event['num_peers']} peers, loss {loss}{dropped}{differ}"
+        case "evaluation":
+            return f"held-out loss after round {event['round']}: {number_or_dash(event['loss'])}"
+    return ""
+
+
+def _run(state: PageState) -> dict[str, Any]:
+    view = state.view
+    return {
+        "id": printable(state.run.get("run_id", "run"), MAX_QUOTE_CHARS),
+        "model": model_line(state.run),
+        "total": view.total_rounds,
+        "slots": view.num_slots,
+        "me": _key(state.own.peer_id) if state.own else None,
+        "facts": {printable(name, MAX_QUOTE_CHARS): printable(fact) for name, fact in state.facts.items() if fact},
+        "columns": list(COLUMNS),
+    }
+
+
+def model_line(run: Mapping[str, Any]) -> str:
+    """Return the model of a `run` event in words; "" where it has none."""
+    config = run.get("config")
+    model = config.get("model") if isinstance(config, dict) else None
+    if not isinstance(model, dict):
+        return ""
+    parts = ("family", "num_layers", "hidden_size", "num_experts", "top_k")
+    family, *rest = (printable(model.get(part, "?"), MAX_QUOTE_CHARS) for part in parts)
+    return "{}, {} layers of width {}, {} experts per layer, {} per token".format(family, *rest)
+
+
+def _now(state: PageState) -> dict[str, Any]:
+    """Return the state, what holds it, the round and when its training ends, in DHT time."""
+    view, own = state.view, state.own
+    name, why = (own.stage, own.why) if own and own.stage else (state.stage, state.why)
+    if not name:
+        name, why = swarm_state(view)
+    number = min(max(view.round, view.published + 1), view.total_rounds)
+    return {"at": round(view.now, 1), "state": name, "why": why, "round": number, "ends_at": round(view.ends_at, 1)}
+
+
+def swarm_state(view: SwarmView) -> tuple[str, str]:
+    """Return the swarm's state, and what holds it in words."""
+    here = [peer for peer in view.peers.values() if peer.state != "left"]
+    if view.published >= view.total_rounds:
+        return "finished", "the last round is committed"
+    if not here:
+        return "waiting", "no peer has announced itself" if not view.peers else "all peers have left"
+    silent = view.now - max(peer.last_seen for peer in here)
+    if silent > SILENT_SECONDS:
+        return "silent", f"no peer has renewed its claim for {silent:.0f} s"
+    if not view.active:
+        return "waiting", f"{len(here)} peers are joining; a round begins when enough are here"
+    if view.ends_at and view.now >= view.ends_at:
+        return "synchronising", "the peers average what they have trained, and exchange slots"
+    return "training", ""
+
+
+def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
+    whole = [report for (number, _), report in view.reports.items() if number == view.published]
+    newest = [peer.report for peer in view.peers.values() if peer.report is not None]
+    held_out = [loss for loss in view.held_out.values() if math.isfinite(loss)]
+    summary = view.newest
+    figures: dict[str, Any] = {
+        "tokens": view.tokens,
+        "speed": _digits(summary.tokens_per_second) if summary else None,
+        "loss": _digits(summary.loss, 5) if summary else None,
+        "held_out": _digits(held_out[-1], 5) if held_out else None,
+        "held_out_first": _digits(held_out[0], 5) if held_out else None,
+        "active": len(view.active),
+        "joining": sum(peer.state == "joining" for peer in view.peers.values()),
+        "covered": view.num_covered,
+        "single": sum(holders == 1 for holders in view.coverage),
+        "sent": sum(report.bytes_out for report in newest),
+        "not_training": _digits(median(map(sync_share, whole)), 3) if whole else None,
+        "agreed": sum(round.agreement == 1.0 for round in view.rounds.values()),
+        "rounds": len(view.rounds),
+    }
+    if own is not None:
+        figures |= _own_figures(view, own)
+    return figures
+
+
+def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
+    reports = [view.reports.get((number, own.peer_id)) for number in view.rounds]
+    mine = sum(report.tokens for report in reports if report is not None)
+    return {
+        "my_tokens": mine,
+        "share": _digits(min(1.0, mine / view.tokens), 3) if view.tokens else None,
+        "my_sent": own.sent_bytes,
+        "my_received": own.received_bytes,
+        "uptime": round(own.uptime_seconds, -1),
+        "memory": _digits(own.memory_bytes, 3),
+        "reach": own.reachability,
+    }
+
+
+def _phases(view: SwarmView) -> dict[str, Any]:
+    """Return the median seconds of each phase of the newest round, by which the page guesses the time left."""
+    return {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {}
+
+
+def _row(summary: RoundSummary, total: int, mine: Metrics | None, before: Metrics | None) -> list[Any]:
+    training = summary.phases["train"]
+    row = [total, _digits(summary.loss, 5), _digits(summary.tokens_per_second)]
+    row += [_digits(summary.tokens / training) if training else None]
+    row += [_digits(summary.phases[phase], 3) for phase in PHASES] + [summary.num_peers]
+    if mine is not None:
+        # A counter that fell belongs to a peer that started again.
+        sent, received = (
+            getattr(mine, name)
+            - (getattr(before, name) if before and getattr(before, name) <= getattr(mine, name) else 0)
+            for name in ("bytes_out", "bytes_in")
+        )
+        row += [mine.tokens, _digits(mine.loss, 5), sent, received]
+    return row
+
+
+def _peer(peer: PeerView, view: SwarmView) -> list[Any]:
+    """Return state, round, tokens, loss, tokens/s, share not training, dropped groups, bytes out and in, and slots."""
+    state = "silent" if peer.state != "left" and view.now - peer.last_seen > SILENT_SECONDS else peer.state
+    report = peer.report
+    if report is None:
+        return [state, peer.round, *[None] * 7, slot_ranges(peer.slots)]
+    numbers = [
+        report.total_tokens,
+        _digits(report.loss, 5),
+        _digits(report.tokens_per_second),
+        _digits(sync_share(report), 2),
+    ]
+    return [state, peer.round, *numbers, report.dropped, report.bytes_out, report.bytes_in, slot_ranges(peer.slots)]
+
+
+def _cells(peer: PeerView) -> str:
+    """Return the slots that a peer trains, "|", and those that it has claimed since its newest report."""
+    trained = set(peer.report.slots) if peer.report is not None else set()
+    parts = ([slot for slot in peer.slots if (slot in trained) == wanted] for wanted in (True, False))
+    return "|".join(slot_ranges(part) if part else "" for part in parts)
+
+
+def _shown_peers(view: SwarmView, own: Own | None) -> list[PeerView]:
+    """Return this peer, then those that are here, then those that left, each in the order of their ids."""
+    me = own.peer_id if own else None
+    peers = sorted(view.peers.values(), key=lambda peer: (peer.peer_id != me, peer.state == "left", _key(peer.peer_id)))
+    return peers[:MAX_PEERS]
+
+
+def _samples(view: SwarmView) -> dict[str, Any]:
+    if not view.samples:
+        return {}
+    newest = view.samples[max(view.samples)]
+    texts = {str(number): view.samples[number].text for number in thinned(sorted(view.samples), MAX_SAMPLES)}
+    return {name: _text(text) for name, text in {"prompt": newest.prompt, "truth": newest.truth, **texts}.items()}
+
+
+def _text(text: str) -> str:
+    """Return text of several lines, each of which only shows."""
+    return "\n".join(printable(line.replace("\t", "    ")) for line in text.splitlines())
+
+
+def _key(peer_id: str) -> str:
+    """Return what names a peer on the page: its id's end, a little longer than elsewhere, since it has to be unique."""
+    return peer_id[-10:]
+
+
+def _digits(value: float | None, digits: int = 4) -> float | None:
+    """Return a number with so many digits; None for one that is not finite. Most of a page's bytes are digits."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")

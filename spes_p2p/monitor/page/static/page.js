@@ -1,0 +1,455 @@
+"use strict";
+// Shows what /events sends, or in a report what stands in the page itself. Whatever comes from peers is set by
+// textContent alone, never as markup.
+
+const at = (id) => document.getElementById(id);
+const HELP = {
+  tokens: "Tokens on which the swarm has trained in all committed rounds. A token is about three quarters of a word.",
+  speed: "Tokens of the newest round over its wall time, synchronisation included.",
+  loss: "Mean cross entropy on the text that the peers train on, in nats per token, weighed by tokens. Lower is better.",
+  held_out: "Cross entropy of the swarm's model on text that no peer trains on, in nats per token. Lower is better; the small figure is the start's.",
+  active: "Peers that train now. A peer that joins first downloads the model.",
+  sent: "What all peers have sent since each of them started, as they report it.",
+  agreed: "Rounds after which all peers reported the same digest of the shared parameters, of all rounds.",
+  not_training: "Share of the newest round's wall time that the median peer did not train, but waited, averaged and exchanged.",
+  covered: "Slots with at least one holder, of all. A slot is one expert of every layer.",
+  my_tokens: "Tokens on which this machine has trained in committed rounds.",
+  share: "This machine's part of the swarm's tokens.",
+  traffic: "What this machine has sent and received since its start.",
+  uptime: "Time since this process joined.",
+  memory: "Resident memory of this process and its helpers; shared memory counts once per process.",
+  reach: "Whether other peers can open a connection to this one, and how many it knows to be within reach. One that calls others only trains all the same.",
+  phase: "A round: peers train, then meet, average what they have trained, and exchange slots. The time left of training is the peers' own median; that of the rest is the newest round's.",
+  coverage: "How many peers hold each slot. A slot with no holder is not trained until a peer takes it; with one holder, that peer's failure loses at most its newest round.",
+  losses: "Training loss is what peers report on their own text; held-out loss is measured by a monitor on text that no peer trains on.",
+  speeds: "Tokens per second of the whole swarm: with the time spent synchronising, and of the training alone.",
+  phases: "Seconds of a round at the median peer, by what it did. Matchmaking is waiting for each other.",
+  peers_chart: "Peers that reported each round.",
+  mine: "Tokens that this machine trained in each committed round, and the megabytes that it sent.",
+  samples: "The model of each evaluated round continues the beginning of a held-out text, with its most likely token each time.",
+  peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging.",
+  events: "What happened, newest first, in this device's time.",
+};
+const percent = (value) => (value === null || value === undefined ? "–" : `${+(100 * value).toPrecision(3)} %`);
+const bytes = (value) => (value === null || value === undefined ? "–" : `${short(value)}B`);
+const duration = (seconds) => {
+  const minutes = Math.floor(seconds / 60), hours = Math.floor(minutes / 60);
+  return hours > 48 ? `${Math.floor(hours / 24)} days` : hours ? `${hours} h ${minutes % 60} min` : minutes ? `${minutes} min` : `${Math.round(seconds)} s`;
+};
+// Key, label, value, small print, whether only a peer (true) or only a monitor (false) has it.
+const TILES = [
+  ["my_tokens", "my tokens", (f) => short(f.my_tokens), null, true],
+  ["share", "my share", (f) => percent(f.share), null, true],
+  ["traffic", "sent / received", (f) => `${bytes(f.my_sent)} / ${bytes(f.my_received)}`, null, true],
+  ["memory", "memory", (f) => bytes(f.memory), null, true],
+  ["uptime", "running for", (f) => duration(f.uptime || 0), null, true],
+  ["reach", "reachable", (f) => f.reach || "–", null, true],
+  ["tokens", "swarm's tokens", (f) => short(f.tokens)],
+  ["speed", "tokens per second", (f) => short(f.speed)],
+  ["loss", "training loss", (f) => short(f.loss, 4)],
+  ["held_out", "held-out loss", (f) => short(f.held_out, 4), (f) => (f.held_out_first === null ? "" : `${short(f.held_out_first, 4)} at first`), false],
+  ["active", "peers", (f) => String(f.active), (f) => (f.joining ? `${f.joining} joining` : "")],
+  ["sent", "sent by all", (f) => bytes(f.sent), null, false],
+  ["not_training", "time not training", (f) => percent(f.not_training), null, false],
+  ["agreed", "digests agreed", (f) => `${f.agreed} of ${f.rounds}`, null, false],
+];
+
+const data = {};          // sections by name, as the server has them
+let columns = {};         // index of a round's value by name
+let overTokens = false;
+let isReport = false;
+let heard = 0;            // when the newest data came, and the swarm's clock then
+let swarmClock = 0;
+let charts = null;
+
+// ------------------------------------------------------------------ what comes
+
+function apply(changes, isWhole) {
+  for (const [name, section] of Object.entries(changes)) {
+    if (isWhole || !data[name]) data[name] = new Map();
+    for (const [key, value] of Object.entries(section)) {
+      if (value === null && name !== "figures" && name !== "run") data[name].delete(key);
+      else data[name].set(key, value);
+    }
+  }
+}
+
+function receive(changes, isWhole) {
+  const began = performance.now();
+  apply(changes, isWhole);
+  heard = performance.now();
+  swarmClock = data.now.get("at");
+  const has = (...names) => isWhole || names.some((name) => name in changes);
+  if (has("run")) showRun();
+  if (has("now", "phases")) showClock();
+  if (has("figures")) showTiles();
+  if (has("coverage", "figures", "peers")) showCoverage(changes, isWhole);
+  if (has("matrix")) matrix.change(isWhole ? null : changes.matrix);
+  if (has("rounds", "held_out", "baselines")) showCharts();
+  if (has("peers")) showPeers(isWhole ? null : changes.peers);
+  if (has("events")) showEvents();
+  if (has("samples")) showSamples();
+  window.spesTicks = (window.spesTicks || []).slice(-99).concat(performance.now() - began);
+}
+
+// ------------------------------------------------------------------ head
+
+function showRun() {
+  const run = Object.fromEntries(data.run);
+  columns = Object.fromEntries(run.columns.map((name, i) => [name, i]));
+  at("run").textContent = run.id;
+  at("who").textContent = run.me ? `peer …${run.me.slice(-6)}` : isReport ? "report" : "monitor";
+  document.querySelector(".mine-key").hidden = !run.me;
+  at("facts").replaceChildren(...[["model", run.model], ...Object.entries(run.facts)].filter(([, value]) => value).map(([name, value]) => element("p", `${name}: ${value}`)));
+}
+
+const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone"];
+function showClock(lost) {
+  if (!data.now) return;
+  const now = Object.fromEntries(data.now), phases = Object.fromEntries(data.phases || []), total = data.run.get("total");
+  const state = lost ? "offline" : now.state, age = (performance.now() - heard) / 1000;
+  const time = swarmClock + (isReport ? 0 : age);
+  const pill = at("state");
+  if (pill.textContent !== state) pill.textContent = state;
+  pill.className = `pill ${GOOD.includes(state) ? "good" : BAD.includes(state) ? "bad" : ""}`;
+  at("why").textContent = lost ? `no connection to this page's process; the figures are ${duration(age)} old` : now.why;
+  document.title = `${state} · round ${now.round} of ${total} · ${data.run.get("id")}`;
+  const seconds = (names) => names.reduce((sum, name) => sum + (phases[name] || 0), 0);
+  const train = phases.train || 0, rest = seconds(["matchmaking", "averaging", "exchange", "other"]);
+  let words = `round ${now.round} of ${total}`, share = 0;
+  const left = now.ends_at - time;
+  if (["training", "synchronising"].includes(now.state) && now.ends_at) {
+    if (left > 0) {
+      share = train ? Math.min(1, Math.max(0, 1 - left / train)) : 0;
+      words += ` · training, ${duration(Math.ceil(left))} left; then about ${duration(Math.ceil(rest))} to synchronise`;
+    } else {
+      share = rest ? Math.min(1, -left / rest) : 1;
+      words += rest + left > 0 ? ` · synchronising, about ${duration(Math.ceil(rest + left))} left` : " · synchronising, longer than last time";
+    }
+  }
+  at("clock").textContent = words;
+  at("bar").style.width = `${100 * share}%`;
+  at("bar").classList.toggle("sync", left <= 0);
+  at("phase").hidden = isReport;
+}
+
+function showTiles() {
+  const isPeer = Boolean(data.run.get("me")), figures = Object.fromEntries(data.figures);
+  const shown = TILES.filter(([, , , , only]) => only === undefined || only === isPeer);
+  if (!at("tiles").children.length) {
+    at("tiles").append(...shown.map(([key, label]) => {
+      const tile = element("div"), name = element("dt"), button = element("button", label, "what");
+      button.type = "button";
+      button.dataset.help = key;
+      name.append(button);
+      tile.append(name, element("dd"));
+      return tile;
+    }));
+  }
+  shown.forEach(([, , value, small], i) => {
+    const cell = at("tiles").children[i].lastChild, words = small ? small(figures) : "";
+    cell.textContent = value(figures);
+    if (words) cell.append(element("small", words));
+  });
+}
+
+// ------------------------------------------------------------------ slots
+
+const ranges = (text) => text.split(",").filter(Boolean).flatMap((part) => {
+  const [first, last = first] = part.split("-").map(Number);
+  return Array.from({ length: last - first + 1 }, (_, i) => first + i);
+});
+const cellsOf = (text) => { const [trains, claims] = text.split("|").map(ranges); return new Map([...claims.map((s) => [s, "claims"]), ...trains.map((s) => [s, "trains"])]); };
+const name = (key) => `…${key.slice(-6)}`;
+let slotAt = null;
+
+function showCoverage(changes, isWhole) {
+  const strip = at("coverage"), total = data.run.get("slots"), me = data.run.get("me");
+  if (strip.children.length !== total) {
+    strip.replaceChildren(...Array.from({ length: total }, () => element("i")));
+    strip.classList.toggle("few", total <= 32);
+  }
+  const mine = me && data.matrix.get(me) ? cellsOf(data.matrix.get(me)) : new Map();
+  const slots = isWhole || "matrix" in changes ? Array.from({ length: total }, (_, slot) => slot) : Object.keys(changes.coverage || {}).map(Number);
+  for (const slot of slots) {
+    const holders = data.coverage.get(String(slot)) || 0;
+    strip.children[slot].className = `h${Math.min(2, holders)}${mine.has(slot) ? " mine" : ""}${slot === slotAt ? " at" : ""}`;
+  }
+  const figures = data.figures;
+  const words = `${figures.get("covered")} of ${total} slots have a holder, ${figures.get("single")} just one`;
+  at("coverage-words").textContent = words;
+  strip.setAttribute("aria-label", words);
+  if (slotAt !== null) tellSlot(slotAt);
+}
+
+function tellSlot(slot) {
+  const cells = at("coverage").children;
+  if (!(slot in cells)) return;
+  if (slotAt !== null && cells[slotAt]) cells[slotAt].classList.remove("at");
+  slotAt = slot;
+  cells[slot].classList.add("at");
+  const holders = [...data.matrix].filter(([, text]) => cellsOf(text).has(slot)).map(([key]) => name(key));
+  at("slot-words").textContent = `slot ${slot}: ${holders.length ? `held by ${holders.join(", ")}` : "no holder; it is trained again when a peer takes it"}`;
+}
+
+const NAME_ROW = 12;
+const matrix = {
+  rows: [], cells: new Map(), row: -1, slot: -1,
+
+  // changed: cells by peer, or null for all.
+  change(changed) {
+    const me = data.run.get("me");
+    const keys = [...data.matrix.keys()].sort((a, b) => (b === me) - (a === me) || (a < b ? -1 : 1));
+    at("matrix-box").hidden = !keys.length;
+    const isSame = keys.length === this.rows.length && keys.every((key, i) => key === this.rows[i]);
+    this.rows = keys;
+    if (!at("matrix-box").open) { this.isStale = true; return; }
+    if (!isSame || !changed || this.isStale) this.draw();
+    else for (const key of Object.keys(changed)) this.drawRow(keys.indexOf(key), cellsOf(data.matrix.get(key)));
+    this.say();
+  },
+
+  draw() {
+    this.isStale = false;
+    const total = data.run.get("slots"), canvas = at("matrix"), me = data.run.get("me");
+    const room = at("slots").clientWidth - 90;
+    this.size = Math.max(8, Math.min(24, Math.floor(room / total)));
+    const ratio = window.devicePixelRatio || 1, height = NAME_ROW * (this.rows.length + 1);
+    canvas.width = total * this.size * ratio;
+    canvas.height = height * ratio;
+    canvas.style.width = `${total * this.size}px`;
+    canvas.style.height = `${height}px`;
+    this.pen = canvas.getContext("2d");
+    this.pen.scale(ratio, ratio);
+    this.colours = Object.fromEntries(["trains", "claims", "empty", "soft", "ink"].map((key) => [key, style(`--${key}`)]));
+    this.pen.font = "10px system-ui";
+    this.pen.fillStyle = this.colours.soft;
+    const step = Math.ceil(24 / this.size);
+    for (let slot = 0; slot < total; slot += step) this.pen.fillText(String(slot), slot * this.size, 9);
+    this.cells = new Map();
+    at("names").replaceChildren(element("div", ""), ...this.rows.map((key) => element("div", name(key), ...(key === me ? ["me"] : []))));
+    this.rows.forEach((key, row) => this.drawRow(row, cellsOf(data.matrix.get(key)), true));
+    this.say();
+  },
+
+  // Paint the cells of a row that differ from what is painted.
+  drawRow(row, cells, isNew) {
+    if (row < 0) return;
+    const before = isNew ? null : this.cells.get(row), top = NAME_ROW * (row + 1);
+    for (let slot = 0; slot < data.run.get("slots"); slot += 1) {
+      const kind = cells.get(slot) || "empty";
+      if (before && (before.get(slot) || "empty") === kind) continue;
+      this.pen.fillStyle = this.colours[kind];
+      this.pen.fillRect(slot * this.size, top, this.size - 1, NAME_ROW - 1);
+      if (kind === "claims") {
+        this.pen.fillStyle = this.colours.ink;
+        this.pen.fillRect(slot * this.size + this.size / 2 - 1, top + 5, 2, 2);
+      }
+    }
+    this.cells.set(row, cells);
+  },
+
+  say() {
+    const held = [...this.cells.values()].reduce((sum, cells) => sum + cells.size, 0);
+    at("matrix").setAttribute("aria-label", `${data.run.get("slots")} slots by ${this.rows.length} peers, ${held} claims`);
+    if (this.row >= 0) this.tell(this.row, this.slot);
+  },
+
+  tell(row, slot) {
+    if (!this.rows[row] || slot < 0 || slot >= data.run.get("slots")) return;
+    [this.row, this.slot] = [row, slot];
+    const kind = this.cells.get(row)?.get(slot);
+    at("cell-words").textContent = `peer ${name(this.rows[row])}, slot ${slot}: ${{ trains: "trains it", claims: "has claimed it" }[kind] || "does not hold it"}`;
+  },
+};
+
+function listen() {
+  const strip = at("coverage"), canvas = at("matrix");
+  const pointed = (event) => { const slot = [...strip.children].indexOf(event.target); if (slot >= 0) tellSlot(slot); };
+  const cell = (event) => matrix.tell(Math.floor(event.offsetY / NAME_ROW) - 1, Math.floor(event.offsetX / matrix.size));
+  for (const kind of ["pointermove", "click"]) { strip.addEventListener(kind, pointed); canvas.addEventListener(kind, cell); }
+  strip.addEventListener("keydown", (event) => {
+    const step = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -32, ArrowDown: 32 }[event.key];
+    if (!step) return;
+    event.preventDefault();
+    tellSlot(Math.min(strip.children.length - 1, Math.max(0, (slotAt ?? (step > 0 ? -1 : 1)) + step)));
+  });
+  canvas.addEventListener("keydown", (event) => {
+    const [down, right] = { ArrowLeft: [0, -1], ArrowRight: [0, 1], ArrowUp: [-1, 0], ArrowDown: [1, 0] }[event.key] || [0, 0];
+    if (!down && !right) return;
+    event.preventDefault();
+    matrix.tell(Math.max(0, matrix.row + down), Math.max(0, matrix.slot + right));
+  });
+  at("matrix-box").addEventListener("toggle", () => at("matrix-box").open && matrix.draw());
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+  window.addEventListener("resize", () => at("matrix-box").open && matrix.draw());
+  listenForHelp();
+}
+
+function redraw() {
+  if (charts) Object.values(charts).forEach((chart) => chart.redraw());
+  if (at("matrix-box").open) matrix.draw();
+}
+
+// ------------------------------------------------------------------ charts
+
+const PHASES = ["train", "matchmaking", "averaging", "exchange", "other"];
+function makeCharts() {
+  const grid = at("charts"), isPeer = Boolean(data.run.get("me"));
+  const baselines = [...(data.baselines || new Map()).keys()];
+  const made = {
+    loss: new Chart(grid, { title: "Loss", help: "losses", unit: "nats per token", lines: [
+      { name: "training", colour: 1 },
+      isPeer ? { name: "mine", colour: 3, dash: true } : { name: "held-out", colour: 2, points: true },
+      ...baselines.map((name, i) => ({ name, colour: 3 + (i % 3), dash: true }))] }),
+    speed: new Chart(grid, { title: "Speed", help: "speeds", unit: "tokens per second", lines: [
+      { name: "in all", colour: 1 }, { name: "while training", colour: 2, dash: true }] }),
+    phases: new Chart(grid, { title: "Time by phase", help: "phases", unit: "seconds", lines: PHASES.map((name, i) => ({
+      name, colour: i + 1, filled: true, shown: (values, ys, at) => values.map((value, j) => (ys[at + 1] ? value - ys[at + 1][j] : value)) })) }),
+    peers: new Chart(grid, { title: "Peers", help: "peers_chart", unit: "by round", lines: [{ name: "peers", colour: 1, stepped: true }] }),
+  };
+  if (isPeer) {
+    made.mine = new Chart(grid, { title: "My contribution", help: "mine", unit: "by round", lines: [{ name: "tokens", colour: 3, stepped: true, gaps: true }] });
+  }
+  for (const [words, isTokens] of [["rounds", false], ["tokens", true]]) {
+    const button = element("button", words);
+    button.type = "button";
+    button.setAttribute("aria-pressed", String(isTokens === overTokens));
+    button.addEventListener("click", () => {
+      overTokens = isTokens;
+      for (const other of made.loss.tools.children) other.setAttribute("aria-pressed", String(other === button));
+      showCharts();
+    });
+    made.loss.tools.append(button);
+  }
+  return made;
+}
+
+function showCharts() {
+  charts ??= makeCharts();
+  const rounds = [...data.rounds].map(([number, row]) => [Number(number), row]).sort((a, b) => a[0] - b[0]);
+  const held = new Map([...data.held_out].map(([number, value]) => [Number(number), value]));
+  const of = (...names) => [rounds.map(([number]) => number), ...names.map((key) => rounds.map(([, row]) => row[columns[key]] ?? null))];
+  charts.loss.draw(losses(rounds, held), overTokens ? "tokens" : "round");
+  charts.speed.draw(of("speed", "training_speed"), "round");
+  const [numbers, ...phases] = of(...PHASES);
+  charts.phases.draw([numbers, ...phases.map((_, i) => numbers.map((_, j) => phases.slice(i).reduce((sum, values) => sum + (values[j] || 0), 0)))], "round");
+  charts.peers.draw(of("peers"), "round");
+  if (charts.mine) charts.mine.draw(of("my_tokens"), "round");
+}
+
+function losses(rounds, held) {
+  const rows = new Map(rounds), numbers = [...new Set([...rows.keys(), ...held.keys()])].sort((a, b) => a - b);
+  const xs = overTokens ? numbers.map((number) => (rows.get(number) || held.get(number))[0]) : numbers;
+  const other = data.run.get("me") ? (number) => rows.get(number)?.[columns.my_loss] : (number) => held.get(number)?.[1];
+  const ys = [numbers.map((number) => rows.get(number)?.[columns.loss] ?? null), numbers.map((number) => other(number) ?? null)];
+  const curves = [...(data.baselines || new Map()).values()];
+  if (!overTokens) return [xs, ...ys, ...curves.map(() => xs.map(() => null))];
+  return curves.length ? uPlot.join([[xs, ...ys], ...curves.map((curve) => [curve.map(([x]) => x), curve.map(([, y]) => y)])]) : [xs, ...ys];
+}
+
+// ------------------------------------------------------------------ peers, events, samples
+
+const HEADS = ["peer", "state", "round", "tokens", "loss", "tokens/s", "not training", "dropped", "sent", "received", "slots"];
+function showPeers(changed) {
+  const table = at("peers");
+  if (!changed || !table.tHead) {
+    const head = element("tr");
+    head.append(...HEADS.map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
+    table.replaceChildren(element("thead"), element("tbody"));
+    table.tHead.append(head);
+  }
+  const body = table.tBodies[0], rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
+  for (const key of changed ? Object.keys(changed) : data.peers.keys()) {
+    const old = rows.get(key), value = data.peers.get(key);
+    if (!value) { old?.remove(); continue; }
+    const [state, round, tokens, loss, speed, sync, dropped, sent, received, slots] = value;
+    const row = element("tr");
+    row.dataset.key = key;
+    const cells = [name(key), state, String(round), short(tokens), short(loss, 4), short(speed), percent(sync), short(dropped), bytes(sent), bytes(received), slots];
+    row.append(...cells.map((words) => element("td", words)));
+    if (old) old.replaceWith(row); else body.append(row);
+  }
+}
+
+function showEvents() {
+  const events = [...data.events].sort((a, b) => b[0] - a[0]).map(([, [time, words]]) => {
+    const item = element("li"), when = element("time", new Date(time * 1000).toLocaleTimeString());
+    item.append(when, words);
+    return item;
+  });
+  at("events").replaceChildren(...(events.length ? events : [element("li", "nothing yet")]));
+}
+
+function showSamples() {
+  at("samples").hidden = !data.samples.has("prompt");
+  const sample = (head, text) => {
+    const made = element("p");
+    made.append(element("b", head), element("span", data.samples.get("prompt") || ""), text);
+    return made;
+  };
+  const rounds = [...data.samples.keys()].map(Number).filter(Number.isInteger).sort((a, b) => b - a);
+  const [newest, ...older] = rounds.map((number) => sample(`the model of round ${number}`, data.samples.get(String(number))));
+  const more = element("details");
+  more.append(element("summary", "of earlier rounds"), ...older);
+  at("texts").replaceChildren(sample("the text itself", data.samples.get("truth") || ""), newest || "", ...(older.length ? [more] : []));
+}
+
+// ------------------------------------------------------------------ balloons
+
+function listenForHelp() {
+  const balloon = at("balloon");
+  let owner = null;
+  const place = () => {
+    if (!owner) return;
+    const box = owner.getBoundingClientRect(), own = balloon.getBoundingClientRect();
+    balloon.style.left = `${Math.max(8, Math.min(box.left, innerWidth - own.width - 8))}px`;
+    balloon.style.top = `${box.bottom + own.height + 10 < innerHeight ? box.bottom + 6 : Math.max(8, box.top - own.height - 6)}px`;
+  };
+  const show = (button) => {
+    const words = HELP[button.dataset.help];
+    if (!words) return;
+    owner = button;
+    balloon.textContent = words;
+    balloon.showPopover();
+    place();
+    button.setAttribute("aria-describedby", "balloon");
+  };
+  const hide = () => {
+    if (!owner) return;
+    owner.removeAttribute("aria-describedby");
+    owner = null;
+    balloon.hidePopover();
+  };
+  for (const kind of ["pointerover", "focusin", "click"]) {
+    document.addEventListener(kind, (event) => {
+      const button = event.target.closest(".what");
+      if (button) show(button);
+      else if (kind !== "focusin") hide();
+    });
+  }
+  document.addEventListener("focusout", hide);
+  document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+  document.addEventListener("scroll", place, true);
+}
+
+// ------------------------------------------------------------------ start
+
+function start() {
+  listen();
+  const inline = at("data");
+  if (inline) {
+    isReport = true;
+    overTokens = true;
+    receive(JSON.parse(inline.textContent), true);
+    return;
+  }
+  const source = new EventSource("events");
+  let isLost = false;
+  source.addEventListener("whole", (event) => { isLost = false; receive(JSON.parse(event.data), true); });
+  source.addEventListener("change", (event) => { isLost = false; receive(JSON.parse(event.data), false); });
+  source.onerror = () => { isLost = true; showClock(true); };
+  setInterval(() => showClock(isLost), 1000);
+}
+
+start();

@@ -1,0 +1,147 @@
+"""A peer's page: what this machine does, and the swarm as its records tell it, read beside the training."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import replace
+
+import psutil
+
+from spes_p2p.config import PeerConfig
+from spes_p2p.monitor.events import EventLog
+from spes_p2p.monitor.page.server import Page
+from spes_p2p.monitor.page.snapshot import Own, PageState
+from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.manifest import Manifest
+from spes_p2p.swarm.records import Claim, Metrics, Progress
+
+log = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.5
+"""Pause between two looks at the records; a commit shows within two seconds."""
+MEMORY_SECONDS = 15.0
+"""Pause between two counts of this process's memory, which look through all processes of the machine."""
+ALONE_SECONDS = 10.0
+STOP_SECONDS = 5.0
+
+
+class PeerPage:
+    """Follows the swarm's records in a thread, and shows them with this machine's own figures.
+
+    The training only says where it is, and hands over its reports; it never waits for the page.
+
+    Args:
+        page: The page.
+        swarm: This peer's swarm, in the run.
+        state: What the page shows.
+    """
+
+    def __init__(self, page: Page, swarm: HivemindSwarm, state: PageState) -> None:
+        self._stage = "joining"
+        self._why = "it fetches the run's model, or waits for the others"
+        self._page = page
+        self._swarm = swarm
+        self._state = state
+        self._log = EventLog(state.view)
+        self._reports: deque[Metrics] = deque()
+        self._began = time.monotonic()
+        self._memory = 0
+        self._memory_at = -MEMORY_SECONDS
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._follow, name="page-records", daemon=True)
+        self._thread.start()
+
+    def say(self, stage: str, why: str = "") -> None:
+        """Show where this peer is in its life; "" while it trains, when the swarm's state is its own."""
+        self._stage = stage
+        self._why = why
+
+    def reported(self, report: Metrics) -> None:
+        """Take this peer's own report, which the DHT might replace before it is read."""
+        self._reports.append(report)
+
+    def close(self) -> None:
+        """End the thread. Idempotent."""
+        self._stopped.set()
+        self._thread.join(STOP_SECONDS)
+
+    def _follow(self) -> None:
+        while not self._stopped.wait(LOOK_SECONDS):
+            try:
+                self._look()
+            except (OSError, RuntimeError, psutil.Error) as error:
+                # The peer's own death shows elsewhere; a page that has lost its swarm shows what it had.
+                log.debug("the page cannot read the swarm's records: %r", error)
+
+    def _look(self) -> None:
+        claims, progress, metrics = (dict(self._swarm.read(kind)) for kind in (Claim, Progress, Metrics))
+        view = self._state.view
+        while self._reports:
+            own = self._reports.popleft()
+            view = fold(view, Snapshot(view.now, claims, progress, {own.peer_id: own}))  # type: ignore[arg-type]
+        view = fold(view, Snapshot(self._swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
+        for event in self._log.of(view):
+            self._page.take(event)
+        self._state = replace(self._state, view=view, own=self._own())
+        self._page.show(self._state)
+
+    def _own(self) -> Own:
+        now, watchdog = time.monotonic(), self._swarm.watchdog
+        if now - self._memory_at >= MEMORY_SECONDS:
+            self._memory = _resident_bytes()
+            self._memory_at = now
+        received, sent = self._swarm.traffic()
+        stage, why = self._stage, self._why
+        if not stage and watchdog.seconds_alone > ALONE_SECONDS:
+            stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
+        calls = "calls others only" if self._swarm.node.client_mode else "yes"
+        return Own(
+            peer_id=self._swarm.peer_id,
+            stage=stage,
+            why=why,
+            uptime_seconds=now - self._began,
+            memory_bytes=self._memory,
+            sent_bytes=sent,
+            received_bytes=received,
+            reachability=f"{calls}; {watchdog.neighbours} near",
+        )
+
+
+def _resident_bytes() -> int:
+    """Return the resident memory of this process and its children, which may end meanwhile."""
+    own = psutil.Process()
+    total = own.memory_info().rss
+    for child in own.children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += child.memory_info().rss
+    return total
+
+
+@contextlib.contextmanager
+def shown(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Iterator[PeerPage | None]:
+    """Show this peer's page while the block runs; start it after the averager's fork. None with `--page off`.
+
+    Raises:
+        ConfigError: the page cannot listen where it should.
+    """
+    if config.page == "off":
+        yield None
+        return
+    run = manifest.config
+    view = SwarmView(run.model.num_experts, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+    facts = {"run_id": manifest.run_id, "config": run.model_dump(mode="json")}
+    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"))
+    page = Page(config.page, state, config.output)
+    log.info("page: %s", page.address)
+    follower = PeerPage(page, swarm, state)
+    try:
+        yield follower
+    finally:
+        follower.close()
+        page.close()

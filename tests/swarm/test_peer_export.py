@@ -1,0 +1,154 @@
+"""Models out of real peers' folders: those of their swarm's rounds, to the last bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from forked_commands import Ended, Forked, ForkServer
+from lanes import sample
+from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from spes_p2p.monitor.model_folder import ModelFolder, export
+from spes_p2p.swarm.exchange.store import VersionStore
+
+SECONDS = 120.0
+TOTAL = 6
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with commands_in(tmp_path_factory.mktemp("commands")) as commands:
+        yield commands
+
+
+class World:
+    """Starts commands as forks."""
+
+    def __init__(self, commands: Commands, folder: Path) -> None:
+        self.folder = folder
+        self.corpus = write_corpus(folder / "corpus.jsonl")
+        self.server = ForkServer(folder / "results", {**os.environ, MARK: commands.mark})
+
+    def start(self, command: str, name: str, *words: str | Path) -> Forked:
+        common = ["--run-id", "run", "--output", self.folder / name]
+        common += ["--text", self.corpus, "--cache", self.folder / "cache", "--threads", "1"]
+        if command == "peer":
+            common += ["--device", "cpu", "--host", "127.0.0.1"]
+        return self.server.start(command, [*common, *words])
+
+    def export(self, *words: str | Path) -> Ended:
+        """Run `spes export` to its end."""
+        return self.server.start("export", list(words)).end(SECONDS)
+
+    def address(self, name: str) -> str:
+        return (self.folder / name / "address").read_text().strip()
+
+    def versions(self, name: str) -> dict[str, tuple[int, str]]:
+        newest = VersionStore(self.folder / name / "versions", "run").newest()
+        return {name: (version.round, version.digest) for name, version in newest.items() if name != "manifest"}
+
+
+@pytest.fixture
+def world(commands: Commands, tmp_path: Path) -> Iterator[World]:
+    world = World(commands, tmp_path)
+    yield world
+    world.server.close()
+
+
+def wait_for(process: Forked, pattern: str) -> re.Match[str]:
+    deadline = time.monotonic() + SECONDS
+    while not (found := re.search(pattern, process.stderr())):
+        assert time.monotonic() < deadline, f"{pattern!r} did not come: {process.stderr()}"
+        assert not (process._folder / "code").exists(), process.stderr()
+        time.sleep(0.02)
+    return found
+
+
+def tensors_in(checkpoint: Path) -> dict[str, Tensor]:
+    return {name: tensor for file in checkpoint.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def assert_equal(first: Path, second: Path) -> None:
+    ours, theirs = tensors_in(first), tensors_in(second)
+    assert ours and ours.keys() == theirs.keys()
+    assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("storage", sample(["fp32", "nf4"], commit=["nf4"]))
+def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World, storage: str) -> None:
+    """Also where its memory holds the others' slots in four bits: what it keeps of them on disk is what they sent."""
+    rounds = {"mode": "steps", "steps": 5, "total": TOTAL, "min_peers": 2}
+    file = write_settings(world.folder / "run.yaml", round=rounds, frozen_storage=storage)
+    words = ["--max-slots", "2", "--keep-last", "99", "--seed-seconds", "90"]
+    peers = {"a": world.start("peer", "a", "--config", file, *words)}
+    wait_for(peers["a"], "others join with")
+    join = ["--initial-peers", world.address("a")]
+    peers["b"] = world.start("peer", "b", *join, *words)
+    wait_for(peers["b"], "round 1: 2 peers")
+    link = (world.folder / "a" / "link").read_text().strip()
+    fetched = world.export(link, "--output", world.folder / "fetched")
+    assert fetched.code == 0, fetched.stderr
+    monitor = world.start("monitor", "monitor", *join, "--console", "none").end(SECONDS)
+    assert monitor.code == 0, monitor.stderr
+    for peer in peers.values():
+        assert peer.end(SECONDS).code == 0, peer.stderr()
+
+    card = (world.folder / "monitor" / "model" / "README.md").read_text()
+    assert f"Round: {TOTAL} of {TOTAL}" in card and f"all 4 of round {TOTAL}" in card and "Held-out loss" in card
+    for peer in peers:
+        assert set(range(1, TOTAL + 1)) <= set(ModelFolder(world.folder / peer).rounds)
+        for round in range(1, TOTAL + 1):
+            assert not export(world.folder / peer, world.folder / f"{peer}-{round}", round).other_rounds
+        assert_equal(world.folder / f"{peer}-{TOTAL}", world.folder / "monitor" / "model")
+    for round in range(1, TOTAL + 1):
+        assert_equal(world.folder / f"a-{round}", world.folder / f"b-{round}")
+    of_round = re.search(r"round (\d+) of run 'run', .* fp32$", fetched.stdout.strip())
+    assert of_round is not None, fetched.stdout
+    assert_equal(world.folder / "fetched", world.folder / f"a-{of_round[1]}")
+    assert sorted(path.name for path in world.folder.iterdir() if path.name.startswith(".")) == []
+
+    model, tokenizer = (each.from_pretrained(world.folder / "a-1") for each in (AutoModelForCausalLM, AutoTokenizer))
+    tokens = tokenizer("7 plus 7 is", return_tensors="pt")
+    assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 4
+
+
+def test_a_lone_peer_leaves_a_model_and_goes_back_to_a_round_that_it_kept(world: World) -> None:
+    rounds = {"mode": "steps", "steps": 15, "total": TOTAL, "min_peers": 1}
+    file = write_settings(world.folder / "run.yaml", round=rounds)
+    words = ["--max-slots", "4", "--data-seed", "3", "--keep-last", "1", "--keep-every", "2", "--seed-seconds", "0"]
+    first = world.start("peer", "alone", "--config", file, *words)
+    wait_for(first, "round 1: 1 peers")
+    first.interrupt()
+    ended = first.end(SECONDS)
+    assert ended.code == 130, ended.stderr
+    told = re.search(r"the model so far: spes export (\S+)", ended.stderr)
+    assert told is not None, ended.stderr
+    assert (done := world.export(told[1])).code == 0, done.stderr
+    AutoModelForCausalLM.from_pretrained(world.folder / "alone" / "model")
+
+    ended = world.start("peer", "alone", "--resume", *words).end(SECONDS)
+    assert ended.code == 0 and "the run is finished; its model: spes export" in ended.stderr, ended.stderr
+    finished, state = world.versions("alone"), saved_state(world.folder / "alone")
+    output = ["--output", world.folder / "model"]
+    done = world.export(world.folder / "alone", *output, "--round", "1")
+    assert done.code == 2 and f"does not keep round 1, but 2, 4, {TOTAL - 1}, {TOTAL}" in done.stderr
+    assert (done := world.export(world.folder / "alone", *output, "--round", "4")).code == 0, done.stderr
+
+    ended = world.start("peer", "alone", "--resume", "--resume-round", "3", *words).end(SECONDS)
+    assert ended.code == 2 and "those of rounds 2, 4, 6; set --resume-round" in ended.stderr
+    ended = world.start("peer", "alone", "--resume", "--resume-round", "4", *words).end(SECONDS)
+    assert ended.code == 0 and "round 5: 1 peers" in ended.stderr and "round 4: 1" not in ended.stderr, ended.stderr
+    assert world.versions("alone") == finished, "the same rounds again, from the same state"
+    assert saved_state(world.folder / "alone")["tensors"] == state["tensors"]
+    ended = world.start("peer", "alone", "--resume", "--resume-round", "4", "--skip-optimizer", *words).end(SECONDS)
+    assert ended.code == 0 and world.versions("alone")["shared"][0] == TOTAL, ended.stderr
+    assert world.versions("alone") != finished, "another optimizer's state, another way"

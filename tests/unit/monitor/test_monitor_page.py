@@ -1,0 +1,161 @@
+"""What the page shows of a view, and what of it is sent again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from benchmarks.page_views import views
+from spes_p2p.monitor.events import EventLog
+from spes_p2p.monitor.page import snapshot as page
+from spes_p2p.monitor.page.snapshot import Own, PageState, Sections, Snapshots, difference, in_words, thinned
+from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from tests.unit.monitor.swarms import claim, empty_view, peer_id, progress, report, small_history, snapshot
+
+STATIC = Path(page.__file__).parent / "static"
+AXE = Path(__file__).parents[2] / "support" / "axe"
+VENDORED = {
+    STATIC / "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    STATIC / "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+    STATIC / "uPlot.LICENSE": "8f989229699b4fe2f1a0432d0e9edc338a8a911e250e2d1b01ecd770a5f5b1bd",
+    AXE / "axe.min.js": "29348999450cdf2849a8e70b7912fc2da85a849da39c0d0d5394f51d4a9ed95c",
+    AXE / "LICENSE": "af175b9d96ee93c21a036152e1b905b0b95304d4ae8c2c921c7609100ba8df7e",
+    AXE / "LICENSE-3RD-PARTY.txt": "4f8563870d0fca38bbc3e00b6f670cb7fa9f380ba9f26a7f7d1184a6b18b1653",
+}
+"""uPlot 1.6.32 and axe-core 4.14.1, as npm has them."""
+
+
+def sections(view: SwarmView, own: Own | None = None, **more) -> Sections:
+    return Snapshots().of(PageState(view, {"run_id": "run"}, own, **more))
+
+
+def key(index: int) -> str:
+    return peer_id(index)[-10:]
+
+
+def patched(shown: Sections, changes: Sections) -> Sections:
+    """Apply a change as the page's script does."""
+    result = {name: dict(section) for name, section in shown.items()}
+    for name, section in changes.items():
+        result.setdefault(name, {})
+        for at, value in section.items():
+            if value is None and name not in ("figures", "run"):
+                del result[name][at]
+            else:
+                result[name][at] = value
+    return result
+
+
+@pytest.mark.parametrize("path", VENDORED, ids=lambda path: path.name)
+def test_vendored_files_are_those_that_their_authors_published(path: Path) -> None:
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == VENDORED[path]
+
+
+def test_changes_bring_every_viewer_to_the_newest_state() -> None:
+    snapshots, log = Snapshots(), EventLog(empty_view())
+    shown: Sections = {}
+    for view in views(6, 24, 12, total=12):
+        for event in log.of(view):
+            snapshots.take(event)
+        newest = json.loads(json.dumps(snapshots.of(PageState(view, {"run_id": "run"})), allow_nan=False))
+        shown = patched(shown, json.loads(json.dumps(difference(shown, newest))))
+        assert {name: section for name, section in newest.items() if section} == shown
+    assert shown["now"]["state"] == "finished"
+
+
+def test_a_tick_of_a_large_swarm_holds_only_the_cells_that_changed() -> None:
+    *_, state = views(64, 128, 8, total=100)
+    before = sections(state)
+    peers = dict(state.peers)
+    moved = sorted(peers)[5]
+    peers[moved] = replace(peers[moved], slots=(*peers[moved].slots[:-1], 127))
+    changes = difference(before, sections(replace(state, now=state.now + 1.0, peers=peers)))
+    assert set(changes["matrix"]) == {moved[-10:]} and len(changes["coverage"]) <= 2
+    assert len(json.dumps(changes)) < 1500
+    assert len(json.dumps(before["matrix"])) < 64 * 60
+
+
+def test_a_long_run_keeps_at_most_300_points_and_the_newest() -> None:
+    for count in (1, 299, 300, 301, 12345):
+        kept = thinned(list(range(1, count + 1)), 300)
+        assert len(kept) <= 301 and kept[-1] == count and kept == sorted(set(kept))
+
+
+def test_rounds_are_summarised_once_though_views_are_folded_for_days(monkeypatch: pytest.MonkeyPatch) -> None:
+    view = small_history(3)[-1]
+    whole = SwarmView(8, 20, 10.0, published=view.published, peers=view.peers, reports=view.reports).rounds
+    assert dict(view.rounds) == dict(whole)
+    before = view.rounds
+    again = fold(view, snapshot(99.0, [claim(0), claim(1)]))
+    assert again.rounds is before, "nothing new"
+    late = fold(again, snapshot(100.0, [claim(0), claim(1), claim(2)], [report(2, 2)]))
+    assert late.rounds[1] is before[1] and late.rounds[2].num_peers == 3
+
+
+def test_the_state_says_what_holds_the_swarm() -> None:
+    def told(*snapshots: Snapshot, total: int = 20) -> tuple[str, str]:
+        view = replace(empty_view(), total_rounds=total)
+        for taken in snapshots:
+            view = fold(view, taken)
+        now = sections(view)["now"]
+        return now["state"], now["why"]
+
+    assert told(snapshot(1.0, [])) == ("waiting", "no peer has announced itself")
+    assert told(snapshot(1.0, [claim(0, state="joining")]))[1].startswith("1 peers are joining")
+    assert told(snapshot(1.0, [claim(0)]), snapshot(60.0, [])) == ("waiting", "all peers have left")
+    ends = progress(0, 1).model_copy(update={"ends_at": 50.0})
+    for now, state in ((40.0, "training"), (51.0, "synchronising")):
+        taken = Snapshot(now, {peer_id(0): claim(0)}, {peer_id(0): ends})
+        assert told(taken)[0] == state
+    absent = replace(empty_view(), absence_seconds=1000.0)
+    silent = fold(fold(absent, snapshot(1.0, [claim(0)])), snapshot(40.0, []))
+    assert sections(silent)["now"]["state"] == "silent" and sections(silent)["peers"][key(0)][0] == "silent"
+    assert told(snapshot(1.0, [claim(0)], [report(0, 1)]), total=1)[0] == "finished"
+    assert sections(silent, Own(peer_id(0), stage="alone", why="far"))["now"]["why"] == "far"
+
+
+def test_a_peers_page_has_its_contribution_and_starts_with_itself() -> None:
+    view = small_history(3)[-1]
+    own = Own(peer_id(1), uptime_seconds=61.0, memory_bytes=123456, sent_bytes=7, received_bytes=8, reachability="yes")
+    shown = sections(view, own)
+    figures = shown["figures"]
+    assert (figures["my_tokens"], figures["share"], figures["my_sent"]) == (3000, 0.5, 7)
+    assert next(iter(shown["peers"])) == shown["run"]["me"] == key(1)
+    columns = shown["run"]["columns"]
+    row = dict(zip(columns, shown["rounds"]["2"], strict=True))
+    assert row["my_tokens"] == 1000 and row["my_sent"] == 0 and row["tokens"] == 4000
+    assert "my_tokens" not in sections(view)["figures"]
+
+
+def test_cells_tell_trained_slots_from_new_claims() -> None:
+    view = fold(empty_view(), snapshot(1.0, [claim(0, [0, 1, 2, 5])], [report(0, 1, slots=(0, 1))]))
+    assert sections(view)["matrix"] == {key(0): "0-1|2,5"}
+
+
+def test_events_are_told_in_words() -> None:
+    log, view, words = EventLog(empty_view()), empty_view(), []
+    for taken in (
+        snapshot(1.0, [claim(0, [0]), claim(1, [1])]),
+        snapshot(2.0, [claim(0, [0, 3]), claim(1, [1])], [report(i, 1, dropped=i) for i in range(2)]),
+        snapshot(60.0, []),
+    ):
+        view = fold(view, taken)
+        words += filter(None, map(in_words, log.of(view)))
+    words += filter(None, map(in_words, log.of(view.evaluated(1, math.nan))))
+    first = peer_id(0)[-6:]
+    assert f"peer …{first} joined; its slots: 0" in words and f"peer …{first} has the slots 0,3 now" in words
+    assert f"peer …{first} left" in words and "round 1: 2 peers, loss 4.0000; 1 groups were dropped" in words
+    assert words[-1] == "held-out loss after round 1: -"
+
+
+def test_a_loss_that_is_no_number_is_a_gap_and_no_broken_page() -> None:
+    view = small_history(2)[-1].evaluated(1, math.nan)
+    reports = {k: r.model_copy(update={"tokens": 0, "loss": None}) for k, r in view.reports.items()}
+    shown = sections(SwarmView(8, 20, 10.0, published=2, peers=view.peers, reports=reports, held_out=view.held_out))
+    assert shown["rounds"]["1"][1] is None and shown["held_out"]["1"][1] is None
+    json.dumps(shown, allow_nan=False)

@@ -1,0 +1,264 @@
+"""The page in a real Chromium: drawn, kept up to date, legible on a phone, accessible, and deaf to markup."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browser import Tab, browser
+
+from benchmarks.page_views import peer_id, views
+from spes_p2p.monitor.events import EventLog, JsonlSink
+from spes_p2p.monitor.page.server import Page
+from spes_p2p.monitor.page.snapshot import Own, PageState
+from spes_p2p.monitor.report import write_report
+from spes_p2p.monitor.sinks import Sinks
+from spes_p2p.monitor.view import Sample, SwarmView
+from tests.unit.monitor.swarms import empty_view
+
+pytestmark = pytest.mark.browser
+
+AXE = Path(__file__).parents[2] / "support" / "axe" / "axe.min.js"
+RUN = {"run_id": "run", "config": {"model": {"family": "olmoe", "num_layers": 2}}}
+HOSTILE = "<img src=x onerror=window.spesOwned=1><script>window.spesOwned=1</script>"
+MAX_WIRE_BYTES = 90_000
+IS_DRAWN = "window.spesTicks && spesTicks.length > 0"
+OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+INJECT = (
+    "const s = document.createElement('script'); s.textContent = 'window.spesOwned = 1'; document.body.append(s); 0"
+)
+COUNT_CELLS = """
+const fill = matrix.pen.fillRect.bind(matrix.pen);
+window.painted = 0;
+matrix.pen.fillRect = (...a) => { painted += 1; fill(...a) };
+0"""
+SIZES = {"wide": (1400, 900), "phone": (390, 844)}
+
+
+def history(num_peers: int = 4, num_slots: int = 16, num_rounds: int = 44) -> list[SwarmView]:
+    return list(views(num_peers, num_slots, num_rounds, total=num_rounds + 20))
+
+
+def shown(directory: Path, seen: list[SwarmView], own: Own | None = None) -> Page:
+    """Serve a page that has seen these views."""
+    page, log = Page("127.0.0.1", PageState(seen[0], RUN, own), directory), EventLog(empty_view())
+    for view in seen:
+        for event in log.of(view):
+            page.take(event)
+    page.show(PageState(seen[-1], RUN, own))
+    return page
+
+
+def in_browser(directory: Path, work: Callable[[Callable[[], Awaitable[Tab]]], Awaitable[None]]) -> None:
+    """Run `work`, which gets a function that opens tabs."""
+
+    async def run() -> None:
+        async with browser(directory) as tab:
+            await work(tab)
+
+    asyncio.run(run())
+
+
+async def axe_violations(tab: Tab) -> list[str]:
+    """Return the rules of axe-core that the page breaks, and where."""
+    await tab.evaluate(AXE.read_text() + "; 0")
+    found: list[dict[str, Any]] = json.loads(await tab.evaluate("axe.run().then(r => JSON.stringify(r.violations))"))
+    return [f"{rule['id']}: {node['html'][:150]}" for rule in found for node in rule["nodes"]]
+
+
+def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_path: Path) -> None:
+    seen = history()
+    own = Own(peer_id(1), stage=HOSTILE, why=HOSTILE, reachability=HOSTILE, sent_bytes=10)
+    bad = seen[-2]
+    bad = bad.evaluated(43, 3.0, Sample(HOSTILE, HOSTILE, HOSTILE))
+    peers = dict(bad.peers) | {HOSTILE: replace(bad.peers[peer_id(0)], peer_id=HOSTILE, state=HOSTILE)}  # type: ignore[arg-type]
+    run = {"run_id": HOSTILE, "config": {"model": {"family": HOSTILE, "num_layers": HOSTILE}}}
+    more = {"facts": {HOSTILE: HOSTILE}, "baselines": {HOSTILE: [(0, 6.0), (10**6, 5.0)]}}
+    page = shown(tmp_path, seen[:-1], own)
+    page.show(PageState(replace(bad, peers=peers), run, own, **more))  # type: ignore[arg-type]
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address, width=390, height=844)
+        await tab.wait_for(IS_DRAWN)
+        await tab.wait_for("performance.getEntriesByName('first-contentful-paint').length")
+        words = await tab.evaluate("document.body.textContent")
+        assert words.count(HOSTILE) >= 8 and "round 43 of 64" not in words.split("Events")[0]
+        assert await tab.evaluate("document.title.includes('<img')")
+        assert await tab.evaluate("document.querySelectorAll('main img, main script').length") == 0
+        assert await tab.evaluate(OVERFLOW) <= 0
+        page.show(PageState(seen[-1], RUN, replace(own, stage="", why=""), baselines=more["baselines"]))
+        await tab.wait_for("document.title.includes('round 45 of 64 · run')", seconds=20)
+        assert await tab.evaluate("data.rounds.size") == 44
+        assert await tab.evaluate(OVERFLOW) <= 0
+        assert await tab.evaluate("window.spesOwned") is None and tab.faults() == []
+        assert tab.bytes_received() <= MAX_WIRE_BYTES
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", SIZES)
+def test_axe_finds_nothing(tmp_path: Path, size: str, is_dark: bool) -> None:
+    seen = history(num_peers=24, num_slots=64)
+    pages = []
+    for name, own in (("monitor", None), ("peer", Own(peer_id(1), reachability="yes; 3 near"))):
+        (tmp_path / name).mkdir()
+        pages.append(shown(tmp_path / name, seen, own))
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        for page in pages:
+            tab = await open_tab()
+            await tab.open(page.address, width=SIZES[size][0], height=SIZES[size][1], dark=is_dark)
+            await tab.wait_for(IS_DRAWN)
+            assert await axe_violations(tab) == []
+            await tab.evaluate("for (const box of document.querySelectorAll('details')) box.open = true")
+            await tab.wait_for("document.getElementById('names').children.length === 25")
+            await tab.evaluate("document.querySelector('.what').focus()")
+            assert await axe_violations(tab) == [], "with all open"
+            assert await tab.evaluate(OVERFLOW) <= 0 and tab.faults() == []
+
+    in_browser(tmp_path, work)
+    for page in pages:
+        page.close()
+
+
+@pytest.mark.full
+def test_every_figure_explains_itself_by_keyboard_and_by_tap(tmp_path: Path) -> None:
+    page = shown(tmp_path, history(), Own(peer_id(1)))
+    balloon = "document.getElementById('balloon')"
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(IS_DRAWN)
+        count = await tab.evaluate("document.querySelectorAll('.what').length")
+        assert count >= 17
+        for number in range(count):
+            await tab.evaluate(f"document.querySelectorAll('.what')[{number}].focus()")
+            await tab.wait_for(f"{balloon}.matches(':popover-open') && {balloon}.textContent.length > 20")
+            box = await tab.evaluate(f"JSON.stringify({balloon}.getBoundingClientRect())")
+            edges = json.loads(box)
+            assert edges["left"] >= 0 and edges["right"] <= 1400
+        await tab.press("Escape")
+        await tab.wait_for(f"!{balloon}.matches(':popover-open')")
+        await tab.evaluate("document.activeElement.blur(); document.querySelector('.what').click()")
+        await tab.wait_for(f"{balloon}.matches(':popover-open')")
+        missing = "[...document.querySelectorAll('.what')].filter(b => !HELP[b.dataset.help]).length"
+        assert await tab.evaluate(missing) == 0
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+@pytest.mark.full
+def test_slots_cells_and_curves_are_read_with_the_arrow_keys(tmp_path: Path) -> None:
+    page = shown(tmp_path, history(), Own(peer_id(1)))
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(IS_DRAWN)
+        await tab.evaluate("document.getElementById('coverage').focus()")
+        for _ in range(3):
+            await tab.press("ArrowRight")
+        assert (await tab.evaluate("document.getElementById('slot-words').textContent")).startswith("slot 2: held by …")
+        await tab.evaluate("document.getElementById('matrix-box').open = true")
+        await tab.wait_for("matrix.rows.length === 4")
+        await tab.evaluate("document.getElementById('matrix').focus()")
+        for key in ("ArrowDown", "ArrowRight", "ArrowRight"):
+            await tab.press(key)
+        words = await tab.evaluate("document.getElementById('cell-words').textContent")
+        assert words.startswith(f"peer …{peer_id(1)[-6:]}, slot 2: ")
+        await tab.evaluate("document.querySelector('.chart').focus()")
+        await tab.press("End")
+        key = "document.querySelector('#charts .key').textContent"
+        assert (await tab.evaluate(key)).startswith("round 44:")
+        await tab.press("ArrowLeft")
+        assert (await tab.evaluate(key)).startswith("round 43:")
+        await tab.evaluate("[...document.querySelectorAll('.choice button')].at(-1).click()")
+        assert "over tokens" in await tab.evaluate("document.querySelector('.chart').getAttribute('aria-label')")
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+@pytest.mark.full
+def test_a_page_whose_process_has_gone_says_so_and_comes_back(tmp_path: Path) -> None:
+    seen = history()
+    page = shown(tmp_path, seen)
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(IS_DRAWN)
+        page.close()
+        await tab.wait_for("document.title.startsWith('offline')")
+        assert "no connection" in await tab.evaluate("document.getElementById('why').textContent")
+        again = shown(tmp_path, seen)
+        assert again.address == page.address
+        await tab.wait_for("!document.title.startsWith('offline')")
+        again.close()
+
+    in_browser(tmp_path, work)
+
+
+@pytest.mark.full
+def test_a_row_of_the_matrix_is_painted_again_only_where_it_changed(tmp_path: Path) -> None:
+    *seen, last = history(num_peers=64, num_slots=128, num_rounds=6)
+    page = shown(tmp_path, seen)
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(IS_DRAWN)
+        await tab.evaluate("document.getElementById('matrix-box').open = true")
+        await tab.wait_for("matrix.rows.length === 64 && Boolean(matrix.pen)")
+        await tab.evaluate(COUNT_CELLS)
+        peers = dict(seen[-1].peers)
+        mover = sorted(peers)[7]
+        kept = peers[mover].slots[:-1]
+        peers[mover] = replace(peers[mover], slots=kept)
+        page.show(PageState(replace(seen[-1], now=seen[-1].now + 1, peers=peers), RUN))
+        await tab.wait_for("spesTicks.length > 1")
+        assert 1 <= await tab.evaluate("painted") <= 2
+        page.show(PageState(last, RUN))
+        await tab.wait_for("document.title.includes('round 7 ')")
+        assert await tab.evaluate("painted") < 400
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+@pytest.mark.full
+def test_the_report_shows_everything_from_a_file_without_a_server(tmp_path: Path) -> None:
+    sinks = Sinks(empty_view())
+    facts = RUN | {"run_id": f"run {HOSTILE}", "num_slots": 16, "total_rounds": 60}
+    sinks.add("metrics", lambda: JsonlSink(tmp_path / "metrics.jsonl", facts, 0.0))
+    for view in history():
+        sinks.update(view)
+    sinks.close()
+    path = write_report(tmp_path, facts={"run": "finished"}, baselines={"one process": [(0, 8.0), (2_000_000, 4.0)]})
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        for width, height in SIZES.values():
+            await tab.open(path.as_uri(), width=width, height=height)
+            await tab.wait_for(IS_DRAWN)
+            assert await tab.evaluate("document.querySelectorAll('.chart canvas').length") == 4
+            assert "one process" in await tab.evaluate("document.querySelector('#charts .key').textContent")
+            assert HOSTILE in await tab.evaluate("document.body.textContent")
+            assert await tab.evaluate(OVERFLOW) <= 0 and tab.faults() == []
+            assert await tab.evaluate("window.spesOwned") is None
+        assert await axe_violations(tab) == []
+        await tab.evaluate(INJECT)
+        assert await tab.evaluate("window.spesOwned") is None, "the policy takes the report's own scripts alone"
+
+    in_browser(tmp_path, work)

@@ -1,0 +1,102 @@
+"""A peer's page follows the records beside the training, and misses no report of its own."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.peer import page as peer_page
+from spes_p2p.peer.page import PeerPage, shown
+from spes_p2p.swarm.records import Claim, Metrics, Progress
+from tests.unit.monitor.swarms import claim, peer_id, progress, report
+
+
+class ScriptedSwarm:
+    """This peer and another one, as the DHT has them; it holds one report of each peer."""
+
+    def __init__(self) -> None:
+        self.peer_id = peer_id(0)
+        self.node = SimpleNamespace(client_mode=False)
+        self.watchdog = SimpleNamespace(seconds_alone=0.0, neighbours=1)
+        self.reports: list[Metrics] = []
+        self.silences = 0
+
+    def now(self) -> float:
+        return time.time()
+
+    def traffic(self) -> tuple[int, int]:
+        return 11, 22
+
+    def read(self, kind: type) -> Mapping[str, Any]:
+        if self.silences:
+            self.silences -= 1
+            raise TimeoutError
+        records = {Claim: [claim(0, [0, 1]), claim(1, [1])], Progress: [progress(0, 3)], Metrics: self.reports}[kind]
+        return {record.peer_id: record for record in records}
+
+
+@pytest.fixture
+def swarm() -> ScriptedSwarm:
+    return ScriptedSwarm()
+
+
+@pytest.fixture
+def page(swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerPage]:
+    monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
+    manifest = SimpleNamespace(config=RunConfig(), run_id="run")
+    with shown(PeerConfig(run_id="run", output=tmp_path), swarm, manifest) as page:  # type: ignore[arg-type]
+        assert page is not None
+        yield page
+
+
+def wait_for(output: Path, condition: Callable[[dict], Any]) -> dict:
+    """Return the page's state once it fulfils a condition."""
+    deadline = time.monotonic() + 30.0
+    while True:
+        with urllib.request.urlopen((output / "page").read_text().strip() + "state.json", timeout=30) as answer:
+            state = json.load(answer)
+        if condition(state):
+            return state
+        assert time.monotonic() < deadline, state
+        time.sleep(0.02)
+
+
+def test_the_page_says_where_the_peer_is_in_its_life(page: PeerPage, swarm: ScriptedSwarm, tmp_path: Path) -> None:
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "joining" and "others" in state["now"]["why"])
+    page.say("")
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "training")
+    swarm.watchdog.seconds_alone = 99.0
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "alone" and "99 s" in state["now"]["why"])
+    page.say("leaving", "others fetch what only this peer has")
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "leaving")
+
+
+def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
+    page: PeerPage, swarm: ScriptedSwarm, tmp_path: Path
+) -> None:
+    swarm.silences = 2  # and what fails to be read is read the next time
+    for number in (1, 2, 3):
+        page.reported(report(0, number, tokens=1000 * number, bytes_out=10 * number))
+    swarm.reports = [report(0, 3, tokens=3000, bytes_out=30), report(1, 3)]
+    state = wait_for(tmp_path, lambda state: len(state["rounds"]) == 3)
+    assert state["figures"]["my_tokens"] == 6000
+    columns = state["run"]["columns"]
+    assert [dict(zip(columns, row, strict=True))["my_sent"] for row in state["rounds"].values()] == [10, 10, 10]
+    figures = state["figures"]
+    assert (figures["my_sent"], figures["my_received"], figures["reach"]) == (22, 11, "yes; 1 near")
+    assert figures["memory"] > 1e7
+    assert any("round 2:" in words for _, words in state["events"].values())
+
+
+def test_a_peer_without_a_page_has_none(swarm: ScriptedSwarm, tmp_path: Path) -> None:
+    config = PeerConfig(run_id="run", output=tmp_path, page="off")
+    with shown(config, swarm, SimpleNamespace()) as page:  # type: ignore[arg-type]
+        assert page is None and not (tmp_path / "page").exists()
