@@ -251,7 +251,7 @@ def program(*words: object) -> subprocess.Popen[str]:
         (["simulate"], 2, "required: STUDY; see --help"),
         (["simulate", "configs/convergence.yaml", "--only", "sol"], 2, "error: --only sol: no such variant"),
         (["simulate", "configs/convergence.yaml", "--worker", "1"], 2, "--worker"),
-        (["simulate", "configs/convergence.yaml", "--workers", "0"], 2, "workers='0': input should be greater than 0"),
+        (["simulate", "configs/convergence.yaml", "--workers", "0"], 2, "workers='0': input should be greater than"),
     ],
 )
 def test_the_program_answers_in_a_line(words, code, said, monkeypatch, capsys):
