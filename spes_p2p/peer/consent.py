@@ -15,7 +15,7 @@ MAX_FIELD_CHARS = 100
 
 
 def ask_to_read(manifest: Manifest, num_tokenizer_bytes: int, *, yes: bool, reads_data: bool = True) -> None:
-    """Show the public data set and the tokenizer that a run of somebody else's names, and ask before they are read.
+    """Show the public data set and the tokenizer that another founder's run names, and ask before they are read.
 
     A run on the embedded corpus or on the volunteer's own files, with a tokenizer of the run's own, asks nothing.
 
