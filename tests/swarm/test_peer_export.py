@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.swarm.exchange.store import VersionStore
+from spes_p2p.swarm.exchange.versions import DOCUMENTS
 
 SECONDS = 120.0
 TOTAL = 6
@@ -54,7 +56,7 @@ class World:
 
     def versions(self, name: str) -> dict[str, tuple[int, str]]:
         newest = VersionStore(self.folder / name / "versions", "run").newest()
-        return {name: (version.round, version.digest) for name, version in newest.items() if name != "manifest"}
+        return {name: (version.round, version.digest) for name, version in newest.items() if name not in DOCUMENTS}
 
 
 @pytest.fixture
@@ -127,7 +129,7 @@ def test_a_lone_peer_leaves_a_model_and_goes_back_to_a_round_that_it_kept(world:
     words = ["--max-slots", "4", "--data-seed", "3", "--keep-last", "1", "--keep-every", "2", "--seed-seconds", "0"]
     first = world.start("peer", "alone", "--config", file, *words)
     wait_for(first, "round 1: 1 peers")
-    first.interrupt()
+    first.signal(signal.SIGINT)
     ended = first.end(SECONDS)
     assert ended.code == 130, ended.stderr
     told = re.search(r"the model so far: spes export (\S+)", ended.stderr)

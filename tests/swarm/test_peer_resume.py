@@ -16,6 +16,7 @@ from forked_commands import Forked, ForkServer
 from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
 
 from spes_p2p.swarm.exchange.store import VersionStore
+from spes_p2p.swarm.exchange.versions import DOCUMENTS
 from spes_p2p.swarm.roster import SHARED
 
 REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots"
@@ -41,7 +42,7 @@ class World:
 
     def versions(self, name: str) -> dict[str, tuple[int, str]]:
         newest = VersionStore(self.folder / name / "versions", "resume").newest()
-        return {name: (version.round, version.digest) for name, version in newest.items() if name != "manifest"}
+        return {name: (version.round, version.digest) for name, version in newest.items() if name not in DOCUMENTS}
 
 
 def kill(*peers: Forked) -> None:
