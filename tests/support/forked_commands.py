@@ -21,7 +21,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PID_SECONDS = 60.0
-"""Longest that the server, which may still be importing, takes to fork."""
+"""Longest that the server takes to fork."""
+READY = b"ready\n"
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,16 @@ class ForkServer:
     def __init__(self, folder: Path, environment: dict[str, str]) -> None:
         self._folder, self._count = folder, 0
         self._process = subprocess.Popen(
-            [sys.executable, __file__], cwd=ROOT, env=environment, stdin=subprocess.PIPE, start_new_session=True
+            [sys.executable, __file__],
+            cwd=ROOT,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
+        # A command's deadlines must not pay for the server's imports: on a busy machine those take half a minute.
+        assert self._process.stdout is not None
+        assert self._process.stdout.readline() == READY, "the server has ended"
 
     def start(self, command: str, argv: Sequence[str | Path], **environment: str) -> Forked:
         """Start `peer`, `experiment`, `monitor` or `export`."""
@@ -172,6 +181,7 @@ def run() -> None:
         "export": (ExportConfig, export.main),
     }
     gc.freeze()
+    os.write(1, READY)
     request = serve()
     if request is not None:
         reset_inherited_futures()
