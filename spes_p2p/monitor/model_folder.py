@@ -368,6 +368,13 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
         'tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")',
         "```",
         "",
+        "## Limits of trust",
+        "",
+        "The founder chose model, schedule and data. Volunteers trained the weights; one or two of them trained each "
+        "expert. Digests show that all peers had the same weights, not that the weights are right: a volunteer can "
+        "plant behaviour in an expert that no public test shows, and one person can have many identities. Use this "
+        "model as you would run a program by its contributors.",
+        "",
         "## Contributors",
         "",
         f"{len(contributors)} peers are known here to have signed weights of this round or an earlier one, or to have "

@@ -248,6 +248,7 @@ def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp
     ):
         assert fact in card, fact
     assert f"- `{identity.peer_id}`" in card.split("## Contributors")[1]
+    assert "that no public test shows" in card.split("## Limits of trust")[1].split("## Contributors")[0]
     assert "`owner/name`" in card and "`x  <img> [won](http://x)  `" in card, "shown as code from its start to its end"
     views = small_history()
     sinks = Sinks(views[0])
