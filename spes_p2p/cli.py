@@ -274,6 +274,8 @@ def all_flags(cls: type[BaseModel], section: str = "") -> Iterator[Flag]:
     fields = sorted(cls.model_fields.items(), key=lambda f: (not f[1].is_required(), f[0] not in cls.__annotations__))
     for name, field in fields:
         word = (field.alias or name).replace("_", "-")
+        if "==SUPPRESS==" in field.metadata:  # pydantic-settings' CliSuppress: set by the program alone
+            continue
         if (nested := _nested(field.annotation)) is not None:
             yield from all_flags(nested, f"{section}.{name}".strip("."))
             continue

@@ -174,8 +174,11 @@ SEED_SECONDS = 30.0
 class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """What a peer's machine brings into a run, and how it takes part."""
 
-    model_config = SettingsConfigDict()
+    model_config = SettingsConfigDict(cli_shortcuts={"start-from": "from"})
 
+    start_from: Path | None = None
+    """Folder of a mixture of experts that the run starts from, as transformers saves it. It gives the founder the
+    model's shape, weights and tokenizer; others need none, or read their own copy."""
     output: Path = Path("runs/peer")
     """Directory of all that this peer keeps. It has its identity, versions and checkpoints."""
     resume: bool = False

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import CliSuppress
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
 PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: positive-bounds
@@ -35,6 +36,64 @@ class Frozen(BaseModel):
     """Base of config sections: immutable, no unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)  # guard: run-settings
+
+
+MAX_TOKEN_ID = 2**24
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class RopeConfig(Frozen):
+    """How a checkpoint stretches its rotary position embedding, in transformers' terms; `model.rope_theta` is apart."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    factor: PositiveFloat | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    attention_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> RopeConfig:
+        scaled = () if self.rope_type == "default" else ("factor", "original_max_position_embeddings")
+        needed = (*scaled, "low_freq_factor", "high_freq_factor") if self.rope_type == "llama3" else scaled
+        if missing := [name for name in needed if getattr(self, name) is None]:  # guard: rope-fields
+            raise ValueError(f"rope_type={self.rope_type} needs {', '.join(missing)}; add it to config.json")
+        return self
+
+
+class StartConfig(Frozen):
+    """What a checkpoint's config.json says beyond `model`, and which weights it holds; `--from` fills it in."""
+
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
+    """Rows of the embedding: the tokenizer's entries, or more."""
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)]
+    head_dim: Annotated[int, Field(ge=2, le=2**12)] | None = None
+    """Width of a head; by default `hidden_size / num_heads`."""
+    dense_intermediate_size: Annotated[int, Field(ge=1, le=2**18)] | None = None
+    """Of Qwen3-MoE's config: the width of layers without experts, which no run has."""
+    attention_bias: bool = False
+    clip_qkv: PositiveFloat | None = None
+    initializer_range: PositiveFloat = 0.02
+    rope: RopeConfig = RopeConfig()
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | None = None
+    pad_token_id: TokenId | None = None
+    shared: Digest
+    """SHA-256 of the shared parameters' version of round 0."""
+    slots: Annotated[list[Digest], Field(min_length=1, max_length=128)]
+    """SHA-256 of each slot's version of round 0."""
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> StartConfig:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if (getattr(self, name) or 0) >= self.vocab_size:  # guard: start-tokens
+                raise ValueError(f"{name}={getattr(self, name)} has no row in an embedding of {self.vocab_size}")
+        return self
 
 
 class ModelConfig(Frozen):
@@ -67,9 +126,22 @@ class ModelConfig(Frozen):
     init_cutoff: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None  # guard: init-cutoff
     """Largest initial weight, in standard deviations of 0.02; larger ones are drawn again. By default none are. SPES
     uses 3."""
+    start: CliSuppress[StartConfig | None] = None
+    """The checkpoint that the run starts from; by default none: weights are drawn. `spes peer --from` sets it."""
+
+    @property
+    def head_dim(self) -> int:
+        """Width of an attention head."""
+        return self.start.head_dim if self.start and self.start.head_dim else self.hidden_size // self.num_heads
+
+    def embedding_rows(self, vocab_size: int) -> int:
+        """Return the rows of the embedding of a run whose tokenizer has `vocab_size` entries."""
+        return self.start.vocab_size if self.start else vocab_size
 
     @model_validator(mode="after")
     def _check_shapes(self) -> ModelConfig:
+        if self.start is not None:
+            self._check_start(self.start)
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"model.top_k={self.top_k} exceeds model.num_experts={self.num_experts}; "
@@ -82,6 +154,22 @@ class ModelConfig(Frozen):
                     f"choose a divisor"
                 )
         return self
+
+    def _check_start(self, start: StartConfig) -> None:
+        """Refuse what the family's configuration cannot say, and what contradicts the shape."""
+        if len(start.slots) != self.num_experts:  # guard: start-slots
+            raise ValueError(
+                f"model.start names {len(start.slots)} slots, but model.num_experts={self.num_experts}; found the run "
+                f"with --from, which sets both"
+            )
+        strange = {
+            "head_dim": self.family == "olmoe" and self.head_dim != self.hidden_size // self.num_heads,
+            "attention_bias": self.family == "mixtral" and start.attention_bias,
+            "clip_qkv": self.family != "olmoe" and start.clip_qkv is not None,
+            "dense_intermediate_size": self.family != "qwen3_moe" and start.dense_intermediate_size is not None,
+        }
+        for name in (name for name, is_strange in strange.items() if is_strange):
+            raise ValueError(f"{name}={getattr(start, name)} is no setting of {self.family}; start from another model")
 
 
 # The manifest brings these strings to strangers' machines: they name what a public hub holds, and nothing else.

@@ -24,7 +24,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from spes_p2p.config import ModelConfig
+from spes_p2p.config import ModelConfig, StartConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
@@ -157,20 +157,20 @@ ATTENTION = {"sdpa": "sdpa", "flash": "flash_attention_2", "eager": "eager"}
 def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> PretrainedConfig:
     """Return the stock configuration of `model`.
 
-    Special tokens stay unset, because the stock defaults may lie outside a small vocabulary. The stock balance loss
-    stays off, because it pools the layers.
+    Special tokens stay unset unless the run starts from a checkpoint that sets them, because the stock defaults may lie
+    outside a small vocabulary. The stock balance loss stays off, because it pools the layers.
 
     Raises:
-        ConfigError: the heads have an odd width, which rotary position embeddings cannot halve.
+        ConfigError: the heads have an odd width, which rotary position embeddings cannot halve, or the sequences are
+            longer than the checkpoint allows.
     """
-    head_dim = model.hidden_size // model.num_heads
-    if head_dim % 2:
+    if model.head_dim % 2:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size} over model.num_heads={model.num_heads} gives heads of odd width "
-            f"{head_dim}; choose another number of heads"
+            f"{model.head_dim}; choose another number of heads"
         )
     fields: dict[str, Any] = {
-        "vocab_size": vocab_size,
+        "vocab_size": model.embedding_rows(vocab_size),
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_layers,
         "num_attention_heads": model.num_heads,
@@ -189,22 +189,48 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
     }
     if model.norm_eps is not None:
         fields["rms_norm_eps"] = model.norm_eps
-    fields |= _family_fields(model, head_dim)
+    fields |= _family_fields(model)
+    if model.start is not None:
+        fields |= _start_fields(model, model.start, sequence_length)
     return FAMILIES[model.family][0](**fields)
 
 
-def _family_fields(model: ModelConfig, head_dim: int) -> dict[str, Any]:
+def _family_fields(model: ModelConfig) -> dict[str, Any]:
     """Return the fields that the families name differently."""
     if model.family == "mixtral":
-        return {"num_local_experts": model.num_experts, "head_dim": head_dim, "sliding_window": None}
+        return {"num_local_experts": model.num_experts, "head_dim": model.head_dim, "sliding_window": None}
     fields: dict[str, Any] = {"num_experts": model.num_experts, "norm_topk_prob": model.norm_topk_prob}
     if model.family == "qwen3_moe":
         fields |= {
             "moe_intermediate_size": model.intermediate_size,
-            "head_dim": head_dim,
+            "head_dim": model.head_dim,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
         }
+    return fields
+
+
+def _start_fields(model: ModelConfig, start: StartConfig, sequence_length: int) -> dict[str, Any]:
+    """Return the fields of the checkpoint that a run starts from."""
+    if sequence_length > start.max_position_embeddings:
+        raise ConfigError(
+            f"data.sequence_length={sequence_length} exceeds the {start.max_position_embeddings} positions of the "
+            f"checkpoint; set it to that or less"
+        )
+    fields: dict[str, Any] = {
+        "max_position_embeddings": start.max_position_embeddings,
+        "rope_parameters": start.rope.model_dump(exclude_none=True) | {"rope_theta": model.rope_theta},
+        "initializer_range": start.initializer_range,
+        "pad_token_id": start.pad_token_id,
+        "bos_token_id": start.bos_token_id,
+        "eos_token_id": start.eos_token_id,
+    }
+    if model.family != "mixtral":
+        fields["attention_bias"] = start.attention_bias
+    if model.family == "olmoe":
+        fields["clip_qkv"] = start.clip_qkv
+    if start.dense_intermediate_size is not None:
+        fields["intermediate_size"] = start.dense_intermediate_size
     return fields
 
 

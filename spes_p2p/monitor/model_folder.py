@@ -415,7 +415,9 @@ def _data(manifest: Manifest) -> str:
         "files": "text of the peers' own",
         "hub": f"data set {_code(data.name or '')}, split {_code(data.split)}",
     }
-    tokenizer = f"tokenizer {_code(data.tokenizer)}" if data.tokenizer else "a byte-level BPE trained on it"
+    start = manifest.config.model.start
+    default = "the tokenizer of the checkpoint it started from" if start else "a byte-level BPE trained on it"
+    tokenizer = f"tokenizer {_code(data.tokenizer)}" if data.tokenizer else default
     return f"{sources[data.source]}; {tokenizer}, {manifest.vocab_size} entries"
 
 

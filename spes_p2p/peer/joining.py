@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, PeerConfig, RunConfig, check_machine
+from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, ModelConfig, PeerConfig, RunConfig, check_machine
 from spes_p2p.data.packing import train_source
-from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes
+from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_attention, check_build, hf_config
+from spes_p2p.model.start import model_of
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
@@ -46,6 +47,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.build import starting_from
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -144,7 +146,7 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
     if config.client_mode and not (config.initial_peers or config.resume):
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
     run = config.run or RunConfig()
-    if not config.initial_peers:
+    if not (config.initial_peers or config.start_from):
         _check_choices(config, run)
     founded = None if config.initial_peers or config.resume else _found(config, run)
     swarm = _swarm(config, client_mode=config.client_mode)
@@ -199,7 +201,15 @@ def why_unreachable(host: str | None, port: int) -> str:
 def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     cache, corpus = config.cache.expanduser(), config.corpus(run.data)
-    tokenizer = resolve_tokenizer(corpus, config.text, cache)
+    if (source := config.start_from) is None:
+        tokenizer = resolve_tokenizer(corpus, config.text, cache)
+    else:
+        if run.model != ModelConfig():
+            raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
+        model = model_of(source)
+        tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
+        run = starting_from(run, model, len(tokenizer), source)
+        _check_choices(config, run)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
     if run.data.source != "hub":

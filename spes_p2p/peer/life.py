@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import shlex
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.config.machine import SEED_SECONDS
@@ -21,9 +22,9 @@ from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
-from spes_p2p.swarm.roster import SHARED
-from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
+from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
@@ -106,8 +107,8 @@ def _train(
         if admission is None:  # the leader has found the run finished
             return
         run = admission.manifest.config
-        source = _source(config, run, admission.manifest.vocab_size)
-        data = source(admission.data_seed)
+        text = _source(config, run, admission.manifest.vocab_size)
+        data = text(admission.data_seed)
         trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
         keep_output()
         swarm = joined[0] if joined else None
@@ -121,8 +122,8 @@ def _train(
         if swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             if SHARED not in swarm.versions() and saved is None:
-                initial = partial(build_initial, run, admission.manifest.vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, public_text(source, run.data.sequence_length))
+                initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
+        gate = LossGate(trainer, group, public_text(text, run.data.sequence_length))
         loop = TrainingLoop(
             run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id
         )
@@ -151,6 +152,18 @@ def _train(
 
 def _unreachable() -> Admission:
     raise AssertionError("the leader has joined before it connects")
+
+
+def _initial(
+    config: PeerConfig, run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer
+) -> Callable[[], Mapping[VectorName, Tensor]] | None:
+    """Return what makes the vectors of the run's start; None if this peer must fetch them."""
+    if config.start_from is not None:
+        bundles = StartBundles(run, vocab_size, config.start_from)
+        if config.initial_peers:
+            bundles.check()  # now, before it waits for others; the founder has just read them
+        return lambda: bundles
+    return partial(build_initial, run, vocab_size, sync, trainer) if run.model.start is None else None
 
 
 def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> Callable[[int], TokenSource]:

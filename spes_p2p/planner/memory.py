@@ -84,15 +84,15 @@ class Activations:
         Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head.
         """
         model, narrow = self.model, NARROW[self.precision]
-        width, key_width = model.hidden_size, _key_width(model)
+        width, query_width, key_width = model.hidden_size, model.head_dim * model.num_heads, _key_width(model)
         # Each norm's input, normalised input and output; autocast rounds the output for every module that takes it.
         norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
-        attention = narrow * (2 * width + 2 * key_width)  # queries, keys, values and the output
+        attention = narrow * (2 * query_width + 2 * key_width)  # queries, keys, values and the output
         if model.family != "mixtral":  # queries and keys are normalised
-            attention += (WIDE + narrow) * (width + key_width)
+            attention += (WIDE + narrow) * (query_width + key_width)
         if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
             scores = WIDE if self.precision == "fp32" else WIDE + narrow
-            attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (width - key_width)
+            attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (query_width - key_width)
         router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
         experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
         return norms + attention + router + experts
@@ -101,13 +101,13 @@ class Activations:
         if self.precision == "fp32":
             return 0
         model, width = self.model, self.model.hidden_size
-        layer = 2 * width * (width + _key_width(model)) + model.num_experts * width
+        layer = 2 * width * (model.head_dim * model.num_heads + _key_width(model)) + model.num_experts * width
         num_layers = 1 if self.checkpointing else model.num_layers
         return NARROW[self.precision] * (num_layers * layer + self.vocab_size * width)
 
 
 def _key_width(model: ModelConfig) -> int:
-    return model.hidden_size // model.num_heads * model.num_kv_heads
+    return model.head_dim * model.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Setup:
         if vocab_size is not None:
             activations = Activations(
                 run.model,
-                vocab_size,
+                run.model.embedding_rows(vocab_size),
                 sequences=sequences,
                 sequence_length=run.data.sequence_length,
                 precision=run.train.precision,

@@ -55,10 +55,10 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
     """Count parameters from the configured shapes, without building the model.
 
     Args:
-        model: Shapes; heads are `hidden_size / num_heads` wide in every family.
-        vocab_size: Rows of the embedding.
+        model: Shapes.
+        vocab_size: Entries of the tokenizer.
     """
-    shared = list(_shared_tensors(model, vocab_size))
+    shared = list(_shared_tensors(model, model.embedding_rows(vocab_size)))
     slot = [2 * model.intermediate_size * model.hidden_size, model.intermediate_size * model.hidden_size]
     return ModelSize(
         shared_params=sum(numel * count for _, numel, count in shared),
@@ -71,19 +71,23 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
     )
 
 
-def _shared_tensors(model: ModelConfig, vocab_size: int) -> Iterator[tuple[Kind, int, int]]:
+def _shared_tensors(model: ModelConfig, num_rows: int) -> Iterator[tuple[Kind, int, int]]:
     """Yield kind, elements and number of the tensors outside the experts."""
     width, layers = model.hidden_size, model.num_layers
-    head_width = width // model.num_heads
-    key_width = head_width * model.num_kv_heads
-    yield "table", vocab_size * width, 1 if model.tie_embeddings else 2
-    yield "matrix", width * width, 2 * layers  # queries and output
+    head_width = model.head_dim
+    query_width, key_width = head_width * model.num_heads, head_width * model.num_kv_heads
+    yield "table", num_rows * width, 1 if model.tie_embeddings else 2
+    yield "matrix", width * query_width, 2 * layers  # queries and output
     yield "matrix", width * key_width, 2 * layers  # keys and values
     yield "matrix", model.num_experts * width, layers  # routers
     yield "vector", width, 2 * layers + 1  # norms
+    if model.start is not None and model.start.attention_bias:
+        yield "vector", query_width, layers
+        yield "vector", key_width, 2 * layers
+        yield "vector", width, layers
     # OLMoE normalises queries and keys over all heads at once, Qwen3 within each head, Mixtral not at all.
     if model.family == "olmoe":
-        yield "vector", width, layers
+        yield "vector", query_width, layers
         yield "vector", key_width, layers
     elif model.family == "qwen3_moe":
         yield "vector", head_width, 2 * layers

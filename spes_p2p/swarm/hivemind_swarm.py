@@ -92,6 +92,7 @@ class HivemindSwarm:
         self._encoding = DeltaEncoding(vectors.segments)
         self._membership.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
+        self._store.refused.initial = vectors.initial
         self.exchange.accept_formats(vectors.formats)
         if (step := vectors.advance) is not None:
             encoding = self._encoding

@@ -33,6 +33,7 @@ class Anchors:
         self._codecs = run.codecs
         self._numels = dict(numels)
         self._num_slots = run.model.num_experts
+        self._initial: Mapping[str, str] = {str(name): digest for name, digest in start_digests(run).items()}
         self._weights: dict[VectorName, Tensor] = {}
         self._momenta: dict[VectorName, Tensor] = {}
 
@@ -76,9 +77,14 @@ class Anchors:
 
     def vectors(self) -> Vectors:
         """Return what a swarm must know of the run's vectors."""
-        keyframes = self._codecs.keyframe_rounds
         return Vectors(
-            self.bundle_numel(), self.segments(), self.advance, keyframes, self.coded(), num_slots=self._num_slots
+            self.bundle_numel(),
+            self.segments(),
+            self.advance,
+            self._codecs.keyframe_rounds,
+            self.coded(),
+            num_slots=self._num_slots,
+            initial=self._initial,
         )
 
     def averages_moments(self, round: int) -> bool:
@@ -223,3 +229,11 @@ def initial_bundles(
         vectors[VectorName.of_slot(slot)] = layouts["slot"].flatten(tensors)
     sizes = anchors.bundle_numel()
     return {n: torch.cat([flat, flat.new_zeros(sizes[n.kind] - flat.numel())]) for n, flat in vectors.items()}
+
+
+def start_digests(run: RunConfig) -> dict[VectorName, str]:
+    """Return the digest of each vector's version of round 0, if the run starts from a checkpoint; else nothing."""
+    if run.model.start is None:
+        return {}
+    slots = enumerate(run.model.start.slots)
+    return {SHARED: run.model.start.shared} | {VectorName.of_slot(slot): each for slot, each in slots}

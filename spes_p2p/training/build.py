@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.vectors import Layout
-from spes_p2p.config import MachineConfig, RunConfig, check_machine
+from spes_p2p.codecs.vectors import Layout, digest
+from spes_p2p.config import MachineConfig, ModelConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
-from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.errors import ConfigError, ExchangeError
+from spes_p2p.model.build import build_slot_model, outline, stock_model
+from spes_p2p.model.start import StartWeights
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.anchors import Anchors, initial_bundles
+from spes_p2p.training.anchors import Anchors, initial_bundles, start_digests
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
@@ -98,6 +102,96 @@ def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: 
     return initial_bundles(sync.anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)
 
 
+class StartBundles(Mapping[VectorName, Tensor]):
+    """The bundles of a run that starts from a checkpoint, each read from the disk when it is asked for, and verified.
+
+    Args:
+        run: The run's settings.
+        vocab_size: Entries of the run's tokenizer.
+        source: Folder of the checkpoint.
+
+    Raises:
+        ConfigError: the run starts from no checkpoint.
+        DataError: the checkpoint is damaged.
+    """
+
+    def __init__(self, run: RunConfig, vocab_size: int, source: Path) -> None:
+        if run.model.start is None:
+            raise ConfigError(f"this run starts from no checkpoint, but from its seed; drop --from {source}")
+        model = outline(run.model, vocab_size, run.data.sequence_length)
+        self._source = source
+        self._layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
+        self._sizes = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()}).bundle_numel()
+        self._digests = start_digests(run)
+        self._files = ExitStack()
+        self._weights = StartWeights(source, model, self._files)
+
+    def __iter__(self) -> Iterator[VectorName]:
+        return iter(self._digests)
+
+    def __len__(self) -> int:
+        return len(self._digests)
+
+    def __getitem__(self, name: VectorName) -> Tensor:
+        bundle_N = self.read(name)
+        if digest(bundle_N) != self._digests[name]:  # guard: start-weights
+            raise ConfigError(
+                f"{self._source} is not the checkpoint that the run starts from: its {name} is another; drop --from, "
+                f"and peers send the weights"
+            )
+        return bundle_N
+
+    def check(self) -> None:
+        """Read and verify all bundles.
+
+        Raises:
+            ConfigError: the run starts from another checkpoint.
+        """
+        for name in self:
+            self[name]
+
+    def read(self, name: VectorName) -> Tensor:
+        """Return a bundle unverified."""
+        flat_N = self._layouts[name.kind].flatten(self._weights.read(name.slot))
+        return torch.cat([flat_N, flat_N.new_zeros(self._sizes[name.kind] - flat_N.numel())])
+
+    def close(self) -> None:
+        """Close the checkpoint's files."""
+        self._files.close()
+
+
+def starting_from(run: RunConfig, model: ModelConfig, vocab_size: int, source: Path) -> RunConfig:
+    """Return a run's settings with the model of a checkpoint, and the digests of its weights.
+
+    Memory holds one bundle at a time.
+
+    Args:
+        run: Settings whose model is replaced.
+        model: As `model_of` returns it.
+        vocab_size: Entries of the run's tokenizer.
+        source: Folder of the checkpoint.
+
+    Raises:
+        ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.
+        DataError: the checkpoint is missing or damaged.
+    """
+    assert model.start is not None
+    if vocab_size > model.start.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} entries, and the embedding of {source} {model.start.vocab_size} rows; set "
+            f"data.tokenizer to the checkpoint's"
+        )
+    run = run.model_copy(update={"model": model})
+    bundles = StartBundles(run, vocab_size, source)
+    try:
+        digests = {name: digest(bundles.read(name)) for name in bundles}
+    finally:
+        bundles.close()
+    slots = [digests[VectorName.of_slot(slot)] for slot in range(model.num_experts)]
+    start = model.start.model_copy(update={"shared": digests[SHARED], "slots": slots})
+    return run.model_copy(update={"model": model.model_copy(update={"start": start})})
+
+
 class WholeModel:
     """The whole model in fp32, initially as the run's seed draws it: the anchor of round 0.
 
@@ -109,6 +203,7 @@ class WholeModel:
 
     def __init__(self, run: RunConfig, vocab_size: int, device: torch.device | None = None) -> None:
         self._num_slots = run.model.num_experts
+        self._starts_from_checkpoint = run.model.start is not None
         self._model = build_slot_model(
             run.model,
             vocab_size=vocab_size,
@@ -129,10 +224,12 @@ class WholeModel:
         """Load the versions that a peer has; return each slot's round, 0 for slots without a version.
 
         Raises:
-            ExchangeError: it lacks `shared`, or a file is damaged.
+            ExchangeError: it lacks `shared`, or a slot of a run that starts from a checkpoint, or a file is damaged.
         """
         versions = swarm.versions()
         slots = [slot for slot in range(self._num_slots) if VectorName.of_slot(slot) in versions]
+        if self._starts_from_checkpoint and len(slots) < self._num_slots:  # guard: start-whole
+            raise ExchangeError(f"{self._num_slots - len(slots)} slots have no version yet, not even of round 0")
         vectors = {name: swarm.load(name) for name in [SHARED, *map(VectorName.of_slot, slots)]}
         self._model.load_shared(self._unflatten(SHARED, vectors[SHARED]))
         for slot in slots:

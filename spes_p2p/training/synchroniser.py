@@ -65,7 +65,8 @@ def publish_initial(
     if initial is None:
         raise JoinError(f"{', '.join(missing)}: not whole here, nor with any peer reached; give more --initial-peers")
     vectors = initial()
-    swarm.publish(0, {name: vectors[name] for name in missing})
+    for name in missing:  # one at a time, because a checkpoint's vectors are read when they are asked for
+        swarm.publish(0, {name: vectors[name]})
 
 
 class ProgressTracker:

@@ -1,9 +1,11 @@
-"""Models out of real peers' folders: those of their swarm's rounds, to the last bit."""
+"""Models into and out of real peers' folders: those of their swarm's rounds, to the last bit."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -11,13 +13,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from forked_commands import Ended, Forked, ForkServer
 from lanes import sample
 from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from spes_p2p.config.commands import UpcycleSettings
+from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.model.upcycling import upcycle
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import DOCUMENTS
@@ -154,3 +160,56 @@ def test_a_lone_peer_leaves_a_model_and_goes_back_to_a_round_that_it_kept(world:
     ended = world.start("peer", "alone", "--resume", "--resume-round", "4", "--skip-optimizer", *words).end(SECONDS)
     assert ended.code == 0 and world.versions("alone")["shared"][0] == TOTAL, ended.stderr
     assert world.versions("alone") != finished, "another optimizer's state, another way"
+
+
+def write_dense(folder: Path, corpus: Path) -> Path:
+    """Write a small dense model with a tokenizer."""
+    tokenizer = train_bpe([json.loads(line)["text"] for line in corpus.read_text().splitlines()], 300)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(**shape, vocab_size=304, num_key_value_heads=2, max_position_embeddings=128)
+    torch.manual_seed(3)
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(world: World) -> None:
+    """Joiners get the weights from the founder, or read their own copy, which has to be the same."""
+    dense = write_dense(world.folder / "dense", world.corpus)
+    moe = world.folder / "moe"
+    upcycle(UpcycleSettings(source=dense, output=moe, num_experts=4, top_k=2, noise_std=0.02, noise_fraction=1))
+    copy, other = world.folder / "copy", world.folder / "other"
+    shutil.copytree(moe, copy)
+    upcycle(UpcycleSettings(source=dense, output=other, num_experts=4, top_k=2, seed=1))
+    rounds = {"mode": "steps", "steps": 5, "total": 2, "min_peers": 3}
+    file = world.folder / "run.yaml"
+    file.write_text(yaml.safe_dump({"run": {"round": rounds, "data": {"source": "files", "sequence_length": 32}}}))
+    words = ["--max-slots", "2", "--keep-last", "99", "--seed-seconds", "0"]
+    peers = {"a": world.start("peer", "a", "--config", file, "--from", moe, *words)}
+    wait_for(peers["a"], "others join with")
+    join = ["--initial-peers", world.address("a")]
+    liar = world.start("peer", "liar", *join, "--from", other, *words).end(SECONDS)
+    assert liar.code == 2 and "is not the checkpoint that the run starts from" in liar.stderr, liar.stderr
+    peers["b"] = world.start("peer", "b", *join, *words)
+    peers["c"] = world.start("peer", "c", *join, "--from", copy, *words)
+    for peer in peers.values():
+        assert peer.end(SECONDS).code == 0, peer.stderr()
+    assert "fetched 5 of 5 versions" in peers["b"].stderr()
+    for name in "bc":
+        assert_equal_start(world.folder / name, moe, world.folder / f"{name}-0")
+    assert not export(world.folder / "a", world.folder / "a-2").other_rounds
+    config = json.loads((world.folder / "a-2" / "config.json").read_text())
+    assert config["vocab_size"] == 304 and config["max_position_embeddings"] == 128
+
+    rounds |= {"min_peers": 1, "total": 1}
+    file.write_text(yaml.safe_dump({"run": {"round": rounds, "data": {"source": "files", "sequence_length": 32}}}))
+    again = world.start("peer", "again", "--config", file, "--from", world.folder / "a-2", *words).end(SECONDS)
+    assert again.code == 0, again.stderr
+    assert_equal_start(world.folder / "again", world.folder / "a-2", world.folder / "again-0")
+
+
+def assert_equal_start(peer: Path, checkpoint: Path, output: Path) -> None:
+    """Check that a peer's round 0 is a checkpoint, in fp32."""
+    export(peer, output, 0)
+    found, given = tensors_in(output), tensors_in(checkpoint)
+    assert found.keys() == given.keys() and all(torch.equal(found[name], given[name].float()) for name in found)

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import math
 import threading
+from math import prod
 from typing import Any
 
 import msgpack
@@ -18,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from spes_p2p.config import Frozen, MachineConfig, RunConfig, check_machine
+from spes_p2p.config import Frozen, MachineConfig, ModelConfig, RopeConfig, RunConfig, StartConfig, check_machine
 from spes_p2p.errors import ConfigError
+from spes_p2p.model.build import outline
 from spes_p2p.optim.inner import rate_of_step
 from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.peer.joining import disk_bytes
@@ -49,10 +51,10 @@ def value_schema(schema: dict[str, Any]) -> dict[str, Any]:
     return next(leaf for leaf in schema.get("anyOf", [schema]) if leaf.get("type") != "null")
 
 
-def ranges() -> dict[tuple[str, str], st.SearchStrategy[Any]]:
+def ranges(parts: dict[str, type[BaseModel]]) -> dict[tuple[str, str], st.SearchStrategy[Any]]:
     """Return what draws each setting's value from its whole range, its ends more often than others."""
     found: dict[tuple[str, str], st.SearchStrategy[Any]] = {}
-    for section, cls in sections(RunConfig).items():
+    for section, cls in parts.items():
         schema = cls.model_json_schema()["properties"]
         for name in cls.model_fields:
             leaf = value_schema(schema[name])
@@ -71,13 +73,27 @@ def ranges() -> dict[tuple[str, str], st.SearchStrategy[Any]]:
     return found
 
 
-RANGES = ranges()
+RANGES = ranges(sections(RunConfig))
+START = ranges({"start": StartConfig, "rope": RopeConfig})
+REQUIRED = ("vocab_size", "max_position_embeddings")
+ROPE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 ENDS = {
     (section, name): [value_schema(schema)[key] for key in ("minimum", "maximum") if key in value_schema(schema)]
     for section, cls in sections(RunConfig).items()
     for name, schema in cls.model_json_schema()["properties"].items()
     if value_schema(schema).get("type") in ("integer", "number")
 }
+
+
+@st.composite
+def starts(draw: st.DrawFn, num_experts: int) -> dict[str, Any]:
+    """Draw what a founder says of a checkpoint: what it must say, and any of the rest, anywhere in its range."""
+    found: dict[str, dict[str, Any]] = {"start": {}, "rope": {}}
+    others = draw(st.lists(st.sampled_from(sorted(START)), max_size=8, unique=True))
+    for section, name in {*others, *(("start", name) for name in REQUIRED), *(("rope", name) for name in ROPE)}:
+        found[section][name] = draw(START[section, name])
+    digests = {"shared": "0" * 64, "slots": ["1" * 64] * min(num_experts, 128)}
+    return found["start"] | digests | {"rope": found["rope"]}
 
 
 @st.composite
@@ -95,6 +111,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         heads = 2 ** draw(st.integers(0, 10))
         model |= {"num_heads": heads, "num_kv_heads": heads, "hidden_size": heads * draw(st.integers(1, 64))}
     if draw(st.booleans()):
+        model["start"] = draw(starts(model.get("num_experts", 16)))
+    if draw(st.booleans()):
         rounds = document.setdefault("round", {})
         rounds["lease_seconds"] = max(rounds.get("lease_seconds", 30.0), 2 * rounds.get("heartbeat_seconds", 10.0))
     return document
@@ -103,7 +121,34 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_setting_is_drawn_but_texts() -> None:
     known = {(section, name) for section, cls in sections(RunConfig).items() for name in cls.model_fields}
     texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
-    assert known - set(RANGES) == texts | {("outer", "slots")} | {("", name) for name in sections(RunConfig) if name}
+    nested = {("outer", "slots"), ("model", "start"), *(("", name) for name in sections(RunConfig) if name)}
+    assert known - set(RANGES) == texts | nested
+    of_start = {("start", name) for name in StartConfig.model_fields} | {("rope", n) for n in RopeConfig.model_fields}
+    assert of_start - set(START) == {("start", name) for name in ("rope", "shared", "slots")}
+
+
+@pytest.mark.parametrize("value", FAR_OUT, ids=str)
+@pytest.mark.parametrize(("section", "name"), sorted(START))
+def test_a_checkpoints_setting_far_out_of_its_range_is_refused_by_name(section: str, name: str, value: float) -> None:
+    start: dict[str, Any] = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": ["1" * 64]}
+    start |= {name: value} if section == "start" else {"rope": {name: value}}
+    with pytest.raises(ValidationError, match=name):
+        RunConfig.model_validate({"model": {"start": start}})
+
+
+@given(document=st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_checkpoints_settings_anywhere_in_their_range_are_refused_or_make_a_model(document: st.DataObject) -> None:
+    family = document.draw(st.sampled_from(["olmoe", "qwen3_moe", "mixtral"]))
+    shape = {"family": family, "hidden_size": 16, "num_layers": 1, "num_experts": 2}
+    try:
+        model = ModelConfig.model_validate(shape | {"start": document.draw(starts(2))})
+        built = outline(model, 8, 8)
+    except (ValidationError, ConfigError) as error:
+        assert str(error)
+        return
+    size = model_size(model, 8)
+    assert sum(map(prod, built.shared_shapes().values())) == size.shared_params
 
 
 @pytest.mark.parametrize("value", FAR_OUT, ids=str)

@@ -38,6 +38,7 @@ class Vectors:
         keyframe_rounds: Largest number of deltas that lead from one version to another.
         coded: Contents and codecs of published vectors, by kind; kinds that are missing here travel in fp32.
         num_slots: Experts per layer of the run's model; by default as many as there are names for.
+        initial: Digests of the versions of round 0 by name, if the run starts from a checkpoint.
     """
 
     bundle_numel: Mapping[str, int] = field(default_factory=dict)
@@ -46,6 +47,7 @@ class Vectors:
     keyframe_rounds: int = 0
     coded: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
     num_slots: int = MAX_SLOTS
+    initial: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -168,7 +168,7 @@ class Exchange:
         return {
             name: version
             for name, version in versions.items()
-            if version.digest not in self._store.refused  # guard: refused-inventory
+            if not self._store.refused.refuses(version)  # guard: refused-inventory
         }
 
     def offers(self, name: AnyName, peers: Sequence[str]) -> dict[str, Version]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, CodecKind, Name, Version
+from spes_p2p.swarm.exchange.versions import DOCUMENTS, CodecKind, Name, RefusedVersions, Version
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Count, Digest
 
@@ -81,7 +81,7 @@ class Wanted:
         uplinks: The relays' uplinks in 10^6 bits per second.
         codec: Encoding of the bytes.
         authors: Peers of which one must have signed the version; empty for any author.
-        refused: Digests of versions not to fetch.
+        refused: Versions not to fetch; None refuses none.
     """
 
     name: str
@@ -93,13 +93,13 @@ class Wanted:
     uplinks: Mapping[str, float] = field(default_factory=dict)
     codec: CodecKind = "fp32"
     authors: Collection[str] = ()
-    refused: Container[str] = ()
+    refused: RefusedVersions | None = None
 
     def check(self, version: Version) -> None:
         """Raise ExchangeError if an offered version is not the wanted one."""
         if self.authors and version.author not in self.authors:  # guard: founders-manifest
             raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
-        if version.digest in self.refused:  # guard: refused-version
+        if self.refused is not None and self.refused.refuses(version):  # guard: refused-version
             raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
         is_document = self.name in DOCUMENTS
         fits = version.num_bytes <= self.num_bytes if is_document else version.num_bytes == self.num_bytes

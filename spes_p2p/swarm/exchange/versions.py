@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
@@ -104,9 +105,14 @@ class Version(BaseModel):
 
 
 class RefusedVersions:
-    """Digests of the last versions that a peer has refused; offers of them are ignored."""
+    """Versions that a peer takes from no other: the last ones that it has refused, and false ones of round 0.
+
+    Attributes:
+        initial: Digests of the versions of round 0 by name, where the run's manifest states them.
+    """
 
     def __init__(self) -> None:
+        self.initial: Mapping[str, str] = {}
         self._digests: dict[str, None] = {}
 
     def add(self, digest: str) -> None:
@@ -117,3 +123,9 @@ class RefusedVersions:
 
     def __contains__(self, digest: object) -> bool:
         return digest in self._digests
+
+    def refuses(self, version: Version) -> bool:
+        """Tell whether offers of a version are to be ignored."""
+        if version.round == 0 and self.initial.get(version.name, version.digest) != version.digest:  # guard: initial
+            return True
+        return version.digest in self

@@ -1,0 +1,319 @@
+"""A run that starts from a checkpoint computes and trains as stock does, loses no setting, or is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedModel,
+    Qwen3MoeConfig,
+)
+
+from spes_p2p.codecs.vectors import digest
+from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.model.build import build_slot_model, outline
+from spes_p2p.model.export import save_checkpoint
+from spes_p2p.model.start import StartWeights, model_of
+from spes_p2p.planner.size import model_size
+from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.training.build import StartBundles, WholeModel, starting_from
+from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.trainer import Trainer
+
+VOCAB, ROWS, SEQUENCE, EXPERTS = 300, 320, 24, 4
+COMMON: dict[str, Any] = {
+    "vocab_size": ROWS,  # more than the tokenizer's entries
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 3e-6,
+    "bos_token_id": 3,
+    "eos_token_id": 5,
+    "pad_token_id": None,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+CONFIGS = {
+    "olmoe": OlmoeConfig(**COMMON, num_experts=EXPERTS, clip_qkv=0.5, norm_topk_prob=False, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **COMMON,
+        num_experts=EXPERTS,
+        moe_intermediate_size=40,
+        head_dim=16,  # four heads of 16 in a model of width 32
+        attention_bias=True,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=EXPERTS, head_dim=24, sliding_window=None),
+}
+families = pytest.mark.parametrize("family", sorted(CONFIGS))
+
+
+def stock(family: str) -> PreTrainedModel:
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    with torch.no_grad():  # biases and norms begin at 0 and 1, where a lost one would not show
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def saved(folder: Path, family: str, **options: Any) -> Path:
+    stock(family).save_pretrained(folder, **options)
+    return folder
+
+
+def started(source: Path, **settings: Any) -> RunConfig:
+    run = RunConfig(data=DataConfig(sequence_length=SEQUENCE), **settings)
+    return starting_from(run, model_of(source), VOCAB, source)
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+def edit(source: Path, **fields: Any) -> None:
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | fields))
+
+
+# ---------------------------------------------------------------------- the same model
+
+
+@families
+def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_path: Path, family: str) -> None:
+    source = saved(tmp_path / "stock", family)
+    run = started(source)
+    size = model_size(run.model, VOCAB)
+    with ExitStack() as stack:
+        model = outline(run.model, VOCAB, SEQUENCE)
+        weights = StartWeights(source, model, stack)
+        assert sum(tensor.numel() for tensor in weights.read(None).values()) == size.shared_params
+        assert sum(tensor.numel() for tensor in weights.read(1).values()) == size.slot_params
+        assert save_checkpoint(model, tmp_path / "again", weights.read) == size.total_params
+    before, after = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (source, tmp_path / "again"))
+    ids_BT = tokens(2, SEQUENCE)
+    with torch.no_grad():
+        torch.testing.assert_close(after(ids_BT).logits, before(ids_BT).logits, rtol=0, atol=1e-5)
+    told = {"_name_or_path", "transformers_version", "dtype", "router_aux_loss_coef", "output_router_logits"}
+    lost = {
+        name: (value, after.config.to_dict().get(name))
+        for name, value in before.config.to_dict().items()
+        if name not in told and after.config.to_dict().get(name) != value
+    }
+    assert not lost
+
+
+@families
+def test_a_checkpoint_in_several_files_of_bf16_gives_the_same_start_as_one_file(tmp_path: Path, family: str) -> None:
+    model = stock(family).bfloat16()
+    model.save_pretrained(tmp_path / "one")
+    model.save_pretrained(tmp_path / "several", max_shard_size="40KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 3
+    assert started(tmp_path / "one") == started(tmp_path / "several")
+
+
+def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
+    one_by_one = saved(tmp_path / "a", "olmoe")
+    fused = saved(tmp_path / "b", "olmoe")
+    state = {name: tensor.contiguous() for name, tensor in stock("olmoe").state_dict().items()}
+    assert any(name.endswith("experts.gate_up_proj") for name in state)
+    save_file(state, fused / "model.safetensors", metadata={"format": "pt"})
+    assert started(one_by_one) == started(fused)
+
+
+@families
+def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path: Path, family: str) -> None:
+    source = saved(tmp_path / "stock", family)
+    train = TrainConfig(
+        **{"batch_size": 2, "lr": 1e-3, "schedule": "constant", "warmup_rounds": 0.0, "weight_decay": 0.1},
+        **{"balance_loss": 0.0, "router_z_loss": 0.0, "clip_norm": 1.0},
+    )
+    run = started(source, train=train)
+    batches = [tokens(2, SEQUENCE + 1).roll(step, 1) for step in range(20)]
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    expected = []
+    for ids_BT in batches:
+        loss = torch.nn.functional.cross_entropy(plain(ids_BT[:, :-1]).logits.flatten(0, 1), ids_BT[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(float(loss))
+
+    model = build_slot_model(
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=0, claimed=range(EXPERTS), storage="fp32"
+    )
+    with ExitStack() as stack:
+        weights = StartWeights(source, model, stack)
+        model.load_shared(weights.read(None))
+        for slot in range(EXPERTS):
+            model.load_slot(slot, weights.read(slot))
+    trainer = Trainer(model, train, Batches(batches), ProcessGroup("cpu"))
+    losses = [trainer.step(1e-3).loss for _ in batches]
+    assert losses == pytest.approx(expected, abs=1e-4)
+    assert expected[-1] < expected[0] - 0.5, "it learns"
+
+
+class Batches:
+    """A token source of given batches."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self._batches = iter(batches)
+
+    def next_batch(self, batch_size: int) -> torch.Tensor:
+        batch = next(self._batches)
+        assert len(batch) == batch_size
+        return batch
+
+
+# ---------------------------------------------------------------------- bundles and their digests
+
+
+def test_bundles_are_read_when_asked_for_and_are_the_manifests(tmp_path: Path) -> None:
+    source = saved(tmp_path / "stock", "qwen3_moe")
+    run = started(source, outer=OuterConfig(optimizer="nesterov"))
+    bundles = StartBundles(run, VOCAB, source)
+    assert list(bundles) == [SHARED, *map(VectorName.of_slot, range(EXPERTS))]
+    assert run.model.start is not None and digest(bundles[SHARED]) == run.model.start.shared
+    shared_N, size = bundles[SHARED], model_size(run.model, VOCAB)
+    assert len(shared_N) == 2 * size.shared_params and not shared_N[size.shared_params :].any(), "momentum begins at 0"
+    other = saved(tmp_path / "other", "qwen3_moe")
+    tensors = load_file(other / "model.safetensors")
+    name = "model.layers.1.mlp.experts.2.down_proj.weight"
+    tensors[name][0, 0] += 1e-3
+    save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
+    changed = StartBundles(run, VOCAB, other)
+    assert torch.equal(changed[VectorName.of_slot(1)], bundles[VectorName.of_slot(1)])
+    with pytest.raises(ConfigError, match="not the checkpoint that the run starts from: its slot-2 is another"):
+        changed.check()
+
+
+def test_a_version_of_round_0_that_the_manifest_does_not_name_is_refused(tmp_path: Path) -> None:
+    identity = Identity(tmp_path / "key")
+    refused = RefusedVersions()
+    refused.initial = {"slot-1": digest(torch.ones(4))}
+    true, false = (
+        Version.sign(identity, "run", "slot-1", 0, torch.full((4,), x).numpy().tobytes(), "fp32") for x in (1.0, 2.0)
+    )
+    later = Version.sign(identity, "run", "slot-1", 1, torch.zeros(4).numpy().tobytes(), "fp32")
+    assert [refused.refuses(version) for version in (true, false, later)] == [False, True, False]
+
+
+def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
+    run = started(saved(tmp_path / "stock", "mixtral"))
+
+    class Few:
+        def versions(self) -> dict[VectorName, Any]:
+            return {SHARED: None, VectorName.of_slot(0): None}
+
+    with pytest.raises(Exception, match="3 slots have no version yet, not even of round 0"):
+        WholeModel(run, VOCAB).load(Few())  # type: ignore[arg-type]
+
+
+# ---------------------------------------------------------------------- refused
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("olmoe", {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}, "holds GPT2LMHeadModel; give --from"),
+        ("olmoe", {"architectures": ["OlmoeModel"]}, "holds OlmoeModel"),
+        ("olmoe", {"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ("olmoe", {"num_experts": 256}, "256 experts per layer, and a run has 128 slots at most"),
+        ("olmoe", {"hidden_act": "gelu"}, "sets hidden_act='gelu', where a run has 'silu'"),
+        ("qwen3_moe", {"mlp_only_layers": [1]}, r"sets mlp_only_layers=\[1\]"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "sets decoder_sparse_step=2"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "window of 8 tokens"),
+        ("mixtral", {"sliding_window": 16}, "window of 16 tokens"),
+        ("mixtral", {"num_key_value_heads": 3}, "does not divide"),
+        ("mixtral", {"vocab_size": 10**9}, "vocab_size"),
+        ("mixtral", {"eos_token_id": [5, 6]}, "eos_token_id"),
+        ("olmoe", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "config.json"),
+        ("olmoe", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
+        ("olmoe", {"rms_norm_eps": -1.0}, "norm_eps"),
+    ],
+)
+def test_what_a_run_cannot_express_is_refused_by_name(tmp_path: Path, family: str, fields, message: str) -> None:
+    source = saved(tmp_path / "stock", family)
+    edit(source, **fields)
+    with pytest.raises((ConfigError, DataError), match=message):
+        model_of(source)
+
+
+def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = saved(tmp_path / "stock", "olmoe")
+    with pytest.raises(DataError, match=r"no checkpoint \(no config.json\); give --from"):
+        model_of(tmp_path / "nothing")
+    run = RunConfig(data=DataConfig(sequence_length=SEQUENCE))
+    with pytest.raises(ConfigError, match="tokenizer has 321 entries"):
+        starting_from(run, model_of(source), ROWS + 1, source)
+    long = RunConfig(data=DataConfig(sequence_length=65))
+    with pytest.raises(ConfigError, match="sequence_length=65 exceeds the 64 positions"):
+        starting_from(long, model_of(source), VOCAB, source)
+    with pytest.raises(ConfigError, match="starts from no checkpoint"):
+        StartBundles(run, VOCAB, source)
+    weights = source / "model.safetensors"
+    whole = load_file(weights)
+    name = "model.layers.0.mlp.experts.3.up_proj.weight"
+    for tensors, message in (
+        ({key: value for key, value in whole.items() if key != name}, f"tensor {name} is missing"),
+        (whole | {name: whole[name][:5].clone()}, rf"tensor {name} has shape \[5, 32\], not \[48, 32\]"),
+        (whole | {name: torch.full_like(whole[name], torch.nan)}, f"tensor {name} is not of finite"),
+    ):
+        save_file(tensors, weights, metadata={"format": "pt"})
+        with pytest.raises(DataError, match=message):
+            started(source)
+    weights.write_bytes(weights.read_bytes()[:1000])
+    with pytest.raises(DataError, match="cannot read"):
+        started(source)
+    weights.unlink()
+    with pytest.raises(DataError, match=r"lacks model\.safetensors"):
+        started(source)
+
+
+@pytest.mark.parametrize(
+    ("family", "start", "message"),
+    [
+        ("olmoe", {"slots": ["1" * 64] * 3}, "names 3 slots, but model.num_experts=4"),
+        ("olmoe", {"pad_token_id": 8}, "pad_token_id=8 has no row in an embedding of 8"),
+        ("olmoe", {"rope": {"rope_type": "llama3", "factor": 2.0}}, "rope_type=llama3 needs original_max"),
+        ("olmoe", {"head_dim": 64}, "head_dim=64 is no setting of olmoe"),
+        ("mixtral", {"attention_bias": True}, "attention_bias=True is no setting of mixtral"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_refused(family: str, start: dict[str, Any], message: str) -> None:
+    """Without these checks transformers would end a joiner with an error of its own."""
+    whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": ["1" * 64] * EXPERTS}
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        ModelConfig.model_validate({"family": family, "num_experts": EXPERTS, "start": whole | start})
