@@ -44,10 +44,7 @@ LIES = {
     "confirms another digest": (True, 2),
     "never confirms": (True, 2),
 }
-COMMIT_LIES = {
-    *("claims a weight of 1e12", "enters an older round", "enters with a nested entry", "sends NaN", "means too much"),
-    *("tells each another mean", "confirms another digest"),
-}
+COMMIT_LIES = {"claims a weight of 1e12", "sends NaN", "tells each another mean"}
 
 
 @pytest.fixture(scope="module")

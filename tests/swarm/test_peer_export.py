@@ -129,6 +129,7 @@ def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World,
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] == tokens["input_ids"].shape[1] + 4
 
 
+@pytest.mark.full
 def test_a_lone_peer_leaves_a_model_and_goes_back_to_a_round_that_it_kept(world: World) -> None:
     rounds = {"mode": "steps", "steps": 15, "total": TOTAL, "min_peers": 1}
     file = write_settings(world.folder / "run.yaml", round=rounds)
@@ -173,6 +174,7 @@ def write_dense(folder: Path, corpus: Path) -> Path:
     return folder
 
 
+@pytest.mark.full
 def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(world: World) -> None:
     """Joiners get the weights from the founder, or read their own copy, which has to be the same."""
     dense = write_dense(world.folder / "dense", world.corpus)

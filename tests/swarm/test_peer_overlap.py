@@ -27,6 +27,7 @@ def start_two(commands: Commands, folder: Path, total: int) -> tuple[Command, Co
     return founder, start(commands, folder, "joiner", "--initial-peers", address)
 
 
+@pytest.mark.full
 def test_peers_that_overlap_agree_on_every_round(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         peers = start_two(commands, tmp_path, TOTAL)

@@ -75,13 +75,11 @@ def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Itera
 LOW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 2}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("name", "settings", "is_saved"),
     [
-        pytest.param(
-            *("exact", {"codecs": {"shared": "fp32", "slots": "fp32"}, "outer": {"moments": "local"}}, True),
-            marks=pytest.mark.full,
-        ),
+        ("exact", {"codecs": {"shared": "fp32", "slots": "fp32"}, "outer": {"moments": "local"}}, True),
         ("few-bits", {**LOW_BITS, "train": {"optimizer": "adamw8bit"}, "outer": {"optimizer": "nesterov"}}, False),
     ],
     ids=["exact", "few-bits-and-a-round-published-but-not-saved"],

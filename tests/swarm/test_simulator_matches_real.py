@@ -14,7 +14,7 @@ from spes_p2p.sim.simulator import Scenario, SimulationResult, simulate
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.p2p.identity import Identity
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 RUN_ID, PEERS, SLOTS, ROUNDS = "twins", 3, [2, 3, 2], 4
 DATA_SEEDS = [11, 12, 13]

@@ -126,6 +126,8 @@ class RefusedVersions:
 
     def refuses(self, version: Version) -> bool:
         """Tell whether offers of a version are to be ignored."""
-        if version.round == 0 and self.initial.get(version.name, version.digest) != version.digest:  # guard: initial-digest
+        if (
+            version.round == 0 and self.initial.get(version.name, version.digest) != version.digest
+        ):  # guard: initial-digest
             return True
         return version.digest in self
