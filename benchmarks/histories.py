@@ -4,24 +4,23 @@
 
 Each history is a swarm in virtual time. Chaos lasts for some rounds; then the network heals, and more than half of the
 voters stay up. Reported: forks, lost certificates, and runs that stand though more than half of the voters answer.
-Nodes (`history_nodes`) run `spes_p2p.swarm.certificate` and `votes` as they are; keys are HMACs, because 10,000
-histories need millions of signatures.
+Nodes (`history_nodes`) run `spes_p2p.swarm.decision` as it is; keys are HMACs, because 10,000 histories need millions
+of signatures.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import sys
 from collections import Counter, defaultdict
 from multiprocessing import Pool
 from typing import Any
 
-from benchmarks.history_nodes import LEASE_SECONDS, NUM_SLOTS, SHRINK_SECONDS, Node, World, hashed
-from spes_p2p.swarm.certificate import (
-    genesis,
-)
+from benchmarks.history_nodes import LEASE_SECONDS, LIARS, NUM_SLOTS, RULES, Alone, Node, Twice, World, hashed
+from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.votes import Ballot, barred
 
@@ -41,7 +40,7 @@ def history(seed: int, twice: bool = False) -> dict[str, Any]:
     faulty = set(rng.sample(peers[1:], (num - 1) // 4)) if not twice else {rng.choice(peers[1:])}
     for peer in peers:
         lie = "" if peer not in faulty else ("twice" if twice else rng.choice(LIES))
-        world.nodes[peer] = Node(world, peer, start, lie=lie, crash_share=0.0)
+        world.nodes[peer] = LIARS.get(lie, Node)(world, peer, start)
     for peer in peers:
         world.nodes[peer].start()
     world.run(60)
@@ -66,16 +65,17 @@ def history(seed: int, twice: bool = False) -> dict[str, Any]:
     for peer, node in world.nodes.items():
         node.crash_share = 0.0
         if peer in dead:
-            node.is_up, node.is_dead = False, True
+            node.is_dead = True
+            node.crash(0.0)
         elif not node.is_up:
             node.start()
     if end == "halves":
-        world.run(world.now + 3 * SHRINK_SECONDS)
+        world.run(world.now + 3 * RULES.shrink_seconds)
         world.cut = set()
         world.run(world.now + 2 * LEASE_SECONDS)
-    honest = [node for node in world.nodes.values() if not node.lie and node.is_up]
+    honest = [node for node in world.nodes.values() if node.is_honest and node.is_up]
     head = max(honest, key=lambda node: node.last.round).last
-    good = [node.peer_id for node in honest if node.peer_id in head.voters and node.voter.may_vote]
+    good = [node.peer_id for node in honest if node.peer_id in head.voters and node.decider.voter.may_vote]
     # Without a majority, the rest goes on only if it is whole: no liar, no lost ballot.
     rest = [peer for peer in head.voters if peer not in dead]
     answers = 2 * len(good) > len(head.voters) if end != "massacre" else good == rest and bool(rest)
@@ -114,14 +114,14 @@ def _disturb(world: World, rng: random.Random) -> None:
 
 def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
     unshrunk: dict[tuple[int, str], set[str]] = defaultdict(set)
-    for certificate in world.certificates:
-        if not certificate.body.shrunk:
-            unshrunk[certificate.body.round, certificate.body.previous].add(certificate.body.digest)
+    for body in world.certified.values():
+        if not body.shrunk:
+            unshrunk[body.round, body.previous].add(body.digest)
     forked = [round for round, digests in unshrunk.items() if len(digests) > 1]
     final = max(honest, key=lambda node: node.last.round)
     kept = {certificate.body.digest for certificate in final.chain}
-    shrunk = len({certificate.body.digest for certificate in world.certificates if certificate.body.shrunk})
-    guilty = set(world.proofs)
+    shrunk = sum(bool(body.shrunk) for body in world.certified.values())
+    guilty = set(world.proven_at)
     out = [0]
     for peer, round in world.proven_at.items():
         there = sum(peer in c.body.voters for c in final.chain if c.body.round > round)
@@ -132,7 +132,7 @@ def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
         "lost": 0 if shrunk or forked else len(world.adopted - kept),
         "shrunk": shrunk,
         "proven": len(guilty),
-        "wrongly_convicted": sum(world.nodes[peer].lie not in ("twice", "alone") for peer in guilty),
+        "wrongly_convicted": sum(not isinstance(world.nodes[peer], Twice | Alone) for peer in guilty),
         "rounds_until_out": max(out),
         "apart": len({node.chain[min(n.last.round for n in honest) - 1].body.digest for node in honest}) - 1,
     }
@@ -149,7 +149,7 @@ def main() -> None:
     totals: Counter[str] = Counter()
     longest = 0
     seeds = [(seed, args.twice) for seed in range(args.first, args.first + args.count)]
-    with Pool(args.processes) as pool:
+    with Pool(args.processes, logging.disable, (logging.WARNING,)) as pool:
         for found in pool.starmap(history, seeds, chunksize=4):
             longest = max(longest, found.pop("rounds_until_out"))
             totals += Counter({key: int(value) for key, value in found.items() if key not in ("seed", "end")})

@@ -474,15 +474,16 @@ def removed_voters(last: Body, body: Body) -> set[str]:
 
 
 def leaving_voters(proposal: Proposal) -> set[str]:
-    """Return the voters with a proof against them, or with a goodbye that is too new to be of before a return."""
+    """Return the voters with a proof against them, or with a goodbye."""
     body = proposal.body
-    ages = {
-        each.peer_id: body.round - each.round
-        for each in proposal.goodbyes
-        if each.run == body.run  # guard: goodbye-of-run
-    }
-    leaving = {peer for peer, rounds in ages.items() if 0 <= rounds < CONFIRMED_ROUNDS}  # guard: old-goodbye
+    leaving = {each.peer_id for each in proposal.goodbyes if is_new_goodbye(each, body.run, body.round)}
     return leaving | {contradiction(proof.vote, proof.other) for proof in proposal.proofs}
+
+
+def is_new_goodbye(goodbye: Goodbye, run: str, round: int) -> bool:
+    """Tell whether a goodbye counts in a round: it is of this run, and too new to be of before a return."""
+    is_new = 0 <= round - goodbye.round < CONFIRMED_ROUNDS  # guard: old-goodbye
+    return is_new and goodbye.run == run  # guard: goodbye-of-run
 
 
 def check_give_ups(proposal: Proposal, last: Body) -> str:

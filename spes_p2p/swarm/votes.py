@@ -26,6 +26,7 @@ from spes_p2p.swarm.certificate import (
     Proposal,
     Vote,
     check_certificate,
+    check_give_up,
     check_proposal,
     contradiction,
     leaving_voters,
@@ -61,6 +62,23 @@ class Ballot(Document):
 
 
 @dataclass(frozen=True)
+class Rules:
+    """The numbers of a run that its decisions depend on.
+
+    Attributes:
+        min_peers: Members with which the run begins.
+        attempt_seconds: Time from the end of training until an attempt is given up; later attempts are given more.
+        confirmation_seconds: Time for which a proposer that has one confirmation waits for the others.
+        shrink_seconds: Time after the end of a round's training after which voters may be named absent.
+    """
+
+    min_peers: int
+    attempt_seconds: float
+    confirmation_seconds: float
+    shrink_seconds: float
+
+
+@dataclass(frozen=True)
 class Own:
     """What this peer knows of a round by itself.
 
@@ -87,8 +105,7 @@ class Voter:
         last: Body of the newest certificate that this peer knows.
         ballot: The promises of an earlier process; None for a new identity.
         save: Writes a ballot to disk; returns when it is durable.
-        min_peers: Members with which the run begins.
-        shrink_seconds: Time after the end of a round's training after which voters may be named absent.
+        rules: The run's numbers.
         now: DHT time.
     """
 
@@ -98,16 +115,13 @@ class Voter:
         last: Body,
         ballot: Ballot | None,
         save: Callable[[Ballot], None],
-        *,
-        min_peers: int,
-        shrink_seconds: float,
+        rules: Rules,
         now: Callable[[], float],
     ) -> None:
         self._keys = keys
         self._now = now
         self._save = save
-        self._min_peers = min_peers
-        self._shrink_seconds = shrink_seconds
+        self._rules = rules
         self.last = last
         self.ballot = ballot or self._blank(None)
         if self.ballot.previous != last.digest:
@@ -115,6 +129,11 @@ class Voter:
             # certified. If it is of a later round, certificates are lost, and the promises about their rounds.
             is_lost = self.ballot.round > last.round + 1  # guard: lost-chain
             self.ballot = self._blank(now() if is_lost else self.ballot.barred_at)
+
+    @property
+    def is_barred(self) -> bool:
+        """Whether this peer is a voter whose promises are lost."""
+        return self._keys.peer_id in self.last.voters and self.ballot.barred_at is not None
 
     @property
     def may_vote(self) -> bool:
@@ -174,7 +193,9 @@ class Voter:
         for voted, digest in self._voted():
             if attempt < voted or (attempt == voted and body.digest != digest):  # guard: one-vote
                 raise Refusal(f"this peer has voted for another body in attempt {voted}")
-        if reason := check_proposal(proposal, self.last, self._keys, self._min_peers) or self._differs(proposal, own):
+        if reason := check_proposal(proposal, self.last, self._keys, self._rules.min_peers) or self._differs(
+            proposal, own
+        ):
             raise Refusal(reason)
 
     def _voted(self) -> list[tuple[int, str]]:
@@ -183,14 +204,14 @@ class Voter:
         found = [] if voted is None else [(voted.attempt, voted.body.digest)]
         return found if shrunk is None else [*found, (shrunk.attempt, shrunk.body)]
 
-    def _stands(self) -> bool:
-        """Whether the open round is so late that a majority of the voters may be gone."""
-        return self._now() - self.last.ends_at > self._shrink_seconds
+    def _stands(self, last: Body) -> bool:
+        """Whether the round after `last` is so late that a majority of the voters may be gone."""
+        return self._now() - last.ends_at > self._rules.shrink_seconds
 
     def _differs(self, proposal: Proposal, own: Own) -> str:
         """Return how a proposal differs from what this peer knows by itself."""
         body, mine = proposal.body, own.confirmation
-        may_shrink = own.may_shrink and self._stands()
+        may_shrink = own.may_shrink and self._stands(self.last)
         if body.shrunk and not (may_shrink and all(map(own.is_gone, body.shrunk))):  # guard: shrink-late
             return "the absent voters may come back"
         if any(each.attempt < proposal.attempt for each in proposal.confirmations):
@@ -227,13 +248,23 @@ class Voter:
             proposed="" if voted is None else voted.vote.signature,
         ).signed(self._keys)
 
+    def discounts(self, given_up: GiveUp, voted: Proposal | None) -> str:
+        """Return why this peer, as a proposer, does not count a give-up; `voted` is the proposal that it states."""
+        return check_give_up(given_up, voted, self.last, self._keys, self._rules.min_peers)
+
+    def refuses(self, certificate: Certificate, last: Body) -> str:
+        """Return why this peer does not follow a certificate after `last`, which may be of a past round."""
+        if reason := check_certificate(certificate, last, self._keys):
+            return reason
+        if certificate.body.shrunk and not self._stands(last):  # guard: shrunk-in-time
+            return "a majority of the voters was here a short time ago"
+        return ""
+
     def learn(self, certificate: Certificate) -> str:
         """Go on to the round after a certificate; return why it is refused, or ""."""
-        if reason := check_certificate(certificate, self.last, self._keys):
+        if reason := self.refuses(certificate, self.last):
             return reason
         body = certificate.body
-        if body.shrunk and not self._stands():  # guard: shrunk-in-time
-            return "a majority of the voters was here a short time ago"
         is_known = body.digest in [digest for _, digest in self._voted()]
         if (
             self.may_vote and not is_known and not body.shrunk and self._has_signed(certificate)

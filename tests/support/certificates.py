@@ -24,10 +24,11 @@ from spes_p2p.swarm.certificate import (
     vote_for,
 )
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
-from spes_p2p.swarm.votes import Ballot, Own, Voter
+from spes_p2p.swarm.votes import Ballot, Own, Rules, Voter
 
 MIN_PEERS = 4
 SHRINK_SECONDS = 600.0
+RULES = Rules(min_peers=MIN_PEERS, attempt_seconds=12.0, confirmation_seconds=4.0, shrink_seconds=SHRINK_SECONDS)
 ENDED = 1000.0
 """DHT time at which the open round's training ends."""
 PEERS = tuple(sorted(hashed_peer_id(f"peer {index}".encode()) for index in range(100)))
@@ -75,15 +76,7 @@ class Round:
         return self.keys.setdefault(peer, HmacKeys(peer))
 
     def voter(self, peer: str, ballot: Ballot | None = None, save: Any = lambda ballot: None, now: float = 2000.0):
-        return Voter(
-            self.key(peer),
-            self.last,
-            ballot,
-            save,
-            min_peers=MIN_PEERS,
-            shrink_seconds=SHRINK_SECONDS,
-            now=lambda: now,
-        )
+        return Voter(self.key(peer), self.last, ballot, save, RULES, lambda: now)
 
     def confirm(self, peer: str, attempt: int = 0, **changes: Any) -> Confirmation:
         fields = {

@@ -1,0 +1,581 @@
+"""One peer's part in the decision of each round: when it confirms, proposes, votes, gives up, and changes the branch.
+
+`Decider` has no threads, sockets or clock. It reacts to messages and timers of a `Network`, real or simulated. Messages
+may be lost, repeated or late: what a decision needs is sent again by the next attempt.
+
+    averaged ─► confirmation ─► proposer ─► proposal ─► voters ─► votes ─► certificate ─► all
+       ▲                                                             (nothing within the attempt's time)
+       └──────────── next attempt ◄── a quorum of give-ups ◄── give-up to all ◄──┘
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+from pydantic import Field
+
+from spes_p2p.swarm.certificate import (
+    ABSENT_ROUNDS,
+    MAX_ATTEMPT,
+    MAX_MEMBERS,
+    Body,
+    Certificate,
+    Confirmation,
+    Document,
+    GiveUp,
+    Goodbye,
+    Keys,
+    MemberEntry,
+    Proof,
+    Proposal,
+    Vote,
+    is_new_goodbye,
+    make_body,
+    max_leaving,
+    newest_voted,
+    preferred,
+    required_votes,
+    roster_digest,
+)
+from spes_p2p.swarm.records import Count, Digest
+from spes_p2p.swarm.votes import Ballot, Own, Refusal, Rules, Statements, Voter
+
+log = logging.getLogger(__name__)
+
+MAX_SENT = 64
+"""Certificates in one message."""
+WATCHED_ROUNDS = 8
+"""Rounds back of which contradictory statements are looked for."""
+MAX_SLOWER = 20
+"""Largest multiple of an attempt's time that a later attempt is given."""
+
+
+class GivenUp(Document):
+    """A give-up, and the proposal of the vote that it states; without it no proposer can propose that body again."""
+
+    give_up: GiveUp
+    voted: Proposal | None = None
+
+
+class Certificates(Document):
+    """Certificates of successive rounds."""
+
+    certificates: tuple[Certificate, ...] = Field(max_length=MAX_SENT)
+
+
+class Point(Document):
+    """A round of a chain, and its body's digest."""
+
+    round: Count
+    digest: Digest
+
+
+class Question(Document):
+    """Points of the sender's chain, newest first; asks for the certificates after the newest point that is shared."""
+
+    points: tuple[Point, ...] = Field(min_length=1, max_length=64)
+
+
+Message = Confirmation | Proposal | Vote | GivenUp | Goodbye | Certificates | Question | Proof
+
+
+class Network(Protocol):
+    """What a decider needs of the swarm. No call waits for an answer."""
+
+    def send(self, peer: str, message: Message) -> None:
+        """Send a message, which may be lost; one to this peer itself arrives after the call."""
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call `action` after some time, never while another call into the decider runs."""
+
+    def now(self) -> float:
+        """Return the DHT time."""
+
+    def peers(self) -> Collection[str]:
+        """Return the peers that follow the run, this one included."""
+
+    def is_gone(self, peer: str) -> bool:
+        """Tell whether a peer's lease has run out, as far as this peer knows."""
+
+
+class Chain:
+    """The certificates that this peer follows.
+
+    Args:
+        start: The body before the first certificate: the run's genesis, or what a newcomer has skipped to.
+        certificates: What an earlier process has kept, of successive rounds.
+    """
+
+    def __init__(self, start: Body, certificates: Sequence[Certificate] = ()) -> None:
+        self._start = start
+        self.certificates = list(certificates)
+
+    @property
+    def last(self) -> Body:
+        """Body of the newest certificate."""
+        return self.certificates[-1].body if self.certificates else self._start
+
+    def certificate_at(self, round: int) -> Certificate | None:
+        """Return the certificate of a round; None outside the chain."""
+        at = round - self._start.round - 1
+        return self.certificates[at] if 0 <= at < len(self.certificates) else None
+
+    def body_at(self, round: int) -> Body | None:
+        """Return the body of a round; None outside the chain."""
+        found = self.certificate_at(round)
+        return found.body if found is not None else self._start if round == self._start.round else None
+
+    def has(self, round: int, digest: str) -> bool:
+        """Tell whether a body is on this chain."""
+        body = self.body_at(round)
+        return body is not None and body.digest == digest
+
+    def after(self, round: int) -> tuple[Certificate, ...]:
+        """Return the first `MAX_SENT` certificates after a round of the chain."""
+        at = round - self._start.round
+        return tuple(self.certificates[at : at + MAX_SENT])
+
+    def points(self) -> tuple[Point, ...]:
+        """Return the newest point, those 1, 3, 7, ... rounds before it, and the first one."""
+        length = len(self.certificates)
+        back = [2**power - 1 for power in range(length.bit_length() + 1)]
+        bodies = [self.certificates[-1 - step].body for step in back if step < length]
+        return tuple(Point(round=body.round, digest=body.digest) for body in (*bodies, self._start))
+
+    def add(self, certificate: Certificate) -> None:
+        """Append a certificate; drop those of its round and later, which are of another branch."""
+        del self.certificates[certificate.body.round - self._start.round - 1 :]
+        self.certificates.append(certificate)
+
+
+class Decider:
+    """One peer's part in the decision of each round.
+
+    Args:
+        keys: This peer's key.
+        network: Messages, timers and leases.
+        chain: The certificates so far; extended here.
+        rules: The run's numbers.
+        ballot: This peer's promises of an earlier process; None for a new identity.
+        save: Writes a ballot to disk; returns when it is durable.
+        on_attempt: Told that attempt 1 or a later one at the open round begins: average anew with the peers that are
+            there. Attempt 0 begins when the last certificate's `ends_at` is over.
+        on_certificate: Told of each certificate that this peer follows. It must be durable on return, and replaces
+            those of its round and later; otherwise a restarted voter may vote in a round that it has seen certified.
+    """
+
+    def __init__(
+        self,
+        keys: Keys,
+        network: Network,
+        chain: Chain,
+        rules: Rules,
+        ballot: Ballot | None,
+        save: Callable[[Ballot], None],
+        *,
+        on_attempt: Callable[[int], None],
+        on_certificate: Callable[[Certificate], None],
+    ) -> None:
+        self._keys = keys
+        self._network = network
+        self._rules = rules
+        self._on_attempt = on_attempt
+        self._on_certificate = on_certificate
+        self._statements = Statements(WATCHED_ROUNDS)
+        self._goodbyes: dict[str, Goodbye] = {}
+        self._num_asked = 0
+        self._is_closed = False
+        self.chain = chain
+        self.voter = Voter(keys, chain.last, ballot, save, rules, network.now)
+        self.attempt = 0
+        self.proofs: dict[str, Proof] = {}
+        """Proofs against voters, by peer."""
+
+    def start(self) -> None:
+        """Open the round after the last certificate, and ask another peer for what this one has missed."""
+        self._open_round()
+        self._ask_next()
+
+    def close(self) -> None:
+        """Take no further part."""
+        self._is_closed = True
+
+    def leave(self) -> None:
+        """Say goodbye, so that the next certificate removes this voter."""
+        self._send_voters(self._goodbye())
+
+    # ------------------------------------------------------------------ attempts
+
+    def _open_round(self) -> None:
+        self._opened_at = self._network.now()
+        self._give_ups: dict[str, GiveUp] = {}
+        self._proposals: dict[str, Proposal] = {}
+        """Proposals that may have to be made again, by body."""
+        self._open(0)
+
+    def _open(self, attempt: int) -> None:
+        last = self.chain.last
+        self.attempt = attempt
+        self._members: tuple[MemberEntry, ...] = ()
+        self._ends_at = 0.0
+        self._own: Confirmation | None = None
+        self._confirmations: dict[str, Confirmation] = {}
+        self._offered: Proposal | None = None
+        self._votes: dict[str, str] = {}
+        if self.voter.is_barred:
+            self._network.send(last.proposer(attempt), self._goodbye())
+        for guilty in last.voters:
+            if guilty in self.proofs:  # an earlier message may have been lost
+                self._send_voters(self.proofs[guilty])
+        # Attempt 0 begins when training ends; as far as this peer knows, that may be long ago.
+        wait = min(max(0.0, last.ends_at - self._network.now()), self._rules.shrink_seconds) if not attempt else 0.0
+        self._later(wait + self._rules.attempt_seconds * min(1 + attempt / 2, MAX_SLOWER), self._give_up)
+        if attempt and not (self._is_proposer and self._propose_again()):
+            self._on_attempt(attempt)
+
+    def _later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call `action` after some time, if this attempt is still open."""
+        digest, attempt = self.chain.last.digest, self.attempt
+
+        def act() -> None:
+            if not self._is_closed and (self.chain.last.digest, self.attempt) == (digest, attempt):
+                action()
+
+        self._network.later(seconds, act)
+
+    @property
+    def _is_proposer(self) -> bool:
+        return self.chain.last.proposer(self.attempt) == self._keys.peer_id
+
+    def _own_view(self) -> Own:
+        is_late = self._network.now() - self._opened_at > self._rules.shrink_seconds
+        return Own(self._own, self._network.is_gone, is_late)
+
+    def _absent(self) -> list[str]:
+        """Return the voters to go on without: half or more, after a long time; otherwise none."""
+        voters = self.chain.last.voters
+        gone = [peer for peer in voters if self._network.is_gone(peer)] if self._own_view().may_shrink else []
+        return gone if 2 * len(gone) >= len(voters) else []
+
+    @property
+    def _quorum(self) -> int:
+        absent = self._absent()
+        return len(self.chain.last.voters) - len(absent) if absent else self.chain.last.quorum
+
+    # ------------------------------------------------------------------ results and proposals
+
+    def averaged(
+        self,
+        attempt: int,
+        members: Sequence[MemberEntry],
+        ends_at: float,
+        shared: str = "",
+        slots: Mapping[int, str] | None = None,
+    ) -> None:
+        """Take this peer's results of an attempt.
+
+        Args:
+            attempt: The attempt; a result of another one than the open one is ignored.
+            members: The attempt's roster, by ascending peer id.
+            ends_at: DHT time at which the next round's training should end.
+            shared: Digest of the version of `shared` that this peer would commit; empty if its averaging failed.
+            slots: The same for its slots.
+        """
+        last = self.chain.last
+        if attempt != self.attempt:
+            return
+        self._members = tuple(members)
+        self._ends_at = ends_at
+        if shared:
+            self._own = Confirmation(
+                run=last.run,
+                round=last.round + 1,
+                previous=last.digest,
+                attempt=attempt,
+                peer_id=self._keys.peer_id,
+                roster=roster_digest(members),
+                shared=shared,
+                slots={str(slot): digest for slot, digest in (slots or {}).items()},
+            ).signed(self._keys)
+            self._network.send(last.proposer(attempt), self._own)
+
+    def _take_confirmation(self, sender: str, confirmation: Confirmation) -> None:
+        last = self.chain.last
+        if confirmation.previous != last.digest:
+            self._meet(sender, confirmation.round - 1, confirmation.previous)
+            return
+        if not self._is_proposer or confirmation.attempt != self.attempt or confirmation.peer_id != sender:
+            return
+        # One that is not signed would make all voters refuse the proposal that contains it.
+        if len(self._confirmations) >= MAX_MEMBERS or not confirmation.is_signed(self._keys):  # guard: no-false-part
+            return
+        self._confirmations[sender] = confirmation
+        if len(self._confirmations) == 1:
+            self._later(self._rules.confirmation_seconds, self._propose)
+        if self._members and len(self._of_roster()) == len(self._members):
+            self._propose()
+
+    def _of_roster(self) -> list[Confirmation]:
+        """Return the members' confirmations of the roster."""
+        roster = roster_digest(self._members)
+        made = (self._confirmations.get(member.peer_id) for member in self._members)
+        return [each for each in made if each is not None and each.roster == roster]
+
+    def _propose(self) -> None:
+        """Propose what the confirmations say, unless something has been proposed in this attempt."""
+        if self._offered or not self._members or self._propose_again():
+            return
+        if self.attempt and len(self._of_attempt()) < self._quorum:
+            return
+        confirmations, absent = self._of_roster(), self._absent()
+        removed = [] if absent else self._due_to_leave()
+        proofs = [self.proofs[peer] for peer in removed if peer in self.proofs]
+        body = make_body(
+            self.chain.last,
+            self._members,
+            confirmations,
+            ends_at=self._ends_at,
+            min_peers=self._rules.min_peers,
+            removed=removed,
+            shrunk=absent,
+        )
+        if body is not None:
+            goodbyes = [self._goodbyes[peer] for peer in removed if peer in self._goodbyes]
+            self._offer(body, confirmations, goodbyes, proofs)
+
+    def _due_to_leave(self) -> list[str]:
+        """Return the voters to remove: the guilty, those that said goodbye, those that missed rosters and are gone."""
+        last, present = self.chain.last, {member.peer_id for member in self._members}
+        missed = [
+            peer
+            for peer in last.voters
+            if last.absent.get(peer, 0) + 1 >= ABSENT_ROUNDS and peer not in present and self._network.is_gone(peer)
+        ]
+        self._goodbyes = {
+            peer: each for peer, each in self._goodbyes.items() if is_new_goodbye(each, last.run, last.round + 1)
+        }
+        due = dict.fromkeys(peer for peer in (*self.proofs, *self._goodbyes, *missed) if peer in last.voters)
+        return list(due)[: max_leaving(len(last.voters))]
+
+    def _of_attempt(self) -> list[GiveUp]:
+        """Return the give-ups that justify a proposal in this attempt."""
+        return [each for each in self._give_ups.values() if each.attempt >= self.attempt - 1] if self.attempt else []
+
+    def _propose_again(self) -> bool:
+        """Propose the body of the newest vote again; return False if this attempt may make a new one."""
+        bound = "" if self._absent() else newest_voted(self._of_attempt())
+        if bound:
+            again = self._proposals[bound]
+            self._offer(again.body, again.confirmations, again.goodbyes, again.proofs)
+        return bool(bound)
+
+    def _offer(
+        self,
+        body: Body,
+        confirmations: Sequence[Confirmation],
+        goodbyes: Sequence[Goodbye],
+        proofs: Sequence[Proof],
+    ) -> None:
+        try:
+            self._offered = self.voter.propose(
+                self.attempt, body, confirmations, self._own_view(), self._of_attempt(), goodbyes, proofs
+            )
+        except Refusal as refusal:
+            log.info("round %d: not proposing: %s", body.round, refusal)
+            return
+        self._send_voters(self._offered)
+
+    # ------------------------------------------------------------------ votes
+
+    def _take_proposal(self, sender: str, proposal: Proposal) -> None:
+        body = proposal.body
+        self._watch(proposal.vote, *proposal.give_ups)
+        if body.previous != self.chain.last.digest:
+            self._meet(sender, body.round - 1, body.previous)
+            return
+        try:
+            vote = self.voter.vote(proposal, self._own_view())
+        except Refusal as refusal:
+            log.info("round %d: not voting for the proposal of %s: %s", body.round, sender[-6:], refusal)
+            return
+        if proposal.attempt > self.attempt:
+            self._open(proposal.attempt)
+        self._proposals[body.digest] = proposal
+        self._network.send(sender, vote)
+
+    def _take_vote(self, sender: str, vote: Vote) -> None:
+        proposal, last = self._offered, self.chain.last
+        if proposal is None or (vote.attempt, vote.body) != (proposal.attempt, proposal.body.digest):
+            return
+        if vote.peer_id in self._votes or vote.peer_id not in last.voters:
+            return
+        if not vote.is_signed(self._keys):  # guard: counted-vote
+            return
+        self._watch(vote)
+        self._votes[vote.peer_id] = vote.signature
+        if len(self._votes) == required_votes(last, proposal.body):
+            certificate = Certificate(body=proposal.body, attempt=proposal.attempt, signatures=dict(self._votes))
+            self._send_all(Certificates(certificates=(certificate,)))
+
+    # ------------------------------------------------------------------ giving up
+
+    def _give_up(self) -> None:
+        """Give the attempt up. The next one opens once a quorum has done so; until then, say so again."""
+        self._send_give_up(self.attempt)
+        self._ask_next()
+        self._later(self._rules.attempt_seconds, self._give_up)
+
+    def _send_give_up(self, attempt: int) -> None:
+        if self.voter.may_vote:
+            give_up = self.voter.give_up(attempt)
+            self._send_all(GivenUp(give_up=give_up, voted=self.voter.ballot.voted))
+
+    def _take_give_up(self, sender: str, given_up: GivenUp) -> None:
+        give_up, last = given_up.give_up, self.chain.last
+        if give_up.previous != last.digest:
+            self._meet(sender, give_up.round - 1, give_up.previous)
+            return
+        self._watch(give_up)
+        if self.voter.discounts(give_up, given_up.voted):
+            return
+        if given_up.voted is not None:
+            self._proposals[given_up.voted.body.digest] = given_up.voted
+        known = self._give_ups.get(give_up.peer_id)
+        if known is None or known.attempt < give_up.attempt:
+            self._give_ups[give_up.peer_id] = give_up
+        self._follow_quorum()
+
+    def _follow_quorum(self) -> None:
+        """Open the attempt after the last one that a quorum has given up, otherwise each peer is alone in its own."""
+        attempts = sorted((each.attempt for each in self._give_ups.values()), reverse=True)
+        quorum = self._quorum
+        if len(attempts) < quorum or attempts[quorum - 1] < self.attempt:
+            return
+        given_up = attempts[quorum - 1]
+        mine = self.voter.ballot.gave_up
+        if mine is None or mine < given_up:
+            self._send_give_up(given_up)
+        self._open(min(given_up + 1, MAX_ATTEMPT))
+
+    # ------------------------------------------------------------------ certificates
+
+    def _take_certificates(self, sender: str, message: Certificates) -> None:
+        known = self.chain.last.digest
+        for certificate in message.certificates:
+            body, last = certificate.body, self.chain.last
+            if body.round > last.round - WATCHED_ROUNDS:
+                self._watch(*certificate.votes())
+            if body.previous == last.digest:
+                if not self.voter.learn(certificate):
+                    self._follow(certificate)
+            elif self._is_preferred(certificate):
+                log.warning("round %d: following the preferred branch of a fork", body.round)
+                self._follow(certificate, is_other=True)
+        if len(message.certificates) == MAX_SENT and self.chain.last.digest != known:
+            self._ask(sender)
+
+    def _is_preferred(self, certificate: Certificate) -> bool:
+        """Tell whether a certificate opens a branch to be followed in place of this one."""
+        round = certificate.body.round
+        before, ours = self.chain.body_at(round - 1), self.chain.certificate_at(round)
+        if before is None or ours is None or ours.body.digest == certificate.body.digest:
+            return False
+        return not self.voter.refuses(certificate, before) and preferred([ours, certificate]) is certificate
+
+    def _follow(self, certificate: Certificate, *, is_other: bool = False) -> None:
+        self.chain.add(certificate)
+        self._on_certificate(certificate)
+        if is_other:
+            self.voter.switch(certificate.body)
+        self._open_round()
+
+    def _ask(self, peer: str) -> None:
+        self._network.send(peer, Question(points=self.chain.points()))
+
+    def _ask_next(self) -> None:
+        """Ask one peer for what this one has missed, each in its turn."""
+        me = self._keys.peer_id
+        others = sorted(self._network.peers(), key=lambda peer: (peer <= me, peer))
+        self._ask(others[self._num_asked % len(others)])
+        self._num_asked += 1
+
+    def _take_question(self, sender: str, question: Question) -> None:
+        """Send what comes after the newest shared point. Ask nothing back, otherwise two branches would never stop."""
+        shared = [point.round for point in question.points if self.chain.has(point.round, point.digest)]
+        missing = self.chain.after(shared[0]) if shared else ()
+        if missing:
+            self._network.send(sender, Certificates(certificates=missing))
+
+    def _meet(self, peer: str, round: int, digest: str) -> None:
+        """React to a statement about the round after a body that is not this chain's last."""
+        if self.chain.has(round, digest):
+            self._take_question(peer, Question(points=(Point(round=round, digest=digest),)))
+        else:
+            self._ask(peer)
+
+    def hear_of(self, peer: str, round: int, digest: str) -> None:
+        """Learn where another peer's chain ends, by its record; ask it if that is no part of this chain."""
+        if not self.chain.has(round, digest):
+            self._ask(peer)
+
+    # ------------------------------------------------------------------ proofs and goodbyes
+
+    def _watch(self, *statements: Vote | GiveUp) -> None:
+        last = self.chain.last
+        for statement in statements:
+            if statement.peer_id in self.proofs or statement.peer_id not in last.voters:
+                continue
+            proof = self._statements.add(statement, last) if statement.is_signed(self._keys) else None
+            if proof is not None:
+                self._take_proof(proof)
+                self._send_voters(proof)
+
+    def _take_proof(self, proof: Proof) -> None:
+        guilty = proof.convicts(self._keys)
+        # Strangers can contradict themselves as often as they like.
+        if guilty not in self.proofs and guilty in self.chain.last.voters:  # guard: voters-proven
+            log.warning("%s has signed two statements that contradict each other", guilty)
+            self.proofs[guilty] = proof
+
+    def _goodbye(self) -> Goodbye:
+        last = self.chain.last
+        goodbye = Goodbye(run=last.run, round=last.round + 1, attempt=0, peer_id=self._keys.peer_id)
+        return goodbye.signed(self._keys)
+
+    def _take_goodbye(self, goodbye: Goodbye) -> None:
+        last = self.chain.last
+        is_new = goodbye.peer_id in last.voters and is_new_goodbye(goodbye, last.run, last.round + 1)
+        if is_new and goodbye.is_signed(self._keys):  # guard: own-goodbye
+            self._goodbyes[goodbye.peer_id] = goodbye
+
+    # ------------------------------------------------------------------ messages
+
+    def _send_voters(self, message: Message) -> None:
+        for peer in self.chain.last.voters:
+            self._network.send(peer, message)
+
+    def _send_all(self, message: Message) -> None:
+        for peer in self._network.peers():
+            self._network.send(peer, message)
+
+    def receive(self, sender: str, message: Message) -> None:
+        """React to a message of an authenticated peer."""
+        match message:
+            case Confirmation():
+                self._take_confirmation(sender, message)
+            case Proposal():
+                self._take_proposal(sender, message)
+            case Vote():
+                self._take_vote(sender, message)
+            case GivenUp():
+                self._take_give_up(sender, message)
+            case Certificates():
+                self._take_certificates(sender, message)
+            case Question():
+                self._take_question(sender, message)
+            case Proof():
+                self._take_proof(message)
+            case Goodbye():
+                self._take_goodbye(message)
