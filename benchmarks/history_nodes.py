@@ -38,7 +38,9 @@ NUM_SLOTS = 4
 MEETING_SECONDS = 2.0
 TRAIN_SECONDS = 5.0
 LEASE_SECONDS = 60.0
-RULES = Rules(min_peers=4, attempt_seconds=12.0, confirmation_seconds=4.0, shrink_seconds=600.0)
+RULES = Rules(
+    min_peers=4, round_seconds=TRAIN_SECONDS, attempt_seconds=12.0, confirmation_seconds=4.0, shrink_seconds=600.0
+)
 
 
 def hashed(*parts: object) -> str:

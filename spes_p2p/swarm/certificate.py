@@ -27,6 +27,7 @@ PROTOCOL = "c1"
 MAX_VOTERS = 64
 MAX_MEMBERS = 1024
 MAX_ATTEMPT = 2**20
+MAX_BANNED = 64
 CONFIRMED_ROUNDS = 3
 """Certificates in a row that a member must have confirmed before it becomes a voter."""
 ABSENT_ROUNDS = 3
@@ -98,6 +99,8 @@ class Body(Document):
     """Certificates in a row that each other member has confirmed."""
     absent: dict[PeerId, Count] = Field(default={}, max_length=MAX_VOTERS)
     """Rosters in a row that each voter has missed."""
+    banned: tuple[PeerId, ...] = Field(default=(), max_length=MAX_BANNED)
+    """The last voters that were removed by proof, newest last; they do not become voters again."""
     shared: Digest | Literal[""] = ""
     slots: tuple[SlotState, ...] = Field(default=(), max_length=4096)
     """By slot."""
@@ -192,6 +195,11 @@ class Goodbye(Statement):
     """A voter leaves: it will vote in no later round unless it is admitted again. `attempt` is 0."""
 
     kind: ClassVar[str] = "goodbye"
+
+    def counts(self, run: str, round: int) -> bool:
+        """Tell whether this counts in a round of a run: it is too new to be of before a return."""
+        is_new = 0 <= round - self.round < CONFIRMED_ROUNDS  # guard: old-goodbye
+        return is_new and self.run == run  # guard: goodbye-of-run
 
 
 class Proof(Document):
@@ -308,10 +316,7 @@ def max_strangers(num_voters: int) -> int:
 
 
 def strangers(last: Body, members: Iterable[str]) -> list[str]:
-    """Return the members that no certificate knows, in the order in which a roster takes them.
-
-    The order follows from the last body, so that an identity cannot choose its place.
-    """
+    """Return the members that no certificate knows, in an order that follows from the last body, not from a choice."""
     unknown = [peer for peer in members if peer not in last.voters and peer not in last.candidates]
     return sorted(unknown, key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest())
 
@@ -349,18 +354,18 @@ def make_body(
     ends_at: float,
     min_peers: int,
     removed: Collection[str] = (),
+    guilty: Collection[str] = (),
     shrunk: Sequence[str] = (),
 ) -> Body | None:
-    """Return the body that these confirmations justify.
-
-    None if too few voters confirm one digest of `shared`, or no voter would be left.
-    """
+    """Return the body that these confirmations justify, without the voters that are removed or proven guilty; None if
+    too few voters confirm one digest of `shared`, or no voter would be left."""
     digest = confirmed_shared(last, confirmations, shrunk)
     if not digest:
         return None
-    confirmed = [each.peer_id for each in confirmations if each.shared == digest]
+    confirmed = {each.peer_id for each in confirmations if each.shared == digest}
+    confirmed -= set(last.banned)  # guard: banned-for-good
     ids = [member.peer_id for member in members]
-    voters, candidates, absent = next_voters(last, ids, confirmed, {*removed, *shrunk}, min_peers)
+    voters, candidates, absent = next_voters(last, ids, confirmed, {*removed, *guilty, *shrunk}, min_peers)
     if not voters:
         return None
     return Body(
@@ -373,6 +378,7 @@ def make_body(
         voters=voters,
         candidates=candidates,
         absent=absent,
+        banned=(*last.banned, *sorted(guilty))[-MAX_BANNED:],
         shared=digest,
         slots=decide_slots(last, members, confirmations),
         shrunk=tuple(shrunk),
@@ -425,16 +431,14 @@ def check_body(proposal: Proposal, last: Body, min_peers: int) -> str:
         ends_at=body.ends_at,
         min_peers=min_peers,
         removed=removed,
+        guilty=guilty_voters(proposal.proofs, last),
         shrunk=body.shrunk,
     )
     return "" if made == body else "it does not follow from its confirmations"
 
 
 def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -> str:
-    """Return why a proposal must not be voted for, whatever else the voter knows; empty if nothing is wrong.
-
-    A voter also compares the body with its own results (`votes.Voter`).
-    """
+    """Return why a proposal must not be voted for, whatever the voter knows by itself (`votes.Own`)."""
     body, vote = proposal.body, proposal.vote
     if vote.peer_id != last.proposer(proposal.attempt):  # guard: proposer-turn
         return f"{vote.peer_id} does not propose in attempt {proposal.attempt}"
@@ -444,7 +448,7 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
         return reason
     if reason := check_give_ups(proposal, last):
         return reason
-    for peer in removed_voters(last, body) - leaving_voters(proposal):
+    for peer in removed_voters(last, body) - leaving_voters(proposal, last):
         missed = 0 if peer in {member.peer_id for member in body.members} else last.absent.get(peer, 0) + 1
         if missed < ABSENT_ROUNDS:  # guard: absent-first
             return f"{peer} was removed after missing {missed} rosters"
@@ -473,17 +477,16 @@ def removed_voters(last: Body, body: Body) -> set[str]:
     return set(last.voters) - set(body.voters) - set(body.shrunk)
 
 
-def leaving_voters(proposal: Proposal) -> set[str]:
+def leaving_voters(proposal: Proposal, last: Body) -> set[str]:
     """Return the voters with a proof against them, or with a goodbye."""
     body = proposal.body
-    leaving = {each.peer_id for each in proposal.goodbyes if is_new_goodbye(each, body.run, body.round)}
-    return leaving | {contradiction(proof.vote, proof.other) for proof in proposal.proofs}
+    leaving = {each.peer_id for each in proposal.goodbyes if each.counts(body.run, body.round)}
+    return leaving | guilty_voters(proposal.proofs, last)
 
 
-def is_new_goodbye(goodbye: Goodbye, run: str, round: int) -> bool:
-    """Tell whether a goodbye counts in a round: it is of this run, and too new to be of before a return."""
-    is_new = 0 <= round - goodbye.round < CONFIRMED_ROUNDS  # guard: old-goodbye
-    return is_new and goodbye.run == run  # guard: goodbye-of-run
+def guilty_voters(proofs: Iterable[Proof], last: Body) -> set[str]:
+    """Return the voters that proofs convict; a stranger can contradict itself as often as it likes."""
+    return {contradiction(proof.vote, proof.other) for proof in proofs} & set(last.voters)  # guard: voters-banned
 
 
 def check_give_ups(proposal: Proposal, last: Body) -> str:
@@ -587,15 +590,11 @@ def contradiction(one: RoundStatement, other: RoundStatement) -> str:
         return ""
     if isinstance(one, GiveUp) and isinstance(other, Vote):
         one, other = other, one
+    guilty = False
     if isinstance(one, Vote) and isinstance(other, Vote):
         guilty = one.attempt == other.attempt and one.body != other.body
     elif isinstance(one, Vote) and isinstance(other, GiveUp):
         stated = -1 if other.voted is None else other.voted
-        guilty = (
-            not one.shrunk
-            and one.attempt <= other.attempt
-            and (one.attempt > stated or (one.attempt == stated and one.body != other.body))
-        )
-    else:
-        guilty = False
+        is_hidden = one.attempt > stated or (one.attempt == stated and one.body != other.body)
+        guilty = is_hidden and not one.shrunk and one.attempt <= other.attempt
     return one.peer_id if guilty else ""

@@ -31,7 +31,6 @@ from spes_p2p.swarm.certificate import (
     Proof,
     Proposal,
     Vote,
-    is_new_goodbye,
     make_body,
     max_leaving,
     newest_voted,
@@ -331,7 +330,7 @@ class Decider:
             return
         confirmations, absent = self._of_roster(), self._absent()
         removed = [] if absent else self._due_to_leave()
-        proofs = [self.proofs[peer] for peer in removed if peer in self.proofs]
+        guilty = [peer for peer in removed if peer in self.proofs]
         body = make_body(
             self.chain.last,
             self._members,
@@ -339,11 +338,12 @@ class Decider:
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
             removed=removed,
+            guilty=guilty,
             shrunk=absent,
         )
         if body is not None:
             goodbyes = [self._goodbyes[peer] for peer in removed if peer in self._goodbyes]
-            self._offer(body, confirmations, goodbyes, proofs)
+            self._offer(body, confirmations, goodbyes, [self.proofs[peer] for peer in guilty])
 
     def _due_to_leave(self) -> list[str]:
         """Return the voters to remove: the guilty, those that said goodbye, those that missed rosters and are gone."""
@@ -353,9 +353,7 @@ class Decider:
             for peer in last.voters
             if last.absent.get(peer, 0) + 1 >= ABSENT_ROUNDS and peer not in present and self._network.is_gone(peer)
         ]
-        self._goodbyes = {
-            peer: each for peer, each in self._goodbyes.items() if is_new_goodbye(each, last.run, last.round + 1)
-        }
+        self._goodbyes = {peer: each for peer, each in self._goodbyes.items() if each.counts(last.run, last.round + 1)}
         due = dict.fromkeys(peer for peer in (*self.proofs, *self._goodbyes, *missed) if peer in last.voters)
         return list(due)[: max_leaving(len(last.voters))]
 
@@ -546,7 +544,7 @@ class Decider:
 
     def _take_goodbye(self, goodbye: Goodbye) -> None:
         last = self.chain.last
-        is_new = goodbye.peer_id in last.voters and is_new_goodbye(goodbye, last.run, last.round + 1)
+        is_new = goodbye.peer_id in last.voters and goodbye.counts(last.run, last.round + 1)
         if is_new and goodbye.is_signed(self._keys):  # guard: own-goodbye
             self._goodbyes[goodbye.peer_id] = goodbye
 

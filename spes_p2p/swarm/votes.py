@@ -67,12 +67,14 @@ class Rules:
 
     Attributes:
         min_peers: Members with which the run begins.
+        round_seconds: Longest time from the certificate of a round until the end of the next one's training.
         attempt_seconds: Time from the end of training until an attempt is given up; later attempts are given more.
         confirmation_seconds: Time for which a proposer that has one confirmation waits for the others.
         shrink_seconds: Time after the end of a round's training after which voters may be named absent.
     """
 
     min_peers: int
+    round_seconds: float
     attempt_seconds: float
     confirmation_seconds: float
     shrink_seconds: float
@@ -193,10 +195,21 @@ class Voter:
         for voted, digest in self._voted():
             if attempt < voted or (attempt == voted and body.digest != digest):  # guard: one-vote
                 raise Refusal(f"this peer has voted for another body in attempt {voted}")
-        if reason := check_proposal(proposal, self.last, self._keys, self._rules.min_peers) or self._differs(
-            proposal, own
+        if reason := (
+            self._ends_late(body)
+            or check_proposal(proposal, self.last, self._keys, self._rules.min_peers)
+            or self._differs(proposal, own)
         ):
             raise Refusal(reason)
+
+    def _ends_late(self, body: Body) -> str:
+        """Return why a body's round would end later than an honest proposer says, by `round_seconds` or more.
+
+        Other peers' clocks may be ahead. The bound moves on with the time, so it refuses no body for ever.
+        """
+        seconds = body.ends_at - self._now()
+        is_late = seconds > 2 * self._rules.round_seconds  # guard: end-in-time
+        return f"the next round would take {seconds:.0f} s" if is_late else ""
 
     def _voted(self) -> list[tuple[int, str]]:
         """Return attempt and body of the newest votes."""
@@ -216,7 +229,10 @@ class Voter:
             return "the absent voters may come back"
         if any(each.attempt < proposal.attempt for each in proposal.confirmations):
             return ""  # proposed again, because it may have been certified whatever is true now
-        removed = removed_voters(self.last, body) - leaving_voters(proposal)
+        seconds = self._now() - body.ends_at
+        if seconds > self._rules.round_seconds:  # guard: end-ahead
+            return f"the next round would have ended {seconds:.0f} s ago"
+        removed = removed_voters(self.last, body) - leaving_voters(proposal, self.last)
         if here := sorted(peer for peer in removed if not own.is_gone(peer)):  # guard: gone-in-own-eyes
             return f"{here[0]} is here, and was removed"
         if mine is None or mine.attempt != proposal.attempt:
@@ -250,7 +266,8 @@ class Voter:
 
     def discounts(self, given_up: GiveUp, voted: Proposal | None) -> str:
         """Return why this peer, as a proposer, does not count a give-up; `voted` is the proposal that it states."""
-        return check_give_up(given_up, voted, self.last, self._keys, self._rules.min_peers)
+        reason = check_give_up(given_up, voted, self.last, self._keys, self._rules.min_peers)
+        return reason or ("" if voted is None else self._ends_late(voted.body))  # guard: end-given-up
 
     def refuses(self, certificate: Certificate, last: Body) -> str:
         """Return why this peer does not follow a certificate after `last`, which may be of a past round."""

@@ -16,9 +16,11 @@ from spes_p2p.swarm.certificate import (
     Goodbye,
     Keys,
     MemberEntry,
+    Proof,
     Proposal,
     SlotState,
     Vote,
+    guilty_voters,
     make_body,
     roster_digest,
     vote_for,
@@ -28,7 +30,14 @@ from spes_p2p.swarm.votes import Ballot, Own, Rules, Voter
 
 MIN_PEERS = 4
 SHRINK_SECONDS = 600.0
-RULES = Rules(min_peers=MIN_PEERS, attempt_seconds=12.0, confirmation_seconds=4.0, shrink_seconds=SHRINK_SECONDS)
+ROUND_SECONDS = 1000.0
+RULES = Rules(
+    min_peers=MIN_PEERS,
+    round_seconds=ROUND_SECONDS,
+    attempt_seconds=12.0,
+    confirmation_seconds=4.0,
+    shrink_seconds=SHRINK_SECONDS,
+)
 ENDED = 1000.0
 """DHT time at which the open round's training ends."""
 PEERS = tuple(sorted(hashed_peer_id(f"peer {index}".encode()) for index in range(100)))
@@ -115,7 +124,8 @@ class Round:
         **justified: Any,
     ) -> Proposal:
         confirmations = self.confirmations(attempt) if confirmations is None else tuple(confirmations)
-        body = self.body(confirmations, removed=removed, shrunk=shrunk) if body is None else body
+        guilty = guilty_voters(justified.get("proofs", ()), self.last)
+        body = body or self.body(confirmations, removed=removed, guilty=guilty, shrunk=shrunk)
         return Proposal(
             attempt=attempt,
             body=body,
@@ -140,6 +150,11 @@ class Round:
             peer_id=peer,
             **stated,
         ).signed(self.key(peer))
+
+    def proof(self, peer: str) -> Proof:
+        """Return the proof that a peer has signed two bodies of one attempt."""
+        one, other = (self.vote(peer, self.body(ends_at=ends_at)) for ends_at in (2000.0, 2001.0))
+        return Proof(vote=one, other=other)
 
     def goodbye(self, peer: str, **changes: Any) -> Goodbye:
         fields = {"run": self.last.run, "round": self.last.round + 1, "attempt": 0, "peer_id": peer}

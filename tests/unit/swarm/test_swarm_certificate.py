@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from spes_p2p.swarm.certificate import (
     CONFIRMED_ROUNDS,
+    MAX_BANNED,
     MAX_VOTERS,
     Body,
     Certificate,
@@ -391,23 +392,42 @@ def test_a_goodbye_removes_a_voter_soon_and_in_its_run_only(changes, counts):
 
 
 def test_a_proof_removes_the_voter_that_it_convicts_and_no_other():
-    round = Round()
-    votes = [round.vote(VOTERS[0], round.body(ends_at=ends_at)) for ends_at in (2000.0, 2001.0)]
-    proof = Proof(vote=votes[0], other=votes[1])
+    round = Round(last_body(PEERS[:8]))
+    proof = round.proof(VOTERS[0])
     assert proof.convicts(KEYS) == VOTERS[0]
-    assert fault(round, round.propose(removed=VOTERS[:1], proofs=(proof,))) == ""
+    assert fault(round, round.propose(proofs=(proof,))) == ""
     assert "was removed" in fault(round, round.propose(removed=VOTERS[1:2], proofs=(proof,)))
+    assert "does not follow" in fault(round, round.propose(body=round.body(), proofs=(proof,)))
+
+
+def test_a_voter_that_was_removed_by_proof_does_not_become_one_again():
+    round = Round()
+    banned = round.propose(proofs=(round.proof(VOTERS[0]),)).body
+    assert banned.banned == VOTERS[:1] and VOTERS[0] not in banned.voters
+    later = Round(last_body(VOTERS[1:], banned=banned.banned, candidates={NEW[0]: 2}), [*VOTERS, NEW[0]]).body()
+    assert VOTERS[0] not in later.candidates and later.voters == (*VOTERS[1:], NEW[0])
+    assert later.banned == banned.banned
+
+
+def test_a_body_names_the_last_that_were_removed_by_proof():
+    round = Round(last_body(banned=NEW[:MAX_BANNED] + PEERS[5 : 5 + MAX_BANNED - len(NEW)]))
+    body = round.propose(proofs=(round.proof(VOTERS[0]),)).body
+    assert body.banned == (*round.last.banned[1:], VOTERS[0])
+
+
+def test_a_stranger_that_contradicts_itself_pushes_no_other_out_of_the_banned():
+    round = Round()
+    body = round.propose(proofs=(round.proof(NEW[0]),)).body
+    assert body.banned == () and body.voters == VOTERS
 
 
 def test_a_false_proof_is_refused():
     round = Round()
-    votes = [round.vote(VOTERS[0], round.body(ends_at=ends_at)) for ends_at in (2000.0, 2001.0)]
-    forged = Proof(vote=votes[0], other=votes[1].model_copy(update={"signature": "forged"}))
-    nothing = Proof(vote=votes[0], other=votes[0])
-    for proof in (forged, nothing):
+    real = round.proof(VOTERS[0])
+    forged = Proof(vote=real.vote, other=real.other.model_copy(update={"signature": "forged"}))
+    for proof in (forged, Proof(vote=real.vote, other=real.vote)):
         assert proof.convicts(KEYS) == ""
-        removed = VOTERS[:1] if proof is forged else ()
-        assert "proves nothing" in fault(round, round.propose(removed=removed, proofs=(proof,)))
+        assert "proves nothing" in fault(round, round.propose(proofs=(proof,)))
 
 
 # ---------------------------------------------------------------------- later attempts

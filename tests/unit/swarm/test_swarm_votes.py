@@ -174,6 +174,36 @@ def test_a_voter_refuses_a_proposal_that_must_not_be_certified():
         round.voter(VOTERS[0]).vote(other.propose(), Own())
 
 
+@pytest.mark.parametrize("seconds, is_fine", [(-1001, False), (-999, True), (1999, True), (2001, False)])
+def test_a_voter_refuses_an_end_of_the_next_round_that_no_honest_proposer_says(seconds, is_fine):
+    round, now = Round(), 2000.0
+    proposal = round.propose(body=round.body(ends_at=now + seconds))
+    voter = round.voter(VOTERS[0], now=now)
+    if is_fine:
+        assert voter.vote(proposal, round.own(VOTERS[0]))
+    else:
+        with pytest.raises(Refusal, match="the next round would"):
+            voter.vote(proposal, round.own(VOTERS[0]))
+
+
+def test_a_late_end_stops_no_later_attempt_and_an_old_one_is_proposed_again():
+    round, me = Round(), VOTERS[1]
+    late = round.propose(body=round.body(ends_at=1e9))
+    stated = round.give_up(VOTERS[0], 0, late)
+    voter = round.voter(me)
+    assert "would take" in voter.discounts(stated, late)
+    others = [round.give_up(peer) for peer in VOTERS[2:]]
+    again = round.propose(1, late.confirmations, body=late.body, give_ups=[stated, *others[:2]])
+    with pytest.raises(Refusal, match="would take"):
+        voter.vote(again, round.own(me, 1))
+    assert voter.vote(round.propose(1, give_ups=others), round.own(me, 1))
+    old = round.propose(body=round.body(ends_at=2000.0))
+    stated = round.give_up(VOTERS[0], 0, old)
+    again = round.propose(1, old.confirmations, body=old.body, give_ups=[stated, *others[:2]])
+    assert round.voter(me, now=9000.0).discounts(stated, old) == ""
+    assert round.voter(me, now=9000.0).vote(again, round.own(me, 1))
+
+
 # ---------------------------------------------------------------------- absent halves
 
 

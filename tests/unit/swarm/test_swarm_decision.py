@@ -1,0 +1,180 @@
+"""Deciders in virtual time: rounds are certified whatever is lost, and no message of a liar stops them."""
+
+import random
+
+import pytest
+
+from benchmarks.history_nodes import NUM_SLOTS, Liar, Node, Twice, World
+from spes_p2p.swarm import decision
+from spes_p2p.swarm.certificate import Confirmation, Goodbye, Vote, genesis
+from spes_p2p.swarm.decision import Certificates, Chain
+from tests.support.certificates import PEERS, Round, digest
+
+START = genesis("run", PEERS[0], digest("manifest"), NUM_SLOTS)
+
+
+def swarm(seed, num=4, kinds=None):
+    """Return a world whose peers have started; all of them vote after the first round."""
+    world = World(0, random.Random(seed))
+    for peer in PEERS[:num]:
+        world.nodes[peer] = (kinds or {}).get(peer, Node)(world, peer, START)
+    for node in world.nodes.values():
+        node.start()
+    world.run(30)
+    assert all(node.last.round >= 1 for node in world.nodes.values())
+    return world
+
+
+def heads(world):
+    return {node.last.round for node in world.nodes.values() if node.is_up}
+
+
+def attempts(world):
+    return {certificate.attempt for certificate in world.nodes[PEERS[0]].chain}
+
+
+def test_peers_certify_round_after_round_in_the_first_attempt(seed):
+    world = swarm(seed)
+    world.run(120)
+    assert min(heads(world)) >= 5 and attempts(world) == {0}
+    shortest = min(heads(world))
+    assert len({node.decider.chain.body_at(shortest).digest for node in world.nodes.values()}) == 1
+
+
+def test_a_dead_proposer_costs_its_attempts_only(seed):
+    world = swarm(seed)
+    dead = world.nodes[PEERS[2]]
+    dead.is_dead = True
+    dead.crash(0.0)
+    world.run(300)
+    assert min(heads(world)) >= 8 and max(attempts(world)) > 0
+
+
+def test_a_peer_that_was_away_for_long_takes_over_all_that_it_has_missed(monkeypatch, seed):
+    monkeypatch.setattr(decision, "MAX_SENT", 4)
+    world = swarm(seed)
+    away = world.nodes[PEERS[2]]
+    away.crash(400.0)
+    world.run(429)
+    missed = max(heads(world)) - away.last.round
+    assert missed > 12
+    world.run(460)
+    assert away.last.round >= missed
+
+
+def test_a_voter_that_leaves_is_out_after_the_next_certificate(seed):
+    world = swarm(seed, 5)
+    world.run(100)
+    leaving = world.nodes[PEERS[3]]
+    assert PEERS[3] in leaving.last.voters
+    leaving.decider.leave()
+    round = leaving.last.round
+    world.run(160)
+    after = [each.body for each in world.nodes[PEERS[0]].chain if each.body.round > round]
+    assert PEERS[3] not in after[1].voters
+
+
+def test_a_voter_that_signs_twice_is_out_within_two_rounds_and_stays_out(seed):
+    world = swarm(seed, 6, {PEERS[2]: Twice})
+    world.run(400)
+    bodies = [each.body for each in world.nodes[PEERS[0]].chain]
+    later = [body for body in bodies if body.round > world.proven_at[PEERS[2]] + 2]
+    assert later and all(PEERS[2] not in body.voters and PEERS[2] in body.banned for body in later)
+
+
+# ---------------------------------------------------------------------- what liars send
+
+
+class Unsigned(Liar):
+    """Signs none of its confirmations."""
+
+    def send(self, peer, message):
+        is_unsigned = isinstance(message, Confirmation)
+        super().send(peer, message.model_copy(update={"signature": ""}) if is_unsigned else message)
+
+
+class FalseVotes(Liar):
+    """Signs none of its votes."""
+
+    def send(self, peer, message):
+        is_unsigned = isinstance(message, Vote)
+        super().send(peer, message.model_copy(update={"signature": ""}) if is_unsigned else message)
+
+
+def test_a_confirmation_without_a_signature_stops_no_proposal(seed):
+    world = swarm(seed, 5, {PEERS[2]: Unsigned})
+    world.run(200)
+    assert min(heads(world)) >= 5
+    honest = [each for each in world.nodes[PEERS[0]].chain if each.body.round > 1]
+    before = {each.body.round: each.body for each in world.nodes[PEERS[0]].chain}
+    first = [each for each in honest if before[each.body.round - 1].proposer(0) != PEERS[2]]
+    assert {each.attempt for each in first} == {0}
+
+
+def test_votes_without_a_signature_certify_nothing(seed):
+    world = swarm(seed, 4, {PEERS[2]: FalseVotes, PEERS[3]: FalseVotes})
+    world.run(200)
+    assert {body.round for body in world.certified.values()} == {1}
+
+
+def test_a_goodbye_in_another_peers_name_removes_no_voter_and_stops_no_proposal(seed):
+    world = swarm(seed)
+    for node in world.nodes.values():
+        forged = Goodbye(run="run", round=node.last.round + 1, attempt=0, peer_id=PEERS[3])
+        node.decider.receive(PEERS[3], forged)
+    world.run(100)
+    last = world.nodes[PEERS[0]].last
+    assert last.round >= 4 and PEERS[3] in last.voters and attempts(world) == {0}
+
+
+def test_a_proof_against_a_stranger_is_not_kept(seed):
+    decider = swarm(seed).nodes[PEERS[0]].decider
+    round = Round(decider.chain.last)
+    decider.receive(PEERS[1], round.proof(PEERS[50]))
+    assert decider.proofs == {}
+    decider.receive(PEERS[1], round.proof(PEERS[3]))
+    assert set(decider.proofs) == {PEERS[3]}
+
+
+def test_questions_of_two_branches_end(seed):
+    world = swarm(seed)
+    world.run(100)
+    node = world.nodes[PEERS[0]]
+    sent = []
+    node.send = lambda peer, message: sent.append(message)
+    other = Chain(START, [Round(START).certify(Round(START).body(ends_at=9.0), PEERS[:1])])
+    node.decider.receive(PEERS[1], decision.Question(points=other.points()))
+    assert [type(message) for message in sent] == [Certificates]
+    assert sent[0].certificates[0].body.round == 1
+
+
+# ---------------------------------------------------------------------- the chain
+
+
+@pytest.mark.parametrize("start", [0, 7])
+@pytest.mark.parametrize("length", [0, 1, 2, 9])
+def test_a_chain_names_its_newest_point_some_before_it_and_its_start(start, length):
+    first = START.model_copy(update={"round": start})
+    chain = Chain(first)
+    for _ in range(length):
+        round = Round(chain.last, PEERS[:1])
+        chain.add(round.certify(round.body(), PEERS[:1]))
+    points = chain.points()
+    assert [point.round for point in points] == [
+        *(start + length - back for back in (0, 1, 3, 7) if back < length),
+        start,
+    ]
+    assert all(chain.has(point.round, point.digest) for point in points)
+    assert len(chain.after(start)) == length and chain.after(start + length) == ()
+    assert not chain.has(start - 1, first.digest) and not chain.has(start + length + 1, first.digest)
+
+
+def test_a_certificate_of_a_past_round_replaces_what_came_after_it():
+    chain = Chain(START)
+    for _ in range(3):
+        round = Round(chain.last, PEERS[:1])
+        chain.add(round.certify(round.body(), PEERS[:1]))
+    round = Round(chain.body_at(1), PEERS[:1])
+    other = round.certify(round.body(ends_at=9.0), PEERS[:1])
+    chain.add(other)
+    assert chain.last == other.body and len(chain.certificates) == 2
