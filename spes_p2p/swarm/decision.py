@@ -431,15 +431,15 @@ class Decider:
             self._send_all(GivenUp(give_up=give_up, voted=self.voter.ballot.voted))
 
     def _take_give_up(self, sender: str, given_up: GivenUp) -> None:
-        give_up, last = given_up.give_up, self.chain.last
+        give_up, voted, last = given_up.give_up, given_up.voted, self.chain.last
         if give_up.previous != last.digest:
             self._meet(sender, give_up.round - 1, give_up.previous)
             return
         self._watch(give_up)
-        if self.voter.discounts(give_up, given_up.voted):
+        if self.voter.discounts(give_up, voted):
             return
-        if given_up.voted is not None:
-            self._proposals[given_up.voted.body.digest] = given_up.voted
+        if give_up.body and voted is not None:  # guard: stated-proposal
+            self._proposals[voted.body.digest] = voted
         known = self._give_ups.get(give_up.peer_id)
         if known is None or known.attempt < give_up.attempt:
             self._give_ups[give_up.peer_id] = give_up

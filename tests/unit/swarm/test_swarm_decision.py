@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.history_nodes import NUM_SLOTS, Liar, Node, Twice, World
 from spes_p2p.swarm import decision
-from spes_p2p.swarm.certificate import Confirmation, Goodbye, Vote, genesis
-from spes_p2p.swarm.decision import Certificates, Chain
+from spes_p2p.swarm.certificate import Confirmation, Goodbye, Proposal, Vote, genesis
+from spes_p2p.swarm.decision import Certificates, Chain, GivenUp
 from tests.support.certificates import PEERS, Round, digest
 
 START = genesis("run", PEERS[0], digest("manifest"), NUM_SLOTS)
@@ -125,6 +125,21 @@ def test_a_goodbye_in_another_peers_name_removes_no_voter_and_stops_no_proposal(
     world.run(100)
     last = world.nodes[PEERS[0]].last
     assert last.round >= 4 and PEERS[3] in last.voters and attempts(world) == {0}
+
+
+def test_a_proposal_that_a_give_up_does_not_state_replaces_none(seed):
+    world = swarm(seed)
+    node = world.nodes[world.nodes[PEERS[0]].last.proposer(1)]
+    round = Round(node.last)
+    real = round.propose(body=round.body(ends_at=world.now + 5))
+    false = real.model_copy(update={"confirmations": ()})
+    one, two, three = [peer for peer in round.last.voters if peer != node.peer_id]
+    sent = []
+    node.send = lambda peer, message: sent.append(message)
+    node.decider.receive(one, GivenUp(give_up=round.give_up(one, 0, real), voted=real))
+    node.decider.receive(two, GivenUp(give_up=round.give_up(two), voted=false))
+    node.decider.receive(three, GivenUp(give_up=round.give_up(three)))
+    assert {each.body.digest for each in sent if isinstance(each, Proposal)} == {real.body.digest}
 
 
 def test_a_proof_against_a_stranger_is_not_kept(seed):
