@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from spes_p2p.config import DataConfig
 from spes_p2p.config.commands import EvaluateConfig, SuiteName
-from spes_p2p.data.packing import encode, num_windows, window_batches
+from spes_p2p.data.packing import encode, window_batches
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
+from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
@@ -139,10 +140,10 @@ def text_batches(
     chosen = documents(data, paths) if paths else split_documents(data, (), held_out=True)
     parts = list(encode(tokenizer, (document.text for document in chosen)))
     tokens_N = np.concatenate([np.empty(0, dtype=np.uint32), *parts])
-    found = num_windows(len(tokens_N), sequence_length)
-    if not found:
+    windows = PackedWindows(TokenFile(tokens_N, ""), sequence_length)
+    if not len(windows):
         raise DataError(f"the text has {len(tokens_N)} tokens; give more, or lower --sequence-length={sequence_length}")
-    return window_batches(tokens_N, np.arange(found)[:limit], sequence_length, batch_size)
+    return window_batches(windows, np.arange(len(windows))[:limit], batch_size)
 
 
 def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) -> list[Metric]:

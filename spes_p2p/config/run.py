@@ -30,6 +30,7 @@ MAX_PEER_TOKENS = 2**34
 Storage = Literal["fp32", "bf16", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon"]
 CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
+Packing = Literal["pack", "best_fit", "overflow", "trunc"]
 
 
 class Frozen(BaseModel):
@@ -229,6 +230,14 @@ class DataConfig(Frozen):
     """Entries of a BPE trained at first use; with `tokenizer`, replaced by that tokenizer's size."""
     sequence_length: Annotated[int, Field(ge=1, le=2**20)] = 256
     """Tokens per training sequence."""
+    packing: Packing = "pack"
+    """How documents become sequences. `pack` joins them and cuts anywhere; `best_fit` cuts only documents longer than a
+    sequence, and puts together what fits; `overflow` gives each document sequences of its own; `trunc` gives it one,
+    and drops the rest. All but `pack` fill up with padding, which is not learned."""
+    separate_documents: bool | None = None
+    """Whether documents in one sequence do not see each other: attention stays within a document, and its first token
+    is not learned. By default with all packings but `pack`. Without flash attention it costs time, and memory that
+    grows with the square of the sequence's length."""
     held_out_fraction: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.02
     """Share of documents, chosen by hash, kept for the held-out loss and never trained on."""
 
@@ -240,6 +249,11 @@ class DataConfig(Frozen):
             if getattr(self, name) and self.source != "files":
                 raise ValueError(f"data.{name} needs data.source=files, not {self.source}; set it, or drop data.{name}")
         return self
+
+    @property
+    def are_separate(self) -> bool:
+        """Whether documents in one sequence do not see each other."""
+        return self.packing != "pack" if self.separate_documents is None else self.separate_documents
 
 
 class TrainConfig(Frozen):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -24,9 +24,10 @@ from torch import LongTensor, Tensor
 from spes_p2p.config import DataConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.hub import hub_rows, load_hub
-from spes_p2p.data.shards import TokenPart, TokenShards
+from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.sources import Document, Part, corpus_identity, documents, in_held_out_part, is_in, row_text
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
+from spes_p2p.data.windows import TokenFile, Windows, windows_of
 from spes_p2p.errors import DataError
 from spes_p2p.fs import cache_folder, locked, write_atomic
 
@@ -44,19 +45,6 @@ _TOKENISING_SECONDS = 4 * 3600.0
 _LAYOUT_VERSION = 1
 # Parts written in one pass over the corpus; if the last file of a group exists, all of them do.
 _WRITTEN_TOGETHER: tuple[tuple[Part, ...], ...] = (("held_out", "train"), ("tuning", "reported"))
-
-
-class TokenFile(NamedTuple):
-    """One part of a tokenised corpus.
-
-    Attributes:
-        tokens_N: uint16 or uint32, read-only; documents in order, each followed by the end-of-text token. Of token
-            shards, their part.
-        key: Digest of tokenizer, corpus and settings; equal keys mean equal tokens.
-    """
-
-    tokens_N: np.ndarray | TokenPart
-    key: str
 
 
 def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
@@ -92,7 +80,7 @@ def token_file(
         with locked(folder / key, _TOKENISING_SECONDS):
             if not files[together[-1]].exists():
                 _tokenise(data, tokenizer, paths, files)
-    return TokenFile(_map(files[part], dtype), key)
+    return TokenFile(_map(files[part], dtype), key, tokenizer.eos_token_id)
 
 
 def _shards_part(data: DataConfig, tokenizer: AnyTokenizer, cache: Path, part: Part) -> TokenFile:
@@ -158,19 +146,6 @@ def _map(file: Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
 
 
-def num_windows(num_tokens: int, sequence_length: int) -> int:
-    """Return the number of whole windows in so many tokens."""
-    return max(num_tokens - 1, 0) // sequence_length
-
-
-def gather_windows(tokens_N: np.ndarray | TokenPart, indices_B: np.ndarray, sequence_length: int) -> LongTensor:
-    """Copy the windows of the given indices to `[B, T + 1]` int64."""
-    if isinstance(tokens_N, TokenPart):
-        return cast(LongTensor, torch.from_numpy(tokens_N.windows(indices_B, sequence_length)))
-    positions_BT1 = indices_B[:, None] * sequence_length + np.arange(sequence_length + 1)
-    return cast(LongTensor, torch.from_numpy(tokens_N[positions_BT1].astype(np.int64)))
-
-
 def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str) -> DataError:
     """Return the error for a corpus that is too small."""
     return DataError(
@@ -185,10 +160,11 @@ def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     Raises:
         DataError: it has other tokens, another length or another seed.
     """
+    known = {"packing": "pack", **state}  # which was the only packing once, and not saved
     for name, value in identity.items():
-        if state.get(name) != value:
+        if known.get(name) != value:
             raise DataError(
-                f"the saved data order has {name}={state.get(name)!r}, this one {value!r}; "
+                f"the saved data order has {name}={known.get(name)!r}, this one {value!r}; "
                 f"restore text and settings, or start without --resume"
             )
 
@@ -201,7 +177,7 @@ class TokenSource(Protocol):
     """An endless source of training sequences, in an order that a small state restores."""
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        """Return the next sequences, `[B, T + 1]`: inputs and, shifted by one, targets.
+        """Return the next sequences, `[B, T + 1]`: inputs and, shifted by one, targets, marked as in `windows.py`.
 
         Raises:
             DataError: a stream broke, or a row's field does not hold text.
@@ -252,7 +228,7 @@ class StreamSource:
             while self._given == self._num_windows:
                 self._next_block()
             indices = np.arange(self._given, min(self._given + missing, self._num_windows))
-            parts.append(gather_windows(self._tokens, indices, self._data.sequence_length))
+            parts.append(self._windows.gather(indices))
             self._given += len(indices)
             missing -= len(indices)
         return cast(LongTensor, torch.cat(parts))
@@ -292,6 +268,7 @@ class StreamSource:
             "name": self._data.name,
             "split": self._data.split,
             "sequence_length": self._data.sequence_length,
+            "packing": self._data.packing,
             "order_seed": self._order_seed,
         }
 
@@ -323,9 +300,12 @@ class StreamSource:
             raise _too_small("training", len(self._carry), self._data.sequence_length, "choose a larger data set")
         order = self._generator(self._block).permutation(len(texts))
         self._tokens = np.concatenate([self._carry, *encode(self._tokenizer, (texts[i] for i in order))])
-        self._num_windows = num_windows(len(self._tokens), self._data.sequence_length)
+        file = TokenFile(self._tokens, "", self._tokenizer.eos_token_id)
+        self._windows = windows_of(file, self._data, cache=None, part="train")
+        self._num_windows = len(self._windows)
         self._given = 0
-        self._carry = self._tokens[self._num_windows * self._data.sequence_length :]
+        if self._data.packing == "pack":  # the others cut no document here
+            self._carry = self._tokens[self._num_windows * self._data.sequence_length :]
         self._block_start = start
         if at_end:
             self._begin_epoch(self._epoch + 1)
@@ -352,20 +332,26 @@ class WindowSource:
 
     Args:
         file: Training tokens.
-        sequence_length: T; window i covers tokens i*T to i*T + T, and shares its last token with the next window.
+        windows: Their windows.
+        data: Packing and sequence length.
         order_seed: Seed of the order, different on each peer.
 
     Raises:
         DataError: the corpus has too little text.
     """
 
-    def __init__(self, file: TokenFile, sequence_length: int, order_seed: int):
-        self._file = file
-        self._sequence_length = sequence_length
-        self._order_seed = order_seed
-        self._num_windows = num_windows(len(file.tokens_N), sequence_length)
+    def __init__(self, file: TokenFile, windows: Windows, data: DataConfig, order_seed: int):
+        self._windows = windows
+        self._num_windows = len(windows)
         if self._num_windows < MIN_WINDOWS:
-            raise _too_small("training", len(file.tokens_N), sequence_length, "give more text")
+            raise _too_small("training", len(file.tokens_N), data.sequence_length, "give more text")
+        self._identity = {
+            "tokens": file.key,
+            "sequence_length": data.sequence_length,
+            "packing": data.packing,
+            "order_seed": order_seed,
+        }
+        self._order_seed = order_seed
         self._epoch = self._position = 0
         self._order = self._permutation()
 
@@ -381,13 +367,13 @@ class WindowSource:
             parts.append(part)
             self._position += len(part)
             missing -= len(part)
-        return gather_windows(self._file.tokens_N, np.concatenate(parts), self._sequence_length)
+        return self._windows.gather(np.concatenate(parts))
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._identity(), "epoch": self._epoch, "position": self._position}
+        return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_state(state, self._identity())
+        _check_state(state, self._identity)
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0):
             raise DataError(f"data order state has epoch={epoch!r}, position={position!r}; resume from another save")
@@ -398,9 +384,6 @@ class WindowSource:
         self._epoch = epoch
         self._position = position
         self._order = self._permutation()
-
-    def _identity(self) -> dict[str, Any]:
-        return {"tokens": self._file.key, "sequence_length": self._sequence_length, "order_seed": self._order_seed}
 
     def _permutation(self) -> np.ndarray:
         return _rng(self._order_seed, self._epoch).permutation(self._num_windows)
@@ -434,7 +417,7 @@ def train_sources(
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
     file = token_file(data, tokenizer, paths=paths, cache=cache, part="train")
-    return partial(WindowSource, file, data.sequence_length)
+    return partial(WindowSource, file, windows_of(file, data, cache=cache, part="train"), data)
 
 
 def held_out_batches(
@@ -464,36 +447,42 @@ def held_out_batches(
         ConfigError: as `train_source`.
         DataError: the corpus cannot be read, or its held-out part is too small.
     """
-    tokens_N: np.ndarray | TokenPart
     if data.source == "hub":
         texts = (document.text for document in documents(data) if is_in(part, document, data))
-        tokens_N = _first_tokens(tokenizer, texts, num_sequences * data.sequence_length + 1)
+        file, windows = _first_windows(data, tokenizer, texts, num_sequences)
     else:
-        tokens_N = token_file(data, tokenizer, paths=paths, cache=cache, part=part).tokens_N
-    found = num_windows(len(tokens_N), data.sequence_length)
+        file = token_file(data, tokenizer, paths=paths, cache=cache, part=part)
+        windows = windows_of(file, data, cache=cache, part=part)
+    found = len(windows)
     if found < min(MIN_WINDOWS, num_sequences):
-        raise _too_small(
-            "held-out", len(tokens_N), data.sequence_length, "give more text, raise data.held_out_fraction"
-        )
-    chosen = np.arange(found)
-    if found > num_sequences:
+        remedy = "give more text, raise data.held_out_fraction"
+        raise _too_small("held-out", len(file.tokens_N), data.sequence_length, remedy)
+    chosen = np.arange(min(found, num_sequences))
+    if found > num_sequences and data.source != "hub":
         chosen = np.sort(np.random.default_rng(seed % 2**64).choice(found, num_sequences, replace=False))
-    return window_batches(tokens_N, chosen, data.sequence_length, batch_size)
+    return window_batches(windows, chosen, batch_size)
 
 
-def window_batches(
-    tokens_N: np.ndarray | TokenPart, indices: np.ndarray, sequence_length: int, batch_size: int
-) -> list[LongTensor]:
+def window_batches(windows: Windows, indices: np.ndarray, batch_size: int) -> list[LongTensor]:
     """Return the windows of the given indices as batches `[B, T + 1]`; the last one may be smaller."""
     starts = range(0, len(indices), batch_size)
-    return [gather_windows(tokens_N, indices[start : start + batch_size], sequence_length) for start in starts]
+    return [windows.gather(indices[start : start + batch_size]) for start in starts]
 
 
-def _first_tokens(tokenizer: AnyTokenizer, texts: Any, num_tokens: int) -> np.ndarray:
-    parts, found = [np.empty(0, dtype=np.uint32)], 0
-    # Encode a few texts at a time, so that a stream is not read further than needed.
-    while found < num_tokens and (some := list(islice(texts, 16))):
-        for ids_N in encode(tokenizer, some):
-            parts.append(ids_N)
-            found += len(ids_N)
-    return np.concatenate(parts)[:num_tokens]
+def _first_windows(
+    data: DataConfig, tokenizer: AnyTokenizer, texts: Iterator[str], num_windows: int
+) -> tuple[TokenFile, Windows]:
+    """Return the first windows of a stream of texts, which is read no further than needed."""
+    parts, wanted = [np.empty(0, dtype=np.uint32)], num_windows * data.sequence_length + 1
+    while True:
+        is_at_end = False
+        while not is_at_end and sum(map(len, parts)) < wanted:
+            some = list(islice(texts, 16))
+            parts += encode(tokenizer, some)
+            is_at_end = not some
+        parts = [np.concatenate(parts)]
+        file = TokenFile(parts[0], "", tokenizer.eos_token_id)
+        windows = windows_of(file, data, cache=None, part="held_out")
+        if is_at_end or len(windows) >= num_windows:
+            return file, windows
+        wanted *= 2

@@ -392,14 +392,16 @@ class TokenShards:
             is_inside: Which side to return.
             sequence_length: Tokens of a document where files have none.
         """
-        kept = []
+        runs, lengths = [], []
         for number, shard in enumerate(self._cut(sequence_length)):
             splits_D2 = shard.splits_D2 if shard.splits_D2 is not None else self._splits(number, shard)
             inside_D = splits_D2[:, 0] < np.uint64(below)
             if half is not None:
                 inside_D &= (splits_D2[:, 1] < np.uint64(2**63)) == (half == 0)
-            kept.append(_runs(shard, inside_D == is_inside))
-        return TokenPart(self, kept)
+            is_kept_D = inside_D == is_inside
+            runs.append(_runs(shard, is_kept_D))
+            lengths.append((shard.lengths_D, is_kept_D))
+        return TokenPart(self, runs, lengths if self.has_documents else None)
 
     def _cut(self, sequence_length: int) -> Iterator[Shard]:
         """Yield the shards, those without documents as pieces of a sequence's length."""
@@ -440,15 +442,22 @@ def _runs(shard: Shard, is_kept_D: np.ndarray) -> np.ndarray:
 
 
 class TokenPart:
-    """The tokens of some documents, one after another; windows may begin and end within any.
+    """The tokens of some documents, one after another; spans may begin and end within any.
 
     Args:
         shards: The files.
         runs: For each file, first byte and tokens of each run, `[R, 2]`.
+        lengths: For each file, the lengths of its documents, and which are in this part; None if files do not say.
     """
 
-    def __init__(self, shards: TokenShards, runs: Sequence[np.ndarray]) -> None:
+    def __init__(
+        self,
+        shards: TokenShards,
+        runs: Sequence[np.ndarray],
+        lengths: Sequence[tuple[np.ndarray, np.ndarray]] | None = None,
+    ) -> None:
         self._shards = shards
+        self._lengths = lengths
         self._number_R = np.repeat(np.arange(len(runs)), [len(run) for run in runs])
         runs_R2 = np.concatenate(runs) if runs else np.empty((0, 2), np.int64)
         self._start_R = runs_R2[:, 0]
@@ -459,26 +468,39 @@ class TokenPart:
         """The number of tokens."""
         return int(self._stop_R[-1]) if len(self._stop_R) else 0
 
-    def windows(self, indices_B: np.ndarray, sequence_length: int) -> np.ndarray:
-        """Copy the windows of the given indices to `[B, T + 1]` int64; window i begins at token i*T.
+    def document_lengths(self) -> Iterator[np.ndarray]:
+        """Yield the lengths of each file's documents, in order, `[D]`.
+
+        Raises:
+            DataError: a file does not say where its documents end.
+        """
+        if self._lengths is None:
+            source = next(shard.source for shard in self._shards.shards if not shard.has_documents)
+            raise DataError(
+                f"{source} does not say where its documents end; set data.packing=pack and "
+                f"data.separate_documents=false, or make the shards with spes tokenize"
+            )
+        for lengths_D, is_kept_D in self._lengths:
+            yield lengths_D[is_kept_D & (lengths_D > 0)]
+
+    def spans(self, first_S: np.ndarray, count_S: np.ndarray) -> Iterator[np.ndarray]:
+        """Yield the ids from each of some tokens on, `[count]`.
 
         Raises:
             DataError: a file was changed, or has ids beyond the vocabulary.
         """
-        first_B = np.asarray(indices_B) * sequence_length
-        run_B = np.searchsorted(self._stop_R, first_B, side="right")
-        last_B = np.searchsorted(self._stop_R, first_B + sequence_length, side="right")
-        touched = np.unique(np.concatenate([self._number_R[a : b + 1] for a, b in zip(run_B, last_B, strict=True)]))
+        run_S = np.searchsorted(self._stop_R, first_S, side="right")
+        last_S = np.searchsorted(self._stop_R, first_S + count_S - 1, side="right")
+        touched = np.unique(np.concatenate([self._number_R[a : b + 1] for a, b in zip(run_S, last_S, strict=True)]))
         self._shards.check_unchanged(touched)
-        windows_BT1 = np.empty((len(first_B), sequence_length + 1), np.int64)
-        for row, (position, run) in enumerate(zip(first_B.tolist(), run_B.tolist(), strict=True)):
-            done = 0
-            while done <= sequence_length:
+        for position, total, run in zip(first_S.tolist(), count_S.tolist(), run_S.tolist(), strict=True):
+            parts, done = [], 0
+            while done < total:
                 number = int(self._number_R[run])
                 within = position + done - int(self._first_R[run])
-                count = min(sequence_length + 1 - done, int(self._stop_R[run]) - position - done)
+                count = min(total - done, int(self._stop_R[run]) - position - done)
                 start = int(self._start_R[run]) + within * self._shards.shards[number].dtype.itemsize
-                windows_BT1[row, done : done + count] = self._shards.read(number, start, count)
+                parts.append(self._shards.read(number, start, count))
                 done += count
                 run += 1
-        return windows_BT1
+            yield parts[0] if len(parts) == 1 else np.concatenate([part.astype(np.int64) for part in parts])

@@ -18,6 +18,9 @@ from spes_p2p.config import TrainConfig
 from spes_p2p.errors import DataError
 from spes_p2p.model.slot_model import SlotModel
 
+NO_TARGET = -100
+"""What PyTorch's cross entropy leaves out."""
+
 
 def balance_loss(
     router_logits: Sequence[Tensor],
@@ -27,6 +30,7 @@ def balance_loss(
     claimed: Sequence[int] = (),
     claimed_factor: float = 1.0,
     routed_E: Tensor | None = None,
+    learned_BS: Tensor | None = None,
 ) -> Tensor:
     """Compute the load-balance loss, the mean over layers and sequences of `E * sum_e f_e P_e`.
 
@@ -46,6 +50,7 @@ def balance_loss(
         claimed: Experts that this peer trains.
         claimed_factor: Multiplies the counts of `claimed`; below 1 it makes routing to them cheaper.
         routed_E: Accumulates the number of tokens that chose each expert, over all layers; integers.
+        learned_BS: Tokens that are counted, by default all; a sequence weighs by their number.
 
     Returns:
         A scalar in fp32.
@@ -59,27 +64,47 @@ def balance_loss(
         probs_BSE = logits_TE.float().softmax(dim=-1).unflatten(0, (num_sequences, -1))
         num_tokens, num_experts = probs_BSE.shape[1:]
         chosen_BX = probs_BSE.detach().topk(top_k, dim=-1).indices.flatten(1)
-        counts_BE = probs_BSE.new_zeros(num_sequences, num_experts)
-        counts_BE.scatter_add_(1, chosen_BX, torch.ones_like(chosen_BX, dtype=torch.float32))
+        counted_BX = torch.ones_like(chosen_BX, dtype=torch.float32)
+        if learned_BS is not None:
+            counted_BX = learned_BS.float().repeat_interleave(top_k, dim=1)
+        counts_BE = probs_BSE.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, counted_BX)
         if routed_E is not None:
             routed_E += counts_BE.sum(dim=0).to(routed_E.dtype)
         if claimed:
             counts_BE[:, list(claimed)] *= claimed_factor
-        share_BE = counts_BE / (num_tokens * top_k)
-        losses.append(num_experts * (share_BE * probs_BSE.mean(dim=1)).sum(dim=-1).mean())
+        if learned_BS is None:
+            share_BE = counts_BE / (num_tokens * top_k)
+            losses.append(num_experts * (share_BE * probs_BSE.mean(dim=1)).sum(dim=-1).mean())
+        else:
+            learned_B1 = learned_BS.sum(dim=1, keepdim=True)
+            share_BE = counts_BE / (learned_B1.clamp(min=1) * top_k)
+            sums_BE = (probs_BSE * learned_BS.unsqueeze(-1)).sum(dim=1)
+            losses.append(num_experts * (share_BE * sums_BE).sum() / learned_B1.sum().clamp(min=1))
     return torch.stack(losses).mean()
 
 
-def router_z_loss(router_logits: Sequence[Tensor]) -> Tensor:
+def router_z_loss(router_logits: Sequence[Tensor], learned_BS: Tensor | None = None) -> Tensor:
     """Return the mean over layers and tokens of the squared log-partition of `[T, E]` logits, which keeps them small.
 
     Source: ST-MoE, equation 5 (https://arxiv.org/abs/2202.08906).
+
+    Args:
+        router_logits: One per layer.
+        learned_BS: Tokens that are counted, by default all.
 
     Raises:
         ValueError: `router_logits` is empty.
     """
     _require_layers(router_logits)
-    return torch.stack([logits_TE.float().logsumexp(dim=-1).square().mean() for logits_TE in router_logits]).mean()
+    squares = (logits_TE.float().logsumexp(dim=-1).square() for logits_TE in router_logits)
+    return torch.stack([_mean(squares_T, learned_BS) for squares_T in squares]).mean()
+
+
+def _mean(values_T: Tensor, learned_BS: Tensor | None) -> Tensor:
+    """Return the mean over the tokens that are counted."""
+    if learned_BS is None:
+        return values_T.mean()
+    return (values_T * learned_BS.flatten()).sum() / learned_BS.sum().clamp(min=1)
 
 
 def _require_layers(router_logits: Sequence[Tensor]) -> None:
@@ -146,24 +171,26 @@ def causal_lm_loss(
 ) -> LossParts:
     """Compute next-token cross entropy plus the router's losses, under autocast if `train.precision` is bf16.
 
-    Each part is a mean over sequences, so that microbatches, weighted by their sequences, add up to the batch.
+    Each part is a mean over targets, so that microbatches, weighted by their `num_targets`, add up to the batch.
 
     Args:
         module: Hugging Face mixture-of-experts model.
-        tokens_BS1: `[B, S + 1]`; the first S are the input, the last S the targets.
+        tokens_BS1: `[B, S + 1]`; the first S are the input, the last S the targets. Marked ones (`data/windows.py`) are
+            no targets.
         train: Precision and loss coefficients.
         top_k: As in `balance_loss`, like `claimed`, `claimed_factor` and `routed_E`.
         claimed: Experts that this peer trains.
         claimed_factor: Multiplies the counts of `claimed`.
         routed_E: Accumulates the number of tokens that chose each expert.
     """
+    inputs, learned_BS = model_inputs(module, tokens_BS1)
     with torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
-        output = module(input_ids=tokens_BS1[:, :-1], output_router_logits=True, use_cache=False)
+        output = module(**inputs, output_router_logits=True, use_cache=False)
     output_z = None
     if train.output_z_loss:
-        cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1)
+        cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1, learned_BS)
     else:
-        cross_entropy = _cross_entropy(output.logits, tokens_BS1)
+        cross_entropy = _cross_entropy(output.logits, tokens_BS1, learned_BS)
     balance = balance_loss(
         output.router_logits,
         top_k,
@@ -171,12 +198,45 @@ def causal_lm_loss(
         claimed=claimed,
         claimed_factor=claimed_factor,
         routed_E=routed_E,
+        learned_BS=learned_BS,
     )
-    z = router_z_loss(output.router_logits)
+    z = router_z_loss(output.router_logits, learned_BS)
     total = cross_entropy + train.balance_loss * balance + train.router_z_loss * z
     if output_z is not None:
         total = total + train.output_z_loss * output_z
     return LossParts(total, cross_entropy.detach(), balance.detach(), z.detach())
+
+
+def num_targets(tokens_BS1: Tensor) -> int:
+    """Return the number of tokens of `[B, S + 1]` that are learned: all behind the first, but marked ones."""
+    return int((tokens_BS1[:, 1:] >= 0).sum())
+
+
+def model_inputs(module: nn.Module, tokens_BS1: Tensor) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Return what a model reads of `[B, S + 1]` tokens, and which inputs have a target (`[B, S]`; None: all).
+
+    Where a document of two tokens or more begins behind the first token, positions start anew at each document. From
+    them transformers makes attention that stays within documents. Its flash attention does so for single rows only, so
+    there all sequences are one row, and logits are `[1, B S, V]`.
+
+    Args:
+        module: Hugging Face model.
+        tokens_BS1: Marked as in `data/windows.py`.
+    """
+    begins_BS1 = tokens_BS1 < 0
+    if not begins_BS1.any():
+        return {"input_ids": tokens_BS1[:, :-1]}, None
+    ids_BS = torch.where(begins_BS1, ~tokens_BS1, tokens_BS1)[:, :-1]
+    learned_BS = ~begins_BS1[:, 1:]
+    # Behind padding and documents of one token nothing is learned, so what they see makes no difference.
+    if not (begins_BS1[:, 1:-1] & learned_BS[:, 1:]).any():
+        return {"input_ids": ids_BS}, learned_BS
+    index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    starts_BS = torch.where(begins_BS1[:, :-1], index_S, 0).cummax(dim=1).values
+    inputs = {"input_ids": ids_BS, "position_ids": index_S - starts_BS}
+    if "flash" in str(getattr(module.config, "_attn_implementation", None)):
+        inputs = {name: tensor_BS.reshape(1, -1) for name, tensor_BS in inputs.items()}
+    return inputs, learned_BS
 
 
 def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
@@ -193,9 +253,10 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
         with torch.no_grad():
             for batch_BS1 in batches:
                 tokens_BS1 = batch_BS1.to(device)
-                logits_BSV = module(input_ids=tokens_BS1[:, :-1], use_cache=False).logits
-                count = tokens_BS1[:, 1:].numel()
-                nats += _cross_entropy(logits_BSV, tokens_BS1).item() * count
+                inputs, learned_BS = model_inputs(module, tokens_BS1)
+                logits_BSV = module(**inputs, use_cache=False).logits
+                count = num_targets(tokens_BS1)
+                nats += _cross_entropy(logits_BSV, tokens_BS1, learned_BS).item() * count
                 num_tokens += count
     finally:
         module.train(was_training)
@@ -226,11 +287,15 @@ def greedy_continuation(module: nn.Module, prompt_T: Tensor, *, num_tokens: int,
     return tokens_1T[0, len(prompt_T) :].tolist()
 
 
-def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor) -> Tensor:
-    return F.cross_entropy(logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten())
+def _cross_entropy(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None) -> Tensor:
+    targets_T = tokens_BS1[:, 1:].flatten()
+    if learned_BS is None:
+        return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_T)
+    targets_T = targets_T.where(targets_T >= 0, NO_TARGET)
+    return F.cross_entropy(logits_BSV.float().flatten(0, 1), targets_T, reduction="sum") / learned_BS.sum().clamp(min=1)
 
 
-def _cross_entropy_and_z(logits_BSV: Tensor, tokens_BS1: Tensor) -> tuple[Tensor, Tensor]:
+def _cross_entropy_and_z(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Tensor | None) -> tuple[Tensor, Tensor]:
     """Return the cross entropy and the mean square of the log-partition of the outputs.
 
     The log-partition is the target's logit plus its cross entropy, so nothing more is kept for the backward pass. The
@@ -240,6 +305,6 @@ def _cross_entropy_and_z(logits_BSV: Tensor, tokens_BS1: Tensor) -> tuple[Tensor
     Source: PaLM, section 5 (https://arxiv.org/abs/2204.02311).
     """
     logits_TV, targets_T = logits_BSV.float().flatten(0, 1), tokens_BS1[:, 1:].flatten()
-    chosen_T = logits_TV[torch.arange(len(targets_T), device=targets_T.device), targets_T]
-    nats_T = F.cross_entropy(logits_TV, targets_T, reduction="none")
-    return nats_T.mean(), (nats_T + chosen_T).square().mean()
+    chosen_T = logits_TV[torch.arange(len(targets_T), device=targets_T.device), targets_T.clamp(min=0)]
+    nats_T = F.cross_entropy(logits_TV, targets_T.where(targets_T >= 0, NO_TARGET), reduction="none")
+    return _mean(nats_T, learned_BS), _mean((nats_T + chosen_T).square(), learned_BS)

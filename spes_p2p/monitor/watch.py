@@ -11,6 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
+import torch
 from torch import LongTensor
 
 from spes_p2p.config import RoundConfig, RunConfig
@@ -204,7 +205,8 @@ class Archive:
         """Continue the beginning of the first held-out sequence, greedily; None without held-out text."""
         if not self._batches or self._decode is None:
             return None
-        tokens_T = self._batches[0][0]
+        marked_T = self._batches[0][0]
+        tokens_T = torch.where(marked_T < 0, ~marked_T, marked_T)
         split = min(PROMPT_TOKENS, len(tokens_T) // 2)
         prompt_T, truth_T = tokens_T[:split], tokens_T[split : split + SAMPLE_TOKENS]
         text = greedy_continuation(self._model.module, prompt_T, num_tokens=len(truth_T), seconds=SAMPLE_SECONDS)

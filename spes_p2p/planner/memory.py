@@ -39,6 +39,7 @@ class Activations:
         precision: The run's precision.
         checkpointing: Whether only each layer's input is kept, and the rest computed again.
         keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
+        keeps_masks: Whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers.
     """
 
     model: ModelConfig
@@ -48,6 +49,7 @@ class Activations:
     precision: Literal["fp32", "bf16"] = "fp32"
     checkpointing: bool = False
     keeps_scores: bool = False
+    keeps_masks: bool = False
 
     @property
     def tokens(self) -> int:
@@ -81,7 +83,8 @@ class Activations:
     def _layer(self) -> int:
         """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`, F the keys' width.
 
-        Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head.
+        Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head, and `4 S`
+        with masks, which also copy keys and values to every head.
         """
         model, narrow = self.model, NARROW[self.precision]
         width, query_width, key_width = model.hidden_size, model.head_dim * model.num_heads, _key_width(model)
@@ -93,6 +96,8 @@ class Activations:
         if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
             scores = WIDE if self.precision == "fp32" else WIDE + narrow
             attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (query_width - key_width)
+        if self.keeps_masks:  # keys and values are copied here, too
+            attention += narrow * self.sequence_length + 2 * narrow * (query_width - key_width)
         router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
         experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
         return norms + attention + router + experts
@@ -182,6 +187,7 @@ class Setup:
                 precision=run.train.precision,
                 checkpointing=machine.activation_checkpointing,
                 keeps_scores=machine.attention == "eager",
+                keeps_masks=machine.attention == "sdpa" and run.data.are_separate,
             )
         return cls(
             storage=machine.storage or run.frozen_storage,

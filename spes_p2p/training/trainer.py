@@ -22,7 +22,7 @@ from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import MachineConfig, TrainConfig, check_training, sequences_at_once
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.dtensor import distribute_like
-from spes_p2p.model.loss import TrainingLoss
+from spes_p2p.model.loss import TrainingLoss, num_targets
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -150,8 +150,8 @@ class Step:
 class Trainer:
     """Trains the shared parameters and the claimed slots of a model on all of a peer's ranks.
 
-    Every rank draws the whole batch and takes its rows, and every loss is a mean over sequences, so that the result
-    does not depend on how a batch is split over ranks and microbatches.
+    Every rank draws the whole batch and takes its rows, and every loss is a mean over targets, weighted by their
+    number, so that the result does not depend on how a batch is split over ranks and microbatches.
 
     Args:
         model: The model, on the CPU; moved to the group's device.
@@ -219,19 +219,19 @@ class Trainer:
         norm = self.optimizer.step(lr)
         self.optimizer.zero_grad()
         self.steps += 1
-        trained = tokens_BT1[:, 1:].numel() if math.isfinite(norm) else 0
+        trained = num_targets(tokens_BT1) if math.isfinite(norm) else 0
         return Step(loss=self._group.mean(loss), tokens=trained)
 
     def _backward(self, tokens_BT1: Tensor, claimed_factor: float) -> float:
-        """Accumulate the batch's mean gradient; return this rank's mean cross entropy."""
-        rows_BT1 = tokens_BT1[self._group.rank :: self._group.world_size].to(self._group.device)
+        """Accumulate the batch's mean gradient; return this rank's share of its mean cross entropy."""
+        micros = tokens_BT1[self._group.rank :: self._group.world_size].split(self._micro)
+        num_on_average = max(num_targets(tokens_BT1), 1) / self._group.world_size
         loss = 0.0
-        micros = rows_BT1.split(self._micro)
         for index, micro_BT1 in enumerate(micros):
-            share = len(micro_BT1) / len(rows_BT1)
+            share = num_targets(micro_BT1) / num_on_average
             is_last = index == len(micros) - 1
             with contextlib.nullcontext() if is_last else self._sharding.accumulating(self._wrapped):
-                parts = self._wrapped(micro_BT1, claimed_factor)
+                parts = self._wrapped(micro_BT1.to(self._group.device), claimed_factor)
                 (parts.total * share).backward()
             loss += parts.cross_entropy.item() * share
         return loss
@@ -248,7 +248,7 @@ class Trainer:
         for _ in range(CALIBRATION_STEPS if measures else 0):
             tokens_BT1 = self.data.next_batch(self._train.batch_size)
             self._backward(tokens_BT1, 1.0)
-            tokens += tokens_BT1[:, 1:].numel()
+            tokens += num_targets(tokens_BT1)
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
         return tokens / (self.clock() - started) if measures else 0.0

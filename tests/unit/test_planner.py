@@ -122,13 +122,13 @@ def test_gradients_and_optimizer_state_take_what_the_optimizer_takes(name: Optim
     assert plan.optimizer == pytest.approx(sum(tensor.nbytes for tensor in state.values()), abs=4 * len(state))
 
 
-@pytest.mark.parametrize(("claimed", "attention"), [(0, "sdpa"), (2, "sdpa"), (5, "sdpa"), (2, "eager")])
+@pytest.mark.parametrize(("claimed", "attention"), [(0, "sdpa"), (2, "sdpa"), (5, "sdpa"), (2, "eager"), (2, "masked")])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 def test_activations_are_about_what_autograd_keeps(family: str, precision: Any, claimed: int, attention: Any) -> None:
     """The z-loss on the outputs, on in half of the cases, keeps nothing more."""
     model = small_model(family=family, hidden_size=64, num_kv_heads=2, intermediate_size=96)
-    built = slot_model(model, claimed, attention=attention)
+    built = slot_model(model, claimed, attention="sdpa" if attention == "masked" else attention)
     loss = TrainingLoss(built, TrainConfig(precision=precision, output_z_loss=1e-5 if claimed == 2 else 0.0))
     weights = {p.untyped_storage().data_ptr() for p in built.module.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -139,10 +139,12 @@ def test_activations_are_about_what_autograd_keeps(family: str, precision: Any, 
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        loss(torch.randint(VOCAB, (4, 65)))
-    activations = Activations(
-        model, VOCAB, sequences=4, sequence_length=64, precision=precision, keeps_scores=attention == "eager"
-    )
+        tokens_BS1 = torch.randint(VOCAB, (4, 65))
+        if attention == "masked":
+            tokens_BS1[:, 30] = ~tokens_BS1[:, 30]  # begins a document
+        loss(tokens_BS1)
+    keeps = {"keeps_scores": attention == "eager", "keeps_masks": attention == "masked"}
+    activations = Activations(model, VOCAB, sequences=4, sequence_length=64, precision=precision, **keeps)
     assert activations.kept_bytes == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.03)
 
 

@@ -15,8 +15,9 @@ import torch
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data import packing as packing_module
-from spes_p2p.data.packing import TokenFile, WindowSource, held_out_batches, token_file, train_source
+from spes_p2p.data.packing import held_out_batches, token_file, train_source
 from spes_p2p.data.sources import documents, split_documents
+from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
 
 from .conftest import sentences, write_rows
@@ -63,7 +64,7 @@ def test_no_held_out_text_is_ever_trained_on(source_of, tokenizer, corpus, files
     trained = source.next_batch(source._num_windows).tolist()
     flat = " ".join(tokenizer.decode(window) for window in trained)
     # A title may lie across two windows, so absence is proved on the tokens before the windows are cut.
-    tokens = tokenizer.decode(source._file.tokens_N.astype(int).tolist())
+    tokens = tokenizer.decode(source._windows._file.tokens_N.astype(int).tolist())
     assert held_out and not [title for title in held_out if f"{title}." in tokens or f"{title}." in flat]
     assert all(f"{title}." in tokens for title in everything - held_out)
 
@@ -211,7 +212,7 @@ def test_two_processes_at_once_tokenise_once(files_data, tokenizer, corpus, tmp_
 def test_waiting_for_another_process_has_a_deadline(source_of, files_data, tokenizer, corpus, tmp_path, monkeypatch):
     from filelock import FileLock
 
-    key = source_of()._file.key
+    key = source_of()._windows._file.key
     folder = tmp_path / "cache" / "tokens"
     (folder / f"{key}.train.bin").unlink()
     monkeypatch.setattr(packing_module, "_TOKENISING_SECONDS", 0.1)
@@ -258,6 +259,5 @@ def test_large_vocabularies_take_four_bytes(tokenizer, monkeypatch):
 
 
 def test_windows_overlap_by_the_token_that_is_target_and_then_input():
-    source = WindowSource(TokenFile(np.arange(4 * 10 + 1, dtype="<u2"), "key"), sequence_length=4, order_seed=0)
-    windows = sorted(source.next_batch(10).tolist())
-    assert windows == [[4 * i + j for j in range(5)] for i in range(10)]
+    windows = PackedWindows(TokenFile(np.arange(4 * 10 + 1, dtype="<u2"), "key"), sequence_length=4)
+    assert windows.gather(np.arange(len(windows))).tolist() == [[4 * i + j for j in range(5)] for i in range(10)]

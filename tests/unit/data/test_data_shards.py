@@ -20,6 +20,7 @@ from spes_p2p.data import shards as module
 from spes_p2p.data.packing import held_out_batches, token_file, train_source
 from spes_p2p.data.shards import TokenShards, locate
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
+from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "shards"
@@ -31,6 +32,10 @@ T = 16
 DOCUMENTS = ["datatrove_uint16", "datatrove_uint32", "megatron_datatrove", "megatron_uint16", "megatron_int32"]
 DOCUMENTS += ["mds_raw", "mds_zstd", "mds_any", "mds_bytes"]
 RUNS = ["spes_uint16", "spes_uint32", "npy/flat.npy"]
+
+
+def windows_in(part: module.TokenPart, indices: np.ndarray) -> np.ndarray:
+    return PackedWindows(TokenFile(part, "key"), T).gather(indices).numpy()
 
 
 def opened(*paths, vocab_size: int = VOCABULARY, cache: Path) -> TokenShards:
@@ -79,7 +84,7 @@ def test_windows_are_slices_of_the_joined_documents_of_a_side_of_the_split(tmp_p
         flat = list(itertools.chain(*chosen))
         assert len(side) == len(flat)
         expected = [flat[i : i + T + 1] for i in range(0, len(flat) - T, T)]
-        assert side.windows(np.arange(len(expected)), T).tolist() == expected
+        assert windows_in(side, np.arange(len(expected))).tolist() == expected
 
 
 def test_all_formats_hold_the_same_documents_out(tmp_path):
@@ -88,13 +93,13 @@ def test_all_formats_hold_the_same_documents_out(tmp_path):
         for name in DOCUMENTS
     ]
     assert len({len(part) for part in parts}) == 1 and len(parts[0]) > T
-    assert len({part.windows(np.arange(2), T).tobytes() for part in parts}) == 1
+    assert len({windows_in(part, np.arange(2)).tobytes() for part in parts}) == 1
 
 
 def test_a_file_without_documents_is_split_by_windows_and_its_tail_dropped(tmp_path):
     shards = opened(FIXTURES / "spes_uint16", cache=tmp_path)
     sides = [shards.part(2**62, None, is_inside=is_inside, sequence_length=T) for is_inside in (False, True)]
-    pieces = [side.windows(np.array([i]), T)[0, :T].tolist() for side in sides for i in range((len(side) - 1) // T)]
+    pieces = [windows_in(side, np.array([i]))[0, :T].tolist() for side in sides for i in range((len(side) - 1) // T)]
     whole = [FLAT[i : i + T] for i in range(0, len(FLAT) - T + 1, T)]
     assert sum(map(len, sides)) == len(whole) * T
     assert all(piece in whole for piece in pieces) and len(sides[1])
@@ -267,7 +272,7 @@ def test_a_shard_named_twice_is_refused(tmp_path):
 def test_a_shard_that_changes_while_it_is_read_is_refused(tmp_path, folder, how):
     file = next(folder("spes_uint16").iterdir())
     part = opened(file, cache=tmp_path).part(2**62, None, is_inside=False, sequence_length=T)
-    part.windows(np.arange(3), T)
+    windows_in(part, np.arange(3))
     data = file.read_bytes()
     if how == "truncated":
         os.truncate(file, 0)
@@ -279,7 +284,7 @@ def test_a_shard_that_changes_while_it_is_read_is_refused(tmp_path, folder, how)
     else:
         file.write_bytes(data * 2)
     with pytest.raises(DataError, match=r"tokens_000_000001.npy was changed while it was read; .*--resume"):
-        part.windows(np.arange(3), T)
+        windows_in(part, np.arange(3))
 
 
 def test_ids_beyond_the_vocabulary_that_no_sample_met_end_the_reading(tmp_path, monkeypatch):
@@ -323,7 +328,7 @@ def test_a_run_draws_every_training_window_of_the_shards_once_an_epoch(tmp_path,
     data = data_of("datatrove_uint16")
     source = train_source(data, fixture_tokenizer, order_seed=seed, **more)
     flat = token_file(data, fixture_tokenizer, part="train", **more).tokens_N
-    expected = flat.windows(np.arange((len(flat) - 1) // T), T).tolist()
+    expected = windows_in(flat, np.arange((len(flat) - 1) // T)).tolist()
     drawn = source.next_batch(len(expected))
     assert sorted(drawn.tolist()) == sorted(expected) and drawn.tolist() != expected
     held_out = held_out_batches(data, fixture_tokenizer, num_sequences=99, batch_size=4, seed=0, **more)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
+from collections import Counter
 
 import pyarrow
 import pyarrow.parquet
@@ -146,3 +148,32 @@ def test_one_parquet_file_is_read_from_different_places_by_different_peers(hub, 
     first = [tokenizer.decode(source_of(seed, data).next_batch(20).flatten().tolist()) for seed in (1, 2)]
     numbers = [{word for word in text.split() if word.rstrip(".").isdigit()} for text in first]
     assert len(numbers[0] - numbers[1]) >= 3
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "overflow"])
+def test_a_streams_documents_are_packed_whole(source_of, hub_data, tokenizer, packing, seed):
+    """Each of an epoch's tokens is learned once from its own document; resuming is exact."""
+    data = hub_data.model_copy(update={"packing": packing})
+    source = source_of(seed, data)
+    rows: list[list[int]] = []
+    while source.state_dict()["epoch"] == 0 and len(rows) < 10**4:
+        rows += source.next_batch(1).tolist()
+    rows = rows[:-1]  # of the next epoch
+    state = source.state_dict()
+    expected = source.next_batch(9).tolist()
+    other = source_of(seed, data)
+    other.load_state_dict(state)
+    assert other.next_batch(9).tolist() == expected
+    learned = Counter((a if a >= 0 else ~a, b) for row in rows for a, b in itertools.pairwise(row) if b >= 0)
+    texts = [document.text for document in split_documents(hub_data, (), held_out=False)]
+    documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    whole = Counter(pair for ids in documents for pair in itertools.pairwise(ids))
+    # The block that ends the epoch says epoch 1 as soon as it is read.
+    assert learned <= whole and learned.total() > 0.7 * whole.total()
+
+
+def test_held_out_windows_of_a_stream_are_as_many_as_asked_for(hub_data, tokenizer, tmp_path):
+    data = hub_data.model_copy(update={"packing": "trunc"})
+    batches = held_out_batches(data, tokenizer, paths=(), cache=tmp_path, num_sequences=12, batch_size=5, seed=0)
+    held_out = [tokenizer(d.text)["input_ids"][: T + 1] for d in split_documents(hub_data, (), held_out=True)]
+    assert torch.cat(batches).tolist() == held_out[:12]

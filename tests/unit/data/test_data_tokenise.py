@@ -28,6 +28,7 @@ from spes_p2p.data.packing import token_file, train_source
 from spes_p2p.data.readers import read_file
 from spes_p2p.data.shards import TokenShards, read_manifest
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_digest
+from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.peer.joining import _found
 
@@ -116,7 +117,7 @@ def test_a_run_trains_on_shards_as_on_their_text(tokenised, tmp_path, seed):
         count = (len(expected) - 1) // 16
         assert len(found) == len(expected) and count > 8
         rows = [expected[i * 16 : i * 16 + 17].tolist() for i in range(count)]
-        assert found.windows(np.arange(count), 16).tolist() == rows
+        assert PackedWindows(TokenFile(found, "key"), 16).gather(np.arange(count)).tolist() == rows
     sources = [train_source(data, tokenizer, paths=[path], cache=cache, order_seed=7) for data in (text, shards)]
     assert sources[0].next_batch(20).tolist() == sources[1].next_batch(20).tolist()
 

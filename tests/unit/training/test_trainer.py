@@ -19,6 +19,7 @@ from torch.nn.functional import cross_entropy
 from virtual import VOCAB, RandomTokens, tiny_run
 
 from spes_p2p.config import MachineConfig, ModelConfig, TrainConfig
+from spes_p2p.data.windows import PADDING
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -87,6 +88,29 @@ def assert_rounding_apart(actual: dict[str, Tensor], expected: dict[str, Tensor]
 
 
 # ---------------------------------------------------------------------- microbatches
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+def test_a_batch_with_padding_has_the_same_gradient_in_whatever_microbatches(micro, seed):
+    """Microbatches count by their targets: a mean over rows would give a padded row's few too much weight."""
+    tokens_BT1 = RandomTokens(7, 16).next_batch(BATCH)
+    for row, kept in enumerate(range(2, 2 * BATCH + 2, 2)):
+        tokens_BT1[row, kept:] = PADDING
+    found = []
+    for size in (None, micro):
+        one = trainer(TRAIN, seed, claimed=[0, STARVED], micro=size)
+        loss = one._backward(tokens_BT1, 0.7)
+        found.append({name: p.grad for name, p in one.model.module.named_parameters() if p.grad is not None})
+        found[-1]["loss"] = torch.tensor(loss)
+    assert_rounding_apart(found[1], found[0])
+
+
+def test_padding_is_not_counted_as_trained(seed):
+    one = trainer(TRAIN, seed)
+    tokens_BT1 = RandomTokens(7, 16).next_batch(BATCH)
+    tokens_BT1[:, 10:] = PADDING
+    one.data.next_batch = lambda num_sequences: tokens_BT1
+    assert one.step(1e-3).tokens == 9 * BATCH
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 4, 8])
