@@ -1,6 +1,7 @@
 """Settings: `run` is what the swarm agrees on, `machine` what one machine decides, `commands` the other commands'."""
 
 from spes_p2p.config.commands import (
+    ClusterConfig,
     EvaluateConfig,
     ExperimentConfig,
     ExportConfig,
@@ -59,6 +60,7 @@ __all__ = [
     "MAX_PEER_TOKENS",
     "MIN_MBIT",
     "Address",
+    "ClusterConfig",
     "CodecConfig",
     "CodecName",
     "CommandConfig",

@@ -41,6 +41,22 @@ class JoinConfig(VolunteerConfig):
     """Directory of this peer's identity, versions, checkpoint and log; by default runs/ and the run's name."""
 
 
+class ClusterConfig(VolunteerConfig, NamedRun):
+    """Train a run with one peer per node; start it on each node, with srun or by hand. The first founds the run."""
+
+    model_config = SettingsConfigDict(cli_prog_name="spes cluster")
+
+    shared: Path
+    """Folder that all nodes see. The job's peers find each other there."""
+    config: ConfigFile | None = None
+    """YAML of a new run's settings, and the machines'. The run's are under `run`. The name of a file that comes with
+    the program will do."""
+    run: RunConfig | None = None
+    """Settings of the run, of use to its founder."""
+    output: Path | None = None  # type: ignore[assignment]
+    """Directory of this node's peer; by default in `shared`. If it has a peer, that goes on."""
+
+
 class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Follow a run to its end, evaluate its model, and leave the model and a report behind."""
 

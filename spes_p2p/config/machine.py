@@ -9,7 +9,16 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from spes_p2p.config.run import DataConfig, Frozen, OptimizerName, PositiveInt, RunConfig, Storage, TrainConfig
+from spes_p2p.config.run import (
+    DataConfig,
+    Frozen,
+    OptimizerName,
+    PositiveFloat,
+    PositiveInt,
+    RunConfig,
+    Storage,
+    TrainConfig,
+)
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
@@ -207,7 +216,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """TCP port to listen on; 0 lets the system choose."""
     announce: list[str] = []
-    """Multiaddrs by which others reach this peer, if not host and port."""
+    """Multiaddrs by which others reach this peer; by default from host and port."""
     client_mode: bool = False
     """Call others, but do not listen. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=768)] | None = None
@@ -219,8 +228,11 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     threads: PositiveInt | None = None
     """CPU threads per rank; by default PyTorch's choice."""
     seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    """Longest time to serve the versions after the last round: by default 30, but a founder that resumes a finished run
+    """Longest time to serve versions after the last round: by default 30, but a founder that resumes a finished run
     ends at once. It ends when a monitor has archived them."""
+    grace: PositiveFloat = 60.0
+    """Seconds from SIGTERM to the end of this process. It hands its slots over within them, also where a rank or a
+    device hangs; a second SIGTERM ends it within 5."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""
     log_level: Literal["debug", "info", "warning"] = "info"

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from spes_p2p.cli import EXIT_INTERRUPTED
 from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import TokenSource, train_sources
@@ -21,6 +24,7 @@ from spes_p2p.peer import restart
 from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
 from spes_p2p.peer.page import PeerPage, shown
+from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
@@ -42,15 +46,35 @@ def export_words(folder: Path) -> str:
 
 def main(config: PeerConfig) -> int:
     """Run a peer to the end of its run; return the exit code."""
+    check_ranks(os.environ, founds=not (config.initial_peers or config.resume))
+    try:
+        return run(config)
+    except restart.DaemonDied as died:
+        restart.restart(config, died, num_ranks=ProcessGroup(config.device).world_size)
+    return 0
+
+
+def run(
+    config: PeerConfig, on_joined: Callable[[Sequence[str]], None] = lambda _: None, ranks: Sequence[int] = ()
+) -> int:
+    """Run a peer to the end of its run; return the exit code.
+
+    Args:
+        config: The peer's settings.
+        on_joined: Told the multiaddrs by which others join, once this peer is in the swarm.
+        ranks: Ids of the processes that are its other ranks, if this process has started them.
+
+    Raises:
+        DaemonDied: the peer is to be started again.
+    """
     if config.threads:
         torch.set_num_threads(config.threads)
     group = ProcessGroup(config.device)
-    if not group.is_leader:
-        _train(config, group, None)
-        return 0
-    check_output(config.output, resume=config.resume, overwrite=config.overwrite)
-    output = kept_output if config.resume else fresh_output
-    try:
+    with Termination(config.grace, is_leader=group.is_leader, ranks=ranks) as end:
+        if not group.is_leader:
+            return _follow(config, group, end)
+        check_output(config.output, resume=config.resume, overwrite=config.overwrite)
+        output = kept_output if config.resume else fresh_output
         with output(config.output) as keep:
             own = kept(config)
             if own.is_finished and not config.initial_peers and config.seed_seconds is None:
@@ -62,16 +86,26 @@ def main(config: PeerConfig) -> int:
                 shown(config, swarm, admission.manifest) as page,
                 restart.when_daemons_die(config, swarm),
             ):
+                on_joined(swarm.node.contacts())
                 try:
-                    _train(config, group, (swarm, admission), keep, page)
+                    _train(config, group, end, (swarm, admission), keep, page)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death:
                         raise
                     log.info("leaving; continue later with --resume --output %s", config.output)
                     log.info("the model so far: %s", export_words(config.output))
-                    return 130
-    except restart.DaemonDied as died:
-        restart.restart(config, died, num_ranks=group.world_size)
+                    return EXIT_INTERRUPTED
+    return 0
+
+
+def _follow(config: PeerConfig, group: ProcessGroup, end: Termination) -> int:
+    """Train on a rank other than the leader; return the exit code."""
+    try:
+        _train(config, group, end, None)
+    except RuntimeError:
+        if not end.is_asked:  # else the leader has left, and its connections with it
+            raise
+        return EXIT_INTERRUPTED
     return 0
 
 
@@ -92,6 +126,7 @@ def _dismiss(group: ProcessGroup) -> None:
 def _train(
     config: PeerConfig,
     group: ProcessGroup,
+    end: Termination,
     joined: tuple[HivemindSwarm, Admission] | None,
     keep_output: Callable[[], None] = _nothing,
     page: PeerPage | None = None,
@@ -121,6 +156,8 @@ def _train(
         initial = None
         if swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
+            seconds = run.round.exchange_seconds
+            end.prepare(partial(_hand_over, sync, lambda: loop, seconds), 2 * seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, group, public_text(text, run.data.sequence_length))
@@ -140,7 +177,7 @@ def _train(
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
             tell("leaving", "others fetch what only this peer has")
-            _hand_over(sync, loop, joined[1].manifest.config.round.exchange_seconds)
+            end.hand_over()
         raise
     finally:
         if sync is not None:
@@ -194,16 +231,20 @@ def _synchroniser(
     return sync
 
 
-def _hand_over(sync: Synchroniser, loop: TrainingLoop | None, seconds: float) -> None:
+def _hand_over(
+    sync: Synchroniser, loop: Callable[[], TrainingLoop | None], exchange_seconds: float, seconds: float
+) -> None:
     """Give the slots back, and leave once others have what only this peer has, or time is up.
 
     A round that is synchronised beside the training may be the others' already: who did not wait for it would take the
     newest versions along.
     """
-    if loop is not None and sync.held.others():
-        loop.abandon_pending(seconds)
-    log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", seconds)
-    if lacking := sync.held.hand_over(seconds):
+    deadline, training = time.monotonic() + seconds, loop()
+    if training is not None and sync.held.others():
+        training.abandon_pending(min(exchange_seconds, seconds))
+    left = max(0.0, min(exchange_seconds, deadline - time.monotonic()))
+    log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", left)
+    if lacking := sync.held.hand_over(left):
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 

@@ -30,7 +30,7 @@ class ProcessGroup:
         device: "auto", "cpu" or "cuda".
 
     Raises:
-        ConfigError: "cuda" where there is none.
+        ConfigError: "cuda" where there is none, or more ranks than GPUs.
     """
 
     def __init__(self, device: str = "auto") -> None:
@@ -40,6 +40,10 @@ class ProcessGroup:
             raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
         use_cuda = device != "cpu" and torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        if use_cuda and local_rank >= (num_gpus := torch.cuda.device_count()):
+            raise ConfigError(
+                f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs, and PyTorch finds {num_gpus}; start fewer ranks"
+            )
         self.device = torch.device("cuda", local_rank) if use_cuda else torch.device("cpu")
         self._from_leader: dist.ProcessGroup | None = None
 

@@ -1,0 +1,157 @@
+"""SIGTERM: a peer hands its slots over and is gone within its grace, even where its main thread hangs.
+
+Python runs a signal's handler between two steps of the main thread. A thread that waits in a collective for a rank
+that hangs, or for a GPU, makes no step. The signal itself always arrives: C code writes its number to a pipe, and a
+thread of this module reads it there.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated
+
+log = logging.getLogger(__name__)
+
+HANG_SECONDS = 5.0
+"""After SIGTERM a main thread that has not begun to hand over counts as hung; less where the grace is short."""
+LAST_SECONDS = 4.0
+"""From a second SIGTERM to the end."""
+CLOSE_SECONDS = 2.0
+"""Part of the grace that is kept for leaving the swarm."""
+STOP = b"\0"
+
+
+class Termination:
+    """Bounds a peer's end after SIGTERM.
+
+    Args:
+        grace: Seconds from SIGTERM to the end of this process. A second SIGTERM leaves LAST_SECONDS.
+        is_leader: Whether SIGTERM interrupts the main thread. On other ranks it does not: their leader, which may need
+            them until it has handed over, ends them.
+        ranks: Ids of processes that SIGTERM is passed on to.
+    """
+
+    def __init__(self, grace: float, *, is_leader: bool = True, ranks: Sequence[int] = ()) -> None:
+        self.is_asked = False
+        self._grace = grace
+        self._is_leader = is_leader
+        self._ranks = ranks
+        self._is_noticed = False
+        self._due = math.inf
+        self._hand_over: Callable[[float], None] | None = None
+        self._seconds = 0.0
+        self._begins = threading.Lock()
+        self._is_handed_over = threading.Event()
+
+    def __enter__(self) -> Termination:
+        _forks_let_go()
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._handler = signal.signal(signal.SIGTERM, self._interrupt)
+        threading.Thread(target=self._watch, name="termination", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if not self.is_asked:  # else the watch lasts until this process has ended
+            signal.signal(signal.SIGTERM, self._handler)
+            signal.set_wakeup_fd(self._wakeup)
+            os.write(self._write, STOP)
+
+    def prepare(self, hand_over: Callable[[float], None], seconds: float) -> None:
+        """Set how this peer hands over, in the seconds that it is given, `seconds` at most."""
+        self._hand_over, self._seconds = hand_over, seconds
+
+    def hand_over(self) -> None:
+        """Hand over once; return at the end of it, in whichever thread it goes on."""
+        if self._hand_over is None:
+            return
+        if not self._begins.acquire(blocking=False):
+            self._is_handed_over.wait(max(0.0, min(self._due - time.monotonic(), self._seconds)))
+            return
+        try:
+            self._hand_over(max(0.0, min(self._seconds, self._due - time.monotonic() - self._close_seconds)))
+        finally:
+            self._is_handed_over.set()
+
+    @property
+    def _close_seconds(self) -> float:
+        return min(CLOSE_SECONDS, self._grace / 4)
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self.is_asked = self._is_noticed = True
+        if self._is_leader:
+            raise Terminated
+
+    # ------------------------------------------------------------------ the watch
+
+    def _watch(self) -> None:
+        hung_at = math.inf
+        while True:
+            next_at = min(self._due, hung_at)
+            wait = None if next_at == math.inf else max(0.0, next_at - time.monotonic())
+            if select.select([self._read], [], [], wait)[0]:
+                got = os.read(self._read, 4096)
+                for _ in range(got.count(signal.SIGTERM)):
+                    hung_at = min(hung_at, self._ask())
+                if STOP in got:
+                    return
+            now = time.monotonic()
+            if now >= self._due:
+                os._exit(EXIT_INTERRUPTED)
+            if now >= hung_at:
+                hung_at = math.inf
+                self._rescue()
+
+    def _ask(self) -> float:
+        """Take note of a SIGTERM; return when a main thread that has not reacted counts as hung."""
+        now, is_first = time.monotonic(), not math.isfinite(self._due)
+        self.is_asked = True
+        self._due = now + self._grace if is_first else min(self._due, now + LAST_SECONDS)
+        # The kernel ends this process soon after, also where the interpreter has stopped this thread.
+        signal.setitimer(signal.ITIMER_REAL, max(self._due - now, 0.0) + 0.5)
+        for pid in self._ranks:
+            _pass_on(pid)
+        return now + min(HANG_SECONDS, self._grace / 4)
+
+    def _rescue(self) -> None:
+        """Hand over in a thread of its own, if the main thread has not begun to."""
+        if self._begins.locked() or not self._is_leader:
+            return
+        if self._hand_over is not None:
+            threading.Thread(target=self._rescue_slots, name="hand-over", daemon=True).start()
+        elif not self._is_noticed:
+            os._exit(EXIT_INTERRUPTED)
+
+    def _rescue_slots(self) -> None:
+        log.warning("the main thread has not answered SIGTERM: it waits for a rank or a device that hangs")
+        try:
+            self.hand_over()
+        finally:
+            if not self._is_noticed:
+                os._exit(EXIT_INTERRUPTED)
+
+
+def _pass_on(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except ProcessLookupError:
+        log.debug("rank of process %d has ended", pid)
+
+
+@functools.cache
+def _forks_let_go() -> None:
+    """Keep a fork's signals from this process's pipe, which it inherits."""
+    os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
