@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.cli import EXIT_INTERRUPTED
-from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.config import PeerConfig, RoundConfig, RunConfig
 from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
@@ -156,8 +156,7 @@ def _train(
         initial = None
         if swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
-            seconds = run.round.exchange_seconds
-            end.prepare(partial(_hand_over, sync, lambda: loop, seconds), 2 * seconds)
+            end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
         gate = LossGate(trainer, group, public_text(text, run.data.sequence_length))
@@ -232,7 +231,7 @@ def _synchroniser(
 
 
 def _hand_over(
-    sync: Synchroniser, loop: Callable[[], TrainingLoop | None], exchange_seconds: float, seconds: float
+    sync: Synchroniser, loop: Callable[[], TrainingLoop | None], rounds: RoundConfig, seconds: float
 ) -> None:
     """Give the slots back, and leave once others have what only this peer has, or time is up.
 
@@ -241,8 +240,8 @@ def _hand_over(
     """
     deadline, training = time.monotonic() + seconds, loop()
     if training is not None and sync.held.others():
-        training.abandon_pending(min(exchange_seconds, seconds))
-    left = max(0.0, min(exchange_seconds, deadline - time.monotonic()))
+        training.abandon_pending(min(rounds.exchange_seconds, seconds))
+    left = max(0.0, min(rounds.exchange_seconds, deadline - time.monotonic()))
     log.info("leaving: serving slots until others have them, at most %.0f s; Ctrl-C again ends at once", left)
     if lacking := sync.held.hand_over(left):
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))

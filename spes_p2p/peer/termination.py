@@ -26,6 +26,8 @@ HANG_SECONDS = 5.0
 """After SIGTERM a main thread that has not begun to hand over counts as hung; less where the grace is short."""
 LAST_SECONDS = 4.0
 """From a second SIGTERM to the end."""
+SAME_SECONDS = 2.0
+"""SIGTERMs within so long are one: a scheduler signals a job's batch script, which passes it on, and its tasks."""
 CLOSE_SECONDS = 2.0
 """Part of the grace that is kept for leaving the swarm."""
 STOP = b"\0"
@@ -47,6 +49,7 @@ class Termination:
         self._is_leader = is_leader
         self._ranks = ranks
         self._is_noticed = False
+        self._first_at = -math.inf
         self._due = math.inf
         self._hand_over: Callable[[float], None] | None = None
         self._seconds = 0.0
@@ -91,8 +94,9 @@ class Termination:
         return min(CLOSE_SECONDS, self._grace / 4)
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        is_same = self._is_noticed and time.monotonic() < self._first_at + SAME_SECONDS
         self.is_asked = self._is_noticed = True
-        if self._is_leader:
+        if self._is_leader and not is_same:
             raise Terminated
 
     # ------------------------------------------------------------------ the watch
@@ -104,7 +108,7 @@ class Termination:
             wait = None if next_at == math.inf else max(0.0, next_at - time.monotonic())
             if select.select([self._read], [], [], wait)[0]:
                 got = os.read(self._read, 4096)
-                for _ in range(got.count(signal.SIGTERM)):
+                if signal.SIGTERM in got:
                     hung_at = min(hung_at, self._ask())
                 if STOP in got:
                     return
@@ -119,7 +123,12 @@ class Termination:
         """Take note of a SIGTERM; return when a main thread that has not reacted counts as hung."""
         now, is_first = time.monotonic(), not math.isfinite(self._due)
         self.is_asked = True
-        self._due = now + self._grace if is_first else min(self._due, now + LAST_SECONDS)
+        if is_first:
+            self._first_at, self._due = now, now + self._grace
+        elif now < self._first_at + SAME_SECONDS:
+            return math.inf
+        else:
+            self._due = min(self._due, now + LAST_SECONDS)
         # The kernel ends this process soon after, also where the interpreter has stopped this thread.
         signal.setitimer(signal.ITIMER_REAL, max(self._due - now, 0.0) + 0.5)
         for pid in self._ranks:

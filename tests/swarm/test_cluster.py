@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
 import sys
@@ -14,13 +13,14 @@ import pytest
 from peer_processes import MARK, Command, Commands, commands_in, write_corpus, write_settings
 from slurm import Slurm, lacks, slurm_on
 
+from spes_p2p.peer.termination import SAME_SECONDS
+
 pytestmark = pytest.mark.full
 
 ROUND = {"mode": "steps", "steps": 5, "total": 5000, "min_peers": 1}
 GRACE_SECONDS = 20.0
 LAST_SECONDS = 5.0
 """The promise after a second SIGTERM."""
-MEASURED = os.environ.get("CLUSTER_RESULTS")
 needs_slurm = pytest.mark.skipif(bool(lacks()), reason=lacks())
 
 
@@ -116,7 +116,7 @@ def test_a_second_sigterm_ends_a_hung_peer_at_once(tmp_path: Path) -> None:
         for process in psutil.Process(node.pid).children(recursive=True):
             process.send_signal(signal.SIGSTOP)
         node.signal(signal.SIGTERM)
-        time.sleep(0.5)
+        time.sleep(SAME_SECONDS + 0.5)
         node.signal(signal.SIGTERM)
         assert ended_within(node, LAST_SECONDS) and node.end() == 130
         commands.wait_until_gone()
