@@ -27,7 +27,7 @@ SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={controller_port}
 SlurmUser=root
 SlurmdUser=root
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=5
 ProctrackType=proctrack/pgid
 TaskPlugin=task/none
 JobAcctGatherType=jobacct_gather/none

@@ -61,7 +61,7 @@ def test_a_hung_main_thread_does_not_keep_the_slots():
     process = Process("""
         with Termination(8.0) as end:
             end.prepare(hand_over, 100.0)
-            print("ready", flush=True)
+            threading.Timer(1.0, print, ["ready"], {"flush": True}).start()
             hang()
     """)
     process.terminate()
@@ -72,7 +72,7 @@ def test_a_hung_main_thread_does_not_keep_the_slots():
 def test_a_process_that_hangs_before_it_has_slots_ends_within_its_grace():
     process = Process("""
         with Termination(4.0):
-            print("ready", flush=True)
+            threading.Timer(1.0, print, ["ready"], {"flush": True}).start()
             hang()
     """)
     process.terminate()
@@ -117,7 +117,7 @@ def test_a_hand_over_that_hangs_ends_with_the_grace_and_at_once_with_a_second_si
 def test_sigterms_of_a_scheduler_and_of_its_batch_script_are_one():
     process = Process("""
         with Termination(1000.0) as end:
-            end.prepare(lambda seconds: time.sleep(8.0) or hand_over(seconds), 1000.0)
+            end.prepare(lambda seconds: time.sleep(5.0) or hand_over(seconds), 1000.0)
             try:
                 print("ready", flush=True)
                 time.sleep(1000)
@@ -126,7 +126,7 @@ def test_sigterms_of_a_scheduler_and_of_its_batch_script_are_one():
                 os._exit(130)
     """)
     process.terminate(3, pause=0.2)
-    assert process.end(8).startswith("handed over")
+    assert process.end(5).startswith("handed over")
 
 
 def test_another_rank_goes_on_until_its_leader_has_left_and_not_beyond_its_grace():
