@@ -156,11 +156,9 @@ class Slurm:
             process.kill()
 
     def _owns(self, process: psutil.Process) -> bool:
-        """Tell a daemon of this SLURM: it was started with the file of its settings, or has its log open."""
+        """Tell a daemon of this SLURM: its files are in the command line, or it works in their folder."""
         with contextlib.suppress(psutil.Error):
-            if any(str(self._folder) in word for word in process.cmdline()):
-                return True
-            return process.environ().get("SLURM_CONF") == self._environment["SLURM_CONF"]
+            return str(self._folder) in " ".join([*process.cmdline(), process.cwd()])
         return False
 
 
