@@ -118,7 +118,8 @@ def test_a_second_sigterm_ends_a_hung_peer_at_once(tmp_path: Path) -> None:
         node.signal(signal.SIGTERM)
         time.sleep(SAME_SECONDS + 0.5)
         node.signal(signal.SIGTERM)
-        assert ended_within(node, LAST_SECONDS) and node.end() == 130
+        assert ended_within(node, LAST_SECONDS)
+        assert node.end() in (130, -signal.SIGALRM), node.tail()  # the alarm, where the interpreter itself hangs
         commands.wait_until_gone()
 
 
