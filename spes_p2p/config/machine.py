@@ -230,7 +230,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Longest time to serve versions after the last round: by default 30, but a founder that resumes a finished run
     ends at once. It ends when a monitor has archived them."""
-    grace: PositiveFloat = 60.0
+    grace: PositiveFloat = 300.0
     """Seconds from SIGTERM to the end of this process. It hands its slots over within them, also where a rank or a
     device hangs; a second SIGTERM ends it within 5."""
     cache: Path = Path("~/.cache/spes_p2p")

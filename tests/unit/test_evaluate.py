@@ -229,6 +229,7 @@ def test_the_suites_table_is_plain_lm_evals_to_the_last_digit(checkpoint, task_p
     assert any(line.startswith("| arc_challenge | 25 | acc | ") for line in shown)
 
 
+@pytest.mark.full
 @needs_lm_eval
 def test_the_perplexity_of_c4_is_a_task_by_its_name(checkpoint, task_path):
     """lm-eval has the real one; here local text stands in for it."""

@@ -70,6 +70,7 @@ def setup(project: Path, *extras: str) -> tuple[int, list[tuple[float, str]]]:
     return process.wait(60), lines
 
 
+@pytest.mark.full
 def test_an_installation_is_never_silent_for_long_and_is_made_once(project: Path) -> None:
     (project / "slow").touch()
     began = time.monotonic()
@@ -89,6 +90,7 @@ def test_an_installation_is_never_silent_for_long_and_is_made_once(project: Path
     assert setup(project, "dev") == (0, [])
 
 
+@pytest.mark.full
 def test_an_installation_that_fails_says_why_and_is_tried_again(project: Path) -> None:
     (project / "broken").touch()
     code, lines = setup(project)

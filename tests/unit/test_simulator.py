@@ -91,6 +91,7 @@ def test_all_versions_of_all_rounds_are_accounted_for(folder: Path) -> None:
         assert len({digests[name] for digests in result.digests.values()}) == 3, "each round changes everything"
 
 
+@pytest.mark.full
 def test_unequal_speeds_bring_unequal_tokens(folder: Path) -> None:
     settings = {"round": {"mode": "tokens", "tokens": 6400, "min_seconds": 1.0}}
     result = run(folder, speeds=[64.0, 128.0, 256.0], **settings)

@@ -322,6 +322,7 @@ def test_a_disk_that_is_full_is_said_in_a_line_and_the_work_goes_on_elsewhere(tm
     assert done.stdout.split() == [".partial"]
 
 
+@pytest.mark.full
 def test_a_killed_command_goes_on_to_the_same_bytes(tokenised, tmp_path, seed, monkeypatch):
     """Killed whenever some more parts are there; its processes end with it."""
     corpus = tmp_path / "corpus"

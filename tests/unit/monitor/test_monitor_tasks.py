@@ -62,6 +62,7 @@ def test_the_tables_of_a_run_are_those_of_the_command(
         assert f"round {number}: sciq {values['sciq']['acc']:.4f}, mmlu" in caplog.text
 
 
+@pytest.mark.full
 def test_tasks_that_fail_are_logged_and_end_no_watch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tasks = TaskEvaluations(tmp_path / "tasks", ["--text", "absent.txt"], lambda folder: folder.mkdir())
     tasks.finish(3)
@@ -85,6 +86,7 @@ def test_closing_ends_the_process(tmp_path: Path, checkpoint: Path) -> None:
     assert not (tmp_path / "tasks" / "model").exists()
 
 
+@pytest.mark.full
 @needs_lm_eval
 def test_a_task_that_does_not_exist_is_named_before_the_run_is_joined(tmp_path: Path) -> None:
     output = tmp_path / "monitor"

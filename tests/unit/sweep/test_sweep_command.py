@@ -270,6 +270,7 @@ def test_the_console_script_is_the_program():
     assert (Path(sys.executable).parent / "spes_p2p").exists(), "run scripts/setup.sh"
 
 
+@pytest.mark.full
 def test_a_sweep_runs_from_its_file_to_its_report(tmp_path):
     write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR})
     words = ("simulate", tmp_path / "sweep.yaml", "--output", tmp_path / "out", "--cache", tmp_path / "cache")

@@ -57,6 +57,7 @@ def undisturbed() -> list[VirtualPeer]:
     return live([])
 
 
+@pytest.mark.full
 def test_honest_slots_pass(undisturbed):
     for peer in undisturbed:
         assert not peer.swarm.accused

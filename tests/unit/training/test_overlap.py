@@ -232,6 +232,7 @@ def test_a_result_that_comes_later_is_waited_for_at_the_rounds_end_and_the_wait_
     assert sum(map(wall_seconds, reports)) == pytest.approx(hub.clock.now() - began - served, abs=1e-3)
 
 
+@pytest.mark.full
 def test_in_rounds_by_the_clock_training_goes_on_until_the_next_rounds_end_is_known():
     run, late = overlapping(1, mode="tokens", tokens=1000), 10.0
     hub, reports = MemoryHub("run"), []
