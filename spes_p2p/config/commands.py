@@ -42,7 +42,7 @@ class JoinConfig(VolunteerConfig):
 
 
 class ClusterConfig(VolunteerConfig, NamedRun):
-    """Train a run with one peer per node; start it on each node, with srun or by hand. The first founds the run."""
+    """Train a run with one peer per node. Start it on each node; the first founds."""
 
     model_config = SettingsConfigDict(cli_prog_name="spes cluster")
 

@@ -186,8 +186,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     model_config = SettingsConfigDict(cli_shortcuts={"start-from": "from"})
 
     start_from: Path | None = None
-    """Folder of a mixture of experts that the run starts from, as transformers saves it. It gives the founder the
-    model's shape, weights and tokenizer; others need none, or read their own copy."""
+    """Checkpoint that the run starts from. A folder of a mixture of experts, as transformers saves it, gives the
+    founder the model's shape, weights and tokenizer; others need none, or read their own copy."""
     output: Path = Path("runs/peer")
     """Directory of all that this peer keeps. It has its identity, versions and checkpoints."""
     resume: bool = False
@@ -231,7 +231,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Longest time to serve versions after the last round: by default 30, but a founder that resumes a finished run
     ends at once. It ends when a monitor has archived them."""
     grace: PositiveFloat = 300.0
-    """Seconds from SIGTERM to the end of this process. It hands its slots over within them, also where a rank or a
+    """Longest time from SIGTERM to the end. A peer hands its slots over within so many seconds, also where a rank or a
     device hangs; a second SIGTERM ends it within 5."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""

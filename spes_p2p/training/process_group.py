@@ -40,7 +40,7 @@ class ProcessGroup:
             raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
         use_cuda = device != "cpu" and torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        if use_cuda and local_rank >= (num_gpus := torch.cuda.device_count()):
+        if use_cuda and 0 < local_rank >= (num_gpus := torch.cuda.device_count()):
             raise ConfigError(
                 f"LOCAL_RANK={local_rank} needs {local_rank + 1} GPUs, and PyTorch finds {num_gpus}; start fewer ranks"
             )

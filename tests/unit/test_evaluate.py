@@ -151,6 +151,7 @@ def test_unreadable_inputs_are_named(checkpoint, tmp_path):
         evaluate.write_json([evaluate.Metric("a", "b", 1.0)], tmp_path / "absent" / "x.json")
 
 
+@pytest.mark.full
 @needs_lm_eval
 def test_unknown_tasks_are_named(task_path, tmp_path):
     with pytest.raises(ConfigError, match="unknown task 'no_such_task'"):

@@ -201,6 +201,7 @@ def test_a_group_with_nan_in_it_is_dropped_and_the_others_are_not(folder: Path) 
     assert_members_agree(result)
 
 
+@pytest.mark.full
 def test_a_swarm_that_can_commit_nothing_any_more_says_why(folder: Path) -> None:
     with pytest.raises(SimulationError, match=r"round 2 was dropped 20 times in a row: .*NaN"):
         run(folder, attacks=[Attack(peer=1, kind="nan", from_round=1)])

@@ -98,6 +98,7 @@ def test_a_running_main_thread_hands_over_itself_and_once(after):
     assert process.end(6) == "handed over 3.0\n"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("main", ["hang()", "end.hand_over()"])
 def test_a_hand_over_that_hangs_ends_with_the_grace_and_at_once_with_a_second_sigterm(main):
     for grace, times in ((4.0, 1), (1000.0, 2)):

@@ -99,6 +99,7 @@ EXPERT_BYTES = 4 * 3 * 512 * 2048
 SLACK_BYTES = 2**21
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads Linux's account of a process's memory")
 @pytest.mark.parametrize("storage", sample(STORAGES, [NF4]))
 def test_building_takes_no_more_than_two_experts_beyond_what_is_kept(storage):

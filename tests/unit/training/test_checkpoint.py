@@ -356,6 +356,7 @@ print("after", 4, disk.after_restart())
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_leaves_the_one_before_says_so_once_and_is_tried_again(tmp_path):
     """On a small disk of its own."""
     code = FULL.format(path=[*sys.path, str(Path(__file__).parent)], folder=str(tmp_path))

@@ -498,7 +498,8 @@ def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monk
     handed: list[tuple[float, int]] = []
     holdings.others = read  # type: ignore[method-assign]
     holdings.hand_over = lambda seconds: handed.append((seconds, peer.sync.round)) or []  # type: ignore
-    _hand_over(peer.sync, peer.loop, 60.0)
+    rounds = RoundConfig(exchange_seconds=60.0)
+    _hand_over(peer.sync, lambda: peer.loop, rounds, 600.0)
     assert handed == [(60.0, 1 if others else 0)]
     released.set()
     assert flight._task.wait(60.0)

@@ -113,8 +113,8 @@ class Liar(MemorySwarm):
         return replace(result, committed={n: mean for n, mean in result.committed.items() if n != name})
 
     def publish(self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None):
-        slot = next(flat for name, flat in bundles.items() if name.startswith("slot-"))
-        return super().publish(round, {**bundles, VectorName.of_slot(STRANGE): slot}, deltas)
+        strange = {VectorName.of_slot(STRANGE): flat for name, flat in bundles.items() if name.startswith("slot-")}
+        return super().publish(round, {**bundles, **strange}, deltas)
 
     def versions(self) -> Mapping[str, Version]:
         return {name: version for name, version in super().versions().items() if name != VectorName.of_slot(STRANGE)}
