@@ -37,6 +37,15 @@ BASE = "f5f8ccb"
 RESULTS = ROOT / "benchmarks" / "results"
 GOLDEN = "tests/unit/test_golden_runs.py"
 REASONS = {
+    "spes_p2p.commands.evaluate": "a command, whose table a monitor's tasks print too",
+    "spes_p2p.config.spes_keys": "a table of SPES's names, which nothing else reads",
+    "spes_p2p.data.token_parts": "all that a tokenising process imports, so that it starts without torch",
+    "spes_p2p.data.tokenise": "the work without the command's flags",
+    "spes_p2p.data.tokenizer_child": "the program of a process of its own",
+    "spes_p2p.data.tokenizer_parts": "the list of what a stranger's tokenizer may have",
+    "spes_p2p.monitor.tasks": "runs lm-eval in a process beside the watch",
+    "spes_p2p.peer.termination": "signals alone, tested without a peer",
+    "spes_p2p.swarm.votes": "one voter's promises on its disk, tested without a driver",
     "spes_p2p.__main__": "the one command, which entry scripts start",
     "spes_p2p.model.upcycling": "a function of the model room, which the command calls",
     "spes_p2p.swarm.averaging.averager": "the averager's process; the swarm starts it",
@@ -45,9 +54,7 @@ REASONS = {
     "spes_p2p.swarm.membership": "records of the live peers, tested without an averager",
     "spes_p2p.training.checkpointer": "what a checkpoint holds; `checkpoint` only knows how it lies on disk",
     "spes_p2p.monitor.report": "the final page, drawn from a view alone; the benchmarks draw it too",
-    "spes_p2p.monitor.curves": "other people's programs, which the watch and the page do without",
     "spes_p2p.peer.page": "reads the swarm's records beside the training, for the page alone",
-    "spes_p2p.monitor.watch": "the watch without the command's flags, tested against a scripted swarm",
     "spes_p2p.optim.outer": "the outer step of DiLoCo, which a reader looks for by its name",
     "spes_p2p.sim.sweep.report": "a sweep's table and pictures, which the benchmarks use too",
     "spes_p2p.swarm.averaging.allreduce": "one group's exchange of vectors; the averager runs many at a time",
