@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Linters, types and tests. Without arguments: the commit lane, what every change must pass, about ten minutes on two
+# Linters, types and tests. Without arguments: the commit lane, what every change must pass, about thirteen minutes on two
 # cores. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, long fuzzing and
 # the removal of every guard. Each lane lists what failed, and appends its result to the JSON list in the file
 # $SPES_LANE_LOG, if that is set.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import errno
 import importlib
@@ -274,7 +275,7 @@ def all_flags(cls: type[BaseModel], section: str = "") -> Iterator[Flag]:
     fields = sorted(cls.model_fields.items(), key=lambda f: (not f[1].is_required(), f[0] not in cls.__annotations__))
     for name, field in fields:
         word = (field.alias or name).replace("_", "-")
-        if "==SUPPRESS==" in field.metadata:  # pydantic-settings' CliSuppress: set by the program alone
+        if argparse.SUPPRESS in field.metadata:  # pydantic-settings' CliSuppress: set by the program alone
             continue
         if (nested := _nested(field.annotation)) is not None:
             yield from all_flags(nested, f"{section}.{name}".strip("."))

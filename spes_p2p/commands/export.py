@@ -10,7 +10,7 @@ from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError
 from spes_p2p.fs import scratch_path
-from spes_p2p.monitor.model_folder import VERSIONS, Exported, export
+from spes_p2p.monitor.model_folder import VERSIONS, Exported, check_free, export
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.monitor.watch import holders_and_peers, pull_round
 from spes_p2p.peer.consent import ask_to_read
@@ -64,8 +64,7 @@ def main(config: ExportConfig) -> int:
 
 def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, overwrite: bool, yes: bool) -> Exported:
     """Fetch the swarm's newest round into a folder that is deleted again, and export it from there."""
-    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
+    check_free(output, overwrite=overwrite)  # before anything is fetched
     try:
         output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with scratch_path(output.absolute()) as folder:

@@ -32,6 +32,7 @@ from spes_p2p.config.machine import (
 from spes_p2p.config.run import (
     MAX_LEASE_SECONDS,
     MAX_PEER_TOKENS,
+    MAX_START_SLOTS,
     CodecConfig,
     CodecName,
     DataConfig,
@@ -58,6 +59,7 @@ __all__ = [
     "MAX_ADDRESSES",
     "MAX_LEASE_SECONDS",
     "MAX_PEER_TOKENS",
+    "MAX_START_SLOTS",
     "MIN_MBIT",
     "Address",
     "ClusterConfig",

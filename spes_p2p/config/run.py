@@ -67,6 +67,10 @@ class RopeConfig(Frozen):
         return self
 
 
+MAX_START_SLOTS = 128
+"""Most slots of a run that starts from a checkpoint: its manifest holds a digest of each, in at most 64 KiB."""
+
+
 class StartConfig(Frozen):
     """What a checkpoint's config.json says beyond `model`, and which weights it holds; `--from` fills it in."""
 
@@ -86,7 +90,7 @@ class StartConfig(Frozen):
     pad_token_id: TokenId | None = None
     shared: Digest
     """SHA-256 of the shared parameters' version of round 0."""
-    slots: Annotated[list[Digest], Field(min_length=1, max_length=128)]
+    slots: Annotated[list[Digest], Field(min_length=1, max_length=MAX_START_SLOTS)]
     """SHA-256 of each slot's version of round 0."""
 
     @model_validator(mode="after")

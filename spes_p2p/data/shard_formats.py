@@ -10,6 +10,7 @@ import json
 import mmap
 from dataclasses import dataclass
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -162,7 +163,8 @@ def _numpy(path: Path, vocab_size: int) -> Shard:
 def _true_numpy(path: Path) -> Shard:
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except ValueError as error:  # truncated, or it holds Python objects
+    # Truncated, or it holds Python objects; NumPy parses the header as Python, and lets that parser's errors through.
+    except (ValueError, OverflowError, SyntaxError, TokenError) as error:
         raise DataError(f"cannot read {path}: {error}; write the ids again, as integers") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.flags.c_contiguous:
         raise DataError(f"{path} is {array.ndim}-dimensional {array.dtype}, not rows of integer ids; write it as such")

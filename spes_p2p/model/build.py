@@ -161,8 +161,8 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
     outside a small vocabulary. The stock balance loss stays off, because it pools the layers.
 
     Raises:
-        ConfigError: the heads have an odd width, which rotary position embeddings cannot halve, or the sequences are
-            longer than the checkpoint allows.
+        ConfigError: the heads have an odd width, which rotary position embeddings cannot halve, or the tokenizer or the
+            sequences are larger than the checkpoint allows.
     """
     if model.head_dim % 2:
         raise ConfigError(
@@ -191,7 +191,7 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
         fields["rms_norm_eps"] = model.norm_eps
     fields |= _family_fields(model)
     if model.start is not None:
-        fields |= _start_fields(model, model.start, sequence_length)
+        fields |= _start_fields(model, model.start, vocab_size, sequence_length)
     return FAMILIES[model.family][0](**fields)
 
 
@@ -210,8 +210,13 @@ def _family_fields(model: ModelConfig) -> dict[str, Any]:
     return fields
 
 
-def _start_fields(model: ModelConfig, start: StartConfig, sequence_length: int) -> dict[str, Any]:
+def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, sequence_length: int) -> dict[str, Any]:
     """Return the fields of the checkpoint that a run starts from."""
+    if vocab_size > start.vocab_size:  # guard: start-vocabulary
+        raise ConfigError(
+            f"the tokenizer has {vocab_size} entries, and the checkpoint's embedding {start.vocab_size} rows; set "
+            f"data.tokenizer to the checkpoint's"
+        )
     if sequence_length > start.max_position_embeddings:
         raise ConfigError(
             f"data.sequence_length={sequence_length} exceeds the {start.max_position_embeddings} positions of the "

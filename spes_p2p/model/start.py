@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from spes_p2p.config import ModelConfig, RopeConfig, StartConfig
+from spes_p2p.config import MAX_START_SLOTS, ModelConfig, RopeConfig, StartConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import FAMILIES, hf_config
 from spes_p2p.model.export import IN_MEMORY, ON_DISK
@@ -21,15 +21,13 @@ from spes_p2p.model.frozen import GATE_UP
 from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
 from spes_p2p.model.slot_model import SlotModel
 
-MAX_SLOTS = 128
-"""Most experts per layer that a peer's claim can name."""
 NO_DIGEST = "0" * 64
 """Stands in a `StartConfig` until the weights have been read."""
 _FREE = frozenset(
     {
         *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
         # The run's own losses replace the stock ones.
-        *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "attention_dropout"),
+        *("output_router_logits", "router_aux_loss_coef"),
         *("max_window_layers", "sliding_window", "use_sliding_window"),  # checked apart
     }
 )
@@ -53,10 +51,10 @@ def model_of(source: Path) -> ModelConfig:
     fields = config.to_dict()
     is_mixtral, is_qwen = config.model_type == "mixtral", config.model_type == "qwen3_moe"
     num_experts = config.num_local_experts if is_mixtral else config.num_experts
-    if num_experts > MAX_SLOTS:
+    if num_experts > MAX_START_SLOTS:
         raise ConfigError(
-            f"{source} has {num_experts} experts per layer, and a run has {MAX_SLOTS} slots at most; give --from a "
-            f"checkpoint with fewer experts"
+            f"{source} has {num_experts} experts per layer, and a run has {MAX_START_SLOTS} slots at most; give "
+            f"--from a checkpoint with fewer experts"
         )
     try:
         start = StartConfig(

@@ -186,14 +186,23 @@ def export(
         DataError: `folder` does not keep the round, or what it keeps is damaged.
         JoinError: another version of this software has written the manifest.
     """
-    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
+    check_free(output, overwrite=overwrite)
     for _ in range(ATTEMPTS - 1):
         try:
             return _export(ModelFolder(folder), output, round, held_out or {})
         except FileNotFoundError as error:
             log.info("%s was deleted meanwhile by the peer that uses it; reading again", error.filename)
     return _export(ModelFolder(folder), output, round, held_out or {})
+
+
+def check_free(output: Path, *, overwrite: bool) -> None:
+    """Refuse an output that holds something, unless it is to be replaced.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
+        raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
 
 
 def _export(source: ModelFolder, output: Path, round: int | None, held_out: Mapping[int, float]) -> Exported:

@@ -47,7 +47,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.build import starting_from
+from spes_p2p.training.build import with_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -206,14 +206,15 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     else:
         if run.model != ModelConfig():
             raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
-        model = model_of(source)
-        tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
-        run = starting_from(run, model, len(tokenizer), source)
+        run = run.model_copy(update={"model": model_of(source)})
         _check_choices(config, run)
+        tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
+    if source is not None:  # last, because it reads all weights
+        run = with_digests(run, len(tokenizer), source)
     data = run.data.model_copy(update={"paths": []})  # the founder's own, of no use to others
     return run.model_copy(update={"data": data}), tokenizer
 

@@ -166,7 +166,7 @@ def _train(
         loop.open(initial, saved)
         if sync is not None and config.resume_round not in (None, sync.round):
             log.warning("--resume-round %d: the other peers go on from %d; stop all", config.resume_round, sync.round)
-        del saved  # as large as the model, and not needed again
+        del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
         tell("")
         loop.run(page.reported if page is not None else None)
         if swarm is not None:

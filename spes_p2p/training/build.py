@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.vectors import Layout, digest
-from spes_p2p.config import MachineConfig, ModelConfig, RunConfig, check_machine
+from spes_p2p.config import MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ConfigError, ExchangeError
 from spes_p2p.model.build import build_slot_model, outline, stock_model
@@ -160,14 +160,13 @@ class StartBundles(Mapping[VectorName, Tensor]):
         self._files.close()
 
 
-def starting_from(run: RunConfig, model: ModelConfig, vocab_size: int, source: Path) -> RunConfig:
-    """Return a run's settings with the model of a checkpoint, and the digests of its weights.
+def with_digests(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
+    """Return a run's settings with the digests of the weights of the checkpoint that it starts from.
 
     Memory holds one bundle at a time.
 
     Args:
-        run: Settings whose model is replaced.
-        model: As `model_of` returns it.
+        run: Settings with the checkpoint's model, as `model_of` returns it.
         vocab_size: Entries of the run's tokenizer.
         source: Folder of the checkpoint.
 
@@ -175,21 +174,15 @@ def starting_from(run: RunConfig, model: ModelConfig, vocab_size: int, source: P
         ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.
         DataError: the checkpoint is missing or damaged.
     """
-    assert model.start is not None
-    if vocab_size > model.start.vocab_size:
-        raise ConfigError(
-            f"the tokenizer has {vocab_size} entries, and the embedding of {source} {model.start.vocab_size} rows; set "
-            f"data.tokenizer to the checkpoint's"
-        )
-    run = run.model_copy(update={"model": model})
     bundles = StartBundles(run, vocab_size, source)
     try:
         digests = {name: digest(bundles.read(name)) for name in bundles}
     finally:
         bundles.close()
-    slots = [digests[VectorName.of_slot(slot)] for slot in range(model.num_experts)]
-    start = model.start.model_copy(update={"shared": digests[SHARED], "slots": slots})
-    return run.model_copy(update={"model": model.model_copy(update={"start": start})})
+    assert run.model.start is not None
+    slots = [digests[VectorName.of_slot(slot)] for slot in range(run.model.num_experts)]
+    start = run.model.start.model_copy(update={"shared": digests[SHARED], "slots": slots})
+    return run.model_copy(update={"model": run.model.model_copy(update={"start": start})})
 
 
 class WholeModel:

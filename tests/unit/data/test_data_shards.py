@@ -184,6 +184,13 @@ def add(name: str, data: bytes):
     return lambda path: (path / name).write_bytes(data)
 
 
+def npy_header(text: str) -> bytes:
+    """Return a true NumPy file of a header alone."""
+    line = text.encode() + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
+
+
+ENDLESS = f"{{'descr': '<u4', 'fortran_order': False, 'shape': ({10**30},)}}"
 BAD = {
     "raw cut in an id": ("spes_uint32", cut(".npy", 3), ".npy", "truncated"),
     "raw empty": ("spes_uint16", rewrite(".npy", b""), ".npy", "holds no tokens"),
@@ -195,6 +202,8 @@ BAD = {
     "true npy of another endianness": (
         *("npy", lambda path: np.save(path / "flat.npy", np.ones(99, ">u4")), "flat.npy", "astype"),
     ),
+    "true npy of an endless shape": ("npy", rewrite("flat.npy", npy_header(ENDLESS)), "flat.npy", "integers"),
+    "true npy header cut": ("npy", rewrite("flat.npy", npy_header("{'descr':")), "flat.npy", "integers"),
     "datatrove cut": ("datatrove_uint16", cut(".ds", 20), ".ds", "fetch both again"),
     "datatrove of another type": ("datatrove_uint16", rewrite(".ds", b"\0" * 711), ".ds", "fetch both again"),
     "datatrove index cut": ("datatrove_uint16", cut(".index", 3), ".index", "fetch it again"),

@@ -30,7 +30,7 @@ from spes_p2p.planner.size import model_size
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.training.build import StartBundles, WholeModel, starting_from
+from spes_p2p.training.build import StartBundles, WholeModel, with_digests
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
@@ -94,7 +94,7 @@ def saved(folder: Path, family: str, **options: Any) -> Path:
 
 def started(source: Path, **settings: Any) -> RunConfig:
     run = RunConfig(data=DataConfig(sequence_length=SEQUENCE), **settings)
-    return starting_from(run, model_of(source), VOCAB, source)
+    return with_digests(run.model_copy(update={"model": model_of(source)}), VOCAB, source)
 
 
 def tokens(*shape: int) -> torch.Tensor:
@@ -262,6 +262,8 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
         ("olmoe", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "config.json"),
         ("olmoe", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
         ("olmoe", {"rms_norm_eps": -1.0}, "norm_eps"),
+        ("olmoe", {"attention_dropout": 0.1}, "sets attention_dropout=0.1"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "sets router_jitter_noise=0.1"),
     ],
 )
 def test_what_a_run_cannot_express_is_refused_by_name(tmp_path: Path, family: str, fields, message: str) -> None:
@@ -277,10 +279,10 @@ def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(
         model_of(tmp_path / "nothing")
     run = RunConfig(data=DataConfig(sequence_length=SEQUENCE))
     with pytest.raises(ConfigError, match="tokenizer has 321 entries"):
-        starting_from(run, model_of(source), ROWS + 1, source)
-    long = RunConfig(data=DataConfig(sequence_length=65))
+        with_digests(run.model_copy(update={"model": model_of(source)}), ROWS + 1, source)
+    long = RunConfig(model=model_of(source), data=DataConfig(sequence_length=65))
     with pytest.raises(ConfigError, match="sequence_length=65 exceeds the 64 positions"):
-        starting_from(long, model_of(source), VOCAB, source)
+        with_digests(long, VOCAB, source)
     with pytest.raises(ConfigError, match="starts from no checkpoint"):
         StartBundles(run, VOCAB, source)
     weights = source / "model.safetensors"
