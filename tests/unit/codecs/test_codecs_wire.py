@@ -138,19 +138,21 @@ def test_even_levels_err_by_half_a_step_at_most(name, levels, flat_N):
         assert (error <= torch.where(is_cut, 1.05, 0.503) * step + 1e-28).all()
 
 
-def test_two_bits_err_hardly_more_than_the_best_two_magnitudes(seed):
-    generator = torch.Generator().manual_seed(seed)
-    flat_BW = torch.randn(200, 128, generator=generator)
-    flat_BW[100:] **= 3  # heavier tails
+@pytest.mark.parametrize(("power", "half", "most"), [(1, 1.013, 1.1), (3, 1.2, 2.0)], ids=["gaussian", "heavy_tails"])
+def test_two_bits_err_hardly_more_than_the_best_two_magnitudes(power, half, most, seed):
+    """Half of the blocks, and nine in ten; in a sum over heavy-tailed blocks a single outlier decides."""
+    flat_BW = torch.randn(1000, 128, generator=torch.Generator().manual_seed(seed)) ** power
     error_B = (there_and_back("int2", flat_BW.view(-1)).view_as(flat_BW) - flat_BW).double().square().sum(dim=1)
     size_BW = flat_BW.abs().double().sort(dim=1).values
-    least_B = torch.full((200,), torch.inf, dtype=torch.float64)
+    least_B = torch.full((1000,), torch.inf, dtype=torch.float64)
     for split in range(1, 128):
         sides = (size_BW[:, :split], size_BW[:, split:])
         split_B = sum((side - side.mean(dim=1, keepdim=True)).square().sum(dim=1) for side in sides)
         least_B = torch.minimum(least_B, split_B)
-    assert error_B[:100].mean() < 1.1 * least_B[:100].mean()
-    assert error_B[100:].mean() < 1.6 * least_B[100:].mean()
+    ratio_B = error_B / least_B
+    assert ratio_B.median() < half
+    assert ratio_B.quantile(0.9) < most
+    assert ratio_B.min() > 0.999  # the reference is the best
 
 
 @pytest.mark.parametrize("name", CODECS)
