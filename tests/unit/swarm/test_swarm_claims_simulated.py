@@ -144,20 +144,23 @@ def test_unless_versions_ahead_of_the_model_are_left_alone_an_old_one_may_win(mo
     assert any("older version" in violation for violation in told)
 
 
-def test_a_peer_that_comes_and_goes_does_not_make_the_others_exchange_slots(seed):
+def test_a_peer_that_comes_and_goes_does_not_make_the_others_exchange_slots_each_time(seed):
+    """The others even out with it and without it, each when it sees the need, which may be many cycles later."""
     simulation = Simulation(random.Random(seed), RoundConfig(), 8, round_seconds=15.0)
-    peers = [simulation.join(3) for _ in range(6)]
+    coming_and_going, *others = [simulation.join(3) for _ in range(6)]
     simulation.run_until(200)
-    before = {}
-    for cycle, away in enumerate(itertools.islice(itertools.cycle([10, 35, 50, 20]), 16)):
-        if cycle == 4:
-            before = {peer: simulation.peers[peer].slots for peer in peers[1:]}
-        simulation.crash(peers[0])
-        simulation.run_until(simulation.now + away)
-        simulation.restart(peers[0])
-        simulation.run_until(simulation.now + 25)
-    moved = {peer for peer in peers[1:] if simulation.peers[peer].slots != before[peer]}
-    assert not moved, f"after it had done so four times, {len(moved)} others still changed what they hold"
+    held = {peer: simulation.peers[peer].slots for peer in others}
+    num_exchanges = 0
+    for away in itertools.islice(itertools.cycle([10, 35, 50, 20]), 16):
+        simulation.crash(coming_and_going)
+        for seconds in (away, 25):
+            simulation.run_until(simulation.now + seconds)
+            now_held = {peer: simulation.peers[peer].slots for peer in others}
+            num_exchanges += sum(now_held[peer] != held[peer] for peer in others)
+            held = now_held
+            if coming_and_going not in simulation.peers:
+                simulation.restart(coming_and_going)
+    assert num_exchanges <= len(others), f"in 16 cycles, {len(others)} others exchanged slots {num_exchanges} times"
 
 
 def test_rotation_brings_every_slot_to_other_peers(seed):
