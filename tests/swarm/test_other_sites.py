@@ -43,8 +43,8 @@ def test_a_reachable_peer_finds_out_and_an_unreachable_one_falls_back_to_client_
     assert [peer.call("client_mode") for peer in sites] == [False, False, True, True]
 
 
-def test_all_of_them_average_to_the_weighted_mean(sites):
-    generator = torch.Generator().manual_seed(torch.seed() % 2**31)
+def test_all_of_them_average_to_the_weighted_mean(sites, seed):
+    generator = torch.Generator().manual_seed(seed)
     for _ in range(2):
         items = [contribution(peer.peer_id, generator, slots=(1,), tokens=100 + i) for i, peer in enumerate(sites)]
         results = average(sites, items, expected=4)
