@@ -84,9 +84,10 @@ def test_the_page_shows_the_table() -> None:
 def test_a_key_stands_in_the_table_once_and_its_counterpart_exists() -> None:
     keys = [setting.key for setting in SETTINGS]
     assert len(set(keys)) == len(keys)
+    peer = peer_of("spes_1b")
     for setting in SETTINGS:
         if setting.ours:
-            read(peer_of("spes_1b"), setting.ours)
+            read(peer, setting.ours)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -66,11 +66,10 @@ def train_rank(rank: int, seed: int, folder: str) -> None:
 
 
 @pytest.mark.full
-def test_two_ranks_equal_one_process_before_and_after_an_adoption(seed, tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_two_ranks_equal_one_process_before_and_after_an_adoption(seed, tmp_path: Path):
     batches = torch.randint(0, 32, (2, 3, 9))
     save_file({"tokens": batches}, tmp_path / "batches.safetensors")
-    mp.spawn(rank_main, args=(seed, str(tmp_path)), nprocs=2)
+    run_ranks(rank_main, (seed, str(tmp_path)), 2)
 
     model = build(seed)
     loss = TrainingLoss(model, TrainConfig())

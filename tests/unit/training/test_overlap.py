@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from torch import Tensor
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, run_virtual, tiny_run
 
@@ -542,12 +542,11 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
 
 
 @pytest.mark.parametrize("shard", ["ddp", pytest.param("fsdp", marks=pytest.mark.full)])
-def test_two_ranks_apply_a_result_at_the_same_step_and_stay_equal(shard, tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_two_ranks_apply_a_result_at_the_same_step_and_stay_equal(shard, tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(rank_main, args=(port, str(tmp_path), shard), nprocs=RANKS)
+    run_ranks(rank_main, (port, str(tmp_path), shard), RANKS)
     one, other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(RANKS))
     assert one["steps"] == 5 * STEPS and len(one["landings"]) == 4
     assert one == other

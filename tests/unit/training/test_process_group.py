@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.training.process_group import ProcessGroup
@@ -87,10 +87,9 @@ def waiting_main(rank: int, port: int, folder: str) -> None:
     group.close()  # as peers do; else Gloo's threads may abort a process that ends beside them
 
 
-def test_ranks_wait_for_the_leaders_word_without_a_limit_but_notice_its_death(tmp_path, monkeypatch):
+def test_ranks_wait_for_the_leaders_word_without_a_limit_but_notice_its_death(tmp_path):
     """It may have lost all others for a night; who then started a peer anew would not have helped."""
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(waiting_main, args=(free_port(), str(tmp_path)), nprocs=RANKS)
+    run_ranks(waiting_main, (free_port(), str(tmp_path)), RANKS)
     heard, error = json.loads((tmp_path / "1.json").read_text())
     assert heard is False and "connection" in error.lower()
 
@@ -101,9 +100,8 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    mp.spawn(rank_main, args=(free_port(), str(tmp_path)), nprocs=RANKS)
+def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path):
+    run_ranks(rank_main, (free_port(), str(tmp_path)), RANKS)
     for rank in range(RANKS):
         assert json.loads((tmp_path / f"{rank}.json").read_text()) == {
             "leader": rank == 0,

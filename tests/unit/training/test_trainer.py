@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -302,12 +302,11 @@ def kept_here(param: Tensor) -> Tensor:
         pytest.param(1, "ddp", id="microbatches-checkpointed-ddp", marks=pytest.mark.full),
     ],
 )
-def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Path, monkeypatch):
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def test_two_ranks_learn_what_one_process_does(micro, shard, seed, tmp_path: Path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    mp.spawn(rank_main, args=(port, seed, str(tmp_path), micro, shard), nprocs=RANKS)
+    run_ranks(rank_main, (port, seed, str(tmp_path), micro, shard), RANKS)
     alone = trainer(TRAIN, seed, claimed=[0, STARVED])
     expected = {"losses": torch.tensor(learn(alone))} | state(alone)
     ranks = [load_file(tmp_path / f"rank-{rank}.safetensors") for rank in range(RANKS)]
