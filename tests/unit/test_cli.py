@@ -226,6 +226,32 @@ def test_an_interrupt_counts_even_where_a_shell_has_had_it_ignored(monkeypatch, 
     assert ended.value.code == 130
 
 
+COMPUTING_AT_THE_END = """
+import atexit, threading, torch
+from concurrent.futures import ThreadPoolExecutor
+from spes_p2p.__main__ import start
+
+def compute():
+    while True:
+        torch.add(ones, ones)
+        computes.set()
+
+ones, computes = torch.ones(1000), threading.Event()
+atexit.register(print, "tidied up")
+threading.Thread(target=compute, daemon=True).start()
+executor = ThreadPoolExecutor(1)  # its thread waits until the end
+executor.submit(computes.wait)
+start("health", ["--output", "nowhere"])
+"""
+
+
+def test_a_thread_that_computes_at_the_end_does_not_change_the_exit_code(tmp_path):
+    """Hivemind's thread for futures may. The interpreter's own end aborts the process: SIGABRT."""
+    words = [sys.executable, "-c", COMPUTING_AT_THE_END]
+    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "has not joined yet\ntidied up\n", "")
+
+
 def test_an_interrupt_during_a_fork_counts(tmp_path):
     script = tmp_path / "command.py"
     script.write_text(INTERRUPTED_WHILE_FORKING)
