@@ -200,6 +200,7 @@ def plain(checkpoint: Path, task_path: Path, tasks: list[str], num_fewshot: int 
     )["results"]
 
 
+@pytest.mark.full  # as lm-eval is, which CI installs for the full lane alone
 @needs_lm_eval
 def test_the_suites_table_is_plain_lm_evals_to_the_last_digit(checkpoint, task_path, tmp_path):
     """The published tasks and numbers of examples, on local rows; plain lm-eval gets them from SPES's script."""

@@ -207,7 +207,8 @@ def test_a_swarm_that_can_commit_nothing_any_more_says_why(folder: Path) -> None
         run(folder, attacks=[Attack(peer=1, kind="nan", from_round=1)])
 
 
-@pytest.mark.parametrize("peers", [1, 3])
+# Several peers drop a round by the same rule; of them each commit tests a group with NaN in it, above.
+@pytest.mark.parametrize("peers", sample([1, 3], [1]))
 def test_a_run_that_diverges_ends_and_says_so(folder: Path, peers: int) -> None:
     settings = scenario(folder, peers=peers)
     train = settings.run.train.model_copy(update={"lr": 1e30, "warmup_rounds": 0.0})

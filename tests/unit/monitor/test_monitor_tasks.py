@@ -37,6 +37,7 @@ def copied(checkpoint: Path):
     return lambda folder: shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
 
 
+@pytest.mark.full  # as lm-eval is, which CI installs for the full lane alone
 @needs_lm_eval
 def test_the_tables_of_a_run_are_those_of_the_command(
     checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

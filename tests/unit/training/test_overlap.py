@@ -247,7 +247,7 @@ def test_in_rounds_by_the_clock_training_goes_on_until_the_next_rounds_end_is_kn
 
 def test_out_of_reach_a_peer_trains_no_longer_than_the_longest_round_and_then_waits():
     """Else what it had trained in hours would come as one delta."""
-    run, late, longest = overlapping(1, mode="tokens", tokens=1000, max_seconds=5.0), 100.0, 5.0
+    run, late, longest = overlapping(1, mode="tokens", tokens=1000, max_seconds=2.0), 100.0, 2.0
     hub, reports = MemoryHub("run"), []
     peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
     slow_down(peer, lambda: hub.clock.advance(late))
