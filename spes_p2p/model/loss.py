@@ -1,14 +1,16 @@
 """The training loss (cross entropy and the router's losses) and the held-out loss.
 
-Shape legend: B sequences, S tokens of a sequence, T = B S tokens of a batch, E experts, X = S K choices of a sequence,
-V vocabulary entries.
+Shape legend: B sequences, S tokens of a sequence, T = B S tokens of a batch, C tokens of a chunk, D model width, E
+experts, X = S K choices of a sequence, V vocabulary entries.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +18,9 @@ from torch import LongTensor, Tensor, nn
 
 from spes_p2p.config import TrainConfig
 from spes_p2p.errors import DataError
+from spes_p2p.model.build import FAMILIES
 from spes_p2p.model.slot_model import SlotModel
+from spes_p2p.planner.memory import head_rows
 
 NO_TARGET = -100
 """What PyTorch's cross entropy leaves out."""
@@ -184,10 +188,16 @@ def causal_lm_loss(
         routed_E: Accumulates the number of tokens that chose each expert.
     """
     inputs, learned_BS = model_inputs(module, tokens_BS1)
-    with torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"):
+    with (
+        torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"),
+        _head_in_chunks(module, tokens_BS1, train.precision) as is_chunked,
+    ):
         output = module(**inputs, output_router_logits=True, use_cache=False)
     output_z = None
-    if train.output_z_loss:
+    if is_chunked:
+        cross_entropy, partition_T = _mean_of_chunks(output.logits, learned_BS)
+        output_z = _mean(partition_T.square(), learned_BS) if train.output_z_loss else None
+    elif train.output_z_loss:
         cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1, learned_BS)
     else:
         cross_entropy = _cross_entropy(output.logits, tokens_BS1, learned_BS)
@@ -254,9 +264,14 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
             for batch_BS1 in batches:
                 tokens_BS1 = batch_BS1.to(device)
                 inputs, learned_BS = model_inputs(module, tokens_BS1)
-                logits_BSV = module(**inputs, use_cache=False).logits
+                with _head_in_chunks(module, tokens_BS1) as is_chunked:
+                    logits_BSV = module(**inputs, use_cache=False).logits
                 count = num_targets(tokens_BS1)
-                nats += _cross_entropy(logits_BSV, tokens_BS1, learned_BS).item() * count
+                if is_chunked:
+                    mean = _mean_of_chunks(logits_BSV, learned_BS)[0]
+                else:
+                    mean = _cross_entropy(logits_BSV, tokens_BS1, learned_BS)
+                nats += mean.item() * count
                 num_tokens += count
     finally:
         module.train(was_training)
@@ -308,3 +323,127 @@ def _cross_entropy_and_z(logits_BSV: Tensor, tokens_BS1: Tensor, learned_BS: Ten
     chosen_T = logits_TV[torch.arange(len(targets_T), device=targets_T.device), targets_T.clamp(min=0)]
     nats_T = F.cross_entropy(logits_TV, targets_T.where(targets_T >= 0, NO_TARGET), reduction="none")
     return _mean(nats_T, learned_BS), _mean((nats_T + chosen_T).square(), learned_BS)
+
+
+# ---------------------------------------------------------------------- the head in chunks
+
+
+@contextlib.contextmanager
+def _head_in_chunks(
+    module: nn.Module, tokens_BS1: Tensor, precision: Literal["fp32", "bf16"] = "fp32"
+) -> Iterator[bool]:
+    """Within the block, let a model's head return each token's loss and log-partition, `[B, S, 2]`, not its logits.
+
+    The head computes within the model's own forward pass, where FSDP has gathered its weight. Yields whether it does: a
+    microbatch of few logits is computed at once, and a head that this program has not built is left alone.
+    """
+    config: Any = module.config
+    num_rows = head_rows(tokens_BS1[:, 1:].numel(), config.vocab_size, precision)
+    if num_rows is None or config.model_type not in FAMILIES:
+        yield False
+        return
+    head: Any = module.get_output_embeddings()  # type: ignore[operator]
+    assert isinstance(head, nn.Linear) and head.bias is None
+    head.forward = functools.partial(_token_losses, head, tokens_BS1[:, 1:].flatten().clamp(min=0), num_rows)
+    try:
+        yield True
+    finally:
+        del head.forward
+
+
+def _token_losses(head: nn.Linear, targets_T: Tensor, num_rows: int, hidden_BSD: Tensor) -> Tensor:
+    """Return `[B, S, 2]`: each token's cross entropy in nats and the log-partition of its logits, in fp32."""
+    device = hidden_BSD.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BSD.dtype
+    losses = ChunkedHead.apply(hidden_BSD.flatten(0, 1), head.weight, targets_T, num_rows, dtype)
+    return torch.stack(losses, dim=-1).unflatten(0, hidden_BSD.shape[:2])
+
+
+def _mean_of_chunks(losses_BS2: Tensor, learned_BS: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the mean cross entropy, and each token's log-partition, of what `_token_losses` returned."""
+    nats_T, partition_T = losses_BS2.flatten(0, 1).unbind(-1)
+    return _mean(nats_T, learned_BS), partition_T
+
+
+class ChunkedHead(torch.autograd.Function):
+    """Cross entropy of a linear head, chunk by chunk; the backward pass computes each chunk's logits again.
+
+    Memory holds the logits of one chunk, and not those of all tokens with their log-softmax and gradients, for one more
+    product of the head's size. The weight's gradient adds up over chunks in the weight's own precision.
+
+    Source: Cut Your Losses in Large-Vocabulary Language Models (https://arxiv.org/abs/2411.09009), without its kernel.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden_TD: Tensor, weight_VD: Tensor, targets_T: Tensor, num_rows: int, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Return each token's cross entropy and log-partition `[T]` in fp32.
+
+        Args:
+            ctx: Autograd's.
+            hidden_TD: What the head reads.
+            weight_VD: The head's weight.
+            targets_T: Each token's target, an entry of the vocabulary.
+            num_rows: Tokens of a chunk.
+            dtype: Precision of the products.
+        """
+        rounded_TD, rounded_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
+        chunks = zip(rounded_TD.split(num_rows), targets_T.split(num_rows), strict=True)
+        nats, partitions = zip(*(_losses_of_chunk(*chunk, rounded_VD) for chunk in chunks), strict=True)
+        partition_T = torch.cat(partitions)
+        ctx.save_for_backward(rounded_TD, rounded_VD, targets_T, partition_T)
+        ctx.num_rows, ctx.dtypes = num_rows, (hidden_TD.dtype, weight_VD.dtype)
+        return torch.cat(nats), partition_T
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients_T: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        """Return the gradients of `hidden_TD` and `weight_VD`."""
+        rounded_TD, rounded_VD, targets_T, partition_T = ctx.saved_tensors
+        hidden_dtype, weight_dtype = ctx.dtypes
+        grad_TD = torch.empty(rounded_TD.shape, dtype=hidden_dtype, device=rounded_TD.device)
+        grad_VD = torch.zeros(rounded_VD.shape, dtype=weight_dtype, device=rounded_VD.device)
+        nats_T, both_T = gradients_T[0], gradients_T[0] + gradients_T[1]
+        for start in range(0, len(targets_T), ctx.num_rows):
+            rows = slice(start, start + ctx.num_rows)
+            chunk = _Chunk(rounded_TD[rows], targets_T[rows], partition_T[rows], nats_T[rows], both_T[rows])
+            grad_TD[rows] = _add_gradients_of_chunk(chunk, rounded_VD, grad_VD)
+        return grad_TD, grad_VD, None, None, None
+
+
+# Functions, because a loop would keep the last chunk's logits until it has the next one's.
+
+
+def _losses_of_chunk(rounded_CD: Tensor, targets_C: Tensor, rounded_VD: Tensor) -> tuple[Tensor, Tensor]:
+    logits_CV = F.linear(rounded_CD, rounded_VD).float()
+    chosen_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
+    highest_C1 = logits_CV.amax(dim=1, keepdim=True)
+    partition_C = logits_CV.sub_(highest_C1).exp_().sum(dim=1).log_() + highest_C1[:, 0]
+    return partition_C - chosen_C, partition_C
+
+
+class _Chunk(NamedTuple):
+    """What the backward pass reads of some tokens."""
+
+    rounded_CD: Tensor
+    """What the head has read."""
+    targets_C: Tensor
+    partition_C: Tensor
+    nats_C: Tensor
+    """Gradients of the cross entropies."""
+    both_C: Tensor
+    """Their sums with the gradients of the log-partitions."""
+
+
+def _add_gradients_of_chunk(chunk: _Chunk, rounded_VD: Tensor, grad_VD: Tensor) -> Tensor:
+    """Return the gradient of what the head has read, and add the chunk's share to the weight's."""
+    slopes_CV = F.linear(chunk.rounded_CD, rounded_VD).float()
+    slopes_CV.sub_(chunk.partition_C[:, None]).exp_().mul_(chunk.both_C[:, None])  # of the softmax
+    slopes_CV.scatter_add_(1, chunk.targets_C[:, None], -chunk.nats_C[:, None])
+    rounded_CV = slopes_CV.to(rounded_VD.dtype)
+    if rounded_CV.dtype == grad_VD.dtype:
+        grad_VD.addmm_(rounded_CV.T, chunk.rounded_CD)
+    else:
+        grad_VD += rounded_CV.T @ chunk.rounded_CD
+    return rounded_CV @ rounded_VD

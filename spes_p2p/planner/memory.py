@@ -23,6 +23,26 @@ from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
 WIDE = 4
 """Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
 NARROW = {"fp32": 4, "bf16": 2}
+LOGITS_BYTES = 2**28
+"""Most memory for logits and their gradients; microbatches with more have them computed in chunks."""
+
+
+def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16"]) -> int | None:
+    """Return the tokens whose logits are in memory at once, or None for all, with their log-softmax and gradients.
+
+    Args:
+        num_tokens: Of a microbatch.
+        vocab_size: Entries of the vocabulary.
+        precision: The run's precision; in bf16 a chunk has a rounded copy.
+    """
+    if 3 * WIDE * vocab_size * num_tokens <= LOGITS_BYTES:
+        return None
+    return max(1, LOGITS_BYTES // (_chunk_bytes(precision) * vocab_size))
+
+
+def _chunk_bytes(precision: Literal["fp32", "bf16"]) -> int:
+    """Return a chunk's bytes per logit."""
+    return WIDE if precision == "fp32" else WIDE + NARROW[precision]
 
 
 @dataclass(frozen=True)
@@ -59,22 +79,31 @@ class Activations:
     def kept_bytes(self) -> int:
         """Bytes that the forward pass keeps: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
 
-        Autocast also keeps rounded copies of the matrices of attention, routers and the head.
+        Without `4 V` where logits are computed in chunks. Autocast also keeps rounded copies of the matrices of
+        attention, routers and the head.
         """
         layer = WIDE * self.model.hidden_size if self.checkpointing else self._layer()
-        per_token = self.model.num_layers * layer + self._norm() + WIDE * self.vocab_size
+        logits = WIDE * self.vocab_size if self._head_rows is None else 0
+        per_token = self.model.num_layers * layer + self._norm() + logits
         return self.tokens * per_token + self._rounded_weights()
 
     @property
     def num_bytes(self) -> int:
         """Bytes at the peak of the backward pass.
 
-        The peak is at the logits, with two gradients of their size, or, if the vocabulary is small, in a layer, whose
-        gradients take about what it has kept; with checkpointing the layer is also computed again.
+        The peak is at the logits, with two gradients of their size or the chunk's, or, if the vocabulary is small, in a
+        layer, whose gradients take about what it has kept; with checkpointing the layer is also computed again.
         """
         logits = WIDE * self.vocab_size
         in_a_layer = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
+        if (rows := self._head_rows) is not None:
+            at_the_logits = min(rows, self.tokens) * _chunk_bytes(self.precision) * self.vocab_size
+            return self.kept_bytes + max(at_the_logits, self.tokens * in_a_layer)
         return self.kept_bytes + self.tokens * max(2 * logits, in_a_layer - logits)
+
+    @property
+    def _head_rows(self) -> int | None:
+        return head_rows(self.tokens, self.vocab_size, self.precision)
 
     def _norm(self) -> int:
         """Return the last norm's bytes per token: its input, normalised input and output."""

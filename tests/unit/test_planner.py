@@ -27,7 +27,15 @@ from spes_p2p.model.frozen import unavailable
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
-from spes_p2p.planner.memory import Activations, Setup, fits, peer_bytes, peer_memory, slots_that_fit
+from spes_p2p.planner.memory import (
+    LOGITS_BYTES,
+    Activations,
+    Setup,
+    fits,
+    peer_bytes,
+    peer_memory,
+    slots_that_fit,
+)
 from spes_p2p.planner.size import ModelSize, model_size
 
 SIZE = ModelSize(shared_params=1000, slot_params=300, num_slots=8)
@@ -122,13 +130,20 @@ def test_gradients_and_optimizer_state_take_what_the_optimizer_takes(name: Optim
     assert plan.optimizer == pytest.approx(sum(tensor.nbytes for tensor in state.values()), abs=4 * len(state))
 
 
-@pytest.mark.parametrize(("claimed", "attention"), [(0, "sdpa"), (2, "sdpa"), (5, "sdpa"), (2, "eager"), (2, "masked")])
+@pytest.mark.parametrize(
+    ("claimed", "attention"),
+    [(0, "sdpa"), (2, "sdpa"), (5, "sdpa"), (2, "eager"), (2, "masked"), (5, "chunks")],
+)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
-def test_activations_are_about_what_autograd_keeps(family: str, precision: Any, claimed: int, attention: Any) -> None:
+def test_activations_are_about_what_autograd_keeps(
+    family: str, precision: Any, claimed: int, attention: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The z-loss on the outputs, on in half of the cases, keeps nothing more."""
+    if attention == "chunks":
+        monkeypatch.setattr("spes_p2p.planner.memory.LOGITS_BYTES", 2**14)
     model = small_model(family=family, hidden_size=64, num_kv_heads=2, intermediate_size=96)
-    built = slot_model(model, claimed, attention="sdpa" if attention == "masked" else attention)
+    built = slot_model(model, claimed, attention=attention if attention == "eager" else "sdpa")
     loss = TrainingLoss(built, TrainConfig(precision=precision, output_z_loss=1e-5 if claimed == 2 else 0.0))
     weights = {p.untyped_storage().data_ptr() for p in built.module.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
@@ -146,6 +161,19 @@ def test_activations_are_about_what_autograd_keeps(family: str, precision: Any, 
     keeps = {"keeps_scores": attention == "eager", "keeps_masks": attention == "masked"}
     activations = Activations(model, VOCAB, sequences=4, sequence_length=64, precision=precision, **keeps)
     assert activations.kept_bytes == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.03)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("vocabulary", [1000, 150_000])
+@pytest.mark.parametrize("sequences", [1, 64])
+def test_logits_are_bounded_whatever_the_microbatch_and_the_vocabulary(
+    precision: Any, vocabulary: int, sequences: int
+) -> None:
+    model = small_model(num_layers=1)
+    shape = {"sequences": sequences, "sequence_length": 2048, "precision": precision}
+    some, none = (Activations(model, entries, **shape).num_bytes for entries in (vocabulary, 1))
+    rounded = 2 * vocabulary * model.hidden_size if precision == "bf16" else 0
+    assert some - none <= LOGITS_BYTES + rounded
 
 
 def test_checkpointing_keeps_less_and_a_larger_batch_more() -> None:
@@ -314,9 +342,9 @@ def test_too_little_memory_says_how_much_is_missing_and_the_least_change_that_fi
     for gigabytes, said in cases:
         with pytest.raises(ConfigError, match=said):
             slots_that_fit(size, setup, gigabytes * 10**9)
-    activations = Activations(small_model(), 10**5, sequences=8, sequence_length=1024)
+    activations = Activations(small_model(hidden_size=1024), 10**5, sequences=8, sequence_length=1024)
     with pytest.raises(ConfigError, match="; set --micro-batch-size 1 "):
-        slots_that_fit(size, replace(setup, activations=activations), 62 * 10**9)
+        slots_that_fit(size, replace(setup, activations=activations), 61 * 10**9)
 
 
 def test_another_optimizer_is_not_offered_where_it_would_make_other_steps() -> None:

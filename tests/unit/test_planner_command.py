@@ -173,7 +173,7 @@ def test_settings_come_from_variables_too(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_gradients_of_two_bytes_are_offered_where_they_alone_fit(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--config", str(ROOT / "configs" / "spes_1b.yaml"), "--run.train.batch-size", "1", "--slots", "4"]
-    flags += ["--device", "cuda", "--inner-optimizer", "adamw8bit", "--storage", "nf4", "--memory-gb", "9"]
+    flags += ["--device", "cuda", "--inner-optimizer", "adamw8bit", "--storage", "nf4", "--memory-gb", "5.5"]
     with pytest.raises(ConfigError, match="set --gradients bf16 "):
         main(load_settings(PlanConfig, flags))
     planned(capsys, *flags, "--gradients", "bf16")

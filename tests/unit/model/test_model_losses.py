@@ -7,12 +7,21 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import LlamaConfig, LlamaForCausalLM, OlmoeConfig, OlmoeForCausalLM
 from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from spes_p2p.config import TrainConfig
 from spes_p2p.errors import DataError
-from spes_p2p.model.loss import TrainingLoss, balance_loss, greedy_continuation, held_out_loss, router_z_loss
+from spes_p2p.model.build import build_slot_model
+from spes_p2p.model.loss import (
+    TrainingLoss,
+    balance_loss,
+    causal_lm_loss,
+    greedy_continuation,
+    held_out_loss,
+    router_z_loss,
+)
 
 TOKENS, EXPERTS, TOP_K = 4096, 8, 2
 
@@ -178,3 +187,66 @@ def test_a_greedy_continuation_is_stocks_own_and_ends_in_time(seed):
     assert greedy_continuation(model.train(), prompt_T, num_tokens=9, seconds=60.0) == stock.tolist()
     assert model.training, "as it was"
     assert greedy_continuation(model, prompt_T, num_tokens=9, seconds=0.0) == []
+
+
+# ---------------------------------------------------------------------- the head in chunks
+
+
+def few_logits(monkeypatch, num_bytes: int) -> None:
+    monkeypatch.setattr("spes_p2p.planner.memory.LOGITS_BYTES", num_bytes)
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_head_in_chunks_gives_the_loss_and_gradients_of_all_logits_at_once(
+    slot_model, monkeypatch, family, is_tied, precision
+):
+    tokens = torch.randint(64, (3, 9))
+    tokens[0, 5] = ~tokens[0, 5]  # begins a document, so it is not learned
+    found = []
+    for num_bytes in (2**28, 5 * 6 * 64):  # 24 tokens in chunks of five, or of seven in fp32
+        few_logits(monkeypatch, num_bytes)
+        model = slot_model([0, 1], family=family, tie_embeddings=is_tied)
+        with torch.no_grad():
+            model.module.lm_head.weight.mul_(20)
+        train = TrainConfig(precision=precision, output_z_loss=0.05)
+        parts = TrainingLoss(model, train)(tokens)
+        parts.total.backward()
+        gradients = {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}
+        held_out = held_out_loss(model.module, [tokens])
+        found.append({**gradients, "total": parts.total.detach(), "held-out": torch.tensor(held_out)})
+    assert found[0].keys() == found[1].keys()
+    for name, expected in found[0].items():
+        error = torch.linalg.vector_norm(found[1][name] - expected) / torch.linalg.vector_norm(expected)
+        assert error < (2e-2 if precision == "bf16" else 2e-6), name
+    assert not all(torch.equal(found[1][name], expected) for name, expected in found[0].items()), "nothing was chunked"
+    assert model.module(tokens.clamp(min=0)).logits.shape == (3, 9, 64), "the head is itself again"
+
+
+def test_logits_take_no_more_memory_than_a_chunk(tiny, seed, monkeypatch):
+    """At once they take 12 bytes a token and entry of the vocabulary: the logits, log-softmax and gradients."""
+    vocabulary, chunk_bytes = 4096, 2**20
+    shape = {"vocab_size": vocabulary, "sequence_length": 512, "seed": seed, "claimed": [0], "storage": "fp32"}
+    module = build_slot_model(tiny(), **shape).module
+    tokens_BT1, peaks = torch.randint(vocabulary, (2, 513)), []
+    for num_bytes in (chunk_bytes, 2**30):
+        few_logits(monkeypatch, num_bytes)
+        module.zero_grad()
+        with MemTracker() as tracker:
+            causal_lm_loss(module, tokens_BT1, train=TrainConfig(output_z_loss=1e-5), top_k=2).total.backward()
+        peaks.append(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+    at_once = 12 * vocabulary * 1024
+    rest = peaks[1] - at_once
+    assert peaks[0] - rest < 2 * chunk_bytes < at_once / 20
+
+
+def test_a_head_of_another_program_is_left_alone(monkeypatch):
+    few_logits(monkeypatch, 2**10)
+    config = LlamaConfig(
+        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+    )
+    module = LlamaForCausalLM(config)
+    tokens = torch.randint(50, (2, 30))
+    expected = F.cross_entropy(module(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+    assert held_out_loss(module, [tokens]) == pytest.approx(expected.item(), rel=1e-5)
