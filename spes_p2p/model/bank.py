@@ -107,7 +107,8 @@ class ExpertBank(nn.Module):
         """Make a frozen expert trainable, from `weights_OI` or else from its stored weights."""
         assert str(slot) not in self.trained.slots, f"slot {slot} is claimed already"
         weights_OI = weights_OI or self.weights_of(slot)
-        self.frozen.remove(slot)
+        if slot in self.frozen:  # else it was never loaded
+            self.frozen.remove(slot)
         self.trained.slots[str(slot)] = self._new_parameters()
         self.load(slot, weights_OI)
         self._rank_experts()

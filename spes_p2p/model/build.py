@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -31,16 +32,84 @@ from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
 from spes_p2p.model.kernels import choose_kernel, kernel_named
 from spes_p2p.model.slot_model import SlotModel
 
-DRAW_BLOCK = 16
-"""Numbers that PyTorch's `normal_` draws at a time on CPUs, in tensors of at least as many elements."""
 CUT_OFF_ROWS = 4096
 """Rows of a matrix whose large weights are drawn again at a time, so that little memory is needed."""
+
+
+class _Drawing:
+    """Draws a model's initial weights as stock does, each tensor and each expert's matrix from a seed of its own.
+
+    Any peer can therefore draw any tensor alone. A cutoff gives truncated normal distributions: what lies beyond it is
+    drawn again. The caller's random state does not change.
+
+    Source: the distributions are transformers'; `init_cutoff_factor` of OLMo and SPES cuts by the inverse of the
+    distribution function.
+
+    Args:
+        module: The stock model, of which modules may be on the meta device.
+        seed: The run's.
+        cutoff: Standard deviations beyond which a weight is drawn again, at least 1, so that few rounds of draws are
+            needed; None draws none again.
+    """
+
+    def __init__(self, module: PreTrainedModel, seed: int, cutoff: float | None) -> None:
+        self._module = module
+        self._seed = seed
+        self._cutoff = cutoff
+
+    def outside_experts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the modules that have tensors of their own, other than experts modules and tied ones, by name."""
+        tied = set(self._module.all_tied_weights_keys)
+        for name, child in self._module.named_modules():
+            tensors = [*child.named_parameters(recurse=False), *child.named_buffers(recurse=False)]
+            is_tied = tied.issuperset(f"{name}.{key}" for key, _ in tensors)  # also where there is nothing to draw
+            if not is_tied and not is_stock_experts(child):
+                yield name, child
+
+    def draw(self, name: str, child: nn.Module) -> None:
+        """Draw the tensors of a module outside the experts, on the CPU."""
+        child.to_empty(device="cpu", recurse=False)
+        with self._random_state_of(name):
+            self._module._init_weights(child)
+            for weight in child.parameters(recurse=False):
+                self._cut_off(weight)
+
+    def draw_expert(self, name: str, experts: nn.Module, key: str, slot: int, weight_1OI: nn.Parameter) -> Tensor:
+        """Draw one matrix `key` of an experts module on the meta device into `weight_1OI`; return it as `[O, I]`."""
+        on_meta_EOI = getattr(experts, key)
+        setattr(experts, key, weight_1OI)
+        with self._random_state_of(f"{name}.{key}.{slot}"):
+            self._module._init_weights(experts)
+            self._cut_off(weight_1OI[0])
+        setattr(experts, key, on_meta_EOI)
+        return weight_1OI.detach()[0]
+
+    def _cut_off(self, weight: Tensor) -> None:
+        """Draw in place what is too large in a matrix; vectors stay."""
+        if self._cutoff is None or weight.ndim != 2:
+            return
+        std = self._module.config.initializer_range
+        for rows_RI in weight.detach().split(CUT_OFF_ROWS):
+            while num_beyond := int((is_beyond_RI := rows_RI.abs() > std * self._cutoff).sum()):
+                rows_RI[is_beyond_RI] = torch.normal(0.0, std, (num_beyond,))
+
+    @contextlib.contextmanager
+    def _random_state_of(self, name: str) -> Iterator[None]:
+        """Within the block, draw from the seed of a tensor."""
+        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
+        generator = torch.random.default_generator
+        outer = generator.get_state()
+        generator.manual_seed(int.from_bytes(digest[:8], "little"))
+        try:
+            yield
+        finally:
+            generator.set_state(outer)
 
 
 def initialise(
     module: PreTrainedModel, seed: int, banks: Mapping[str, ExpertBank] | None = None, cutoff: float | None = None
 ) -> None:
-    """Give a model on the meta device its stock initial weights, on the CPU.
+    """Give a model on the meta device its initial weights, on the CPU.
 
     Equal seeds give equal weights, with banks or without. The caller's random state does not change.
 
@@ -51,96 +120,74 @@ def initialise(
             device.
         cutoff: Standard deviations beyond which a weight is drawn again; None draws none again.
     """
-    banks = banks or {}
-    redraw = _Redraw(module.config.initializer_range, cutoff, seed) if cutoff is not None else None
-    state = torch.Generator().manual_seed(seed).get_state()
-    tied = set(module.all_tied_weights_keys)
-    for name, child in module.named_modules():
-        tensors = (*child.named_parameters(recurse=False), *child.named_buffers(recurse=False))
-        if tied.issuperset(f"{name}.{key}" for key, _ in tensors):  # also where there is nothing to initialise
-            continue
-        with _drawing_from(state), torch.no_grad():
-            if name in banks:
-                _fill(banks[name], module, child, name, redraw)
-            else:
-                child.to_empty(device="cpu", recurse=False)
-                module._init_weights(child)
-                if redraw is not None:
-                    for key, weight in child.named_parameters(recurse=False):
-                        redraw(f"{name}.{key}", weight)
+    drawing = _Drawing(module, seed, cutoff)
+    for name, child in drawing.outside_experts():
+        drawing.draw(name, child)
+    for name, experts in _stock_experts(module).items():
+        fused = {key: torch.empty(getattr(experts, key).shape) for key in WEIGHT_NAMES} if not banks else {}
+        for key in WEIGHT_NAMES:
+            num_experts, *shape = getattr(experts, key).shape
+            weight_1OI = nn.Parameter(torch.empty(1, *shape))  # reused: freed tensors would fragment the heap
+            for slot in range(num_experts):
+                weight_OI = drawing.draw_expert(name, experts, key, slot, weight_1OI)
+                if banks:
+                    banks[name].load(slot, {key: weight_OI})
+                else:
+                    fused[key][slot] = weight_OI
+        for key, weight_EOI in fused.items():
+            setattr(experts, key, nn.Parameter(weight_EOI))
     module.tie_weights(recompute_mapping=False)
 
 
-class _Redraw:
-    """Draws weights again that lie too far from 0: the result is a truncated normal distribution.
+def _stock_experts(module: nn.Module) -> dict[str, nn.Module]:
+    return {name: child for name, child in module.named_modules() if is_stock_experts(child)}
 
-    Each matrix, and each expert's matrix, is drawn from a generator of its own, so that experts drawn one by one equal
-    those drawn at once.
 
-    Source: `init_cutoff_factor` of OLMo and SPES, there by the inverse of the distribution function.
+class InitialWeights:
+    """A model's initial weights by slot, drawn when they are asked for, equal to those of `stock_model`.
 
     Args:
-        std: Standard deviation of the distribution before the cut.
-        cutoff: Largest weight, in standard deviations; at least 1, so that few rounds of draws are needed.
-        seed: The model's.
+        model: Shape of the model.
+        vocab_size: Entries of the tokenizer.
+        sequence_length: Longest sequence in tokens.
+        seed: Seed of the weights.
     """
 
-    def __init__(self, std: float, cutoff: float, seed: int) -> None:
-        self._std = std
-        self._largest = std * cutoff
-        self._seed = seed
+    def __init__(self, model: ModelConfig, vocab_size: int, sequence_length: int, seed: int) -> None:
+        self._module = _meta_model(model, vocab_size, sequence_length)
+        self._drawing = _Drawing(self._module, seed, model.init_cutoff)
 
-    def __call__(self, name: str, weight: Tensor) -> None:
-        """Draw in place what is too large in the weight `name`: a matrix, or experts' matrices; vectors stay."""
-        if weight.ndim == 3:
-            for slot, weight_OI in enumerate(weight):
-                self.expert(name, slot, weight_OI)
-        elif weight.ndim == 2:
-            self._draw(name, weight)
+    def read(self, slot: int | None) -> dict[str, Tensor]:
+        """Return the weights of one slot `[O, I]`, or for None the shared ones, under the names of `SlotModel`."""
+        if slot is None:
+            return self._shared()
+        drawn: dict[str, Tensor] = {}
+        for name, experts in _stock_experts(self._module).items():
+            for key in WEIGHT_NAMES:
+                weight_1OI = nn.Parameter(torch.empty(1, *getattr(experts, key).shape[1:]))
+                drawn[f"{name}.{key}"] = self._drawing.draw_expert(name, experts, key, slot, weight_1OI)
+        return drawn
 
-    def expert(self, name: str, slot: int, weight_OI: Tensor) -> None:
-        """Draw in place what is too large in the weight `name` of expert `slot`."""
-        self._draw(f"{name}.{slot}", weight_OI)
-
-    def _draw(self, name: str, weight_OI: Tensor) -> None:
-        digest = hashlib.sha256(f"{self._seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little"))
-        for rows_RI in weight_OI.detach().split(CUT_OFF_ROWS):
-            while num_beyond := int((is_beyond_RI := rows_RI.abs() > self._largest).sum()):
-                rows_RI[is_beyond_RI] = torch.normal(0.0, self._std, (num_beyond,), generator=generator)
-
-
-@contextlib.contextmanager
-def _drawing_from(state: Tensor) -> Iterator[None]:
-    """Draw from `state` within the block, update `state`, then restore torch's CPU generator."""
-    generator = torch.random.default_generator
-    outer = generator.get_state()
-    generator.set_state(state)
-    try:
-        yield
-    finally:
-        state.copy_(generator.get_state())
-        generator.set_state(outer)
+    def _shared(self) -> dict[str, Tensor]:
+        drawn: dict[str, Tensor] = {}
+        for name, child in self._drawing.outside_experts():
+            self._drawing.draw(name, child)
+            drawn |= {f"{name}.{key}": weight.detach() for key, weight in child.named_parameters(recurse=False)}
+            child.to_empty(device="meta", recurse=False)
+        return drawn
 
 
-def _fill(bank: ExpertBank, module: PreTrainedModel, experts: nn.Module, where: str, redraw: _Redraw | None) -> None:
-    """Draw the weights of an experts module as stock does, and load them into a bank.
-
-    Stock draws all experts' tensors of one name at once. Drawing one expert at a time gives the same numbers if its
-    size is a multiple of `DRAW_BLOCK`, as in any useful model; otherwise all experts are drawn at once.
-    """
-    for name, on_meta_EOI in [(name, getattr(experts, name)) for name in WEIGHT_NAMES]:
-        num_experts, *shape = on_meta_EOI.shape
-        at_once = num_experts if on_meta_EOI[0].numel() % DRAW_BLOCK else 1
-        drawn_EOI = nn.Parameter(torch.empty(at_once, *shape))  # reused: freed tensors would fragment the heap
-        setattr(experts, name, drawn_EOI)
-        for start in range(0, num_experts, at_once):
-            module._init_weights(experts)
-            for slot, weight_OI in enumerate(drawn_EOI.detach(), start):
-                if redraw is not None:
-                    redraw.expert(f"{where}.{name}", slot, weight_OI)
-                bank.load(slot, {name: weight_OI})
-        setattr(experts, name, on_meta_EOI)
+def _leave_undrawn(module: PreTrainedModel) -> None:
+    """Bring a model on the meta device to the CPU with NaN for weights, so that one that is never loaded shows."""
+    drawing = _Drawing(module, 0, None)
+    for name, child in drawing.outside_experts():
+        if any(True for _ in child.parameters(recurse=False)):
+            child.to_empty(device="cpu", recurse=False)
+            for weight in child.parameters(recurse=False):
+                nn.init.constant_(weight, math.nan)
+        else:
+            drawing.draw(name, child)  # buffers of rotary embeddings
+    module.tie_weights(recompute_mapping=False)
 
 
 FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
@@ -240,7 +287,7 @@ def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, seque
 
 
 def stock_model(model: ModelConfig, vocab_size: int, sequence_length: int, seed: int) -> PreTrainedModel:
-    """Build the stock model with stock initial weights; equal seeds give the weights of `build_slot_model`.
+    """Build the stock model with its initial weights; equal seeds give the weights of `build_slot_model`.
 
     The caller's random state does not change.
     """
@@ -254,7 +301,7 @@ def build_slot_model(
     *,
     vocab_size: int,
     sequence_length: int,
-    seed: int,
+    seed: int | None,
     claimed: Sequence[int],
     storage: str,
     kernel: str = "loop",
@@ -270,7 +317,8 @@ def build_slot_model(
         model: Shape of the model.
         vocab_size: Entries of the tokenizer.
         sequence_length: Longest sequence in tokens.
-        seed: Seed of the initial weights; equal seeds give equal weights for any `claimed`.
+        seed: Seed of the initial weights; equal seeds give equal weights for any `claimed`. None draws none: `shared`
+            and every slot must be loaded before the model is used.
         claimed: Slots to train; may be empty, or all.
         storage: Precision of the frozen slots: `fp32`, `bf16`, `int8` or `nf4`.
         kernel: Name of the expert kernel, or `auto`.
@@ -286,7 +334,10 @@ def build_slot_model(
     check_attention(attention, target)
     module = _meta_model(model, vocab_size, sequence_length, attention)
     banks = _banks(module, claimed, storage, kernel, target)
-    initialise(module, seed, banks, model.init_cutoff)
+    if seed is None:
+        _leave_undrawn(module)
+    else:
+        initialise(module, seed, banks, model.init_cutoff)
     return _with_banks(module, banks)
 
 
@@ -300,7 +351,7 @@ def _banks(
     module: PreTrainedModel, claimed: Sequence[int], storage: str, kernel: str, target: torch.device
 ) -> dict[str, ExpertBank]:
     """Return an empty bank for each experts module, by its name."""
-    stock = {name: child for name, child in module.named_modules() if is_stock_experts(child)}
+    stock = _stock_experts(module)
     shapes = [tuple(getattr(next(iter(stock.values())), name).shape[1:]) for name in WEIGHT_NAMES]
     chosen = choose_kernel(kernel, target, shapes)
     return {name: ExpertBank(experts, claimed, storage, chosen) for name, experts in stock.items()}

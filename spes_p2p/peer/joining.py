@@ -252,6 +252,7 @@ def _manifest(
         manifest = Manifest(
             run_id=config.run_name,
             founder=swarm.peer_id,
+            init=2,
             software=spes_p2p.__version__,
             config=run,
             vocab_size=len(tokenizer),

@@ -343,7 +343,7 @@ class _Simulation:
     def _start(self, peer: VirtualPeer) -> Mapping[VectorName, Tensor]:
         """Return the vectors of the run's start, which are the same for all peers."""
         if not self._initial:
-            self._initial = build_initial(self._run, self._vocab_size, peer.sync, peer.trainer)
+            self._initial = dict(build_initial(self._run, self._vocab_size, peer.sync, peer.trainer))
         return self._initial
 
     def _on_round(self, index: int, report: Metrics) -> None:

@@ -12,7 +12,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -46,6 +46,8 @@ class Manifest(BaseModel):
     founder: PeerId
     software: Software
     """The founder's version of spes_p2p."""
+    init: Literal[2]
+    """How the run's seed draws the first weights: 2, each tensor from a seed of its own. Earlier runs have none."""
     config: RunConfig
     vocab_size: Annotated[int, Field(gt=0, le=2**24)]  # guard: vocabulary-size
     """Size of the tokenizer's vocabulary."""
@@ -189,6 +191,11 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
     except ExchangeError as error:
         raise JoinError(f"nothing to resume: {error}") from error
     except ValidationError as error:
+        if [(each["loc"], each["type"]) for each in error.errors()] == [(("init",), "missing")]:
+            raise JoinError(
+                "the run was founded by an older spes_p2p, which drew other first weights (its manifest has no init); "
+                "go on with the version that founded it, or found the run anew"
+            ) from error
         raise JoinError(f"manifest setting {problem_of(error)}; update spes_p2p, or join another run") from error
 
 

@@ -212,25 +212,6 @@ def merge_shifts(
     return {VectorName.of_slot(slot): flat for slot, flat in shifts.items()}
 
 
-def initial_bundles(
-    anchors: Anchors, layouts: Mapping[str, Layout], state_dict: Mapping[str, Tensor], num_slots: int
-) -> dict[VectorName, Tensor]:
-    """Return the bundles of `shared` and every slot at the run's start, the same on every peer.
-
-    Args:
-        anchors: Anchors of the run's sizes.
-        layouts: Layouts of `shared` and of a `slot`.
-        state_dict: Of the freshly initialised stock model; experts fused as `[E, ...]`.
-        num_slots: Experts E per layer.
-    """
-    vectors = {SHARED: layouts[SHARED].flatten({name: state_dict[name] for name in layouts[SHARED].shapes})}
-    for slot in range(num_slots):
-        tensors = {name: state_dict[name][slot] for name in layouts["slot"].shapes}
-        vectors[VectorName.of_slot(slot)] = layouts["slot"].flatten(tensors)
-    sizes = anchors.bundle_numel()
-    return {n: torch.cat([flat, flat.new_zeros(sizes[n.kind] - flat.numel())]) for n, flat in vectors.items()}
-
-
 def start_digests(run: RunConfig) -> dict[VectorName, str]:
     """Return the digest of each vector's version of round 0, if the run starts from a checkpoint; else nothing."""
     if run.model.start is None:

@@ -14,11 +14,11 @@ from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ConfigError, ExchangeError
-from spes_p2p.model.build import build_slot_model, outline, stock_model
+from spes_p2p.model.build import InitialWeights, build_slot_model, outline
 from spes_p2p.model.start import StartWeights
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.anchors import Anchors, initial_bundles, start_digests
+from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
@@ -34,7 +34,7 @@ def build_trainer(
     machine: MachineConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Trainer:
-    """Return a trainer of the run's model, which holds no slot yet.
+    """Return a trainer of the run's model, which holds no slot yet and no weights: `TrainingLoop.open` loads them.
 
     Args:
         run: The run's settings.
@@ -53,7 +53,7 @@ def build_trainer(
         run.model,
         vocab_size=vocab_size,
         sequence_length=run.data.sequence_length,
-        seed=run.seed,
+        seed=None,
         claimed=(),
         storage=machine.storage or run.frozen_storage,
         kernel=machine.kernel,
@@ -96,10 +96,42 @@ def build_synchroniser(
     return Synchroniser(swarm, run, held=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
 
 
-def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> dict[VectorName, Tensor]:
+def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> DrawnBundles:
     """Return the bundles of `shared` and every slot at the run's start, as the run's seed draws them."""
-    stock = stock_model(run.model, vocab_size, run.data.sequence_length, run.seed)
-    return initial_bundles(sync.anchors, trainer.layouts, stock.state_dict(), run.model.num_experts)
+    return DrawnBundles(run, vocab_size, sync.anchors, trainer.layouts)
+
+
+class DrawnBundles(Mapping[VectorName, Tensor]):
+    """The bundles of a run that starts from its seed, each drawn when it is asked for; the same on every peer.
+
+    Args:
+        run: The run's settings.
+        vocab_size: Entries of the run's tokenizer.
+        anchors: Anchors of the run's sizes.
+        layouts: Layouts of `shared` and of a `slot`.
+    """
+
+    def __init__(self, run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> None:
+        self._names = (SHARED, *map(VectorName.of_slot, range(run.model.num_experts)))
+        self._weights = InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
+        self._layouts = layouts
+        self._sizes = anchors.bundle_numel()
+
+    def __iter__(self) -> Iterator[VectorName]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __getitem__(self, name: VectorName) -> Tensor:
+        if name not in self._names:
+            raise KeyError(name)
+        return _bundle(self._layouts[name.kind].flatten(self._weights.read(name.slot)), self._sizes[name.kind])
+
+
+def _bundle(flat_N: Tensor, numel: int) -> Tensor:
+    """Return weights as a bundle of `numel` elements, whose outer momentum is zero."""
+    return flat_N if len(flat_N) == numel else torch.cat([flat_N, flat_N.new_zeros(numel - len(flat_N))])
 
 
 class StartBundles(Mapping[VectorName, Tensor]):
@@ -152,8 +184,7 @@ class StartBundles(Mapping[VectorName, Tensor]):
 
     def read(self, name: VectorName) -> Tensor:
         """Return a bundle unverified."""
-        flat_N = self._layouts[name.kind].flatten(self._weights.read(name.slot))
-        return torch.cat([flat_N, flat_N.new_zeros(self._sizes[name.kind] - flat_N.numel())])
+        return _bundle(self._layouts[name.kind].flatten(self._weights.read(name.slot)), self._sizes[name.kind])
 
     def close(self) -> None:
         """Close the checkpoint's files."""

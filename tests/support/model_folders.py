@@ -55,6 +55,7 @@ class PeerFolder:
         manifest = Manifest(
             run_id="run",
             founder=identity.peer_id,
+            init=2,
             software="test",
             config=self.run,
             vocab_size=self.vocab_size,

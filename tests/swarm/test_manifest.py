@@ -50,6 +50,7 @@ def found(swarm, tokenizer=b"the tokenizer", **settings):
     manifest = Manifest(
         run_id="run",
         founder=swarm.peer_id,
+        init=2,
         software="0",
         config=RunConfig(**settings),
         vocab_size=64,

@@ -95,6 +95,7 @@ def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[
         manifest = Manifest(
             run_id="watched",
             founder=peers[0].swarm.peer_id,
+            init=2,
             software="test",
             config=run,
             vocab_size=len(tokenizer),

@@ -1,4 +1,4 @@
-"""Initial weights: drawn expert by expert they are stock's, and the model never takes much more than it keeps."""
+"""Initial weights: any tensor can be drawn alone, as stock distributes it, in little more memory than it keeps."""
 
 from __future__ import annotations
 
@@ -12,36 +12,80 @@ import torch
 from lanes import sample
 
 from spes_p2p.config import ModelConfig
-from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.model.build import InitialWeights, build_slot_model, hf_config, stock_model
+from tests.unit.model.conftest import STOCK
 from tests.unit.model.plain import NF4, STORAGES
 
 VOCAB, SEQUENCE = 64, 16
 EVEN = {"hidden_size": 32, "intermediate_size": 16}
 ODD = {"hidden_size": 20, "num_heads": 2, "intermediate_size": 5, "num_experts": 3}
-"""Neither weight of an expert is a multiple of 16 numbers."""
+"""Neither weight of an expert is a multiple of the 16 numbers that PyTorch draws at a time."""
 SUMS_OF_SEED_0 = {
-    "model.embed_tokens.weight": -4.878239589,
-    "model.layers.0.mlp.experts.gate_up_proj": -6.552891825,
-    "model.layers.3.mlp.experts.down_proj": 4.902741674,
+    "model.embed_tokens.weight": -7.508179696,
+    "model.layers.0.mlp.experts.gate_up_proj": -4.938392898,
+    "model.layers.3.mlp.experts.down_proj": 7.966892217,
 }
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("shape", [EVEN, ODD], ids=["even", "odd"])
 @pytest.mark.parametrize("cutoff", [None, 1.5], ids=["whole", "cut"])
-def test_experts_drawn_one_by_one_equal_all_drawn_at_once(tiny, seed, family, shape, cutoff):
-    """`stock_model` draws each experts module whole, with stock's own code."""
+def test_a_slot_drawn_alone_is_the_models(tiny, seed, family, shape, cutoff):
     config = tiny(family, **shape, init_cutoff=cutoff)
     outside = torch.get_rng_state()
     stock = stock_model(config, VOCAB, SEQUENCE, seed).state_dict()
+    weights = InitialWeights(config, VOCAB, SEQUENCE, seed)
     for claimed in ([], [1], list(range(config.num_experts))):
         built = build_slot_model(
             config, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=seed, claimed=claimed, storage="fp32"
-        ).stock_state_dict()
-        assert built.keys() == stock.keys()
-        for name, tensor in built.items():
+        )
+        state = built.stock_state_dict()
+        assert state.keys() == stock.keys()
+        for name, tensor in state.items():
             assert torch.equal(tensor, stock[name]), name
+        for slot in reversed((None, *range(config.num_experts))):  # in any order
+            alone, whole = weights.read(slot), built.weights(slot)
+            assert alone.keys() == whole.keys()
+            assert all(torch.equal(tensor, whole[name]) for name, tensor in alone.items())
     assert torch.equal(torch.get_rng_state(), outside), "the caller's random state was disturbed"
+
+
+@pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
+def test_each_tensor_and_slot_is_a_sample_of_its_own(tiny, seed, family):
+    """Standard normal by Kolmogorov and Smirnov, and uncorrelated with every other; vectors are stock's constants."""
+    config = tiny(family, hidden_size=64, intermediate_size=32, tie_embeddings=False)
+    weights = InitialWeights(config, VOCAB, SEQUENCE, seed)
+    stock = dict(STOCK[family](hf_config(config, VOCAB, SEQUENCE)).named_parameters())
+    samples = []
+    for slot in (None, *range(config.num_experts)):
+        for name, tensor in weights.read(slot).items():
+            if tensor.ndim == 1:
+                assert torch.equal(tensor, stock[name]), name
+                continue
+            ordered = (tensor.flatten().double() / 0.02).sort().values
+            steps = torch.arange(1, len(ordered) + 1) / len(ordered)
+            furthest = (torch.special.ndtr(ordered) - steps).abs().max() + 1 / len(ordered)
+            assert furthest < 2.6 / len(ordered) ** 0.5, name  # one in a million
+            samples.append(tensor.flatten()[:256])
+    correlations = torch.corrcoef(torch.stack([sample for sample in samples if len(sample) == 256]))
+    assert len(correlations) > 20 and correlations.fill_diagonal_(0).abs().max() < 6 / 256**0.5
+
+
+def test_a_model_that_is_not_drawn_says_so_until_it_is_loaded(tiny, seed):
+    shape = {"vocab_size": VOCAB, "sequence_length": SEQUENCE, "claimed": (), "storage": "int8"}
+    tokens = torch.arange(8)[None]
+    expected = build_slot_model(tiny(), seed=seed, **shape).module(tokens).logits
+    weights, model = InitialWeights(tiny(), VOCAB, SEQUENCE, seed), build_slot_model(tiny(), seed=None, **shape)
+    assert all(parameter.isnan().all() for parameter in model.shared_parameters().values())
+    with pytest.raises(KeyError):
+        model.module(tokens)
+    model.load_shared(weights.read(None))
+    for slot in range(model.num_slots):
+        model.load_slot(slot, weights.read(slot))
+    assert torch.equal(model.module(tokens).logits, expected)
+    other = build_slot_model(tiny(), seed=None, **shape)
+    other.adopt(1, weights.read(1))
+    assert torch.equal(other.slot_weights(1)[(name := next(iter(other.slot_shapes())))], weights.read(1)[name])
 
 
 def test_seed_gives_the_weights_that_it_always_gave():

@@ -13,7 +13,8 @@ from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, 
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.outer import merge_alpha, merge_experts
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.anchors import Anchors, initial_bundles, merge_shifts
+from spes_p2p.training.anchors import Anchors, merge_shifts
+from spes_p2p.training.build import DrawnBundles
 
 NUMELS = {SHARED: 11, "slot": 7}
 SLOT_0, SLOT_2, SLOT_3 = map(VectorName.of_slot, (0, 2, 3))
@@ -230,7 +231,8 @@ def test_the_first_bundles_are_the_stock_models_weights(family, run, seed):
     built = build_slot_model(model, vocab_size=32, sequence_length=8, seed=seed, claimed=[0], storage="fp32")
     layouts = {SHARED: Layout(built.shared_shapes()), "slot": Layout(built.slot_shapes())}
     anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
-    bundles = initial_bundles(anchors, layouts, stock.state_dict(), 4)
+    settings = run.model_copy(update={"model": model, "seed": seed})
+    bundles = DrawnBundles(settings, 32, anchors, layouts)
     assert set(bundles) == {SHARED, *map(VectorName.of_slot, range(4))}
     named = dict(stock.named_parameters())
     seen = set()
