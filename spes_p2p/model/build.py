@@ -32,8 +32,8 @@ from spes_p2p.model.frozen import WEIGHT_NAMES, FrozenStore
 from spes_p2p.model.kernels import choose_kernel, kernel_named
 from spes_p2p.model.slot_model import SlotModel
 
-CUT_OFF_ROWS = 4096
-"""Rows of a matrix whose large weights are drawn again at a time, so that little memory is needed."""
+CUT_OFF_ROWS = 256
+"""Rows of a matrix whose large weights are drawn again at a time: about what a processor's cache holds."""
 
 
 class _Drawing:
@@ -90,8 +90,11 @@ class _Drawing:
             return
         std = self._module.config.initializer_range
         for rows_RI in weight.detach().split(CUT_OFF_ROWS):
-            while num_beyond := int((is_beyond_RI := rows_RI.abs() > std * self._cutoff).sum()):
-                rows_RI[is_beyond_RI] = torch.normal(0.0, std, (num_beyond,))
+            beyond_N = (rows_RI.abs() > std * self._cutoff).flatten().nonzero()[:, 0]
+            drawn_N = torch.full((len(beyond_N),), math.inf)
+            while num_beyond := int((is_beyond_N := drawn_N.abs() > std * self._cutoff).sum()):
+                drawn_N[is_beyond_N] = torch.normal(0.0, std, (num_beyond,))
+            rows_RI.view(-1)[beyond_N] = drawn_N
 
     @contextlib.contextmanager
     def _random_state_of(self, name: str) -> Iterator[None]:

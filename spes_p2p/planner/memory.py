@@ -383,20 +383,20 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k (read from
     the model), 4 k (contribution) and 4 k (result), and with a lossy codec 4 (new residual) and e (one more copy).
     On top comes the largest of these phases: joining a group's parts (k), all slots for the merge (E P, and a layer of
-    them three times more), versions to publish (a), fetched slots (M, and 3 a P in transit), and with FSDP the
-    unsharded parameters on each rank (k).
+    them three times more), versions to publish (a), a fetched slot (3 a P), and with FSDP the unsharded parameters on
+    each rank (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md with exact deltas.
     """
     copies, vectors = 1 + setup.averaged_moments, _group_vectors(size, claimed, setup)
-    trained, frozen = size.trained_params(claimed), size.frozen_params(claimed)
+    trained = size.trained_params(claimed)
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
     phases = (
         copies * max(size.shared_params, size.slot_params if claimed else 0),
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
         sum(group.numel * group.anchors for group in vectors) + shifts,
-        frozen + 3 * vectors[1].anchors * size.slot_params + shifts if frozen else 0,
+        3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) else 0,
         (setup.num_ranks - 3) * copies * trained if setup.shard == "fsdp" else 0,
     )
     held = sum(group.numel * group.held_bytes for group in vectors)
@@ -446,14 +446,15 @@ def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupV
 def startup_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     """Return the host's bytes while a peer joins.
 
-    Every rank holds the model with all slots frozen, and the leader the averager's buffers. The leader draws, flattens
-    and publishes the run's initial weights: three or four fp32 copies of the whole model.
+    Every rank holds the model with all slots frozen, and the leader the averager's buffers and its anchors. The leader
+    draws and publishes, or fetches, and then loads one vector of the run's state after the other, of which two copies
+    are in memory at a time: as read and as decoded.
     """
     models = FP32 * size.shared_params + round(FROZEN_BYTES[setup.storage] * size.frozen_params(0))
-    buffers = sum(2 * group.encoded * group.numel for group in _group_vectors(size, claimed, setup))
-    shared, slots = 3 + setup.shared_momentum, 3 + setup.slot_momentum
-    initial = FP32 * (shared * size.shared_params + slots * size.num_slots * size.slot_params)
-    return setup.num_ranks * models + round(buffers) + initial
+    vectors = _group_vectors(size, claimed, setup)
+    kept = sum((2 * group.encoded + FP32 * group.anchors) * group.numel for group in vectors)
+    largest = max((1 + setup.shared_momentum) * size.shared_params, (1 + setup.slot_momentum) * size.slot_params)
+    return setup.num_ranks * models + round(kept) + 2 * FP32 * largest
 
 
 def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:

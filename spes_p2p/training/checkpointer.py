@@ -11,7 +11,7 @@ from spes_p2p.errors import DataError
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import StateUpdate
+from spes_p2p.training.round_work import StateUpdate, StoredVectors
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -95,7 +95,7 @@ class Checkpointer:
             return
         moments = _under(MOMENTS, saved.tensors)
         self.load_moments({key: m for key, m in moments.items() if key.split("/")[0] in self._trainer.names})
-        newer: dict[VectorName, Tensor] | None = None
+        newer: StoredVectors | None = None
         if self._sync is not None:
             saved_digests = {version.name: version.digest for version in saved.state.versions}
             versions = self._sync.swarm.versions()
@@ -104,18 +104,12 @@ class Checkpointer:
             # Moments that the swarm has averaged since replace this peer's own; those of a round that is made again do
             # not. The checkpoint has none of a slot that has fallen to this peer since.
             own = {VectorName(key.split("/")[0]).moments for key in moments}
-            newer = {
-                name: vector
-                for name, vector in update.vectors.items()
-                if not name.is_weights
-                and (
-                    name not in own
-                    or (
-                        versions[name].digest != saved_digests.get(name)
-                        and versions[name].round <= versions[SHARED].round
-                    )
-                )
-            }
+
+            def is_newer(name: VectorName) -> bool:
+                differs = name in versions and versions[name].digest != saved_digests.get(name)
+                return name not in own or (differs and versions[name].round <= versions[SHARED].round)
+
+            newer = (StoredVectors() | update.vectors).only(lambda name: not name.is_weights and is_newer(name))
         self._trainer.load(newer)
 
     def load_moments(self, moments: Mapping[str, Tensor]) -> None:

@@ -21,8 +21,8 @@ from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.overlap import Correction, PendingSync, Task, ThreadTask
-from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import RoundWork, StateUpdate
+from spes_p2p.training.process_group import ProcessGroup, give_back_freed
+from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -93,7 +93,8 @@ class TrainingLoop:
         """
         update = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
         if saved is not None and saved.skips_optimizer:
-            update = replace(update, vectors={n: vector for n, vector in update.vectors.items() if n.is_weights})
+            weights = (StoredVectors() | update.vectors).only(lambda name: name.is_weights)
+            update = replace(update, vectors=weights)
         self._load(update)
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
@@ -271,15 +272,16 @@ class TrainingLoop:
     def _load(self, update: StateUpdate) -> None:
         """Bring this rank's model to the leader's state, slot by slot as the loss gate admits them."""
         adopted = {VectorName.of_slot(slot) for slot in set(update.slots) - set(self._trainer.slots)}
-        vectors = update.vectors if self._sync is not None else None
-        masters = {name: vectors[name] for name in sorted(adopted)} if vectors is not None else None
+        vectors = StoredVectors() | update.vectors if self._sync is not None else None
+        masters = vectors.only(adopted.__contains__) if vectors is not None else None
         self._trainer.set_slots(update.slots, masters)
         if self._gate is not None:
             self._gate.load(vectors, self._sync, adopted=adopted)
         elif vectors is not None:
-            self._trainer.load({name: vector for name, vector in vectors.items() if name not in adopted})
+            self._trainer.load(vectors.only(lambda name: name not in adopted))
         else:
             self._trainer.load(None)
+        give_back_freed()
 
     def _synchronise_beside_training(self, work: RoundWork) -> None:
         """Start the synchronisation; until it lands, nothing else here touches the leader's synchroniser."""

@@ -18,6 +18,7 @@ from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.round_work import StoredVectors
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -93,9 +94,10 @@ class LossGate:
         others = self._group.from_leader(
             lambda: [name for name in sorted(vectors or ()) if name.is_weights and name not in trained]
         )
+        stored = StoredVectors() | vectors if vectors is not None else None
         self._trainer.load(
-            {n: flat for n, flat in vectors.items() if n not in others}  # guard: others-chance
-            if vectors is not None
+            stored.only(lambda name: name not in others)  # guard: others-chance
+            if stored is not None
             else None
         )
         if not others:
@@ -108,8 +110,16 @@ class LossGate:
         if self._losses and not adopted:  # adopted slots are in the model already  # guard: adopted-rise
             rise = self._measure() - self._losses[-1]
             self._rises.append(rise if rise > 0 else 0.0)
-        self._trainer.load({n: vectors[n] for n in others} if vectors is not None else None)
-        others = self._without_longer(others, vectors, sync)
+        lengths: dict[VectorName, float] = {}
+
+        def measured(name: VectorName) -> Tensor:
+            assert stored is not None
+            flat = stored[name]
+            lengths[name] = flat.norm().item()
+            return flat
+
+        self._trainer.load(StoredVectors(others, measured) if stored is not None else None)
+        others = self._without_longer(lengths, sync)
         most_worse = MAX_WORSE + min(max(self._rises, default=0.0), MAX_CHANCE)  # guard: chance-bound
         loss = self._measure()
         if (  # guard: worse-slots
@@ -121,16 +131,10 @@ class LossGate:
         if math.isfinite(loss):
             self._losses.append(loss)
 
-    def _without_longer(
-        self, names: Sequence[VectorName], vectors: Mapping[VectorName, Tensor] | None, sync: Synchroniser | None
-    ) -> list[VectorName]:
-        """Restore the slots that are longer than training makes them; return the others."""
-
-        def lengths() -> dict[VectorName, float]:
-            return {name: (vectors or {})[name].norm().item() for name in names}
-
+    def _without_longer(self, lengths: Mapping[VectorName, float], sync: Synchroniser | None) -> list[VectorName]:
+        """Restore the slots that are longer than training makes them, by the leader's `lengths`; return the others."""
         kept = []
-        for name, length in self._group.from_leader(lengths).items():
+        for name, length in self._group.from_leader(lambda: lengths).items():
             least = min(self._lengths[name], default=0.0) or math.inf  # guard: stepwise-longer
             if not length <= MAX_LONGER * least and self._put(name, sync, before=True):  # guard: longer-slot
                 if sync is not None:

@@ -20,7 +20,7 @@ from typing import Generic, Protocol, TypeVar
 from torch import Tensor
 
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.training.round_work import RoundWork, StateUpdate
+from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class Correction:
         shifts = {name: shift for name, shift in moved.items() if shift.isfinite().all()}
         moments = {name: update.vectors[name.moments] for name in shifts if name.moments in update.vectors}
         corrected = {*shifts, *(name.moments for name in moments)}
-        replaced = {name: vector for name, vector in update.vectors.items() if name not in corrected}
+        replaced = (StoredVectors() | update.vectors).only(lambda name: name not in corrected)
         before = {name: work.moments[name] for name in moments}
         return cls(StateUpdate(update.slots, replaced, update.ends_at), shifts, moments, before)
 

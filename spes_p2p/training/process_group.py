@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -21,6 +24,12 @@ COLLECTIVE_TIMEOUT = datetime.timedelta(hours=2)
 LEADER_TIMEOUT = datetime.timedelta(weeks=52)
 """Longest that a rank waits for the leader, which waits for the swarm while it is unreachable. A leader that has
 died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
+
+
+def give_back_freed() -> None:
+    """Return this process's freed memory to the system: glibc keeps blocks of less than 32 MB otherwise."""
+    if sys.platform == "linux" and (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 class ProcessGroup:
@@ -79,18 +88,33 @@ class ProcessGroup:
             raise outcome[1]
         return outcome[0]
 
-    def share(self, tensors: Mapping[Name, Tensor] | None) -> dict[Name, Tensor]:
-        """Return the leader's flat fp32 CPU vectors on every rank; other ranks pass None."""
+    def share(self, tensors: Mapping[Name, Tensor] | None) -> Iterator[tuple[Name, Tensor]]:
+        """Yield the leader's flat fp32 CPU vectors on every rank, one at a time; all ranks must take all of them.
+
+        Args:
+            tensors: May read each vector when it is asked for; None on other ranks.
+
+        Raises:
+            SpesError: what reading a vector raised, on every rank.
+        """
         if self.world_size == 1:
-            return dict(tensors or {})
-        sizes = self.from_leader(lambda: {name: flat.numel() for name, flat in (tensors or {}).items()})
-        shared: dict[Name, Tensor] = {}
-        for name, numel in sizes.items():
-            flat = tensors[name] if tensors is not None else torch.empty(numel)
-            on_device = flat.to(self.device)
-            dist.broadcast(on_device, src=0)
-            shared[name] = on_device.cpu()
-        return shared
+            yield from (tensors or {}).items()
+            return
+        for name in self.from_leader(lambda: list(tensors or ())):
+            yield name, self._broadcast(partial((tensors or {}).__getitem__, name))
+
+    def _broadcast(self, read: Callable[[], Tensor]) -> Tensor:
+        flat = torch.empty(0)
+
+        def numel() -> int:
+            nonlocal flat
+            flat = read()
+            return flat.numel()
+
+        needed = self.from_leader(numel)
+        on_device = (flat if self.is_leader else torch.empty(needed)).to(self.device)
+        dist.broadcast(on_device, src=0)
+        return on_device.cpu()
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over ranks."""

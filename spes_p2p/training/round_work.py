@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -43,6 +44,53 @@ class RoundWork:
     data: Mapping[str, Any] = field(default_factory=dict)
     ended: float = 0.0
     waited_seconds: float = 0.0
+
+
+class StoredVectors(Mapping[VectorName, Tensor]):
+    """Flat vectors by name, each read from its version when it is asked for: none is in memory meanwhile.
+
+    `|` makes a new mapping, of which the right side's vectors count, as with dictionaries.
+
+    Args:
+        names: Vectors to read.
+        load: Reads one; called anew each time.
+    """
+
+    def __init__(self, names: Iterable[VectorName] = (), load: Callable[[VectorName], Tensor] | None = None) -> None:
+        self._loads: dict[VectorName, Callable[[], Tensor]] = {}
+        for name in names:
+            assert load is not None
+            self._loads[name] = partial(load, name)
+
+    def __getitem__(self, name: VectorName) -> Tensor:
+        return self._loads[name]()
+
+    def __iter__(self) -> Iterator[VectorName]:
+        return iter(self._loads)
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def __or__(self, other: Mapping[VectorName, Tensor]) -> StoredVectors:
+        both = StoredVectors()
+        both._loads = {**self._loads, **_loads_of(other)}
+        return both
+
+    def only(self, is_wanted: Callable[[VectorName], bool]) -> StoredVectors:
+        """Return the vectors whose name is wanted."""
+        wanted = StoredVectors()
+        wanted._loads = {name: load for name, load in self._loads.items() if is_wanted(name)}
+        return wanted
+
+
+def _loads_of(vectors: Mapping[VectorName, Tensor]) -> Mapping[VectorName, Callable[[], Tensor]]:
+    if isinstance(vectors, StoredVectors):
+        return vectors._loads
+    return {name: partial(_itself, vector) for name, vector in vectors.items()}
+
+
+def _itself(vector: Tensor) -> Tensor:
+    return vector
 
 
 @dataclass(frozen=True)

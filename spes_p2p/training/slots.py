@@ -20,6 +20,7 @@ from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.fetch_plan import FetchPlan, affordable, plan_fetch, preferred, replicas
+from spes_p2p.training.round_work import StoredVectors
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class HeldSlots:
         self.slots = tuple(sorted(target))
         return {name: self._anchors.weights(name) for name in missing} | moments
 
-    def fetch_newest(self, names: Collection[VectorName]) -> dict[VectorName, Tensor]:
+    def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
         """Fetch versions that others have newer and that go with this peer's model; return the vectors that came."""
         mine = self._swarm.versions()
         inventories = self._offers(self.others() if names else ())
@@ -182,7 +183,7 @@ class HeldSlots:
             own = [state_of(mine[name])] if name in mine else []
             if having and (best := latest([*having.values(), *own], mine[SHARED].round)) not in own:
                 wanted[name] = preferred(self._swarm.peer_id, name, [peer for peer in having if having[peer] == best])
-        return self._pull(FetchPlan(wanted, {}, {}), 0) if wanted else {}
+        return self._pull(FetchPlan(wanted, {}, {}), 0) if wanted else StoredVectors()
 
     # ------------------------------------------------------------------ versions
 
@@ -194,7 +195,7 @@ class HeldSlots:
 
     def fetch(
         self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
-    ) -> dict[VectorName, Tensor]:
+    ) -> StoredVectors:
         """Fetch the others' slots of `round`, within `refresh_slots`; return their vectors.
 
         Versions that this peer keeps as a replica come with them, and stay on disk.
@@ -240,9 +241,7 @@ class HeldSlots:
             for peer, offered in offers.items()
         }
 
-    def _pull(
-        self, plan: FetchPlan, min_round: int, uplinks: Mapping[str, float] | None = None
-    ) -> dict[VectorName, Tensor]:
+    def _pull(self, plan: FetchPlan, min_round: int, uplinks: Mapping[str, float] | None = None) -> StoredVectors:
         """Fetch versions as `Swarm.pull` does; return the vectors that came, and log the others."""
         failures = self._swarm.pull(
             plan.wanted,
@@ -255,16 +254,19 @@ class HeldSlots:
         for reason, names in by_reason(failures).items():
             log.warning("keeping the old version of %s: %s", names, reason)
         of_use = [name for name in plan.wanted if name.is_weights or name in self.held_moments()]
-        return {name: self.load(name) for name in of_use if name not in failures}
+        return StoredVectors([name for name in of_use if name not in failures], self.load)
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         """Return the weights, or the moments, of this peer's newest version of a vector, or of the one before it."""
         bundle = self._swarm.load(name, before=before)
-        return self._anchors.split(name, bundle)[0].clone() if name.is_weights else bundle
+        if not name.is_weights:
+            return bundle
+        weights, momentum = self._anchors.split(name, bundle)
+        return weights if momentum is None else weights.clone()
 
     def catch_up(
         self, peers: Sequence[str], min_round: int = 0, routed: Mapping[int, int] | None = None
-    ) -> dict[VectorName, Tensor]:
+    ) -> StoredVectors:
         """Take over the state that most active peers have; return the vectors that changed.
 
         Args:

@@ -22,7 +22,7 @@ from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member, Roster, lag_of
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.checkpoint import rollback_alone
-from spes_p2p.training.round_work import RoundWork, StateUpdate, SyncStats
+from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
 from spes_p2p.training.slots import HeldSlots
 
 log = logging.getLogger(__name__)
@@ -181,7 +181,7 @@ class Synchroniser:
         self._expected_since = self.swarm.now()
         versions = self.swarm.versions()
         names = [name for name in (*model, *sorted(self.held.held_moments())) if name in versions]
-        return StateUpdate(self.held.slots, {name: self.held.load(name) for name in names})
+        return StateUpdate(self.held.slots, StoredVectors(names, self.held.load))
 
     def meet(self, work: RoundWork) -> StateUpdate:
         """Agree on the end of the first round: the others' current round, or by a roster without deltas.
@@ -194,14 +194,14 @@ class Synchroniser:
             self._announce(ends_at)
             return StateUpdate(self.held.slots, vectors, ends_at)
         update = self.synchronise(work, starts_at=0.0)
-        return StateUpdate(update.slots, vectors | dict(update.vectors), update.ends_at)
+        return StateUpdate(update.slots, vectors | update.vectors, update.ends_at)
 
-    def _rejoin(self, routed: Mapping[int, int] | None = None) -> tuple[dict[VectorName, Tensor], float | None]:
+    def _rejoin(self, routed: Mapping[int, int] | None = None) -> tuple[StoredVectors, float | None]:
         """Follow the others to their next round; return what changed, and its end if a round is on.
 
         A peer that trained by itself while the others synchronise would only be late for their next round, too.
         """
-        vectors: dict[VectorName, Tensor] = {}
+        vectors = StoredVectors()
         times, deadline = self._run.round, self.held.clock() + REJOIN_SECONDS
         while self.held.clock() < deadline:
             # An expected peer is waited for after the round's end: one step is better than none.
@@ -220,13 +220,13 @@ class Synchroniser:
                 break
         return vectors, None
 
-    def _catch_up(self, min_round: int = 0, routed: Mapping[int, int] | None = None) -> dict[VectorName, Tensor]:
+    def _catch_up(self, min_round: int = 0, routed: Mapping[int, int] | None = None) -> StoredVectors:
         """Take over the swarm's state; return what changed, which is nothing if `shared` cannot be fetched."""
         try:
             vectors = self.held.catch_up(self.held.others(), min_round, routed)
         except JoinError as error:
             log.warning("round %d: %s", self.round + 1, error)
-            return {}
+            return StoredVectors()
         self.round = self.swarm.versions()[SHARED].round
         return vectors
 
@@ -260,7 +260,7 @@ class Synchroniser:
         self.stats = SyncStats.of(result, self.held.clock() - averaged, self.held.stale_rounds)
         vectors |= self.held.rebalance(self.round)  # before the loss gate judges what was fetched
         held_moments = self.held.held_moments()  # slots may just have been released
-        vectors = {name: vector for name, vector in vectors.items() if name.is_weights or name in held_moments}
+        vectors = vectors.only(lambda name: name.is_weights or name in held_moments)
         vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
         ends_at = ends_at or self._next_end(result, expected)
         self._announce(ends_at)
@@ -320,7 +320,7 @@ class Synchroniser:
             return replace(missed, matchmaking_seconds=result.matchmaking_seconds)
         return result
 
-    def _commit(self, result: RoundResult, work: RoundWork) -> dict[VectorName, Tensor]:
+    def _commit(self, result: RoundResult, work: RoundWork) -> StoredVectors:
         """Step the anchors by the means, publish the new versions, fetch the others'; return what changed.
 
         Nothing changes unless `shared` was committed. A group that was dropped stays at its anchor.
@@ -329,7 +329,7 @@ class Synchroniser:
             for reason, names in by_reason(result.dropped).items():
                 log.warning("round %d: dropped %s: %s", self.round + 1, names, reason)
         if SHARED not in result.committed:
-            return {}
+            return StoredVectors()
         roster, me = result.roster, self.swarm.peer_id
         round = roster.round + 1
         shifts = self._merge_shifts(round)

@@ -312,7 +312,7 @@ class Trainer:
         Args:
             vectors: `shared`, any slots, trained here or frozen, and moments of what is trained here.
         """
-        for name, flat in self._group.share(vectors).items():
+        for name, flat in self._group.share(vectors):
             group = name.weights
             layout = self.layouts[group.kind]
             if name != group:
@@ -321,10 +321,11 @@ class Trainer:
                 self.model.load_shared(layout.unflatten(flat))
             else:
                 self.model.load_slot(name.slot, layout.unflatten(flat))
+            del flat  # before the next is read
 
     def shift(self, shifts: Mapping[VectorName, Tensor] | None) -> None:
         """Add flat fp32 vectors to what is trained here, on every rank; only the leader passes them."""
-        for name, flat in self._group.share(shifts).items():
+        for name, flat in self._group.share(shifts):
             tensors = self.layouts[name.kind].unflatten(flat)
             with torch.no_grad():
                 for key, param in self._parameters(name).items():
@@ -340,8 +341,8 @@ class Trainer:
             before: What `all_moments` returned then, of the same names at least; only the leader passes them.
             steps: Optimizer steps made since.
         """
-        averaged = self._group.share(moments)
-        known = self._group.share({name: before[name] for name in averaged} if before is not None else None)
+        averaged = dict(self._group.share(moments))
+        known = dict(self._group.share({name: before[name] for name in averaged} if before is not None else None))
         for name, flat in averaged.items():
             layout = self.layouts[name.kind]
             self.optimizer.set_moments(name, self._by_kind(flat, layout), self._by_kind(known[name], layout), steps)
@@ -360,7 +361,6 @@ class Trainer:
             masters: Flat fp32 weights of the slots that are new.
         """
         new, old = set(slots), set(self.slots)
-        weights = self._group.share(masters)
         if new == old:
             return
         # With sharded parameters, all slots are sharded again, and their optimizer state must follow.
@@ -370,8 +370,11 @@ class Trainer:
             self.model.gather()
         for slot in sorted(old - new):
             self.model.release(slot)
-        for slot in sorted(new - old):
-            self.model.adopt(slot, self.layouts["slot"].unflatten(weights[VectorName.of_slot(slot)]))
+        for name, flat in self._group.share(masters):
+            assert name.slot is not None
+            self.model.adopt(name.slot, self.layouts["slot"].unflatten(flat))
+            del flat  # before the next is read
+        assert set(self.slots) == new, f"masters of {sorted(new - old)} are needed"
         self._wrapped = self._sharding.wrap(self._loss)
         for slot in sorted((new - old) | (renewed & new)):
             self.optimizer.add_slot(slot, self.model.slot_parameters(slot), payloads.get(slot))

@@ -12,6 +12,7 @@ from spes_p2p.sim import simulator
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.training.build import build_initial
 from spes_p2p.training.loss_gate import public_text
@@ -61,8 +62,8 @@ class VirtualPeer(simulator.VirtualPeer):
         super().__init__(run, swarm, RandomTokens(index, 16), self.probe_BT1, vocab_size=VOCAB, max_slots=max_slots)
         self.config, self.index, self.anchors = run, index, self.sync.anchors
 
-    def initial(self) -> dict[str, torch.Tensor]:
-        return build_initial(self.config, VOCAB, self.sync, self.trainer)
+    def initial(self) -> dict[VectorName, torch.Tensor]:
+        return dict(build_initial(self.config, VOCAB, self.sync, self.trainer))
 
 
 class HiddenSwarm(MemorySwarm):

@@ -132,6 +132,7 @@ def opened(slots: int = 2):
     initial = peer.initial()
     peer.swarm.publish(0, initial)
     gate = LossGate(peer.trainer, ProcessGroup("cpu"), peer.probe_BT1)
+    peer.trainer.load(initial)
     peer.trainer.set_slots([0], {VectorName.of_slot(0): initial[VectorName.of_slot(0)]})
     for _ in range(40):
         peer.trainer.step(1e-2)

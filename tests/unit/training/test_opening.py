@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping
+from functools import partial
 
 import pytest
 import torch
-from virtual import VirtualPeer, peer_id, tiny_run
+from virtual import VOCAB, VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
 from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.training.build import build_initial
+from spes_p2p.training.round_work import StoredVectors
 
 ALONE = RoundConfig(mode="steps", steps=3, total=20, min_peers=1, max_seconds=60, exchange_seconds=20)
 
@@ -48,3 +53,70 @@ def test_a_newcomer_makes_the_start_of_a_run_only_for_what_nobody_has(swarm, tim
     late, made = join_late(tiny_run(round=ALONE), swarm)
     assert made == times
     assert late.swarm.versions()["shared"].round == ALONE.total
+
+
+class Counting(MemorySwarm):
+    """Counts the vectors that it has returned or been given and that are still in memory."""
+
+    def __init__(self, hub: MemoryHub, peer_id: str) -> None:
+        super().__init__(hub, peer_id)
+        self.present: list[weakref.ref[torch.Tensor]] = []
+        self.most, self.loads = 0, 0
+
+    def count(self, vector: torch.Tensor) -> torch.Tensor:
+        self.present = [each for each in self.present if each() is not None] + [weakref.ref(vector)]
+        self.most = max(self.most, len(self.present))
+        return vector
+
+    def load(self, name, *, before=False):
+        self.loads += 1
+        return self.count(super().load(name, before=before))
+
+    def publish(self, round, bundles, deltas=None):
+        for bundle in bundles.values():
+            self.count(bundle)
+        return super().publish(round, bundles, deltas)
+
+
+def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms_state():
+    """One that is being read and the one before it, of sixteen slots; anchors of those that it trains come on top."""
+    shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    run = tiny_run(model=ModelConfig(**shape, num_experts=16, top_k=2), round=ALONE)
+    hub = MemoryHub("run", matchmaking_seconds=2.0)
+    founder = VirtualPeer(run, Counting(hub, peer_id(0)), index=0, max_slots=4)
+    late = VirtualPeer(run, Counting(hub, peer_id(1)), index=1, max_slots=2)
+    seen: dict[int, tuple[int, int]] = {}
+
+    def live(peer: VirtualPeer) -> None:
+        opened = peer.loop.open
+
+        def watched(*arguments):
+            opened(*arguments)
+            seen[peer.index] = (peer.swarm.most, peer.swarm.loads)
+
+        peer.loop.open = watched
+        peer.live(partial(build_initial, run, VOCAB, peer.sync, peer.trainer), lambda report: None)
+
+    def join_late() -> None:
+        while len(founder.reports) < 2:
+            hub.clock.wait(0.1)
+        live(late)
+
+    hub.clock.run([lambda: live(founder), join_late])
+    assert {index: most <= 2 for index, (most, _) in seen.items()} == {0: True, 1: True}, seen
+    assert all(loads > 16 for _, loads in seen.values()), "every slot was read"
+
+
+def test_stored_vectors_are_read_when_they_are_asked_for_and_join_like_dictionaries():
+    read: list[VectorName] = []
+    names = [VectorName.of_slot(slot) for slot in range(3)]
+
+    def load(name: VectorName) -> torch.Tensor:
+        read.append(name)
+        return torch.tensor([1.0])
+
+    stored = StoredVectors(names, load) | {names[1]: torch.tensor([2.0]), SHARED: torch.tensor([3.0])}
+    chosen = stored.only(lambda name: name != names[0]) | StoredVectors()
+    assert not read and list(chosen) == [names[1], names[2], SHARED] and names[0] in stored
+    assert {name: vector.item() for name, vector in chosen.items()} == {names[1]: 2.0, names[2]: 1.0, SHARED: 3.0}
+    assert read == [names[2]]

@@ -136,6 +136,7 @@ def replayed(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, Tens
     """A trainer at the run's start, with a peer's slots and data."""
     other = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=len(peer.slots))
     initial = other.initial()
+    other.trainer.load(initial)
     other.trainer.set_slots(
         peer.slots, {VectorName.of_slot(slot): initial[VectorName.of_slot(slot)] for slot in peer.slots}
     )

@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
-from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.errors import ConfigError, ExchangeError, JoinError
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.round_work import StoredVectors
 
 RANKS = 2
 
@@ -26,9 +28,9 @@ def test_a_process_alone_is_its_own_leader_and_needs_no_network():
     assert group.is_leader and not dist.is_initialized()
     assert group.from_leader(lambda: "word") == "word"
     assert group.mean(2.5) == 2.5
-    assert group.share(None) == {}
+    assert dict(group.share(None)) == {}
     flat = torch.randn(3)
-    assert torch.equal(group.share({"shared": flat})["shared"], flat)
+    assert torch.equal(dict(group.share({"shared": flat}))["shared"], flat)
     group.close()
     group.close()
 
@@ -47,8 +49,9 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     seen = {
         "leader": group.is_leader,
         "word": group.from_leader(lambda: f"of {rank}"),
-        "vectors": {name: flat.tolist() for name, flat in group.share(vectors).items()},
-        "nothing": group.share({} if group.is_leader else None),
+        "vectors": {name: flat.tolist() for name, flat in group.share(vectors)},
+        "nothing": dict(group.share({} if group.is_leader else None)),
+        "unreadable": unreadable(group),
         "mean": group.mean(float(rank + 1)),
         "error": error_of(group),
         "after": group.from_leader(lambda: rank),
@@ -56,6 +59,23 @@ def rank_main(rank: int, port: int, folder: str) -> None:
     Path(folder, f"{rank}.json").write_text(json.dumps(seen))
     group.close()
     group.close()
+
+
+def unreadable(group: ProcessGroup) -> tuple[list[str], str]:
+    """What came, and what was said, where the leader cannot read the second of three vectors."""
+
+    def read(name: VectorName) -> torch.Tensor:
+        if name == "slot-2":
+            raise ExchangeError(f"{name} is damaged; fetch it again")
+        return torch.ones(1)
+
+    names, came = [VectorName.of_slot(slot) for slot in (1, 2, 3)], []
+    try:
+        for name, _ in group.share(StoredVectors(names, read) if group.is_leader else None):
+            came.append(str(name))
+    except ExchangeError as error:
+        return came, str(error)
+    return came, "none"
 
 
 def error_of(group: ProcessGroup) -> str:
@@ -108,6 +128,7 @@ def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path)
             "word": "of 0",
             "vectors": {"slot-1": [0.0, 1.0, 2.0, 3.0], "shared": [1.0, 1.0]},
             "nothing": {},
+            "unreadable": [["slot-1"], "slot-2 is damaged; fetch it again"],
             "mean": 1.5,
             "error": "no answer; check it",
             "after": 0,

@@ -15,7 +15,7 @@ from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.fetch_plan import FetchPlan
-from spes_p2p.training.round_work import RoundWork
+from spes_p2p.training.round_work import RoundWork, StoredVectors
 from spes_p2p.training.trainer import Trainer
 
 
@@ -62,6 +62,7 @@ def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.
     """Train the first round's three steps as a peer did, but alone; return its trainer and the run's start."""
     alone = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=len(peer.slots))
     initial = alone.initial()
+    alone.trainer.load(initial)
     alone.trainer.set_slots(peer.slots, {VectorName.of_slot(s): initial[VectorName.of_slot(s)] for s in peer.slots})
     for step in range(3):
         alone.trainer.step(*alone.loop._rates(step / 3))
@@ -149,7 +150,7 @@ def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_th
     late, committed = peers[2], list[int]()
     commit = late.sync._commit
 
-    def noted(result: RoundResult, work: RoundWork) -> dict:
+    def noted(result: RoundResult, work: RoundWork) -> StoredVectors:
         vectors = commit(result, work)
         if SHARED in result.committed:
             committed.append(late.sync.round)
@@ -161,7 +162,7 @@ def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_th
         late.live(late.initial, lambda report: None)
 
     monkeypatch.setattr(late.sync, "_commit", noted)
-    monkeypatch.setattr(late.sync, "_rejoin", lambda routed=None: ({}, None))
+    monkeypatch.setattr(late.sync, "_rejoin", lambda routed=None: (StoredVectors(), None))
     lives = [lambda peer=peer: peer.live(peers[0].initial, lambda report: None) for peer in peers[:2]]
     hub.clock.run([*lives, wait_and_live])
     first = late.reports[0]

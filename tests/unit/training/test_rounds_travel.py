@@ -135,6 +135,7 @@ def test_the_slots_of_a_slow_holder_are_passed_on_by_those_who_fetch_them():
 
 def test_routed_tokens_are_counted_over_layers_and_once():
     peer = VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    peer.trainer.load(peer.initial())
     for _ in range(2):
         peer.trainer.step(1e-3)
     routed = peer.trainer.routed_tokens()
@@ -146,6 +147,7 @@ def test_routed_tokens_are_counted_over_layers_and_once():
 def test_routed_tokens_are_those_of_the_router():
     """Compared with a forward pass of the plain model."""
     peer = VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    peer.trainer.load(peer.initial())
     tokens_BT1 = peer.trainer.data.next_batch(4)
     peer.trainer.data.load_state_dict({"position": 0})
     with torch.no_grad():

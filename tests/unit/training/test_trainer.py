@@ -198,7 +198,7 @@ def test_calibrating_leaves_model_and_data_order_as_they_were(seed):
 def test_a_released_slot_is_not_trained_any_more_and_an_adopted_one_is(seed):
     one = trainer(TRAIN, seed, claimed=[0])
     before = state(one)
-    one.set_slots((1,), {"slot-1": before["frozen-1"]})
+    one.set_slots((1,), {VectorName.of_slot(1): before["frozen-1"]})
     for _ in range(2):
         one.step(1e-2)
     after = state(one)
