@@ -117,6 +117,9 @@ class DrawnBundles(Mapping[VectorName, Tensor]):
         self._layouts = layouts
         self._sizes = anchors.bundle_numel()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[VectorName]:
         return iter(self._names)
 

@@ -65,6 +65,9 @@ class StoredVectors(Mapping[VectorName, Tensor]):
     def __getitem__(self, name: VectorName) -> Tensor:
         return self._loads[name]()
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._loads  # without reading it, as `Mapping` would
+
     def __iter__(self) -> Iterator[VectorName]:
         return iter(self._loads)
 
