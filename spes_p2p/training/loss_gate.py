@@ -95,11 +95,8 @@ class LossGate:
             lambda: [name for name in sorted(vectors or ()) if name.is_weights and name not in trained]
         )
         stored = StoredVectors() | vectors if vectors is not None else None
-        self._trainer.load(
-            stored.only(lambda name: name not in others)  # guard: others-chance
-            if stored is not None
-            else None
-        )
+        own = {name for name in stored or () if name not in others}  # guard: others-chance
+        self._trainer.load(stored.only(own.__contains__) if stored is not None else None)
         if not others:
             return
         is_new = self._group.from_leader(lambda: sync is not None and not sync.stats.num_committed)
