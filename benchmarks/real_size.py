@@ -1,0 +1,240 @@
+"""What peers of the 1B shape take on one machine without a GPU: memory and time, beside what they have to reach.
+
+    .venv/bin/python benchmarks/real_size.py [--output benchmarks/results/real_size] [--only logits start pair]
+
+Memory is the proportional set size over all processes of a peer, every half second: pages that processes share are
+divided among them. Peers are ended, and the row says so, when the machine has less than a gigabyte left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import psutil
+import torch
+import yaml
+from pydantic_settings import SettingsConfigDict
+from torch.distributed._tools.mem_tracker import MemTracker
+
+from benchmarks.cluster import ROOT
+from benchmarks.machine import Circumstances, load_average
+from benchmarks.tables import HEAD, Row, markdown_table
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig, ModelConfig, TrainConfig
+from spes_p2p.model.build import build_slot_model
+from spes_p2p.model.loss import TrainingLoss
+from spes_p2p.presentation import say
+
+SHAPE = ROOT / "configs" / "spes_1b.yaml"
+VOCABULARY, SEQUENCE, ROUNDS, STEPS = 8192, 128, 5, 2
+REAL_VOCABULARY, MICRO_BATCH = 151_665, (8, 512)
+MAX_PEER_GB, MAX_START_SECONDS, MAX_LOGITS_MB = 7.5, 40.0, 0.1
+SAMPLE_SECONDS = 0.5
+LEAST_FREE_BYTES = 10**9
+DEADLINE_SECONDS = 1800.0
+_ROUND = re.compile(r"round (\d+): \d+ peers, ")
+
+
+class RealSizeConfig(CommandConfig):
+    """Memory and time of peers of the 1B shape."""
+
+    model_config = SettingsConfigDict(cli_prog_name="real_size.py")
+
+    only: list[Literal["logits", "start", "pair"]] = ["logits", "start", "pair"]
+    """What to measure."""
+    work: Path = Path("runs/real_size")
+    """Folder of the peers; emptied first."""
+    output: Path | None = None
+    """Where to leave the figures: this name with `.md` and with `.json`."""
+
+
+@dataclass
+class Peer:
+    """A peer as a process, and what it has taken so far."""
+
+    folder: Path
+    process: subprocess.Popen[bytes]
+    began: float = field(default_factory=time.monotonic)
+    peak_bytes: int = 0
+    peak_seconds: float = 0.0
+    first_round_seconds: float | None = None
+    rounds: int = 0
+
+    def look(self) -> None:
+        """Measure it, and read how far it is."""
+        taken = sum(map(_proportional_bytes, _family(self.process.pid)))
+        seconds = time.monotonic() - self.began
+        if taken > self.peak_bytes:
+            self.peak_bytes, self.peak_seconds = taken, seconds
+        self.rounds = max(map(int, _ROUND.findall(self.log.read_text(errors="replace"))), default=0)
+        if self.rounds and self.first_round_seconds is None:
+            self.first_round_seconds = seconds
+
+    @property
+    def log(self) -> Path:
+        return self.folder.with_suffix(".log")
+
+    def end(self) -> None:
+        """End it with all its processes, if it has not ended by itself."""
+        family = _family(self.process.pid)
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(family, timeout=10)
+        self.process.wait()
+
+
+def _family(pid: int) -> list[psutil.Process]:
+    try:
+        parent = psutil.Process(pid)
+        return [parent, *parent.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _proportional_bytes(process: psutil.Process) -> int:
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+    except OSError:  # it has just ended
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def _settings(work: Path, *, min_peers: int, rounds: int) -> Path:
+    """Write the settings of a run of the 1B shape with a small vocabulary; return the file."""
+    settings = yaml.safe_load(SHAPE.read_text())
+    run = settings["run"]
+    run["data"] = {"source": "embedded", "vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
+    run["train"] |= {"precision": "fp32", "batch_size": 8}
+    run["round"] |= {"steps": STEPS, "total": rounds, "min_peers": min_peers, "max_seconds": 600}
+    run.pop("merge")
+    settings |= {"storage": "int8", "inner_optimizer": "adamw8bit", "seed_seconds": 0}
+    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
+    return path
+
+
+def _start(work: Path, name: str, *flags: str) -> Peer:
+    folder = work / name
+    log = folder.with_suffix(".log").open("wb")
+    command = [sys.executable, "-m", "spes_p2p", "peer", "--run-id", "real-size", "--output", str(folder), *flags]
+    return Peer(folder, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+
+
+def _watch(peers: Sequence[Peer], until: int) -> str:
+    """Measure peers until each has committed so many rounds or ended; return why that failed, if it did."""
+    began = time.monotonic()
+    while any(peer.process.poll() is None and peer.rounds < until for peer in peers):
+        for peer in peers:
+            peer.look()
+        if psutil.virtual_memory().available < LEAST_FREE_BYTES:
+            return "the machine ran out of memory"
+        if time.monotonic() > began + DEADLINE_SECONDS:
+            return f"not done after {DEADLINE_SECONDS:.0f} s"
+        time.sleep(SAMPLE_SECONDS)
+    short = [peer for peer in peers if peer.rounds < until]
+    return f"{short[0].folder.name} ended with {short[0].process.returncode}; see {short[0].log}" if short else ""
+
+
+def _wait_for(path: Path, peer: Peer) -> None:
+    while not path.exists() and peer.process.poll() is None:
+        peer.look()
+        time.sleep(SAMPLE_SECONDS)
+
+
+def start_rows(work: Path) -> Iterator[Row]:
+    """Yield how long a peer alone takes from its process's start to its first committed round, and its peak."""
+    settings = _settings(work, min_peers=1, rounds=1)
+    alone = _start(work, "alone", "--config", str(settings))
+    try:
+        failure = _watch([alone], 1)
+    finally:
+        alone.end()
+    seconds = alone.first_round_seconds
+    found = f"{seconds:.0f} s" if seconds is not None else failure
+    is_met = seconds is not None and seconds <= MAX_START_SECONDS
+    yield Row("start of the 1B shape, alone, to the first committed round", found, f"{MAX_START_SECONDS:.0f} s", is_met)
+    yield Row("- its peak, all processes", _gigabytes(alone), "", None)
+
+
+def pair_rows(work: Path) -> Iterator[Row]:
+    """Yield the peaks of two peers that train five rounds beside each other."""
+    settings = _settings(work, min_peers=2, rounds=ROUNDS)
+    first = _start(work, "first", "--config", str(settings))
+    peers = [first]
+    try:
+        _wait_for(address := first.folder / "address", first)
+        if address.exists():
+            machine = ["--max-slots", "4", "--micro-batch-size", "8", "--activation-checkpointing", "--storage", "int8"]
+            machine += ["--inner-optimizer", "adamw8bit", "--seed-seconds", "0"]
+            peers.append(_start(work, "second", "--initial-peers", address.read_text().split()[0], *machine))
+        failure = _watch(peers, ROUNDS)
+    finally:
+        for peer in peers:
+            peer.end()
+    peaks = " and ".join(map(_gigabytes, peers)) + (f"; {failure}" if failure else "")
+    what = (
+        "two peers of the 1B shape (vocabulary 8 192; 4 slots; int8; adamw8bit; sequences of 128), 5 rounds of 2 steps"
+    )
+    is_met = not failure and all(peer.peak_bytes <= MAX_PEER_GB * 1e9 for peer in peers)
+    yield Row(f"{what}: peak of each", peaks, f"{MAX_PEER_GB} GB", is_met)
+    yield Row("- rounds committed by each", ", ".join(str(peer.rounds) for peer in peers), f"{ROUNDS}", not failure)
+
+
+def _gigabytes(peer: Peer) -> str:
+    return f"{peer.peak_bytes / 1e9:.1f} GB after {peer.peak_seconds:.0f} s"
+
+
+def logits_rows(_: Path) -> Iterator[Row]:
+    """Yield what logits take per token of a microbatch: the peak of forward and backward pass above the parameters."""
+    model = ModelConfig(hidden_size=64, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=16, num_experts=4)
+    shape = {"vocab_size": REAL_VOCABULARY, "sequence_length": MICRO_BATCH[1], "seed": 0}
+    built = build_slot_model(model, claimed=[0], storage="fp32", **shape)  # type: ignore[arg-type]
+    loss = TrainingLoss(built, TrainConfig(output_z_loss=1e-5))
+    tokens_BT1 = torch.randint(REAL_VOCABULARY, (MICRO_BATCH[0], MICRO_BATCH[1] + 1))
+    with MemTracker() as tracker:
+        loss(tokens_BT1).total.backward()  # type: ignore[arg-type]
+    peak = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    kept = sum(parameter.nbytes for parameter in built.module.parameters())
+    megabytes = (peak - 2 * kept) / 1e6 / (MICRO_BATCH[0] * MICRO_BATCH[1])
+    what = (
+        f"logits' memory at V = {REAL_VOCABULARY:,}, per token of a microbatch of {MICRO_BATCH[0]} x {MICRO_BATCH[1]}"
+    )
+    yield Row(what.replace(",", " ", 1), f"{megabytes:.3f} MB", f"{MAX_LOGITS_MB} MB", megabytes <= MAX_LOGITS_MB)
+
+
+ROWS = {"logits": logits_rows, "start": start_rows, "pair": pair_rows}
+
+
+def main(config: RealSizeConfig) -> int:
+    """Measure and print; return the exit code."""
+    load_before = load_average()
+    found: list[Row] = []
+    for name in config.only:
+        shutil.rmtree(config.work, ignore_errors=True)
+        config.work.mkdir(parents=True)
+        for row in ROWS[name](config.work.resolve()):
+            say("  ".join(cell for cell in row.cells if cell))
+            found.append(row)
+    if config.output is not None:
+        circumstances = Circumstances.now(load_before, None)
+        document = {"figures": [row._asdict() for row in found], "circumstances": asdict(circumstances)}
+        config.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+        where = f"{circumstances.date}, {circumstances.cpu}, {circumstances.cores} cores, commit {circumstances.commit}"
+        where += f", load {load_before:.1f} before"
+        table = markdown_table(HEAD, [row.cells for row in found])
+        config.output.with_suffix(".md").write_text(f"# Peers of real size\n\n{where}\n\n{table}")
+    return 0
+
+
+if __name__ == "__main__":
+    entry_point(RealSizeConfig, main)
