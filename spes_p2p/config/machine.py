@@ -26,6 +26,8 @@ KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 AttentionName = Literal["sdpa", "flash", "eager"]
 MIN_MBIT = 1e-3
 """Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
+Mbit = Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)]
+"""A link's rate, in 10^6 bits per second."""
 RunId = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # guard: run-id-text
 
 
@@ -104,7 +106,7 @@ class MachineConfig(Frozen):
     """Precision of gradients. `bf16` halves their memory; only the 8-bit optimizers take it."""
     shard: Literal["ddp", "fsdp"] = "ddp"
     """How ranks share the work. `ddp` copies what is trained to each, `fsdp` splits it among them."""
-    uplink_mbit: Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)] | None = None
+    uplink_mbit: Mbit | None = None
     """Upload rate of this link, in 10^6 bits per second. It sends at that rate, which leaves no queues in which
     TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. If the rate is about half of the
     others' or less, they reduce in its place and pass its slots on. A peer that states no rate counts as the fastest

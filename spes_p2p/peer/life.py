@@ -21,6 +21,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import TokenSource, train_sources
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
+from spes_p2p.peer.controls import Controls, limited
 from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
 from spes_p2p.peer.page import PeerPage, shown
@@ -29,7 +30,7 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.checkpoint import checkpoint_of
+from spes_p2p.training.checkpoint import Saved, checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
@@ -37,6 +38,7 @@ from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
+LEAVING = "others fetch what only this peer has"
 
 
 def export_words(folder: Path) -> str:
@@ -76,6 +78,8 @@ def run(
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
         output = kept_output if config.resume else fresh_output
         with output(config.output) as keep:
+            controls = Controls(config.output)
+            config = limited(config, controls.limits)
             own = kept(config)
             if own.is_finished and not config.initial_peers and config.seed_seconds is None:
                 log.info("the run is finished; --seed-seconds 600 would serve its versions for ten minutes")
@@ -83,12 +87,13 @@ def run(
                 return 0
             with (
                 joined(config, own) as (swarm, admission),
-                shown(config, swarm, admission.manifest) as page,
+                controls.watching(swarm.traffic, interrupts=group.world_size == 1 or bool(ranks)),
+                shown(config, swarm, admission.manifest, controls) as page,
                 restart.when_daemons_die(config, swarm),
             ):
                 on_joined(swarm.node.contacts())
                 try:
-                    _train(config, group, end, (swarm, admission), keep, page)
+                    _train(config, group, end, (swarm, admission), keep, page, controls)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death:
                         raise
@@ -130,6 +135,7 @@ def _train(
     joined: tuple[HivemindSwarm, Admission] | None,
     keep_output: Callable[[], None] = _nothing,
     page: PeerPage | None = None,
+    controls: Controls | None = None,
 ) -> None:
     """Train on this rank; `joined` on the leader only. Until its data are read, a start may still fail."""
     group.connect()
@@ -141,41 +147,41 @@ def _train(
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         if admission is None:  # the leader has found the run finished
             return
-        run = admission.manifest.config
-        text = _source(config, run, admission.manifest.vocab_size)
-        data = text(admission.data_seed)
-        trainer = build_trainer(run, admission.manifest.vocab_size, data, group, machine=config)
+        run, vocab_size = admission.manifest.config, admission.manifest.vocab_size
+        text = _source(config, run, vocab_size)
+        trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config)
         keep_output()
         swarm = joined[0] if joined else None
         checkpoint = checkpoint_of(config.output, config)
-        found, skips = admission.found, config.skip_optimizer
-        saved = checkpoint.load(found, skips_optimizer=skips) if found is not None else None
-        if saved is not None and saved.state.round >= run.round.total and not config.initial_peers:
-            # Only its versions are still of use, to a monitor perhaps: it waits for no other peer.
-            run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
+        found = admission.found
+        saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
+        run = _needing_none(run) if saved is not None and _is_founders_last(config, run, saved) else run
         initial = None
         if swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
-                initial = _initial(config, run, admission.manifest.vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, public_text(text, run.data.sequence_length))
+                initial = _initial(config, run, vocab_size, sync, trainer)
+        gate, run_id = LossGate(trainer, group, public_text(text, run.data.sequence_length)), admission.manifest.run_id
         loop = TrainingLoop(
-            run, trainer, group, sync, gate=gate, checkpoint=checkpoint, run_id=admission.manifest.run_id
+            *(run, trainer, group, sync), gate=gate, checkpoint=checkpoint, run_id=run_id, controls=controls
         )
         loop.open(initial, saved)
-        if sync is not None and config.resume_round not in (None, sync.round):
+        if sync is not None and config.resume_round not in (None, sync.round) and not loop.is_ended:
             log.warning("--resume-round %d: the other peers go on from %d; stop all", config.resume_round, sync.round)
         del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
         tell("")
         loop.run(page.reported if page is not None else None)
-        if swarm is not None:
+        if swarm is not None and not loop.is_ended:
             tell("serving", "the last round is trained; a monitor may fetch its model")
-            is_archived = _serve_for_a_while(swarm, run.round.total, config.seed_seconds)
-            log.info("the run is finished%s", "" if is_archived else f"; its model: {export_words(config.output)}")
+            _serve_for_a_while(config, swarm, run.round.total)
+        elif swarm is not None:
+            tell("leaving", LEAVING)
+            end.hand_over()
+            log.info("finished as asked; continue later with --resume --output %s", config.output)
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
-            tell("leaving", "others fetch what only this peer has")
+            tell("leaving", LEAVING)
             end.hand_over()
         raise
     finally:
@@ -184,6 +190,16 @@ def _train(
         if trainer is not None:
             trainer.close()
         group.close()
+
+
+def _is_founders_last(config: PeerConfig, run: RunConfig, saved: Saved) -> bool:
+    """Tell whether a founder comes back to a run whose last round it has saved."""
+    return saved.state.round >= run.round.total and not config.initial_peers
+
+
+def _needing_none(run: RunConfig) -> RunConfig:
+    """Return a finished run that waits for no other peer: only its versions are still of use, to a monitor perhaps."""
+    return run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
 
 
 def _unreachable() -> Admission:
@@ -247,10 +263,16 @@ def _hand_over(
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 
-def _serve_for_a_while(swarm: HivemindSwarm, last_round: int, seconds: float | None) -> bool:
-    """Keep the final versions within reach until a monitor has archived them, which is returned, or for `seconds`."""
-    seconds = SEED_SECONDS if seconds is None else seconds
+def _serve_for_a_while(config: PeerConfig, swarm: HivemindSwarm, last_round: int) -> None:
+    """Keep the final versions within reach until a monitor has archived them, or the time to serve is up."""
+    seconds = SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
     log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
+    is_archived = _is_archived(swarm, last_round, seconds)
+    log.info("the run is finished%s", "" if is_archived else f"; its model: {export_words(config.output)}")
+
+
+def _is_archived(swarm: HivemindSwarm, last_round: int, seconds: float) -> bool:
+    """Wait until a monitor has archived the last round's versions, which is returned, or for `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if any(record.round >= last_round for record in swarm.read(Archived).values()):  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -16,7 +17,10 @@ from spes_p2p.config import PeerConfig
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState
+from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.peer.controls import Controls
+from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.records import Claim, Metrics, Progress
@@ -40,9 +44,11 @@ class PeerPage:
         page: The page.
         swarm: This peer's swarm, in the run.
         state: What the page shows.
+        controls: What this machine's owner has asked; None shows none.
     """
 
-    def __init__(self, page: Page, swarm: HivemindSwarm, state: PageState) -> None:
+    def __init__(self, page: Page, swarm: HivemindSwarm, state: PageState, controls: Controls | None = None) -> None:
+        self._controls = controls
         self._stage = "joining"
         self._why = "it fetches the run's model, or waits for the others"
         self._page = page
@@ -88,7 +94,8 @@ class PeerPage:
         view = fold(view, Snapshot(self._swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
         for event in self._log.of(view):
             self._page.take(event)
-        self._state = replace(self._state, view=view, own=self._own())
+        control = self._controls.view() if self._controls is not None and self._page.is_loopback else {}
+        self._state = replace(self._state, view=view, own=self._own(), control=control)
         self._page.show(self._state)
 
     def _own(self) -> Own:
@@ -98,6 +105,9 @@ class PeerPage:
             self._memory_at = now
         received, sent = self._swarm.traffic()
         stage, why = self._stage, self._why
+        if self._controls is not None and stage != "leaving":
+            held, reason = self._controls.stage
+            stage, why = (held, reason) if held else (stage, why)
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
         calls = "calls others only" if self._swarm.node.client_mode else "yes"
@@ -124,8 +134,12 @@ def _resident_bytes() -> int:
 
 
 @contextlib.contextmanager
-def shown(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Iterator[PeerPage | None]:
+def shown(
+    config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, controls: Controls | None = None
+) -> Iterator[PeerPage | None]:
     """Show this peer's page while the block runs; start it after the averager's fork. None with `--page off`.
+
+    On a terminal it prints the link that carries the token of the verbs; a log is no place for a token.
 
     Raises:
         ConfigError: the page cannot listen where it should.
@@ -137,9 +151,12 @@ def shown(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest) -> Itera
     view = SwarmView(run.model.num_experts, run.round.total, absence_seconds=run.round.heartbeat_seconds)
     facts = {"run_id": manifest.run_id, "config": run.model_dump(mode="json")}
     state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"))
-    page = Page(config.page, state, config.output)
+    verbs = Verbs(controls.act, config.output) if controls is not None else None
+    page = Page(config.page, state, config.output, verbs)
     log.info("page: %s", page.address)
-    follower = PeerPage(page, swarm, state)
+    if verbs is not None and page.is_loopback and sys.stderr.isatty():
+        say(f"with buttons: {page.address}#token={verbs.token}")
+    follower = PeerPage(page, swarm, state, controls)
     try:
         yield follower
     finally:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
@@ -19,6 +20,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
+from spes_p2p.training.controls import Controls, Decision, Intent, decide
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.overlap import Correction, PendingSync, Task, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup, give_back_freed
@@ -47,6 +49,7 @@ class TrainingLoop:
         gate: Judges the slots that others publish; None accepts all.
         checkpoint: Where the leader saves the peer's state after each round; None saves nothing.
         run_id: The run's name, for the checkpoint.
+        controls: The owner's controls, on the leader; None lets the peer train.
         start: Starts work beside the training; in virtual time for a virtual peer.
     """
 
@@ -60,6 +63,7 @@ class TrainingLoop:
         gate: LossGate | None = None,
         checkpoint: PeerCheckpoint | None = None,
         run_id: str = "run",
+        controls: Controls | None = None,
         start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
         self._run = run
@@ -68,6 +72,8 @@ class TrainingLoop:
         self._sync = sync
         self._gate = gate
         self._checkpointer = Checkpointer(checkpoint, run_id, trainer, group, sync)
+        self._controls = controls
+        self._threads = torch.get_num_threads()
         self._start = start
         self._on_round: Callable[[Metrics], None] | None = None
         self._pending: PendingSync | None = None
@@ -79,6 +85,9 @@ class TrainingLoop:
         self._last_report = self._trainer.clock()
         self._waited_seconds = 0.0
         self._halted_seconds = 0.0
+        self._step_seconds = 0.0
+        self.is_ended = False
+        """Whether the peer was asked to end, and has."""
         self.brought_steps = 0
         """Local steps that have been brought to a synchronisation."""
         self.begun_rounds = 0
@@ -91,6 +100,9 @@ class TrainingLoop:
             initial: Makes the published vectors of the run's start; on the leader only.
             saved: This peer's checkpoint, after a restart.
         """
+        self._stand_by()
+        if self.is_ended:
+            return
         update = self._lead(lambda sync: sync.open(initial, saved.files if saved is not None else None))
         if saved is not None and saved.skips_optimizer:
             weights = (StoredVectors() | update.vectors).only(lambda name: name.is_weights)
@@ -112,9 +124,13 @@ class TrainingLoop:
         """
         self._on_round = on_round
         try:
-            self._meet()
-            while not self._is_over:
+            if not self.is_ended:
+                self._meet()
+            while not (self._is_over or self.is_ended):
                 self._one_round()
+                self.is_ended = self._group.from_leader(lambda: self._intent().ends) or self.is_ended
+            if self._pending is not None:
+                self._land(self._pending)
         finally:
             self.abandon_pending(LEAVING_SECONDS)
             self._checkpointer.close()
@@ -141,8 +157,8 @@ class TrainingLoop:
     def _one_round(self) -> None:
         """Run one round. Its vectors are local to this call, so they are freed before the next round."""
         work = self._train()  # local vectors, moments, tokens, routed
-        if self._is_over:
-            return  # the others have gone on meanwhile, and ended the run
+        if work is None or self._is_over:
+            return  # its owner has taken it out; or the others have gone on meanwhile, and ended the run
         if self._run.round.overlap and self._round + 1 < self._run.round.total:
             self._synchronise_beside_training(work)
             return
@@ -163,14 +179,28 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ training
 
-    def _train(self) -> RoundWork:
-        """Make local steps until the round ends, and apply a pending synchronisation on the way."""
+    def _train(self) -> RoundWork | None:
+        """Make local steps until the round ends, and apply a pending synchronisation on the way.
+
+        Returns:
+            What was trained; None if the owner's controls have taken this peer out of the round.
+        """
         began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
         self._round_started = self._now()
         self.begun_rounds += 1
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
+            act = self._act(done, steps)
+            if act in ("stand aside", "end"):
+                self._stand_aside(is_ended=act == "end")
+                return None
+            if act == "bring":
+                break
+            if act == "wait":
+                continue
             position = self._round + (self._pending is not None) + min(done, 1.0)
+            began_step = self._trainer.clock()
             step = self._trainer.step(*self._rates(position))
+            self._step_seconds = self._trainer.clock() - began_step
             steps += 1
             if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
                 tokens += step.tokens
@@ -183,24 +213,24 @@ class TrainingLoop:
         if self._pending is not None:
             self._land(self._pending)
         seconds = self._trainer.clock() - began - self._halted_seconds
-        self._tokens_per_second = tokens / seconds
+        self._tokens_per_second = tokens / seconds if steps else self._tokens_per_second
         self._total_tokens += tokens
-        if not tokens:
+        if steps and not tokens:
             log.warning(
                 "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it comes "
                 "again, to others too, the run needs a lower train.lr; if to this peer alone, --resume with "
                 "--device cpu",
                 *(self._round + 1, steps),
             )
-        return self._work(tokens, weighted_loss, seconds)
+        return self._work(tokens, weighted_loss, seconds, self._tokens_per_second if steps else 0.0)
 
-    def _work(self, tokens: int, weighted_loss: float, seconds: float) -> RoundWork:
-        """Return what was trained, and start the counters again."""
+    def _work(self, tokens: int, weighted_loss: float, seconds: float, speed: float) -> RoundWork:
+        """Return what was trained, at what speed, and start the counters again."""
         averaged = self._trainer.names if self._run.averaged_moments else self._trainer.names[1:]
         work = RoundWork(
             vectors=self._trainer.all_vectors(),
             tokens=tokens,
-            tokens_per_second=self._tokens_per_second,
+            tokens_per_second=speed,
             seconds=seconds,
             moments=self._trainer.all_moments(self._run.kept_moments, averaged),
             routed=self._trainer.routed_tokens(),
@@ -215,6 +245,82 @@ class TrainingLoop:
         self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         return work
+
+    # ------------------------------------------------------------------ the owner's controls
+
+    def _intent(self) -> Intent:
+        """Return, on the leader, what its owner wants; a held peer waits for a moment first."""
+        step_seconds, self._step_seconds = self._step_seconds, 0.0
+        return self._controls.intent(step_seconds) if self._controls is not None else Intent()
+
+    def _act(self, done: float, steps: int) -> str:
+        """Return what all ranks do next; of a round of which the share `done` is over after so many steps."""
+        began, by_steps = self._trainer.clock(), self._run.round.mode == "steps"
+
+        def of_leader() -> Decision:
+            if self._controls is None or self._sync is None:
+                return Decision()
+            intent, held = self._intent(), self._sync.held
+            held.limit(intent.slots)
+            has_others = intent.trains or len(held.active()) > 1
+            return decide(
+                intent,
+                has_trained=steps > 0,
+                is_due=done >= 1.0 or by_steps,
+                has_others=has_others,
+                is_pending=self._pending is not None,
+                lease_seconds=self._run.round.lease_seconds,
+            )
+
+        decision = self._group.from_leader(of_leader)
+        if (threads := decision.threads or self._threads) != torch.get_num_threads():
+            torch.set_num_threads(threads)
+        if decision.act == "leave":
+            raise KeyboardInterrupt
+        if decision.act != "step":
+            self._halted_seconds += self._trainer.clock() - began
+            if self._pending is not None and decision.act == "wait":
+                self._land_if_due(self._pending)
+        return decision.act
+
+    def _stand_by(self) -> None:
+        """Wait until this peer may train, or is to end."""
+        while True:
+            intent = self._group.from_leader(self._intent)
+            if intent.leaves:
+                raise KeyboardInterrupt
+            self.is_ended = intent.ends
+            if intent.trains or self.is_ended:
+                if self._sync is not None:
+                    self._sync.held.limit(intent.slots)
+                return
+
+    def _stand_aside(self, *, is_ended: bool) -> None:
+        """Give the slots to others until this peer may train again; then join them as a late peer does."""
+        self._halted_seconds = 0.0
+        self.is_ended = is_ended
+        if is_ended:
+            return
+
+        def aside(sync: Synchroniser) -> StateUpdate:
+            sync.held.stand_aside()
+            assert self._controls is not None
+            self._controls.tell("its slots are handed over; it serves what it has")
+            return StateUpdate(())
+
+        self._lead(aside)
+        self._stand_by()
+        if self.is_ended:
+            return
+
+        def come_back(sync: Synchroniser) -> StateUpdate:
+            sync.held.come_back()
+            return sync.open(None)
+
+        self._load(self._lead(come_back))
+        self._meet()
+
+    # ------------------------------------------------------------------ when a round ends
 
     def _share_done(self, steps: int) -> float:
         """Return the share of the round that is over, by steps or by the leader's clock."""

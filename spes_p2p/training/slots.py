@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Literal
 
@@ -63,13 +64,16 @@ class HeldSlots:
         self._run = run
         self._anchors = anchors
         self._max_slots = max_slots
+        self._chosen_slots = max_slots
         self._num_slots = run.model.num_experts
         self._names = vector_names(self._num_slots)
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()
         self._checked_at = 0.0
+        self._is_aside = False
         self._has_left = False
+        self._released: list[VectorName] = []
 
     # ------------------------------------------------------------------ claims
 
@@ -84,7 +88,7 @@ class HeldSlots:
             peer_id=self._swarm.peer_id,
             state=self._state,
             slots=self.slots,
-            max_slots=self._max_slots,
+            max_slots=0 if self._is_aside else max(len(self.slots), self._chosen_slots),
             since=self._since,
             votes=self.has_committed,
         )
@@ -112,10 +116,29 @@ class HeldSlots:
 
     def leave(self) -> None:
         """Release all slots now, not when the lease ends; for good."""
-        self.slots = ()
-        self._max_slots = 0
-        self.announce("joining")
+        self.stand_aside()
         self._has_left = True
+
+    def stand_aside(self) -> None:
+        """Release all slots until `come_back`, and go on serving them; others do not wait for this peer."""
+        if self.slots:
+            mine = self._swarm.versions()
+            slots = map(VectorName.of_slot, self.slots)
+            self._released = [name for slot in slots for name in (slot, slot.moments) if name in mine]
+        self.slots = ()
+        self._is_aside = True
+        self.announce("joining")
+
+    def come_back(self) -> None:
+        """Be a newcomer: without slots, and without a vote until a round is committed."""
+        for name in [name for name in self._anchors.names if name != SHARED]:
+            self._anchors.forget(name)
+        self.has_committed = False
+        self._is_aside = False
+
+    def limit(self, max_slots: int | None) -> None:
+        """Train at most so many slots from the next round on; None for as many as this peer can."""
+        self._chosen_slots = self._max_slots if max_slots is None else min(max_slots, self._max_slots)
 
     def hand_over(self, seconds: float) -> list[VectorName]:
         """Release all slots, and serve them until others have the newest versions, at most so long.
@@ -123,11 +146,8 @@ class HeldSlots:
         Returns:
             The versions that no other peer has.
         """
-        held = map(VectorName.of_slot, self.slots)
-        mine = self._swarm.versions()
-        names = [name for slot in held for name in (slot, slot.moments) if name in mine]
         self.leave()
-        began = self.clock()
+        names, began = self._released, self.clock()
         while True:
             mine = self._swarm.versions()
             offers = self._offers(self.others()).values()
@@ -143,7 +163,12 @@ class HeldSlots:
 
     def rebalance(self, round: int) -> dict[VectorName, Tensor]:
         """Hold, from `round` on, what the claims allocate to this peer; return the vectors of new slots."""
-        return self._hold(self._claimant.after_round(self.clock(), self.trusted(self.claims()), round))
+        claims = self.trusted(self.claims())
+        target = self._claimant.after_round(self.clock(), claims, round)
+        if len(target) > self._chosen_slots:  # its owner has lowered the limit: others hold what it keeps least
+            holders = Counter(slot for claim in claims.values() for slot in claim.slots)
+            target = tuple(sorted(sorted(target, key=holders.__getitem__)[: self._chosen_slots]))
+        return self._hold(target)
 
     def rescue_orphans(self) -> dict[VectorName, Tensor]:
         """Once per heartbeat, adopt slots that lost their last holder; return the vectors of new slots."""

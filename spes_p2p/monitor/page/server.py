@@ -1,7 +1,7 @@
 """Serves the live page, in a thread with an event loop of its own: a slow browser holds up nothing else.
 
-The page has no verbs: it answers GET alone, and a request changes nothing. Verbs that change something belong into a
-module beside this one, behind a token, and onto loopback pages only.
+The page answers GET alone, and a request changes nothing. A peer's page has verbs as well (`verbs`), behind a token; a
+monitor's has none.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.curves import PrometheusText
 from spes_p2p.monitor.events import Event
 from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, Sections, Snapshots, difference
+from spes_p2p.monitor.page.verbs import Verbs
 
 log = logging.getLogger(__name__)
 
@@ -133,6 +134,7 @@ class Page:
         state: What to show first.
         output: Directory for the file with the page's address. A page without a port of its own takes the one that
             this file names, if it is free, so that a restart keeps its address.
+        verbs: What its owner may do by it; None for nothing.
 
     Attributes:
         address: The page's URL.
@@ -141,11 +143,12 @@ class Page:
         ConfigError: it cannot listen there.
     """
 
-    def __init__(self, where: str, state: PageState, output: Path) -> None:
+    def __init__(self, where: str, state: PageState, output: Path, verbs: Verbs | None = None) -> None:
         place = Place.parse(where)
         self._socket = _listen(place, output / PAGE_FILE)
         self._place = Place(place.host, self._socket.getsockname()[1], place.name)
         self._state = state
+        self._verbs = verbs
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
         self._snapshots = Snapshots()
         self._prometheus = PrometheusText()
@@ -169,6 +172,11 @@ class Page:
         self._thread.start()
         self._ready.wait(START_SECONDS)
         (output / PAGE_FILE).write_text(f"{self.address}\n")
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return self._place.is_loopback
 
     def show(self, state: PageState) -> None:
         """Show a state; from any thread."""
@@ -205,6 +213,8 @@ class Page:
         app.router.add_get("/events", self._stream, allow_head=False)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/state.json", self._json)
+        if self._verbs is not None:
+            self._verbs.add_to(app)
         runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, self._socket).start()
@@ -231,7 +241,7 @@ class Page:
             return web.Response(status=403, text="another site's page may not ask\n")
         if not _is_own_site(request):  # guard: page-site
             return web.Response(status=403, text="another site's page may not ask\n")
-        if request.body_exists:  # guard: page-body
+        if request.body_exists and not (self._verbs and self._verbs.takes(request)):  # guard: page-body
             return web.Response(status=413, text="no request here has a body\n", headers={"Connection": "close"})
         try:
             return await handler(request)

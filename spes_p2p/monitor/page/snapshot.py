@@ -81,6 +81,7 @@ class PageState:
         why: What holds it.
         facts: More lines about the run, by name.
         baselines: Held-out loss over tokens of other ways to train the same model, by name.
+        control: What this machine's owner has asked, and what it amounts to; empty where nothing can be asked.
     """
 
     view: SwarmView
@@ -90,6 +91,7 @@ class PageState:
     why: str = ""
     facts: Mapping[str, object] = field(default_factory=dict)
     baselines: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
+    control: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Snapshots:
@@ -130,6 +132,7 @@ class Snapshots:
                 printable(name, MAX_QUOTE_CHARS): [[tokens, _digits(loss, 5)] for tokens, loss in curve]
                 for name, curve in state.baselines.items()
             },
+            "control": dict(state.control),
         }
 
     def _rounds(self, view: SwarmView, own: Own | None) -> dict[str, list[Any]]:

@@ -1,0 +1,269 @@
+"""A machine's wish and rules, and whether it trains by them: pure functions of settings, clock and surroundings.
+
+`spes ctl`, the page and the file `controls.yaml` all take their values through these models, so that a value that does
+not fit is refused in the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from spes_p2p.config.machine import Mbit
+from spes_p2p.config.run import Frozen
+from spes_p2p.errors import ConfigError
+
+VERBS = ("pause", "resume", "finish", "leave", "set", "rules")
+DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
+DAY_MINUTES = 24 * 60
+MAX_SPANS = 28
+MAX_PAUSE_SECONDS = 366 * 86400.0
+GIGABYTE = 10**9
+_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_SPAN = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? +)?(\d{1,2}):(\d\d) ?- ?(\d{1,2}):(\d\d)")
+_EXAMPLE = "as in 'mon-fri 22:00-07:00, sat-sun 00:00-24:00'"
+
+
+def duration(text: str) -> float:
+    """Return the seconds of `90`, `90s`, `15m`, `2h`, `1d` or `1h30m`.
+
+    Raises:
+        ConfigError: it is no duration, or none between a second and a year.
+    """
+    parts = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text.strip().lower())
+    numbers = [int(part or 0) for part in parts.groups()] if parts and text.strip() else [0]
+    seconds = float(sum(n * unit for n, unit in zip(numbers, (86400, 3600, 60, 1), strict=False)))
+    if not 1 <= seconds <= MAX_PAUSE_SECONDS:
+        raise ConfigError(f"{text[:60]!r} is no time to pause for; say 90s, 15m, 2h or 3d, a year at most")
+    return seconds
+
+
+@dataclass(frozen=True)
+class Span:
+    """Hours of some days of the week.
+
+    Attributes:
+        days: Days on which it begins, 0 for Monday.
+        begin: Minute of the day.
+        end: Minute of the day, or of the next day if it is not after `begin`.
+    """
+
+    days: frozenset[int]
+    begin: int
+    end: int
+
+    def holds(self, day: int, minute: int) -> bool:
+        """Tell whether a minute of a day of the week lies within; the end does not."""
+        if self.begin < self.end:
+            return day in self.days and self.begin <= minute < self.end
+        is_next = (day - 1) % 7 in self.days and minute < self.end
+        return is_next or (day in self.days and minute >= self.begin)
+
+
+def spans(text: str) -> tuple[Span, ...]:
+    """Return the spans of `mon-fri 22:00-07:00, sat-sun 00:00-24:00`; one without days is of every day.
+
+    Raises:
+        ValueError: a part is no span.
+    """
+    found = []
+    for part in text.lower().split(","):
+        match = _SPAN.fullmatch(" ".join(part.split()))
+        first, last, *clock = match.groups() if match else (None, None)
+        if match is None or not {first, last} - {None} <= set(DAYS):
+            raise ValueError(f"hours={text[:60]!r}: {part.strip()[:40]!r} is no span of hours; write it {_EXAMPLE}")
+        begin, end = (60 * int(hour) + int(minute) for hour, minute in (clock[:2], clock[2:]))
+        if begin >= DAY_MINUTES or end > DAY_MINUTES or int(clock[1]) > 59 or int(clock[3]) > 59 or begin == end:
+            raise ValueError(f"hours={text[:60]!r}: {part.strip()[:40]!r} is no span of a day; write it {_EXAMPLE}")
+        at = DAYS.index(first) if first else 0
+        count = (DAYS.index(last) - at) % 7 + 1 if last else 1 if first else 7
+        found.append(Span(frozenset((at + i) % 7 for i in range(count)), begin, end))
+    if len(found) > MAX_SPANS:
+        raise ValueError(f"hours has {len(found)} spans; name at most {MAX_SPANS}")
+    return tuple(found)
+
+
+def _hours(value: object) -> object:
+    if isinstance(value, str):
+        spans(value)
+        return " ".join(value.lower().split())
+    return value
+
+
+def _names(value: object) -> object:
+    """Split `blender, steam` into names."""
+    parts = value.split(",") if isinstance(value, str) else value
+    return [str(part).strip() for part in parts] if isinstance(parts, Sequence) else parts
+
+
+def _share(value: object) -> object:
+    """Read `50%` as 0.5."""
+    if isinstance(value, str) and (match := re.fullmatch(r"(\d+(?:\.\d+)?) ?%", value.strip())):
+        return float(match[1]) / 100
+    return value
+
+
+ProgramName = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[\w.+ -]+$")]
+
+
+class Rules(Frozen):
+    """When this machine may train. All rules that are set must allow it."""
+
+    hours: Annotated[str, BeforeValidator(_hours), Field(max_length=400)] | None = None
+    """Hours of the local clock in which it trains; by default all."""
+    on_battery: bool = True
+    """Whether it trains on battery, too."""
+    programs: Annotated[tuple[ProgramName, ...], BeforeValidator(_names), Field(max_length=20)] = ()
+    """Programs beside which it does not train, by the names of their processes."""
+    gb_a_day: Annotated[float, Field(ge=1e-3, le=1e6, allow_inf_nan=False)] | None = None
+    """Traffic from which it does not train until the local midnight, sent and received, in 10^9 bytes."""
+
+
+class Limits(Frozen):
+    """How much of this machine the peer takes; None leaves it as the peer was started."""
+
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """CPU threads per rank."""
+    slots: Annotated[int, Field(ge=1, le=128)] | None = None
+    """Most slots to train, up to what the peer was started with; from the next round on."""
+    duty: Annotated[float, BeforeValidator(_share), Field(ge=0.01, le=1, allow_inf_nan=False)] | None = None
+    """Share of the time that it trains; it rests between steps."""
+    uplink_mbit: Mbit | None = None
+    """Upload rate in 10^6 bits per second; from the next start on."""
+
+
+class Traffic(Frozen):
+    """Bytes of one day of the local clock."""
+
+    day: Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\d$")] = "1970-01-01"
+    num_bytes: Annotated[int, Field(ge=0, le=2**62)] = 0
+
+
+class Kept(Frozen):
+    """What `controls.yaml` keeps from one start of a peer to the next. `finish` and `leave` end with the peer."""
+
+    wish: Literal["run", "pause"] = "run"
+    until: Annotated[float, Field(ge=0, le=1e11, allow_inf_nan=False)] | None = None
+    """End of a pause in seconds since the epoch; None pauses until `resume`."""
+    limits: Limits = Limits()
+    rules: Rules = Rules()
+    traffic: Traffic = Traffic()
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What the owner wants.
+
+    Attributes:
+        verb: "run", "pause", "finish" or "leave".
+        until: End of a pause in seconds since the epoch; None lasts until `resume`.
+    """
+
+    verb: Literal["run", "pause", "finish", "leave"] = "run"
+    until: float | None = None
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What the rules ask about.
+
+    Attributes:
+        now: The local time, with its offset.
+        is_on_battery: False also where there is no battery.
+        running: Names of those programs of the rules that run.
+        bytes_today: Bytes sent and received since the local midnight.
+    """
+
+    now: datetime.datetime
+    is_on_battery: bool = False
+    running: frozenset[str] = frozenset()
+    bytes_today: int = 0
+
+
+@dataclass(frozen=True)
+class Effective:
+    """What a peer does.
+
+    Attributes:
+        state: "training", "paused", "finishing" or "leaving".
+        trains: Whether it makes steps.
+        reason: Why, for its owner; "" while it simply trains.
+    """
+
+    state: Literal["training", "paused", "finishing", "leaving"]
+    trains: bool
+    reason: str = ""
+
+
+def effective(wish: Wish, rules: Rules, around: Surroundings) -> Effective:
+    """Return what a peer does: its owner's wish, as far as the rules allow it."""
+    forbidden = _forbidden(rules, around)
+    if wish.verb == "leave":
+        return Effective("leaving", False, "asked to leave: it hands its slots over")
+    if wish.verb == "finish":
+        rest = f"; it makes no more steps: {forbidden}" if forbidden else ""
+        return Effective("finishing", not forbidden, f"asked to finish: it hands over after this round{rest}")
+    if wish.verb == "pause" and (wish.until is None or around.now.timestamp() < wish.until):
+        end = "it is resumed" if wish.until is None else _clock(wish.until, around.now)
+        return Effective("paused", False, f"paused until {end}")
+    return Effective("paused", False, forbidden) if forbidden else Effective("training", True)
+
+
+def _clock(seconds: float, now: datetime.datetime) -> str:
+    at = datetime.datetime.fromtimestamp(math.ceil(seconds), now.tzinfo)
+    return f"{at:%H:%M}" if at.date() == now.date() else f"{at:%a %d %b %H:%M}"
+
+
+def _forbidden(rules: Rules, around: Surroundings) -> str:
+    """Return which rule forbids to train, and until when; "" if none does."""
+    now = around.now
+    if rules.hours and not _within(rules.hours, now):
+        return f"outside its hours, {rules.hours}; it trains again {_next(rules.hours, now)}"
+    if not rules.on_battery and around.is_on_battery:
+        return "on battery; it trains again on mains"
+    if running := sorted(set(rules.programs) & around.running):
+        return f"{running[0]} runs; it trains again when that has ended"
+    if rules.gb_a_day is not None and around.bytes_today >= rules.gb_a_day * GIGABYTE:
+        return f"the day's {rules.gb_a_day:g} GB are used; it trains again at 00:00"
+    return ""
+
+
+def _within(hours: str, at: datetime.datetime) -> bool:
+    minute = 60 * at.hour + at.minute
+    return any(span.holds(at.weekday(), minute) for span in spans(hours))
+
+
+def _next(hours: str, now: datetime.datetime) -> str:
+    """Return the day and time of the next span's begin, by the clock on the wall."""
+    present = 60 * now.hour + now.minute
+
+    def away(day: int, begin: int) -> int:
+        return ((day - now.weekday()) * DAY_MINUTES + begin - present) % (7 * DAY_MINUTES)
+
+    _, day, begin = min((away(day, span.begin), day, span.begin) for span in spans(hours) for day in span.days)
+    time = f"{begin // 60:02}:{begin % 60:02}"
+    return f"at {time}" if day == now.weekday() and begin > present else f"{DAYS[day]} {time}"
+
+
+def words(values: Sequence[str]) -> dict[str, Any]:
+    """Return `threads=2 duty=50% hours=` as values by name; an empty value takes a setting back.
+
+    Raises:
+        ConfigError: a word has no `=`, or a name comes twice.
+    """
+    found: dict[str, Any] = {}
+    for word in values:
+        name, sign, value = word.partition("=")
+        name = name.strip().replace("-", "_")
+        if not sign or not name:
+            raise ConfigError(f"{word[:60]!r} sets nothing; write NAME=VALUE, as in threads=2")
+        if name in found:
+            raise ConfigError(f"{name} is set twice; keep one")
+        found[name] = value.strip() or None
+    return found

@@ -1,0 +1,123 @@
+"""The verbs of a peer's page: POST /control/VERB with the owner's token, from this machine alone.
+
+The server has checked Host, Origin and site before. The token is in a file that only the owner can read, and a header
+of our own carries it, which no form and no other site's page can send.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import json
+import os
+import secrets
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import web
+
+from spes_p2p.errors import ConfigError
+from spes_p2p.presentation import printable
+
+TOKEN_FILE = "control-token"
+"""In a peer's output: the token of its verbs, for its owner's eyes alone."""
+TOKEN_HEADER = "X-Spes-Token"
+TOKEN_BYTES = 32
+PATH = "/control/"
+MAX_BODY_BYTES = 4096
+BODY_SECONDS = 5.0
+CLOSE = {"Connection": "close"}
+
+
+class Verbs:
+    """What the owner of a peer may do by its page.
+
+    Args:
+        act: Does a verb with its values and returns the state as JSON's types. It raises ConfigError for what does not
+            fit, and is called in a thread of its own, because it writes a file.
+        output: The peer's folder, which gets the token's file. A restart keeps the token.
+
+    Raises:
+        ConfigError: the token's file cannot be written.
+    """
+
+    def __init__(self, act: Callable[[str, Mapping[str, Any]], Mapping[str, Any]], output: Path) -> None:
+        self._act = act
+        self.token = _token(output / TOKEN_FILE)
+
+    def add_to(self, app: web.Application) -> None:
+        """Give a page's server the verbs' path."""
+        app.router.add_post(PATH + "{verb:[a-z]+}", self._answer)
+
+    def takes(self, request: web.Request) -> bool:
+        """Tell whether a request may have a body: it is a verb's."""
+        return request.method == "POST" and request.path.startswith(PATH)
+
+    async def _answer(self, request: web.Request) -> web.Response:
+        if not _is_near(request.remote):  # guard: verb-remote
+            return _refusal(403, "verbs are for this machine alone")
+        given = request.headers.get(TOKEN_HEADER, "")
+        if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):  # guard: verb-token
+            return _refusal(
+                401, f"this needs the token in {TOKEN_FILE}; `spes ctl link` prints the page's link with it"
+            )
+        length = request.content_length
+        if request.body_exists and (length is None or length > MAX_BODY_BYTES):  # guard: verb-body
+            return _refusal(413, f"a verb's values take {MAX_BODY_BYTES} bytes at most")
+        try:
+            async with asyncio.timeout(BODY_SECONDS):
+                values = _values(await request.content.readexactly(length or 0))
+            state = await asyncio.to_thread(self._act, request.match_info["verb"], values)
+        except (TimeoutError, asyncio.IncompleteReadError):
+            return _refusal(408, "the values did not come")
+        except ConfigError as error:
+            return _refusal(400, str(error))
+        return web.json_response(state)
+
+
+def _values(body: bytes) -> Mapping[str, Any]:
+    """Return a verb's values; none of an empty body.
+
+    Raises:
+        ConfigError: the body is no JSON object.
+    """
+    try:
+        values = json.loads(body) if body else {}
+    except (ValueError, RecursionError) as error:
+        raise ConfigError('the values are no JSON; send an object, as in {"for": "2h"}') from error
+    if not isinstance(values, dict):
+        raise ConfigError('the values are no object; send one, as in {"for": "2h"}')
+    return values
+
+
+def _refusal(status: int, reason: str) -> web.Response:
+    return web.Response(status=status, text=f"{printable(reason)}\n", headers=CLOSE)
+
+
+def _is_near(remote: str | None) -> bool:
+    try:
+        return remote is not None and ipaddress.ip_address(remote).is_loopback
+    except ValueError:
+        return False
+
+
+def _token(file: Path) -> str:
+    """Return the token that a file keeps, or a new one if there is none or others can read it."""
+    try:
+        if file.exists() and not file.is_symlink():
+            about, kept = file.stat(), file.read_text(encoding="ascii", errors="replace").strip()
+            is_private = stat.S_IMODE(about.st_mode) == 0o600 and about.st_uid == os.geteuid()
+            if is_private and len(kept) >= TOKEN_BYTES:  # guard: token-mode
+                return kept
+        file.unlink(missing_ok=True)
+        token = secrets.token_urlsafe(TOKEN_BYTES)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+            stream.write(token + "\n")
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write {file}: {error.strerror}; make --output writable, or set --page off"
+        ) from error
+    return token
