@@ -2,6 +2,7 @@
 
 from spes_p2p.config.commands import (
     ClusterConfig,
+    CtlConfig,
     EvaluateConfig,
     ExperimentConfig,
     ExportConfig,
@@ -66,6 +67,7 @@ __all__ = [
     "CodecConfig",
     "CodecName",
     "CommandConfig",
+    "CtlConfig",
     "DataConfig",
     "EvaluateConfig",
     "ExperimentConfig",

@@ -28,6 +28,7 @@ from spes_p2p.config.machine import (
 from spes_p2p.config.run import Fraction, Frozen, PositiveFloat, PositiveInt, RunConfig
 
 SuiteName = Literal["spes"]
+CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set", "rules"]
 
 
 class JoinConfig(VolunteerConfig):
@@ -381,5 +382,25 @@ class HealthConfig(CommandConfig):
     """The peer's --output."""
     minutes: PositiveFloat = 30.0
     """Longest time without a sign of life; several rounds of the run."""
+    log_level: str = "warning"
+    """Least severe event to log."""
+
+
+class CtlConfig(CommandConfig):
+    """Pause, resume, limit or end a running peer, by its output folder.
+
+    VERB is one of: status; link (to the page with buttons); pause [TIME, as in 2h]; resume; finish (hand over after
+    this round, and end); leave (hand over now); set and rules with NAME=VALUE ..., an empty VALUE for the default.
+    set: threads, slots, duty (as 50%), uplink_mbit. rules: hours, on_battery, programs, gb_a_day.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPES_CTL_", cli_prog_name="spes ctl")
+
+    verb: CliPositionalArg[CtlVerb]
+    """What to do."""
+    values: CliPositionalArg[list[str]] = []
+    """TIME of a pause; NAME=VALUE words of set and rules."""
+    output: Path = Path("runs/peer")
+    """The peer's --output."""
     log_level: str = "warning"
     """Least severe event to log."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
+import torch
 import yaml
 from pydantic import ValidationError
 
@@ -44,7 +45,7 @@ PROGRAMS_SECONDS = 5.0
 SAVE_SECONDS = 60.0
 """Pause between two writes of the day's traffic."""
 HOLD_SECONDS = 0.5
-"""Longest that a held peer waits in one call."""
+"""Longest that a held peer waits before it looks again at the round."""
 MAX_REST_SECONDS = 60.0
 """Longest rest after a step."""
 SEE = "docs/controls.md"
@@ -79,6 +80,7 @@ class Controls:
         self._place = ""
         self._read_traffic: Callable[[], tuple[int, int]] | None = None
         self._interrupt: Callable[[], None] | None = None
+        self._threads: int | None = None
         self._seen_bytes = 0
         self._programs: frozenset[str] = frozenset()
         self._programs_at = self._saved_at = -max(PROGRAMS_SECONDS, SAVE_SECONDS)
@@ -158,13 +160,13 @@ class Controls:
 
     # ------------------------------------------------------------------ the training
 
-    def intent(self, step_seconds: float) -> Intent:
+    def intent(self, step_seconds: float, wait_seconds: float) -> Intent:
         """Return what the training does next, after a rest by the duty cycle, or a short wait while it is held."""
         with self._changed:
             before = self._effective
             duty = self._limits.duty or 1.0
             rest = min(step_seconds * (1 / duty - 1), MAX_REST_SECONDS) if before.trains else HOLD_SECONDS
-            if rest > 0:
+            if (rest := min(rest, wait_seconds)) > 0:
                 self._changed.wait_for(lambda: self._effective is not before, rest)
             shown, held = self._effective, self._held_since
             return Intent(
@@ -172,7 +174,7 @@ class Controls:
                 ends=shown.state == "finishing",
                 leaves=shown.state == "leaving" and self._interrupt is None,
                 held_seconds=0.0 if held is None else time.monotonic() - held,
-                threads=self._limits.threads,
+                threads=self._limits.threads or self._threads,
                 slots=self._limits.slots,
             )
 
@@ -190,6 +192,7 @@ class Controls:
             traffic: Returns the bytes received and sent since the start.
             interrupts: Whether `leave` ends this process as SIGTERM does; otherwise the training loop leaves.
         """
+        self._threads = torch.get_num_threads()  # what a limit is taken back to
         self._read_traffic = traffic
         self._interrupt = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if interrupts else None
         thread = threading.Thread(target=self._watch, name="controls", daemon=True)

@@ -143,6 +143,7 @@ def _train(
     sync: Synchroniser | None = None
     trainer: Trainer | None = None
     loop: TrainingLoop | None = None
+    initial: Callable[[], Mapping[VectorName, Tensor]] | None = None
     try:
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         if admission is None:  # the leader has found the run finished
@@ -156,7 +157,6 @@ def _train(
         found = admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
         run = _needing_none(run) if saved is not None and _is_founders_last(config, run, saved) else run
-        initial = None
         if swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
@@ -173,8 +173,7 @@ def _train(
         tell("")
         loop.run(page.reported if page is not None else None)
         if swarm is not None and not loop.is_ended:
-            tell("serving", "the last round is trained; a monitor may fetch its model")
-            _serve_for_a_while(config, swarm, run.round.total)
+            _serve_for_a_while(config, swarm, run.round.total, tell)
         elif swarm is not None:
             tell("leaving", LEAVING)
             end.hand_over()
@@ -263,8 +262,11 @@ def _hand_over(
         log.warning("nobody has taken the newest %s; the others go on from older ones", ", ".join(lacking))
 
 
-def _serve_for_a_while(config: PeerConfig, swarm: HivemindSwarm, last_round: int) -> None:
+def _serve_for_a_while(
+    config: PeerConfig, swarm: HivemindSwarm, last_round: int, tell: Callable[[str, str], None]
+) -> None:
     """Keep the final versions within reach until a monitor has archived them, or the time to serve is up."""
+    tell("serving", "the last round is trained; a monitor may fetch its model")
     seconds = SEED_SECONDS if config.seed_seconds is None else config.seed_seconds
     log.info("trained the last round; serving its versions until a monitor has them, at most %.0f s", seconds)
     is_archived = _is_archived(swarm, last_round, seconds)

@@ -30,11 +30,12 @@ class Intent:
 class Controls(Protocol):
     """The owner's controls; on the leader only."""
 
-    def intent(self, step_seconds: float) -> Intent:
+    def intent(self, step_seconds: float, wait_seconds: float) -> Intent:
         """Return what to do next: after a rest that keeps to the duty cycle, or a short wait if the peer is held.
 
         Args:
             step_seconds: Duration of the last step; 0 if none has been made since the last call.
+            wait_seconds: Longest rest or wait; 0 for none.
         """
 
     def tell(self, place: str) -> None:

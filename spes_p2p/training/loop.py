@@ -8,6 +8,7 @@ the result is there (`overlap`); the last round's synchronisation is waited for.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -73,7 +74,6 @@ class TrainingLoop:
         self._gate = gate
         self._checkpointer = Checkpointer(checkpoint, run_id, trainer, group, sync)
         self._controls = controls
-        self._threads = torch.get_num_threads()
         self._start = start
         self._on_round: Callable[[Metrics], None] | None = None
         self._pending: PendingSync | None = None
@@ -128,7 +128,7 @@ class TrainingLoop:
                 self._meet()
             while not (self._is_over or self.is_ended):
                 self._one_round()
-                self.is_ended = self._group.from_leader(lambda: self._intent().ends) or self.is_ended
+                self.is_ended = self._group.from_leader(lambda: self._intent(0.0).ends) or self.is_ended
             if self._pending is not None:
                 self._land(self._pending)
         finally:
@@ -248,45 +248,49 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ the owner's controls
 
-    def _intent(self) -> Intent:
+    def _intent(self, wait_seconds: float) -> Intent:
         """Return, on the leader, what its owner wants; a held peer waits for a moment first."""
         step_seconds, self._step_seconds = self._step_seconds, 0.0
-        return self._controls.intent(step_seconds) if self._controls is not None else Intent()
+        return self._controls.intent(step_seconds, wait_seconds) if self._controls is not None else Intent()
 
     def _act(self, done: float, steps: int) -> str:
         """Return what all ranks do next; of a round of which the share `done` is over after so many steps."""
-        began, by_steps = self._trainer.clock(), self._run.round.mode == "steps"
+        by_steps, is_pending = self._run.round.mode == "steps", self._pending is not None
 
         def of_leader() -> Decision:
             if self._controls is None or self._sync is None:
                 return Decision()
-            intent, held = self._intent(), self._sync.held
+            began, held = self._trainer.clock(), self._sync.held
+            # The others would wait for a peer that rests or waits beyond the round's end.
+            has_end = not (by_steps or is_pending or done >= 1.0)
+            intent = self._intent(max(0.0, self._round_ends - self._now()) if has_end else math.inf)
             held.limit(intent.slots)
-            has_others = intent.trains or len(held.active()) > 1
+            if not intent.trains:
+                self._halted_seconds += self._trainer.clock() - began
+            elif has_end and steps and self._share_elapsed(steps) >= 1.0:
+                return Decision("wait", intent.threads)  # its rest has lasted until the round's end
             return decide(
                 intent,
                 has_trained=steps > 0,
                 is_due=done >= 1.0 or by_steps,
-                has_others=has_others,
-                is_pending=self._pending is not None,
+                has_others=intent.trains or len(held.active()) > 1,
+                is_pending=is_pending,
                 lease_seconds=self._run.round.lease_seconds,
             )
 
         decision = self._group.from_leader(of_leader)
-        if (threads := decision.threads or self._threads) != torch.get_num_threads():
-            torch.set_num_threads(threads)
+        if decision.threads not in (None, torch.get_num_threads()):
+            torch.set_num_threads(decision.threads)
         if decision.act == "leave":
             raise KeyboardInterrupt
-        if decision.act != "step":
-            self._halted_seconds += self._trainer.clock() - began
-            if self._pending is not None and decision.act == "wait":
-                self._land_if_due(self._pending)
+        if self._pending is not None and decision.act == "wait":
+            self._land_if_due(self._pending)
         return decision.act
 
     def _stand_by(self) -> None:
         """Wait until this peer may train, or is to end."""
         while True:
-            intent = self._group.from_leader(self._intent)
+            intent = self._group.from_leader(lambda: self._intent(math.inf))
             if intent.leaves:
                 raise KeyboardInterrupt
             self.is_ended = intent.ends

@@ -116,7 +116,7 @@ class ForkServer:
         assert self._process.stdout.readline() == READY, "the server has ended"
 
     def start(self, command: str, argv: Sequence[str | Path], **environment: str) -> Forked:
-        """Start `peer`, `experiment`, `monitor` or `export`."""
+        """Start `peer`, `experiment`, `monitor`, `export` or `ctl`."""
         self._count += 1
         result = self._folder / str(self._count)
         result.mkdir(parents=True)
@@ -169,8 +169,8 @@ def wait_for_fork(request: dict) -> dict:
 def run() -> None:
     sys.path.insert(0, str(ROOT))
     from spes_p2p.cli import entry_point
-    from spes_p2p.commands import export, local, monitor
-    from spes_p2p.config import ExperimentConfig, ExportConfig, MonitorConfig, PeerConfig
+    from spes_p2p.commands import ctl, export, local, monitor
+    from spes_p2p.config import CtlConfig, ExperimentConfig, ExportConfig, MonitorConfig, PeerConfig
     from spes_p2p.peer import life as peer
     from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 
@@ -179,6 +179,7 @@ def run() -> None:
         "experiment": (ExperimentConfig, local.main),
         "monitor": (MonitorConfig, monitor.main),
         "export": (ExportConfig, export.main),
+        "ctl": (CtlConfig, ctl.main),
     }
     gc.freeze()
     os.write(1, READY)

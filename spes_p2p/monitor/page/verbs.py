@@ -12,7 +12,6 @@ import ipaddress
 import json
 import os
 import secrets
-import stat
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,7 +37,7 @@ class Verbs:
     Args:
         act: Does a verb with its values and returns the state as JSON's types. It raises ConfigError for what does not
             fit, and is called in a thread of its own, because it writes a file.
-        output: The peer's folder, which gets the token's file. A restart keeps the token.
+        output: The peer's folder, which gets a file with a new token.
 
     Raises:
         ConfigError: the token's file cannot be written.
@@ -46,7 +45,7 @@ class Verbs:
 
     def __init__(self, act: Callable[[str, Mapping[str, Any]], Mapping[str, Any]], output: Path) -> None:
         self._act = act
-        self.token = _token(output / TOKEN_FILE)
+        self.token = _new_token(output / TOKEN_FILE)
 
     def add_to(self, app: web.Application) -> None:
         """Give a page's server the verbs' path."""
@@ -69,7 +68,7 @@ class Verbs:
             return _refusal(413, f"a verb's values take {MAX_BODY_BYTES} bytes at most")
         try:
             async with asyncio.timeout(BODY_SECONDS):
-                values = _values(await request.content.readexactly(length or 0))
+                values = _values(await request.content.readexactly(length) if length else b"")
             state = await asyncio.to_thread(self._act, request.match_info["verb"], values)
         except (TimeoutError, asyncio.IncompleteReadError):
             return _refusal(408, "the values did not come")
@@ -104,17 +103,13 @@ def _is_near(remote: str | None) -> bool:
         return False
 
 
-def _token(file: Path) -> str:
-    """Return the token that a file keeps, or a new one if there is none or others can read it."""
+def _new_token(file: Path) -> str:
+    """Write a new token. An old one is void: of a peer that has ended, another user's process may have been told it."""
+    token = secrets.token_urlsafe(TOKEN_BYTES)
     try:
-        if file.exists() and not file.is_symlink():
-            about, kept = file.stat(), file.read_text(encoding="ascii", errors="replace").strip()
-            is_private = stat.S_IMODE(about.st_mode) == 0o600 and about.st_uid == os.geteuid()
-            if is_private and len(kept) >= TOKEN_BYTES:  # guard: token-mode
-                return kept
         file.unlink(missing_ok=True)
-        token = secrets.token_urlsafe(TOKEN_BYTES)
-        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as stream:
+        opened = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # guard: token-mode
+        with os.fdopen(opened, "w") as stream:
             stream.write(token + "\n")
     except OSError as error:
         raise ConfigError(

@@ -1,0 +1,129 @@
+"""`spes ctl VERB`: the verbs of a running peer's page, from a terminal or a script."""
+
+from __future__ import annotations
+
+import http.client
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from spes_p2p.config.commands import CtlConfig
+from spes_p2p.config.controls import duration, words
+from spes_p2p.errors import ConfigError
+from spes_p2p.presentation import printable, say
+
+ANSWER_SECONDS = 20.0
+MAX_ANSWER_BYTES = 2**24
+# The names of the page's files and header, which this does not import: aiohttp takes half a second.
+PAGE_FILE, TOKEN_FILE, TOKEN_HEADER = "page", "control-token", "X-Spes-Token"
+
+
+def main(config: CtlConfig) -> int:
+    """Ask the peer and print what it does now; return the exit code."""
+    values = _values(config)
+    host, port, address = _page(config.output)
+    if config.verb == "link":
+        say(f"{address}#token={_token(config.output)}")
+        return 0
+    if config.verb == "status":
+        state = _ask("GET", (host, port), "/state.json", None, config.output).get("control") or {}
+    else:
+        state = _ask("POST", (host, port), f"/control/{config.verb}", values, config.output)
+    for line in told(state):
+        say(line)
+    return 0
+
+
+def told(state: Mapping[str, Any]) -> list[str]:
+    """Return a peer's state in lines."""
+    if not state:
+        return ["its page has no controls: it starts, or --page listens beyond this machine"]
+    lines = [f"{state['state']}: {state['reason']}"]
+    for name in ("limits", "rules"):
+        chosen = {key: value for key, value in state[name].items() if value not in (None, [], True)}
+        if chosen:
+            lines.append(f"{name}: " + ", ".join(f"{key}={_word(value)}" for key, value in chosen.items()))
+    return [printable(line) for line in lines]
+
+
+def _word(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else "no" if value is False else str(value)
+
+
+def _values(config: CtlConfig) -> dict[str, Any]:
+    """Return a verb's values.
+
+    Raises:
+        ConfigError: they do not go with the verb.
+    """
+    given = config.values
+    if config.verb in ("set", "rules"):
+        if not given:
+            raise ConfigError(f"{config.verb} needs NAME=VALUE, as in `spes ctl set threads=2`; see --help")
+        return words(given)
+    if config.verb == "pause" and given:
+        duration(given[0])
+        if len(given) == 1:
+            return {"for": given[0]}
+    if given:
+        raise ConfigError(f"{config.verb} takes no {given[-1][:60]!r}; leave it out")
+    return {}
+
+
+def _page(output: Path) -> tuple[str, int, str]:
+    """Return host, port and address of a peer's page.
+
+    Raises:
+        ConfigError: the folder names none.
+    """
+    try:
+        address = (output / PAGE_FILE).read_text(encoding="utf-8").strip()
+        parts = urlsplit(address)
+        port = parts.port
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"no peer with a page in {output}; name its --output, and start it without --page off"
+        ) from error
+    if port is None:
+        raise ConfigError(f"{output / PAGE_FILE} holds no address; start the peer again")
+    return ("::1" if parts.hostname == "::1" else "127.0.0.1"), port, address  # guard: ctl-loopback
+
+
+def _token(output: Path) -> str:
+    try:
+        return (output / TOKEN_FILE).read_text(encoding="ascii").strip()
+    except FileNotFoundError as error:
+        raise ConfigError(f"{output} is no peer's with controls; name the --output of a running peer") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {output / TOKEN_FILE}: {error}; ask as the user that runs the peer") from error
+
+
+def _ask(
+    method: str, place: tuple[str, int], path: str, values: Mapping[str, Any] | None, output: Path
+) -> dict[str, Any]:
+    """Send a request to the peer's page; return its answer.
+
+    Raises:
+        ConfigError: no peer answers, or it refuses.
+    """
+    body = json.dumps(values) if values else None
+    headers = {TOKEN_HEADER: _token(output)} if method == "POST" else {}
+    wire = http.client.HTTPConnection(*place, timeout=ANSWER_SECONDS)
+    try:
+        wire.request(method, path, body, headers)
+        answer = wire.getresponse()
+        text = answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
+    except (OSError, http.client.HTTPException) as error:
+        raise ConfigError(f"the peer in {output} does not answer on port {place[1]}: {error}; start it") from error
+    finally:
+        wire.close()
+    if answer.status == 404:
+        raise ConfigError(f"port {place[1]} is no page of a peer with controls; name the --output of a running peer")
+    if answer.status != 200:
+        raise ConfigError(text.strip()[:400] or f"the peer answers {answer.status}; see its log")
+    try:
+        return dict(json.loads(text))
+    except ValueError as error:
+        raise ConfigError(f"what answers on port {place[1]} is no peer; start the peer in {output} again") from error

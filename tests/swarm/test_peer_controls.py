@@ -1,0 +1,182 @@
+"""Three real peers, of which one pauses by `spes ctl`: the others lose no round and no version, and it counts again.
+
+One story, told by the fixture: `c` pauses for three rounds within its lease and resumes; it pauses for longer than its
+lease, gives its slots up and resumes; it finishes; `b` leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from forked_commands import Ended, Forked, ForkServer
+from peer_processes import MARK, commands_in, write_corpus, write_settings
+
+pytestmark = pytest.mark.full  # about a minute
+SLOTS = {0, 1, 2, 3}
+LEASE_SECONDS, HEARTBEAT_SECONDS = 12.0, 1.5
+ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.0, "total": 500}
+REPORT = r"round (\d+): (\d+) peers, loss (\S+), .* slots ([\d,]*);"
+
+
+class Report(NamedTuple):
+    """A line of a peer's log."""
+
+    round: int
+    num_peers: int
+    has_trained: bool
+    slots: frozenset[int]
+
+
+def reports(peer: Forked) -> list[Report]:
+    found = [match.groups() for match in peer.matches(REPORT)]
+    return [
+        Report(int(r), int(n), x != "none", frozenset(map(int, filter(None, s.split(","))))) for r, n, x, s in found
+    ]
+
+
+@dataclass
+class Story:
+    """What happened.
+
+    Attributes:
+        peers: The commands by name.
+        paused: The first and the last round that the others committed in each pause.
+        counted: The first round after each resume that counted steps of `c`.
+        held: What `c` reported during its short pause.
+        told: What `spes ctl` printed, by what was asked.
+        taken: Slots of the others when `c` had given its own up.
+        codes: Exit codes by name.
+    """
+
+    peers: dict[str, Forked] = field(default_factory=dict)
+    paused: list[tuple[int, int]] = field(default_factory=list)
+    counted: list[int] = field(default_factory=list)
+    held: list[Report] = field(default_factory=list)
+    told: dict[str, Ended] = field(default_factory=dict)
+    taken: frozenset[int] = frozenset()
+    codes: dict[str, int] = field(default_factory=dict)
+
+
+class Teller:
+    """Lets the story happen."""
+
+    def __init__(self, folder: Path, mark: str, peer_words: Callable[..., list]) -> None:
+        self.folder, self.peer_words, self.story = folder, peer_words, Story()
+        self.server = ForkServer(folder / "results", {**os.environ, MARK: mark})
+        self.corpus = write_corpus(folder / "corpus.jsonl")
+        times = {"lease_seconds": LEASE_SECONDS, "heartbeat_seconds": HEARTBEAT_SECONDS}
+        self.settings = write_settings(folder / "run.yaml", round={**ROUND, **times})
+
+    def start(self, name: str, *words: str | Path) -> Forked:
+        flags = ["--run-id", "paused", "--text", self.corpus, "--max-slots", "2", "--seed-seconds", "0", *words]
+        peer = self.server.start("peer", self.peer_words(name, *flags)[1:])
+        self.story.peers[name] = peer
+        return peer
+
+    def ask(self, name: str, *words: str) -> Ended:
+        ended = self.server.start("ctl", [*words, "--output", self.folder / name]).end(60)
+        self.story.told[" ".join(words)] = ended
+        return ended
+
+    def newest(self, name: str) -> int:
+        return reports(self.story.peers[name])[-1].round
+
+    def wait_until(self, name: str, condition: Callable[[], object], seconds: float = 90.0) -> None:
+        """Wait, report by report of a peer, for a condition."""
+        peer = self.story.peers[name]
+        for _ in range(200):
+            if condition():
+                return
+            peer.wait_for(REPORT, seconds, after=len(peer.lines))
+        raise AssertionError(peer.tail())
+
+    def tell(self) -> None:
+        self.start("a", "--config", self.settings).wait_for(REPORT)
+        address = (self.folder / "a" / "address").read_text().strip()
+        for name in "bc":
+            self.start(name, "--initial-peers", address)
+        for name in "abc":
+            self.story.peers[name].wait_for(r"round \d+: 3 peers")
+        self.pause(lambda: self.newest("a") >= self.story.paused[-1][0] + 3)
+        self.pause(self.is_handed_over)
+        self.end()
+
+    def pause(self, is_over: Callable[[], object]) -> None:
+        story, c = self.story, self.story.peers["c"]
+        assert self.ask("c", "pause").code == 0
+        story.paused.append((self.newest("a"), 0))
+        self.wait_until("a", is_over)
+        story.paused[-1] = story.paused[-1][0], self.newest("a")
+        seen = len(reports(c))
+        if len(story.paused) == 1:
+            story.held = [report for report in reports(c) if report.round > story.paused[0][0] + 1]
+        assert self.ask("c", "resume").code == 0
+        self.wait_until("c", lambda: any(r.has_trained and r.num_peers == 3 for r in reports(c)[seen:]))
+        story.counted.append(next(r.round for r in reports(c)[seen:] if r.has_trained and r.num_peers == 3))
+
+    def is_handed_over(self) -> bool:
+        """Tell whether `c` has handed its slots over, and the others have committed a round with all of them."""
+        if "handed over" not in self.ask("c", "status").stdout:
+            return False
+        self.story.taken = reports(self.story.peers["a"])[-1].slots | reports(self.story.peers["b"])[-1].slots
+        return self.story.taken == SLOTS and reports(self.story.peers["a"])[-1].num_peers == 2
+
+    def end(self) -> None:
+        self.ask("c", "finish")
+        self.story.codes["c"] = self.story.peers["c"].end(90).code
+        self.ask("b", "leave")
+        self.story.codes["b"] = self.story.peers["b"].end(90).code
+
+
+@pytest.fixture(scope="module")
+def story(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Story]:
+    folder = tmp_path_factory.mktemp("controls")
+    with commands_in(folder) as commands:
+        teller = Teller(folder, commands.mark, commands.peer_words)
+        try:
+            teller.tell()
+        finally:
+            for name, peer in teller.story.peers.items():
+                print(f"----- {name}\n{peer.tail(120)}")
+            print(teller.story.paused, teller.story.counted)
+        yield teller.story
+
+
+def test_the_others_lose_no_round_while_a_peer_is_paused(story: Story) -> None:
+    for name in "ab":
+        told = [report.round for report in reports(story.peers[name])]
+        for first, last in story.paused:
+            assert [r for r in told if first < r <= last] == list(range(first + 1, last + 1)), name
+        assert not story.peers[name].matches(r"dropped (?!.*no member trained)"), name
+
+
+def test_a_paused_peer_keeps_its_place_without_a_step_within_its_lease(story: Story) -> None:
+    assert len(story.held) >= 1
+    for report in story.held:
+        assert not report.has_trained and report.num_peers == 3 and report.slots
+
+
+def test_after_a_lease_others_train_its_slots_from_their_newest_versions(story: Story) -> None:
+    assert story.taken == SLOTS
+    assert "paused until it is resumed; its slots are handed over" in story.told["status"].stdout
+    for name in "ab":
+        assert not story.peers[name].matches("keeping the old version"), name
+
+
+def test_a_resumed_peer_counts_again_within_two_rounds(story: Story) -> None:
+    for (_, last), counted in zip(story.paused, story.counted, strict=True):
+        assert counted - last <= 3, (story.paused, story.counted)  # the round under way, and two more
+
+
+def test_finish_and_leave_end_a_peer_with_its_slots_handed_over(story: Story) -> None:
+    assert story.codes == {"b": 130, "c": 0}
+    assert story.peers["c"].matches("finished as asked")
+    for name in "bc":
+        assert not story.peers[name].matches("nobody has taken the newest slot"), name
+        assert not re.search("Traceback|this is a bug", story.peers[name].stderr()), name
