@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import math
 import signal
 import threading
 from pathlib import Path

@@ -59,6 +59,7 @@ FILES = {
     "/page.css": ("page.css", "text/css; charset=utf-8"),
     "/page.js": ("page.js", "text/javascript; charset=utf-8"),
     "/charts.js": ("charts.js", "text/javascript; charset=utf-8"),
+    "/controls.js": ("controls.js", "text/javascript; charset=utf-8"),
     "/uPlot.min.css": ("uPlot.min.css", "text/css; charset=utf-8"),
     "/uPlot.iife.min.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
 }

@@ -16,9 +16,11 @@ from benchmarks.page_views import peer_id, views
 from spes_p2p.monitor.events import EventLog, JsonlSink
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState
+from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.report import write_report
 from spes_p2p.monitor.sinks import Sinks
 from spes_p2p.monitor.view import Sample, SwarmView
+from spes_p2p.peer.controls import Controls
 from tests.unit.monitor.swarms import empty_view
 
 pytestmark = pytest.mark.browser
@@ -139,17 +141,18 @@ def test_every_figure_explains_itself_by_keyboard_and_by_tap(tmp_path: Path) -> 
         tab = await open_tab()
         await tab.open(page.address)
         await tab.wait_for(IS_DRAWN)
-        count = await tab.evaluate("document.querySelectorAll('.what').length")
-        assert count >= 17
+        seen = "[...document.querySelectorAll('.what')].filter(button => button.offsetParent)"
+        count = await tab.evaluate(f"{seen}.length")
+        assert count >= 16
         for number in range(count):
-            await tab.evaluate(f"document.querySelectorAll('.what')[{number}].focus()")
+            await tab.evaluate(f"{seen}[{number}].focus()")
             await tab.wait_for(f"{balloon}.matches(':popover-open') && {balloon}.textContent.length > 20")
             box = await tab.evaluate(f"JSON.stringify({balloon}.getBoundingClientRect())")
             edges = json.loads(box)
             assert edges["left"] >= 0 and edges["right"] <= 1400
         await tab.press("Escape")
         await tab.wait_for(f"!{balloon}.matches(':popover-open')")
-        await tab.evaluate("document.activeElement.blur(); document.querySelector('.what').click()")
+        await tab.evaluate("document.activeElement.blur(); {seen}[0].click()".replace("{seen}", seen))
         await tab.wait_for(f"{balloon}.matches(':popover-open')")
         missing = "[...document.querySelectorAll('.what')].filter(b => !HELP[b.dataset.help]).length"
         assert await tab.evaluate(missing) == 0
@@ -262,3 +265,50 @@ def test_the_report_shows_everything_from_a_file_without_a_server(tmp_path: Path
         assert await tab.evaluate("window.spesOwned") is None, "the policy takes the report's own scripts alone"
 
     in_browser(tmp_path, work)
+
+
+def test_the_owner_pauses_resumes_and_limits_by_buttons_that_need_the_links_token(tmp_path: Path) -> None:
+    controls = Controls(tmp_path)
+    verbs = Verbs(controls.act, tmp_path)
+    state = PageState(history()[-1], RUN, Own(peer_id(1)), control=controls.view())
+    page = Page("127.0.0.1", state, tmp_path, verbs)
+    buttons = "[...document.querySelectorAll('#controls button')].map(b => b.textContent).join()"
+
+    def press(label: str) -> str:
+        return f"[...document.querySelectorAll('#controls button')].find(b => b.textContent === '{label}').click()"
+
+    def told() -> dict[str, Any]:
+        page.show(replace(state, control=controls.view()))
+        return controls.view()
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(IS_DRAWN)
+        await tab.wait_for("document.getElementById('controls').hidden && !document.getElementById('settings').hidden")
+        assert "spes ctl link" in await tab.evaluate("document.getElementById('answer').textContent")
+        await tab.open("about:blank")
+        await tab.open(f"{page.address}#token={verbs.token}", width=390, height=844)
+        await tab.wait_for(f"{buttons} === 'Pause,Pause 1 h,Finish,Leave'")
+        assert await tab.evaluate("location.href") == page.address, "the token is in no history"
+        await tab.evaluate(press("Pause"))
+        await tab.wait_for(f"{buttons} === 'Resume,Finish,Leave'")
+        assert told()["wish"] == "pause"
+        await tab.evaluate("document.getElementById('limits').open = true")
+        assert await tab.evaluate(OVERFLOW) <= 0 and await axe_violations(tab) == []
+        await tab.evaluate(press("Resume"))
+        await tab.wait_for(f"{buttons} === 'Pause,Pause 1 h,Finish,Leave'")
+        for name, value in (("duty", "50%"), ("hours", "22:00-07:00"), ("on_battery", "no")):
+            field = f"document.getElementById('field-{name}')"
+            await tab.evaluate(f"{field}.value = '{value}'; {field}.dispatchEvent(new Event('change'))")
+            await tab.wait_for("document.getElementById('answer').textContent.includes(': ')")
+        await tab.wait_for("data.control.get('rules').on_battery === false")
+        assert (told()["limits"]["duty"], told()["rules"]["hours"]) == (0.5, "22:00-07:00")
+        await tab.evaluate(
+            "const f = document.getElementById('field-threads'); f.value = 'no'; f.dispatchEvent(new Event('change'))"
+        )
+        await tab.wait_for("document.getElementById('answer').textContent.includes('valid integer')")
+        assert not [event for event in tab.events if "exception" in str(event.get("method", "")).lower()]
+
+    in_browser(tmp_path, work)
+    page.close()

@@ -28,6 +28,7 @@ const HELP = {
   mine: "Tokens that this machine trained in each committed round, and the megabytes that it sent.",
   samples: "The model of each evaluated round continues the beginning of a held-out text, with its most likely token each time.",
   peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging.",
+  controls: "What you have asked of this machine. An empty field is the default; a change takes effect within one step, the number of slots with the next round, the upload rate with the next start.",
   events: "What happened, newest first, in this device's time.",
 };
 const percent = (value) => (value === null || value === undefined ? "–" : `${+(100 * value).toPrecision(3)} %`);
@@ -88,6 +89,7 @@ function receive(changes, isWhole) {
   if (has("rounds", "held_out", "baselines")) showCharts();
   if (has("peers")) showPeers(isWhole ? null : changes.peers);
   if (has("events")) showEvents();
+  if (has("control")) showControls();
   if (has("samples")) showSamples();
   window.spesTicks = (window.spesTicks || []).slice(-99).concat(performance.now() - began);
 }
@@ -444,6 +446,7 @@ function start() {
     receive(JSON.parse(inline.textContent), true);
     return;
   }
+  takeToken();
   const source = new EventSource("events");
   let isLost = false;
   source.addEventListener("whole", (event) => { isLost = false; receive(JSON.parse(event.data), true); });
