@@ -34,7 +34,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 OTHER_PREFIXES = (
     *("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_PLAN_", "SPES_UPCYCLE_", "SPES_TOKENIZE_"),
-    *("SPES_INVITER_", "SPES_HEALTH_", "SPES_CTL_", "SPES_TEST_", "SPES_VENV"),
+    *("SPES_INVITER_", "SPES_HEALTH_", "SPES_CTL_", "SPES_SERVICE_", "SPES_TEST_", "SPES_VENV"),
 )
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2

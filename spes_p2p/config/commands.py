@@ -404,3 +404,22 @@ class CtlConfig(CommandConfig):
     """The peer's --output."""
     log_level: str = "warning"
     """Least severe event to log."""
+
+
+class ServiceConfig(CommandConfig):
+    """Run a peer as a systemd service of this user: it starts with the machine, and again after a failure.
+
+    VERB is one of: install, status, remove. install takes the peer's command in quotes, as in
+    `spes service install "spes join LINK --threads 2"`. Its log is systemd's (`journalctl --user -u spes`).
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPES_SERVICE_", cli_prog_name="spes service")
+
+    verb: CliPositionalArg[Literal["install", "status", "remove"]]
+    """What to do."""
+    command: CliPositionalArg[str | None] = None
+    """The peer's command, one word in quotes: `spes join LINK ...`, or `spes peer ... --resume`."""
+    name: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")] = "spes"
+    """Name of the service."""
+    log_level: str = "warning"
+    """Least severe event to log."""

@@ -14,6 +14,7 @@ import pytest
 
 from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.peer import page as peer_page
+from spes_p2p.peer.controls import Controls
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from tests.unit.monitor.swarms import claim, peer_id, progress, report
@@ -100,3 +101,41 @@ def test_a_peer_without_a_page_has_none(swarm: ScriptedSwarm, tmp_path: Path) ->
     config = PeerConfig(run_id="run", output=tmp_path, page="off")
     with shown(config, swarm, SimpleNamespace()) as page:  # type: ignore[arg-type]
         assert page is None and not (tmp_path / "page").exists()
+
+
+def test_the_page_shows_what_the_owner_has_asked_and_prints_no_token_into_the_log(
+    swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
+    manifest = SimpleNamespace(config=RunConfig(), run_id="run")
+    controls = Controls(tmp_path)
+    config = PeerConfig(run_id="run", output=tmp_path)
+    with caplog.at_level("INFO"), shown(config, swarm, manifest, controls) as page:  # type: ignore[arg-type]
+        assert page is not None
+        page.say("")
+        controls.act("pause", {})
+        controls.tell("its slots are handed over; it serves what it has")
+        state = wait_for(tmp_path, lambda state: state["now"]["state"] == "paused" and "handed" in state["now"]["why"])
+        assert wait_for(tmp_path, lambda state: state["control"])["control"]["wish"] == "pause"
+        controls.act("resume", {})
+        wait_for(tmp_path, lambda state: state["now"]["state"] == "training")
+        page.say("leaving", "others fetch what only this peer has")
+        controls.act("finish", {})
+        wait_for(tmp_path, lambda state: state["now"]["state"] == "leaving")
+        assert (tmp_path / "control-token").read_text().strip() not in caplog.text + str(state)
+
+
+def test_a_page_for_other_machines_shows_no_rules(
+    swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
+    manifest = SimpleNamespace(config=RunConfig(), run_id="run")
+    config = PeerConfig(run_id="run", output=tmp_path, page="0.0.0.0:0")
+    controls = Controls(tmp_path)
+    with shown(config, swarm, manifest, controls) as page:  # type: ignore[arg-type]
+        assert page is not None
+        controls.act("rules", {"programs": "blender"})
+        address = (tmp_path / "page").read_text().strip()
+        (tmp_path / "page").write_text(f"http://127.0.0.1:{address.rstrip('/').rpartition(':')[2]}/")
+        state = wait_for(tmp_path, lambda state: state["figures"].get("my_sent") == 22)
+        assert not state["control"] and "blender" not in str(state)

@@ -238,3 +238,12 @@ def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
     (monitor / TOKEN_FILE).write_text("x")
     assert "is no page of a peer with controls" in refused("pause", output=monitor)
     page.close()
+
+
+def test_ctl_sends_the_token_to_this_machine_alone(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
+    (peer.output / "page").write_text(f"http://evil.example:{port_of(peer.page)}/\n")
+    called: list[str] = []
+    connect = socket.create_connection
+    monkeypatch.setattr(socket, "create_connection", lambda to, *rest, **more: (called.append(to[0]), connect(to))[1])
+    assert ctl.main(CtlConfig(verb="pause", output=peer.output)) == 0
+    assert called == ["127.0.0.1"] and peer.controls.view()["wish"] == "pause"

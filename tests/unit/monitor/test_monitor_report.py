@@ -73,7 +73,7 @@ def test_hostile_strings_stay_inside_the_data(tmp_path: Path) -> None:
     curves = {HOSTILE: [(0, 6.0), (3000, 5.0)]}
     page = Page(write_report(watched(tmp_path, run_id=HOSTILE), facts={HOSTILE: HOSTILE}, baselines=curves))
     assert page.data["run"]["id"] == HOSTILE and page.data["run"]["facts"] == {HOSTILE: HOSTILE}
-    assert [tag for tag, _ in page.tags].count("script") == 4 and "img" not in [tag for tag, _ in page.tags]
+    assert [tag for tag, _ in page.tags].count("script") == 5 and "img" not in [tag for tag, _ in page.tags]
     assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
 
 
