@@ -96,7 +96,7 @@ def test_a_peer_that_pauses_in_the_middle_of_a_round_brings_what_it_has() -> Non
     assert tokens[4] == tokens[3] // 3 and not owner.held_steps
 
 
-@pytest.mark.parametrize("times", [BY_STEPS, BY_TOKENS], ids=["steps", "tokens"])
+@pytest.mark.parametrize("times", [BY_STEPS, pytest.param(BY_TOKENS, marks=pytest.mark.full)], ids=["steps", "tokens"])
 def test_after_a_lease_its_slots_go_to_the_others_and_it_counts_again_at_once(times: dict) -> None:
     leases = {"lease_seconds": 1.0, "heartbeat_seconds": 0.3}
     run = tiny_run(round=RoundConfig(**{**TIMES, **times, **leases, "steps": 8}))
@@ -133,6 +133,15 @@ def test_peers_that_are_all_held_end_no_round() -> None:
         peer.loop._controls = Owner(peer, is_held, lambda: False)
     began, initial = hub.clock.now(), peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
-    for peer in peers:
-        assert [report.round for report in peer.reports] == [1, 2, 3]
-        assert all(report.tokens for report in peer.reports)
+    for reports in zip(*(peer.reports for peer in peers), strict=True):
+        assert any(report.tokens for report in reports)
+    assert [report.round for report in peers[0].reports] == [1, 2, 3]
+
+
+@pytest.mark.full
+def test_with_overlap_a_pause_costs_the_others_no_round_either() -> None:
+    run = tiny_run(round=RoundConfig(**{**TIMES, **BY_TOKENS, "overlap": 1, "lease_seconds": 600.0}))
+    peers, owner = live(run, lambda peers: 3 <= peers[2].sync.round < 6)
+    check_others(peers)
+    mine = {report.round: report.tokens for report in peers[2].reports}
+    assert 0 in mine.values() and mine[TOTAL] and not owner.held_steps
