@@ -107,6 +107,8 @@ def test_after_a_lease_its_slots_go_to_the_others_and_it_counts_again_at_once(ti
     assert alone and alone == list(range(alone[0], alone[-1] + 1)), "once, and for some rounds"
     trained = {report.round for report in peers[2].reports if report.tokens}
     assert min(number for number in trained if number > 6) <= 8, "two rounds after it was resumed"
+    met = [report.round for report in peers[0].reports if report.num_members == 3]
+    assert [report.round for report in peers[2].reports] == met, "a round that it has not taken part in is not its own"
     assert peers[2].slots, "it has slots again"
     for slot in range(4):
         holders = [peer for peer in peers if slot in peer.sync.held.slots or slot in peer.slots]
