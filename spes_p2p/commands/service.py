@@ -13,6 +13,7 @@ from platformdirs import user_config_path
 
 from spes_p2p.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, load_settings
 from spes_p2p.config import JoinConfig, PeerConfig, ServiceConfig
+from spes_p2p.config.machine import VolunteerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import say
@@ -93,7 +94,7 @@ def unit_text(command: str, name: str, folder: Path) -> str:
     )
 
 
-def _peer(command: str) -> tuple[list[str], JoinConfig | PeerConfig]:
+def _peer(command: str) -> tuple[list[str], VolunteerConfig]:
     """Return a command's words from `join` or `peer` on, and its settings."""
     try:
         words = shlex.split(command)
@@ -102,7 +103,7 @@ def _peer(command: str) -> tuple[list[str], JoinConfig | PeerConfig]:
     words = words[1:] if words and Path(words[0]).name == "spes" else words
     if not words or words[0] not in ("join", "peer") or not command.isprintable():
         raise ConfigError(f'{command[:60]!r} starts no peer; write it in quotes, as in "spes join LINK --threads 2"')
-    config = load_settings(JoinConfig if words[0] == "join" else PeerConfig, words[1:])
+    config: VolunteerConfig = load_settings(JoinConfig if words[0] == "join" else PeerConfig, words[1:])
     if isinstance(config, PeerConfig) and not config.resume:
         raise ConfigError(
             "a service is started again and again; start `spes peer` once by hand, then add --resume here"
