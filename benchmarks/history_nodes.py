@@ -135,6 +135,7 @@ class Node:
         self.is_up = True
         self.generation = object()
         self.heard = dict.fromkeys(self.world.nodes, self.world.now)
+        self.averaged = "", 0
         self.joined: dict[int, dict[str, tuple[int, ...]]] = defaultdict(dict)
         self.decider = Decider(
             self.keys,
@@ -212,8 +213,12 @@ class Node:
         """Renew the lease, which tells where this peer's chain ends."""
         round, digest = self.last.round, self.last.digest
         for peer in self.world.nodes:
-            self.world.send(self.peer_id, peer, lambda node: node.decider.hear_of(self.peer_id, round, digest))
+            self.world.send(self.peer_id, peer, lambda node: node.hear_of(self.peer_id, round, digest))
         self.later(LEASE_SECONDS / 4, self._beat)
+
+    def hear_of(self, peer: str, round: int, digest: str) -> None:
+        if not self.decider.chain.has(round, digest):
+            self.decider.ask(peer)
 
     # ------------------------------------------------------------------ training and averaging
 
@@ -236,8 +241,15 @@ class Node:
 
         leader = last.proposer(attempt)
         self.world.send(self.peer_id, leader, arrive)
+        self.later(3 * MEETING_SECONDS, lambda: self._missed(last, attempt))
         if self.peer_id == leader:
             self.later(MEETING_SECONDS, lambda: self._gather(attempt) if self._is_open(last, attempt) else None)
+
+    def _missed(self, last: Body, attempt: int) -> None:
+        """Report a meeting in vain."""
+        if self._is_open(last, attempt) and self.averaged != (last.digest, attempt):
+            self.averaged = last.digest, attempt
+            self.decider.averaged(attempt, (), 0.0)
 
     def _gather(self, attempt: int) -> None:
         """Form the roster of an attempt."""
@@ -255,8 +267,9 @@ class Node:
 
     def average(self, last: Body, attempt: int, members: tuple[MemberEntry, ...]) -> None:
         """Average if all reducers answer; strangers reduce nothing."""
-        if not self._is_open(last, attempt):
+        if not self._is_open(last, attempt) or self.averaged == (last.digest, attempt):
             return
+        self.averaged = last.digest, attempt
         ids = {member.peer_id for member in members}
         reducers = ids - set(strangers(last, ids) if last.round else ())
         links = {(self.peer_id, peer) for peer in reducers} | {(peer, self.peer_id) for peer in reducers}
@@ -337,10 +350,11 @@ class Forging(Liar):
     """Adds false signatures of all voters to the certificates that it makes."""
 
     def send(self, peer: str, message: Message) -> None:
-        if isinstance(message, Certificates) and message.certificates[0].body.previous == self.last.digest:
+        if isinstance(message, Certificates) and message.certificates:
             made = message.certificates[0]
-            false = dict.fromkeys(self.last.voters, "forged") | made.signatures
-            message = Certificates(certificates=(made.model_copy(update={"signatures": false}),))
+            if made.body.previous == self.last.digest:
+                false = dict.fromkeys(self.last.voters, "forged") | made.signatures
+                message = Certificates(certificates=(made.model_copy(update={"signatures": false}),))
         super().send(peer, message)
 
 

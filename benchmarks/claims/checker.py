@@ -6,8 +6,6 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from spes_p2p.swarm.claims import coverage
-from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.roster import Roster
 
 MOST_ORPHANED_SECONDS = 120.0
 """Three leases and as many heartbeats: the peer to which an orphan falls may die as well."""
@@ -23,18 +21,12 @@ class Report:
             what took the holder.
         adoptions: Slots that active peers took over.
         peer_seconds: Time of all active peers together.
-        commits: Versions of slots that were committed.
-        sat_out: Times that a holder with another anchor sat a slot out.
-        stale_starts: Slots that went on from an older version than the newest, which no member of the roster held.
     """
 
     violations: list[str] = field(default_factory=list)
     orphaned_seconds: dict[str, list[float]] = field(default_factory=dict)
     adoptions: int = 0
     peer_seconds: float = 0.0
-    commits: int = 0
-    sat_out: int = 0
-    stale_starts: int = 0
 
 
 def unsettled(num_slots: int, held: Mapping[str, Sequence[int]], capacity: Mapping[str, int]) -> list[str]:
@@ -65,9 +57,6 @@ class Checker:
         self._cooldown = cooldown_seconds
         self._orphaned: dict[tuple[int, int], tuple[float, str]] = {}
         self._changed: dict[tuple[str, int, bool], float] = {}
-        self._committed: dict[tuple[str, int], str] = {}
-        self._parents: dict[str, str] = {}
-        self._models: dict[str, dict[int, str]] = {}
 
     # ------------------------------------------------------------------ allocation of slots
 
@@ -125,55 +114,6 @@ class Checker:
         """Note what is wrong with a swarm that nothing has happened to for a while."""
         for fault in faults:
             self._violated(now, fault)
-
-    # ------------------------------------------------------------------ what is committed
-
-    def start(self, shared: str, slots: Mapping[int, str]) -> None:
-        """Note the run's start."""
-        self._models[shared] = dict(slots)
-
-    def roster(self, now: float, roster: Roster) -> None:
-        """Check that of each slot the newest version that a current member holds is what the group starts from."""
-        current = [member for member in roster if member.peer_id in roster.groups[SHARED]]
-        model = self._models[current[0].anchors[SHARED]]
-        for slot in sorted({slot for member in current for slot in member.slots}):
-            name = VectorName.of_slot(slot)
-            anchors = {member.peer_id: member.anchors[name] for member in current if slot in member.slots}
-            group = roster.members_of(name)
-            self.report.sat_out += len(anchors) - len(group)
-            if not group:
-                continue
-            chosen = anchors[group[0]]
-            if chosen != model[slot] and self._descends(model[slot], chosen):
-                if model[slot] in anchors.values():
-                    self._violated(now, f"an older version of slot {slot} wins over the newest, which a member holds")
-                else:
-                    self.report.stale_starts += 1
-
-    def commit(self, now: float, old: str, new: str, slots: Mapping[int, tuple[str, str]]) -> None:
-        """Check that a model gets one master of each slot, from all peers that commit it.
-
-        Args:
-            now: Virtual time in seconds.
-            old: The model that the round started from, by its shared version.
-            new: The model that it leads to.
-            slots: Version before and after, by slot, that this peer commits.
-        """
-        model = self._models.setdefault(new, dict(self._models[old]))
-        for slot, (before, after) in slots.items():
-            first = self._committed.setdefault((new, slot), after)
-            if first != after:
-                self._violated(now, f"two masters of slot {slot} are committed in one round")
-            if after not in self._parents:
-                self._parents[after], self.report.commits = before, self.report.commits + 1
-            model[slot] = first
-
-    def _descends(self, version: str, ancestor: str) -> bool:
-        while version in self._parents:
-            version = self._parents[version]
-            if version == ancestor:
-                return True
-        return False
 
     def _violated(self, now: float, what: str) -> None:
         self.report.violations.append(f"at {now:.0f} s: {what}")

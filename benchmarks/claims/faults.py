@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
 
 from benchmarks.claims.checker import Report
 from benchmarks.claims.simulation import Simulation
 from spes_p2p.config import RoundConfig
-from spes_p2p.swarm.roster import Member, Roster
 
 LEASE_SECONDS, HEARTBEAT_SECONDS = 30.0, 10.0
 QUIET_SECONDS = 400.0
@@ -83,7 +81,6 @@ def live_through(
     peers: tuple[int, int],
     *,
     cooldown_seconds: float | None = None,
-    derive: Callable[[Sequence[Member]], Roster] = Roster,
 ) -> Report:
     """Return what came of one swarm, from its founding until long after its last fault.
 
@@ -91,7 +88,6 @@ def live_through(
         seed: Decides everything.
         peers: Fewest and most peers at the start; small swarms are drawn as often as large ones.
         cooldown_seconds: The claimants'; None: their own choice.
-        derive: Makes a roster of its entries.
     """
     draw = random.Random(seed)
     num_peers = round(peers[0] * (peers[1] / peers[0]) ** draw.random())
@@ -106,7 +102,6 @@ def live_through(
         num_slots,
         round_seconds=round_seconds,
         cooldown_seconds=cooldown_seconds,
-        derive=derive,
     )
     plenty = draw.choice([1.2, 2.0, 4.0])
     weather = Weather(simulation, draw, min(num_slots, max(1, round(2 * plenty * num_slots / num_peers))))

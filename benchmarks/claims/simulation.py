@@ -5,16 +5,15 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from benchmarks.claims.checker import Checker, unsettled
 from benchmarks.claims.dht import LossyDht
-from benchmarks.claims.peer import VirtualPeer, version_name
+from benchmarks.claims.peer import VirtualPeer
 from benchmarks.claims.rounds import Rounds
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.claims import Claimant, orphans
 from spes_p2p.swarm.records import Claim
-from spes_p2p.swarm.roster import Member, Roster
 
 ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
 SETTLE_SECONDS = 3.0
@@ -23,10 +22,6 @@ MOST_JOINING_SECONDS = 20.0
 """Longest that a newcomer downloads before it holds anything."""
 STALE_READS = 0.03
 """Share of the reads that take too long: the peer goes by what it read before."""
-MOST_ASKED = 16
-"""Peers whose versions a newcomer compares in a large swarm."""
-UNANSWERED = 0.03
-"""Share of the requests for a version that fail."""
 
 
 class Simulation:
@@ -38,7 +33,6 @@ class Simulation:
         num_slots: Experts per layer.
         round_seconds: Training time of a round.
         cooldown_seconds: The claimants'; None: their own choice.
-        derive: Makes a roster of its entries.
     """
 
     def __init__(
@@ -49,7 +43,6 @@ class Simulation:
         *,
         round_seconds: float = 20.0,
         cooldown_seconds: float | None = None,
-        derive: Callable[[Sequence[Member]], Roster] = Roster,
     ) -> None:
         self.random = draw
         self.settings = settings
@@ -63,10 +56,7 @@ class Simulation:
         self._dht = LossyDht(draw)
         self._events: list[tuple[float, int, VirtualPeer | None, Callable[[], None]]] = []
         self._count = itertools.count()
-        self._start = (0, version_name("shared"))
-        self._slots_at_start = {slot: (0, version_name("slot", slot)) for slot in range(num_slots)}
-        self.checker.start(self._start[1], {slot: name for slot, (_, name) in self._slots_at_start.items()})
-        self._rounds = Rounds(self, round_seconds, derive)
+        self._rounds = Rounds(self, round_seconds)
         self._rounds.restart()
 
     # ------------------------------------------------------------------ time
@@ -91,15 +81,13 @@ class Simulation:
         """Have a newcomer come; return its name."""
         peer_id = "Qm" + "".join(self.random.choices(ALPHABET, k=44))
         skew = self.random.uniform(-MOST_SKEW_SECONDS, MOST_SKEW_SECONDS)
-        self._arrive(
-            VirtualPeer(peer_id, max_slots, skew, self._claimant(peer_id), dict(self._slots_at_start), self._start)
-        )
+        self._arrive(VirtualPeer(peer_id, max_slots, skew, self._claimant(peer_id)))
         return peer_id
 
     def restart(self, peer_id: str) -> None:
         """Have a peer that has died come back with what is on its disk."""
         old = self.disks.pop(peer_id)
-        peer = VirtualPeer(peer_id, old.max_slots, old.skew, self._claimant(peer_id), old.versions, old.shared)
+        peer = VirtualPeer(peer_id, old.max_slots, old.skew, self._claimant(peer_id), old.round)
         peer.hold(old.slots)
         self.checker.restarted(peer_id)
         self._arrive(peer)
@@ -116,7 +104,6 @@ class Simulation:
         self.look_around()
 
     def _settle(self, peer: VirtualPeer) -> None:
-        self.catch_up(peer)
         self.rebalance(peer)
         peer.state = "active"
         self._store(peer)
@@ -195,8 +182,8 @@ class Simulation:
     def rebalance(self, peer: VirtualPeer) -> None:
         """Have a peer look at the claims between two rounds."""
         view, interval = self.view(peer), self.settings.rotate_rounds
-        is_turn = interval > 0 and peer.shared[0] % interval == 0
-        target = peer.claimant.after_round(self.now, view, peer.shared[0])
+        is_turn = interval > 0 and peer.round % interval == 0
+        target = peer.claimant.after_round(self.now, view, peer.round)
         self._hold(peer, target, view, is_turn=is_turn)
 
     def _hold(
@@ -207,29 +194,9 @@ class Simulation:
         if peer.state == "active":
             is_excused = is_turn or bool(orphans(view, self.num_slots))
             self.checker.change(self.now, peer.peer_id, peer.slots, target, is_excused)
-        for slot in set(target) - set(peer.slots):
-            peer.adopt(slot, [other.versions[slot] for other in self.reachable(peer)])
         peer.hold(target)
         self._store(peer)
         self.look_around()
-
-    # ------------------------------------------------------------------ versions
-
-    def reachable(self, peer: VirtualPeer) -> list[VirtualPeer]:
-        """Return the other peers that answer one request."""
-        return [
-            other
-            for other in self.peers.values()
-            if other is not peer and other.side == peer.side and self.random.random() >= UNANSWERED
-        ]
-
-    def catch_up(self, peer: VirtualPeer) -> None:
-        """Bring a peer to the state of most peers that take part in rounds."""
-        others = self.reachable(peer)
-        active = [other for other in others if other.state == "active"]
-        asked = others if len(others) <= MOST_ASKED else self.random.sample(others, MOST_ASKED)
-        offers = {slot: [other.versions[slot] for other in asked] for slot in range(self.num_slots)}
-        peer.catch_up([other.shared for other in active] or [peer.shared], offers)
 
     # ------------------------------------------------------------------ the checker's view
 

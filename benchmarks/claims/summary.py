@@ -32,7 +32,7 @@ class Summary:
             self.faulty[seed] = report.violations
         for cause, seconds in report.orphaned_seconds.items():
             self.total.orphaned_seconds.setdefault(cause, []).extend(seconds)
-        for name in ("adoptions", "peer_seconds", "commits", "sat_out", "stale_starts"):
+        for name in ("adoptions", "peer_seconds"):
             setattr(self.total, name, getattr(self.total, name) + getattr(report, name))
 
     def figures(self) -> dict[str, Any]:
@@ -44,9 +44,6 @@ class Summary:
             "orphaned_seconds": {cause: quantiles(waits[cause]) for cause in CAUSES if waits.get(cause)},
             "peer_hours": self.total.peer_seconds / 3600,
             "changes_per_peer_hour": self.changes_per_peer_hour,
-            "commits": self.total.commits,
-            "sat_out": self.total.sat_out,
-            "stale_starts": self.total.stale_starts,
         }
 
     @property
@@ -61,9 +58,7 @@ class Summary:
             rows[-1] += f" (seeds {', '.join(map(str, self.faulty))})"
         total = self.total
         rows += [
-            f"in {total.peer_seconds / 3600:.0f} peer-hours. {total.commits} versions of slots were committed; "
-            f"{total.sat_out} times a holder with another anchor sat its slot out,",
-            f"and {total.stale_starts} times a slot went on from an older version, as no member held the newest. "
+            f"in {total.peer_seconds / 3600:.0f} peer-hours. "
             f"{self.changes_per_peer_hour:.1f} slots were adopted per peer-hour.",
             "",
             "| a slot without a holder after | cases | covered again after, median | p99 | longest |",

@@ -19,6 +19,7 @@ from benchmarks.fuzz.decoder import Decoder
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.averaging.matchmaking import read_roster
+from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.exchange.protocol import Answer, Request
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
@@ -62,8 +63,8 @@ def decoders(folder: Path) -> list[Decoder]:
         round=3,
         tokens=100,
         slots=(1,),
-        slot_rounds=(3,),
-        anchors={"shared": "5" * 16, "slot-1": "5" * 16},
+        previous="5" * 64,
+        starts={"slot-1": (2, "5" * 64)},
         tokens_per_second=1.0,
         ready_at=1.0,
         sync_seconds=1.0,
@@ -108,9 +109,10 @@ class _Gathering:
 
     def __init__(self, me: Identity) -> None:
         self._peer = PeerID.from_base58(me.peer_id)
+        self._last = genesis(RUN, me.peer_id, "0" * 64, 4)
 
     def __call__(self, data: bytes) -> None:
-        roster, refused = read_roster(GroupInfo(b"g", (self._peer,), (data,)))
+        roster, refused = read_roster(GroupInfo(b"g", (self._peer,), (data,)), self._last)
         assert len(roster) + len(refused) == 1
 
 

@@ -22,16 +22,18 @@ from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
-from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.records import MAX_SLOTS, Claim
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.fetch_plan import preferred, relays
 
 RUN_ID = "network"
+FOUNDER = hashed_peer_id(b"network")
 ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
 MEETING_SECONDS = 30.0
 """Time for all peers to arrive; a complete group does not wait for it."""
@@ -96,7 +98,9 @@ class SwarmPeer:
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
         vectors = Vectors(self._numels, segments, _advance, codecs.keyframe_rounds)
-        self._swarm.enter(ROUNDS, vectors, max_slots=len(slots))
+        # All rounds start from here: the benchmark averages and exchanges, and certifies nothing.
+        start = genesis(RUN_ID, FOUNDER, "0" * 64, MAX_SLOTS)
+        self._swarm.enter(ROUNDS, vectors, start, max_slots=len(slots))
         if slots:  # a peer with a claim is a member, and is served before newcomers
             me = self._swarm.peer_id
             claim = Claim(peer_id=me, state="active", slots=tuple(slots), max_slots=len(slots), since=self._swarm.now())
@@ -123,25 +127,26 @@ class SwarmPeer:
         self._swarm.read(Claim)
         began = time.monotonic()
         starts_at = self._swarm.now() + MEETING_SECONDS
-        contribution = Contribution(self._member(number), self._deltas)
+        contribution = Contribution(self._member(), self._deltas)
         result = self._swarm.average(contribution, expected=expected, starts_at=starts_at)
         averaged_at = time.monotonic()
         if len(result.roster) < expected or result.dropped:
             raise ExchangeError(f"{len(result.roster)} of {expected} peers met, dropped: {dict(result.dropped)}")
-        for name, mean in result.committed.items():
+        self._swarm.settle(result, result.means)
+        for name, mean in result.means.items():
             self._anchors[name] = self._anchors[name] - mean
         self._swarm.publish(number + 1, self._anchors, result.encoded)
         self._pull_slots(result, number + 1)
         met_at = began + result.matchmaking_seconds
         return PeerRound(result.matchmaking_seconds, met_at, averaged_at, time.monotonic())
 
-    def _member(self, number: int) -> Member:
+    def _member(self) -> Member:
         return Member(
             peer_id=self._swarm.peer_id,
-            round=number,
+            round=0,
+            previous=self._swarm.last().digest,
             tokens=1,
             slots=self._slots,
-            anchors=dict.fromkeys(self._names, f"{number:016x}"),
             tokens_per_second=1.0,
             ready_at=self._swarm.now(),
             sync_seconds=0.0,

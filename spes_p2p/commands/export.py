@@ -90,17 +90,19 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         run = manifest.config
         size = model_size(run.model, manifest.vocab_size)
         anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
-        swarm.enter(run.round, anchors.vectors(), max_slots=0, guests=guest_list(swarm, manifest))
+        guests = guest_list(swarm, manifest)
+        swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests)
         sizes = anchors.bundle_numel()
         show_download(swarm, 4 * (sizes[SHARED] + run.model.num_experts * sizes["slot"]))
         view = SwarmView(run.model.num_experts, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+        swarm.catch_up()
         for attempt in range(1, ATTEMPTS + 1):
             claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))
-            view = fold(view, Snapshot(swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
+            view = fold(view, Snapshot(swarm.now(), claims, progress, metrics).of(swarm.known()))  # type: ignore[arg-type]
             holders, peers = holders_and_peers(view)
             seeds = {peer for serving in swarm.seeds().values() for peer in serving}
             try:
-                pull_round(swarm, run, view.published, holders, sorted({*peers, *seeds}))
+                pull_round(swarm, run, swarm.last(), holders, sorted({*peers, *seeds}))
                 return
             except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
                 if attempt == ATTEMPTS:

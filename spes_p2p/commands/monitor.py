@@ -34,6 +34,7 @@ from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
+from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import MANIFEST, Manifest, fetch_manifest, guest_list
 from spes_p2p.swarm.p2p import peerstore
@@ -45,7 +46,7 @@ log = logging.getLogger(__name__)
 
 MODEL_DIRECTORY, IDENTITY_FILE = "model", "identity.key"
 TENSORBOARD_DIRECTORY = "tensorboard"
-RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, TASKS_DIRECTORY)
+RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, CONSENSUS, TASKS_DIRECTORY)
 EVALUATION_BATCH = 8
 EXIT_CODES = {
     Ending.FINISHED: 0,
@@ -99,7 +100,7 @@ def main(settings: MonitorConfig) -> int:
     output = prepare_output(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    new = [path for name in (IDENTITY_FILE, VERSIONS) if not (path := output / name).exists()]
+    new = [path for name in (IDENTITY_FILE, VERSIONS, CONSENSUS) if not (path := output / name).exists()]
     try:
         return _join_and_watch(settings, output)
     except SpesError:
@@ -134,7 +135,8 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         tokenizer = ConfinedTokenizer(document, output / VERSIONS / "tokenizer", manifest.vocab_size)
         archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer), tokenizer.decode)
         guests = guest_list(swarm, manifest)
-        swarm.enter(manifest.config.round, archive.anchors.vectors(), max_slots=0, guests=guests)
+        start = manifest.genesis()
+        swarm.enter(manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests)
         entered = time.monotonic()
 
         tasks = _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True))

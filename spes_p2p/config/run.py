@@ -337,6 +337,9 @@ class RoundConfig(Frozen):
     """Lifetime of a claim that is not renewed."""
     heartbeat_seconds: Annotated[float, Field(ge=0.05, le=MAX_LEASE_SECONDS / 2, allow_inf_nan=False)] = 10.0
     """Interval of renewals."""
+    shrink_seconds: Annotated[float, Field(ge=1, le=86_400, allow_inf_nan=False)] = 600.0
+    """Time after a round's end for which the others wait where half of the voters or more have vanished; after that,
+    those that are left go on without them."""
     copies: Annotated[int, Field(ge=1, le=8)] = 2
     """Peers on which every slot's weights and moments live at least, where there are so many: what too few hold, others
     keep, so that a slot outlives its last holder. 1 leaves it to the holders."""

@@ -40,6 +40,16 @@ class Snapshot:
     progress: Mapping[str, Progress] = field(default_factory=dict)
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
 
+    def of(self, peers: Collection[str] | None) -> Snapshot:
+        """Return the records of these peers, of all if None: those of others could be anything."""
+        if peers is None:
+            return self
+        claims, progress, metrics = (
+            {peer: record for peer, record in records.items() if peer in peers}  # guard: certified-figures
+            for records in (self.claims, self.progress, self.metrics)
+        )
+        return Snapshot(self.now, claims, progress, metrics)  # type: ignore[arg-type]
+
 
 class Sample(NamedTuple):
     """How the swarm's model continues the beginning of its first held-out sequence.

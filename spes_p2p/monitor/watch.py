@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.loss import greedy_continuation, held_out_loss
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
@@ -55,41 +55,33 @@ class PullPlan:
     """The peers to ask for each version.
 
     Attributes:
-        current: Peers by name, for versions of the round wanted.
-        older: Peers by name by round, for slots that have no version of that round yet, or never will.
+        current: Peers by name, for the certified versions.
+        digests: Digests of these versions.
+        older: Peers by name by round, for slots whose certified version no peer may have any more.
     """
 
     current: dict[VectorName, list[str]]
+    digests: dict[VectorName, str]
     older: dict[int, dict[VectorName, list[str]]]
 
 
 def plan_pull(
-    round: int, inventory: Mapping[str, Mapping[str, Version]], holders: Mapping[int, Sequence[str]], num_slots: int
+    body: Body, inventory: Mapping[str, Mapping[str, Version]], holders: Mapping[int, Sequence[str]]
 ) -> PullPlan:
-    """Return the peers to ask for the model of `round`.
+    """Return the peers to ask for the model that a certificate names.
 
-    Only peers with the shared version that most peers have are asked: a peer that offers a false `shared` may offer
-    false slots too.
+    Slots that were never committed are left out: the run's seed, or its checkpoint, makes them.
     """
-    offers = {
-        peer: (versions[SHARED].round, versions[SHARED].digest)
-        for peer, versions in inventory.items()
-        if SHARED in versions and versions[SHARED].round >= round
-    }
-    counts = Counter(offers.values())
-    # Between two rounds the swarm offers two versions, both honest; of equal counts the older one is complete.
-    agreed = min(counts, key=lambda offer: (-counts[offer], offer)) if counts else None
-    trusted = sorted(peer for peer, offer in offers.items() if offer == agreed)
-    plan = PullPlan(current={SHARED: trusted} if trusted else {}, older={})
-    for slot in range(num_slots):
-        name = VectorName.of_slot(slot)
-        rounds = {peer: inventory[peer][name].round for peer in trusted if name in inventory[peer]}
-        if fresh := [peer for peer, number in rounds.items() if number >= round]:
-            plan.current[name] = fresh
-            continue
-        if about_to_publish := [peer for peer in holders.get(slot, ()) if peer in trusted]:
-            plan.current[name] = about_to_publish
-        if rounds:
+    digests = {SHARED: body.shared} | {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
+    plan = PullPlan({}, {name: digest for name, digest in digests.items() if digest}, {})
+    for name, digest in digests.items():
+        offers = {peer: versions[name] for peer, versions in sorted(inventory.items()) if name in versions}
+        having = [peer for peer, version in offers.items() if digest in ("", version.digest)]
+        about_to_publish = [] if name.slot is None else [p for p in holders.get(name.slot, ()) if p not in having]
+        if asked := [*having, *about_to_publish] or list(inventory if name == SHARED else ()):
+            plan.current[name] = asked
+        rounds = {peer: version.round for peer, version in offers.items() if version.round < body.round}
+        if name != SHARED and not having and rounds:
             newest = max(rounds.values())
             plan.older.setdefault(newest, {})[name] = [peer for peer, number in rounds.items() if number == newest]
     return plan
@@ -105,16 +97,16 @@ def holders_and_peers(view: SwarmView) -> tuple[dict[int, list[str]], list[str]]
 
 
 def pull_round(
-    swarm: HivemindSwarm, run: RunConfig, round: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]
+    swarm: HivemindSwarm, run: RunConfig, body: Body, holders: Mapping[int, Sequence[str]], peers: Sequence[str]
 ) -> None:
-    """Fetch the versions of the model of `round`, or of a later round if the swarm has moved on.
+    """Fetch the versions that a certificate names.
 
-    A slot without a version of that round (an orphan, or its holder died) comes in its newest version.
+    A slot whose certified version no peer has any more comes in its newest other version.
 
     Args:
         swarm: Where they are fetched and stored.
         run: The run's settings.
-        round: Round wanted.
+        body: Of the certificate.
         holders: Peers that train each slot.
         peers: All peers to ask.
 
@@ -122,11 +114,10 @@ def pull_round(
         ExchangeError: no peer sent the shared parameters.
     """
     inventory = swarm.inventory(peers) if peers else {}
-    plan = plan_pull(round, inventory, holders, run.model.num_experts)
-    timeout = run.round.exchange_seconds
-    failures = dict(swarm.pull(plan.current, min_round=round, timeout=timeout))
+    plan, timeout = plan_pull(body, inventory, holders), run.round.exchange_seconds
+    failures = dict(swarm.pull(plan.current, min_round=0, timeout=timeout, digests=plan.digests))
     if SHARED in failures or SHARED not in plan.current:
-        raise ExchangeError(f"no shared version of round {round}: {failures.get(SHARED, 'no peer has it')}")
+        raise ExchangeError(f"no shared version of round {body.round}: {failures.get(SHARED, 'no peer has it')}")
     for older, wanted in sorted(plan.older.items()):
         own = swarm.versions()
         again = {name: peers for name, peers in wanted.items() if name in failures or name not in plan.current}
@@ -135,7 +126,7 @@ def pull_round(
         for reason, names in by_reason(unfetched).items():
             log.warning("no version of %s, not even of round %d: %s", names, older, reason)
     for reason, names in by_reason(failures).items():
-        log.warning("no version of %s of round %d: %s", names, round, reason)
+        log.warning("no certified version of %s, in round %d: %s", names, body.round, reason)
 
 
 class Archive:
@@ -171,13 +162,13 @@ class Archive:
         self.anchors = Anchors(self._run, self._model.numels)
         self.round = 0
 
-    def pull(self, round: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> None:
-        """Bring the model to `round` or later, as `pull_round` does.
+    def pull(self, body: Body, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> None:
+        """Bring the model to what a certificate names, as `pull_round` does.
 
         Raises:
             ExchangeError: no peer sent the shared parameters; the model stays as it was.
         """
-        pull_round(self._swarm, self._run, round, holders, peers)
+        pull_round(self._swarm, self._run, body, holders, peers)
         self.load()
 
     def load(self) -> None:
@@ -299,7 +290,8 @@ class Watch:
         if claims:
             self._seen_at = time.monotonic()
         # Each record was validated as its kind when it was read.
-        self.view = fold(self.view, Snapshot(self._swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
+        snapshot = Snapshot(self._swarm.now(), claims, progress, metrics)  # type: ignore[arg-type]
+        self.view = fold(self.view, snapshot.of(self._swarm.known()))
         self._show(self.view)
 
     def _start_job(self) -> None:
@@ -318,7 +310,7 @@ class Watch:
     def _take(self, number: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> _Taken:
         """Bring the archive to a round, evaluate it, and save it after the last round; in the job's thread."""
         if number > 0:
-            self._archive.pull(number, holders, peers)
+            self._archive.pull(self._swarm.last(), holders, peers)
         loss = self._archive.evaluate()
         if self._archive.round >= self._rounds.total:
             self._save(self._archive.round, loss)

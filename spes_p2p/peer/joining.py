@@ -160,7 +160,7 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
             swarm.close()
             swarm = _swarm(config, client_mode=True)
         manifest = _manifest(config, swarm, founded, kept.manifest)
-        yield swarm, _enter(config, swarm, manifest, kept.found)
+        yield swarm, _enter(config, swarm, manifest, kept.found, founds=founded is not None)
     finally:
         swarm.close()
 
@@ -277,7 +277,9 @@ def _manifest(
     return manifest
 
 
-def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None) -> Admission:
+def _enter(
+    config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
+) -> Admission:
     run = manifest.config
     _check_choices(config, run)
     size = model_size(run.model, manifest.vocab_size)
@@ -290,7 +292,9 @@ def _enter(config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: 
     guests = guest_list(swarm, manifest, config.invite or "")
     if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
-    swarm.enter(run.round, anchors.vectors(), max_slots=max_slots, guests=guests)
+    swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)
+    if config.resume_round is not None:
+        swarm.consensus.cut(config.resume_round)
     declare_manifest(swarm, manifest)
     run_id = manifest.run_id
     log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)

@@ -87,11 +87,13 @@ class PeerPage:
 
     def _look(self) -> None:
         claims, progress, metrics = (dict(self._swarm.read(kind)) for kind in (Claim, Progress, Metrics))
-        view = self._state.view
+        view, known = self._state.view, self._swarm.known()
+        counted = None if known is None else {self._swarm.peer_id, *known}
+        snapshot = Snapshot(self._swarm.now(), claims, progress, metrics).of(counted)  # type: ignore[arg-type]
         while self._reports:
             own = self._reports.popleft()
-            view = fold(view, Snapshot(view.now, claims, progress, {own.peer_id: own}))  # type: ignore[arg-type]
-        view = fold(view, Snapshot(self._swarm.now(), claims, progress, metrics))  # type: ignore[arg-type]
+            view = fold(view, replace(snapshot, now=view.now, metrics={own.peer_id: own}))
+        view = fold(view, snapshot)
         for event in self._log.of(view):
             self._page.take(event)
         control = self._controls.view() if self._controls is not None and self._page.is_loopback else {}

@@ -12,11 +12,12 @@ from torch import Tensor
 
 from spes_p2p.codecs.format import Format
 from spes_p2p.config import MAX_PEER_TOKENS, Frozen, PositiveFloat
-from spes_p2p.sim.swarm import Lie, MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import Lie, MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.partition import Message, decode_message, encode_message
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.roster import Member, Roster
+from spes_p2p.swarm.roster import Member
 
 
 class Attack(Frozen):
@@ -63,12 +64,12 @@ class AttackingSwarm(MemorySwarm):
         member = contribution.member
         if self._does("silent", member.round):
             self.clock.advance(max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds)
-            return RoundResult(Roster([member]), dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
+            return RoundResult(dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
         for attack in self._does("inflate", member.round):
             tokens = min(int(member.tokens * attack.factor), MAX_PEER_TOKENS)
             contribution = replace(contribution, member=member.model_copy(update={"tokens": tokens}))
         result = super().average(contribution, expected=expected, starts_at=starts_at)
-        self._means |= result.committed
+        self._means |= result.means
         return result
 
     def _does(self, kind: str, round: int) -> list[Attack]:

@@ -26,8 +26,9 @@ from spes_p2p.model.loss import held_out_loss
 from spes_p2p.planner.size import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
+from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.scenario import Event, Scenario
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import Metrics
@@ -251,7 +252,16 @@ class _Simulation:
         self._source = train_sources(self._run.data, tokenizer, paths=scenario.text, cache=cache)
         self._probe_BT1 = public_text(self._source, self._run.data.sequence_length)
         self._clock = VirtualClock()
-        self._hub = MemoryHub(scenario.run_id, rounds.matchmaking_seconds, rounds.lease_seconds, self._clock)
+        self._hub = MemoryHub(
+            scenario.run_id,
+            rounds.matchmaking_seconds,
+            rounds.lease_seconds,
+            self._clock,
+            founder=self._peer_id(scenario.founders[0]),
+            min_peers=rounds.min_peers,
+            num_slots=self._run.model.num_experts,
+            shrink_seconds=rounds.shrink_seconds,
+        )
         self._peers: dict[int, VirtualPeer] = {}
         self._present = set(scenario.founders)
         self._interruptions = [scenario.interruptions(peer) for peer in range(scenario.peers)]
@@ -299,9 +309,12 @@ class _Simulation:
 
     # ------------------------------------------------------------------ peers
 
+    def _peer_id(self, peer: int) -> str:
+        ids, seed = self._scenario.peer_ids, self._scenario.seed
+        return ids[peer] if ids else hashed_peer_id(f"{seed}:{peer}".encode())
+
     def _swarm(self, peer: int) -> MemorySwarm:
-        scenario = self._scenario
-        peer_id = scenario.peer_ids[peer] if scenario.peer_ids else hashed_peer_id(f"{scenario.seed}:{peer}".encode())
+        scenario, peer_id = self._scenario, self._peer_id(peer)
         attacks = [attack for attack in scenario.attacks if attack.peer == peer]
         if not attacks:
             return MemorySwarm(self._hub, peer_id)

@@ -1,4 +1,4 @@
-"""Which peers this peer distrusts, from what it has observed itself: strikes, bans that expire, and newcomers.
+"""Which peers this peer distrusts, from what it has observed itself: strikes, and bans that expire.
 
 Hearsay has no effect: what other peers say of a peer counts only as their vote, in the roster entry that they send
 under their own authenticated ids (`Roster.distrusted`).
@@ -7,14 +7,11 @@ under their own authenticated ids (`Roster.distrusted`).
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from spes_p2p.swarm.averaging.audit import Evidence
-from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.names import SHARED
-from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_NEWCOMERS
+from spes_p2p.swarm.roster import MAX_DISTRUSTED
 
 log = logging.getLogger(__name__)
 
@@ -25,8 +22,6 @@ MEMORY_ROUNDS = 8
 BAN_ROUNDS = 16
 """Length of a peer's first ban; each further ban is twice as long as the one before."""
 MAX_BAN_ROUNDS = 1024
-PROBATION_ROUNDS = 4
-"""Rounds that a peer must have committed together with this one before it stops being a newcomer."""
 
 
 @dataclass
@@ -43,20 +38,6 @@ class Bans:
 
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
-        self._met: Counter[str] = Counter()
-        self._rounds = 0
-
-    def count_round(self, result: RoundResult) -> None:
-        """Count a committed round for the members whose deltas went into it with this peer's."""
-        if SHARED in result.committed and len(result.roster) > 1:
-            self._rounds += 1
-            self._met.update(member.peer_id for member in result.roster if member.tokens)
-
-    def newcomers_among(self, peers: Iterable[str]) -> tuple[str, ...]:
-        """Return the peers that committed few rounds with this one, ascending; none while it is new itself."""
-        if self._rounds < PROBATION_ROUNDS:
-            return ()
-        return tuple(sorted(peer for peer in peers if self._met[peer] < PROBATION_ROUNDS))
 
     def record(self, round: int, evidence: Iterable[Mapping[str, Evidence]]) -> None:
         """Record a round's evidence: at most one strike per peer and round.
@@ -88,17 +69,12 @@ class Bans:
             case.bans += 1
             case.until = round + 1 + length
             case.strikes = ()
-            del self._met[peer]  # guard: banned-newcomer
             log.warning("round %d: not averaging with %s for %d rounds", round + 1, peer[-6:], length)
 
     def banned(self, round: int) -> tuple[str, ...]:
         """Return the peers banned from the averaging that starts at `round`, ascending."""
         return tuple(sorted(peer for peer, case in self._cases.items() if round < case.until))  # guard: ban-end
 
-    def add_votes(self, contribution: Contribution, present: Iterable[str] = ()) -> Contribution:
-        """Return the contribution with this peer's votes: banned peers, and the newcomers among `present`."""
-        member = contribution.member
-        distrusts = self.banned(member.round)[:MAX_DISTRUSTED]
-        newcomers = self.newcomers_among(set(present) - {member.peer_id})[:MAX_NEWCOMERS]
-        votes = {"distrusts": distrusts, "newcomers": newcomers}
-        return replace(contribution, member=member.model_copy(update=votes))
+    def distrusted(self, round: int) -> tuple[str, ...]:
+        """Return the banned peers that this peer's roster entry names."""
+        return self.banned(round)[:MAX_DISTRUSTED]

@@ -20,7 +20,7 @@ MIN_SPREAD = 1 / 4
 """Smallest deviation, as a share of the median: a steady link slows down when newcomers begin to download."""
 
 
-def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
+def round_end(config: RoundConfig, members: Iterable[Member], clocks: Iterable[Member] | None = None) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
     The swarm should reach `config.tokens` by then, if every member trains at its last speed once most members have
@@ -30,9 +30,11 @@ def round_end(config: RoundConfig, members: Iterable[Member]) -> float:
     Args:
         config: The run's round settings.
         members: The roster, identical on all members.
+        clocks: Those of them whose clocks count; by default all.
     """
     members = list(members)
-    start = statistics.median_high(member.ready_at + member.sync_seconds for member in members)
+    times = members if clocks is None else clocks
+    start = statistics.median_high(member.ready_at + member.sync_seconds for member in times)
     rate = sum(fair_speeds([member.tokens_per_second for member in members])) or FALLBACK_TOKENS_PER_SECOND
     return start + min(max(config.tokens / rate, config.min_seconds), config.max_seconds)
 

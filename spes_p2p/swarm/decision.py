@@ -14,70 +14,41 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from pydantic import Field
-
 from spes_p2p.swarm.certificate import (
     ABSENT_ROUNDS,
     MAX_ATTEMPT,
     MAX_MEMBERS,
+    MAX_SENT,
     Body,
     Certificate,
+    Certificates,
     Confirmation,
-    Document,
+    GivenUp,
     GiveUp,
     Goodbye,
     Keys,
     MemberEntry,
+    Message,
+    Point,
     Proof,
     Proposal,
+    Question,
     Vote,
     make_body,
     max_leaving,
-    newest_voted,
     preferred,
     required_votes,
     roster_digest,
 )
-from spes_p2p.swarm.records import Count, Digest
+from spes_p2p.swarm.certificate_checks import newest_voted
 from spes_p2p.swarm.votes import Ballot, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
 
-MAX_SENT = 64
-"""Certificates in one message."""
 WATCHED_ROUNDS = 8
 """Rounds back of which contradictory statements are looked for."""
 MAX_SLOWER = 20
 """Largest multiple of an attempt's time that a later attempt is given."""
-
-
-class GivenUp(Document):
-    """A give-up, and the proposal of the vote that it states; without it no proposer can propose that body again."""
-
-    give_up: GiveUp
-    voted: Proposal | None = None
-
-
-class Certificates(Document):
-    """Certificates of successive rounds."""
-
-    certificates: tuple[Certificate, ...] = Field(max_length=MAX_SENT)
-
-
-class Point(Document):
-    """A round of a chain, and its body's digest."""
-
-    round: Count
-    digest: Digest
-
-
-class Question(Document):
-    """Points of the sender's chain, newest first; asks for the certificates after the newest point that is shared."""
-
-    points: tuple[Point, ...] = Field(min_length=1, max_length=64)
-
-
-Message = Confirmation | Proposal | Vote | GivenUp | Goodbye | Certificates | Question | Proof
 
 
 class Network(Protocol):
@@ -131,6 +102,10 @@ class Chain:
         body = self.body_at(round)
         return body is not None and body.digest == digest
 
+    def newest(self, count: int) -> list[Body]:
+        """Return the bodies of the last certificates, at most so many."""
+        return [certificate.body for certificate in self.certificates[-count:]]
+
     def after(self, round: int) -> tuple[Certificate, ...]:
         """Return the first `MAX_SENT` certificates after a round of the chain."""
         at = round - self._start.round
@@ -160,7 +135,7 @@ class Decider:
         ballot: This peer's promises of an earlier process; None for a new identity.
         save: Writes a ballot to disk; returns when it is durable.
         on_attempt: Told that attempt 1 or a later one at the open round begins: average anew with the peers that are
-            there. Attempt 0 begins when the last certificate's `ends_at` is over.
+            there, and report by `averaged`, whatever came of it. Attempt 0 begins when the round's training ends.
         on_certificate: Told of each certificate that this peer follows. It must be durable on return, and replaces
             those of its round and later; otherwise a restarted voter may vote in a round that it has seen certified.
     """
@@ -185,7 +160,9 @@ class Decider:
         self._statements = Statements(WATCHED_ROUNDS)
         self._goodbyes: dict[str, Goodbye] = {}
         self._num_asked = 0
+        self._started_at = network.now()
         self._is_closed = False
+        self._has_left = False
         self.chain = chain
         self.voter = Voter(keys, chain.last, ballot, save, rules, network.now)
         self.attempt = 0
@@ -197,13 +174,24 @@ class Decider:
         self._open_round()
         self._ask_next()
 
+    def go_back(self, certificates: Sequence[Certificate]) -> None:
+        """Follow only these certificates, the first ones of the chain, and open the round after them."""
+        self.chain.certificates[:] = certificates
+        self.voter.switch(self.chain.last)
+        self._open_round()
+
     def close(self) -> None:
         """Take no further part."""
         self._is_closed = True
 
     def leave(self) -> None:
-        """Say goodbye, so that the next certificate removes this voter."""
+        """Say goodbye, so that the next certificate goes on without this voter, which does not vote from now on."""
+        self._has_left = True
         self._send_voters(self._goodbye())
+
+    def come_back(self) -> None:
+        """Take part again after `leave`: others may still count the goodbye, and admit this peer anew."""
+        self._has_left = False
 
     # ------------------------------------------------------------------ attempts
 
@@ -228,9 +216,6 @@ class Decider:
         for guilty in last.voters:
             if guilty in self.proofs:  # an earlier message may have been lost
                 self._send_voters(self.proofs[guilty])
-        # Attempt 0 begins when training ends; as far as this peer knows, that may be long ago.
-        wait = min(max(0.0, last.ends_at - self._network.now()), self._rules.shrink_seconds) if not attempt else 0.0
-        self._later(wait + self._rules.attempt_seconds * min(1 + attempt / 2, MAX_SLOWER), self._give_up)
         if attempt and not (self._is_proposer and self._propose_again()):
             self._on_attempt(attempt)
 
@@ -253,13 +238,15 @@ class Decider:
         return Own(self._own, self._network.is_gone, is_late)
 
     def _absent(self) -> list[str]:
-        """Return the voters to go on without: half or more, after a long time; otherwise none."""
-        voters = self.chain.last.voters
-        gone = [peer for peer in voters if self._network.is_gone(peer)] if self._own_view().may_shrink else []
-        return gone if 2 * len(gone) >= len(voters) else []
+        """Return the voters to go on without: half or more that have said goodbye, or have been gone for long."""
+        last, is_late = self.chain.last, self._own_view().may_shrink
+        left = self._counted_goodbyes()
+        gone = [peer for peer in last.voters if peer in left or (is_late and self._network.is_gone(peer))]
+        return gone if len(last.voters) > len(gone) >= len(last.voters) / 2 else []
 
     @property
-    def _quorum(self) -> int:
+    def quorum(self) -> int:
+        """Voters that must be there to certify the open round, as far as this peer knows."""
         absent = self._absent()
         return len(self.chain.last.voters) - len(absent) if absent else self.chain.last.quorum
 
@@ -279,7 +266,8 @@ class Decider:
             attempt: The attempt; a result of another one than the open one is ignored.
             members: The attempt's roster, by ascending peer id.
             ends_at: DHT time at which the next round's training should end.
-            shared: Digest of the version of `shared` that this peer would commit; empty if its averaging failed.
+            shared: Digest of the version of `shared` that this peer would commit; empty if its averaging failed, so
+                that it gives the attempt up at once.
             slots: The same for its slots.
         """
         last = self.chain.last
@@ -287,18 +275,22 @@ class Decider:
             return
         self._members = tuple(members)
         self._ends_at = ends_at
-        if shared:
-            self._own = Confirmation(
-                run=last.run,
-                round=last.round + 1,
-                previous=last.digest,
-                attempt=attempt,
-                peer_id=self._keys.peer_id,
-                roster=roster_digest(members),
-                shared=shared,
-                slots={str(slot): digest for slot, digest in (slots or {}).items()},
-            ).signed(self._keys)
-            self._network.send(last.proposer(attempt), self._own)
+        if not shared:
+            self._give_up()
+            return
+        self._own = Confirmation(
+            run=last.run,
+            round=last.round + 1,
+            previous=last.digest,
+            attempt=attempt,
+            peer_id=self._keys.peer_id,
+            roster=roster_digest(members),
+            shared=shared,
+            slots={str(slot): digest for slot, digest in (slots or {}).items()},
+        ).signed(self._keys)
+        self._network.send(last.proposer(attempt), self._own)
+        self._later(self._rules.attempt_seconds * min(1 + attempt / 2, MAX_SLOWER), self._give_up)
+        self._later(self._rules.confirmation_seconds / 2, self._give_up_dead)
 
     def _take_confirmation(self, sender: str, confirmation: Confirmation) -> None:
         last = self.chain.last
@@ -326,7 +318,7 @@ class Decider:
         """Propose what the confirmations say, unless something has been proposed in this attempt."""
         if self._offered or not self._members or self._propose_again():
             return
-        if self.attempt and len(self._of_attempt()) < self._quorum:
+        if self.attempt and len(self._of_attempt()) < self.quorum:
             return
         confirmations, absent = self._of_roster(), self._absent()
         removed = [] if absent else self._due_to_leave()
@@ -342,7 +334,7 @@ class Decider:
             shrunk=absent,
         )
         if body is not None:
-            goodbyes = [self._goodbyes[peer] for peer in removed if peer in self._goodbyes]
+            goodbyes = [self._goodbyes[peer] for peer in absent or removed if peer in self._goodbyes]
             self._offer(body, confirmations, goodbyes, [self.proofs[peer] for peer in guilty])
 
     def _due_to_leave(self) -> list[str]:
@@ -353,9 +345,15 @@ class Decider:
             for peer in last.voters
             if last.absent.get(peer, 0) + 1 >= ABSENT_ROUNDS and peer not in present and self._network.is_gone(peer)
         ]
-        self._goodbyes = {peer: each for peer, each in self._goodbyes.items() if each.counts(last.run, last.round + 1)}
-        due = dict.fromkeys(peer for peer in (*self.proofs, *self._goodbyes, *missed) if peer in last.voters)
+        left = self._counted_goodbyes()
+        due = dict.fromkeys(peer for peer in (*self.proofs, *left, *missed) if peer in last.voters)
         return list(due)[: max_leaving(len(last.voters))]
+
+    def _counted_goodbyes(self) -> Mapping[str, Goodbye]:
+        """Return the goodbyes that count in the open round, by voter."""
+        last = self.chain.last
+        self._goodbyes = {peer: each for peer, each in self._goodbyes.items() if each.counts(last.run, last.round + 1)}
+        return self._goodbyes
 
     def _of_attempt(self) -> list[GiveUp]:
         """Return the give-ups that justify a proposal in this attempt."""
@@ -393,6 +391,8 @@ class Decider:
         if body.previous != self.chain.last.digest:
             self._meet(sender, body.round - 1, body.previous)
             return
+        if self._has_left:
+            return
         try:
             vote = self.voter.vote(proposal, self._own_view())
         except Refusal as refusal:
@@ -414,7 +414,12 @@ class Decider:
         self._watch(vote)
         self._votes[vote.peer_id] = vote.signature
         if len(self._votes) == required_votes(last, proposal.body):
-            certificate = Certificate(body=proposal.body, attempt=proposal.attempt, signatures=dict(self._votes))
+            certificate = Certificate(
+                body=proposal.body,
+                attempt=proposal.attempt,
+                signatures=dict(self._votes),
+                goodbyes=proposal.goodbyes if proposal.body.shrunk else (),
+            )
             self._send_all(Certificates(certificates=(certificate,)))
 
     # ------------------------------------------------------------------ giving up
@@ -425,8 +430,15 @@ class Decider:
         self._ask_next()
         self._later(self._rules.attempt_seconds, self._give_up)
 
+    def _give_up_dead(self) -> None:
+        """Give the attempt up as soon as its proposer is gone."""
+        if self._network.is_gone(self.chain.last.proposer(self.attempt)):
+            self._give_up()
+        else:
+            self._later(self._rules.confirmation_seconds / 2, self._give_up_dead)
+
     def _send_give_up(self, attempt: int) -> None:
-        if self.voter.may_vote:
+        if self.voter.may_vote and not self._has_left:
             give_up = self.voter.give_up(attempt)
             self._send_all(GivenUp(give_up=give_up, voted=self.voter.ballot.voted))
 
@@ -448,7 +460,7 @@ class Decider:
     def _follow_quorum(self) -> None:
         """Open the attempt after the last one that a quorum has given up, otherwise each peer is alone in its own."""
         attempts = sorted((each.attempt for each in self._give_ups.values()), reverse=True)
-        quorum = self._quorum
+        quorum = self.quorum
         if len(attempts) < quorum or attempts[quorum - 1] < self.attempt:
             return
         given_up = attempts[quorum - 1]
@@ -466,13 +478,13 @@ class Decider:
             if body.round > last.round - WATCHED_ROUNDS:
                 self._watch(*certificate.votes())
             if body.previous == last.digest:
-                if not self.voter.learn(certificate):
+                if not self.voter.learn(certificate, self._is_away):
                     self._follow(certificate)
             elif self._is_preferred(certificate):
                 log.warning("round %d: following the preferred branch of a fork", body.round)
                 self._follow(certificate, is_other=True)
-        if len(message.certificates) == MAX_SENT and self.chain.last.digest != known:
-            self._ask(sender)
+        if len(message.certificates) > 1 and self.chain.last.digest != known:
+            self.ask(sender)  # there may be more than one message holds
 
     def _is_preferred(self, certificate: Certificate) -> bool:
         """Tell whether a certificate opens a branch to be followed in place of this one."""
@@ -480,7 +492,17 @@ class Decider:
         before, ours = self.chain.body_at(round - 1), self.chain.certificate_at(round)
         if before is None or ours is None or ours.body.digest == certificate.body.digest:
             return False
-        return not self.voter.refuses(certificate, before) and preferred([ours, certificate]) is certificate
+        return (
+            not self.voter.refuses(certificate, before, self._is_away) and preferred([ours, certificate]) is certificate
+        )
+
+    def _is_away(self, peer: str) -> bool:
+        """Tell whether a peer was not here when the open round ended, as far as this peer knows.
+
+        One that has just been started again was away itself, and cannot blame those that went on without it.
+        """
+        was_down = self._started_at > self.chain.last.ends_at
+        return was_down if peer == self._keys.peer_id else was_down and self._network.is_gone(peer)
 
     def _follow(self, certificate: Certificate, *, is_other: bool = False) -> None:
         self.chain.add(certificate)
@@ -489,34 +511,28 @@ class Decider:
             self.voter.switch(certificate.body)
         self._open_round()
 
-    def _ask(self, peer: str) -> None:
+    def ask(self, peer: str) -> None:
+        """Ask a peer for the certificates that this one has missed."""
         self._network.send(peer, Question(points=self.chain.points()))
 
     def _ask_next(self) -> None:
         """Ask one peer for what this one has missed, each in its turn."""
         me = self._keys.peer_id
         others = sorted(self._network.peers(), key=lambda peer: (peer <= me, peer))
-        self._ask(others[self._num_asked % len(others)])
+        self.ask(others[self._num_asked % len(others)])
         self._num_asked += 1
 
     def _take_question(self, sender: str, question: Question) -> None:
         """Send what comes after the newest shared point. Ask nothing back, otherwise two branches would never stop."""
         shared = [point.round for point in question.points if self.chain.has(point.round, point.digest)]
-        missing = self.chain.after(shared[0]) if shared else ()
-        if missing:
-            self._network.send(sender, Certificates(certificates=missing))
+        self._network.send(sender, Certificates(certificates=self.chain.after(shared[0]) if shared else ()))
 
     def _meet(self, peer: str, round: int, digest: str) -> None:
         """React to a statement about the round after a body that is not this chain's last."""
         if self.chain.has(round, digest):
             self._take_question(peer, Question(points=(Point(round=round, digest=digest),)))
         else:
-            self._ask(peer)
-
-    def hear_of(self, peer: str, round: int, digest: str) -> None:
-        """Learn where another peer's chain ends, by its record; ask it if that is no part of this chain."""
-        if not self.chain.has(round, digest):
-            self._ask(peer)
+            self.ask(peer)
 
     # ------------------------------------------------------------------ proofs and goodbyes
 

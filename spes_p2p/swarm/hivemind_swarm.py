@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +16,10 @@ from spes_p2p import __version__
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt, alone, averaged_bytes, decide_outcome, prepare
+from spes_p2p.swarm.averaging.outcome import Attempt, alone, averaged_bytes, means_of
 from spes_p2p.swarm.bans import Bans
+from spes_p2p.swarm.certificate import Body, known_peers, strangers
+from spes_p2p.swarm.consensus import FOLDER, Consensus
 from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import CodecKind, Version
@@ -27,12 +30,18 @@ from spes_p2p.swarm.names import SHARED, AnyName, VectorName, slot_ranges
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
-from spes_p2p.swarm.quorum import quorum
-from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Record, Seed, serving
-from spes_p2p.swarm.roster import Member, Roster
+from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
+from spes_p2p.swarm.votes import Rules
 
 log = logging.getLogger(__name__)
 
+MAX_NEW = 64
+"""Peers without a certificate that are told of each new one."""
+CATCH_UP_SECONDS = 10.0
+"""Longest that a peer waits for the certificates that it has missed."""
+MIN_CONFIRMATION_SECONDS = 5.0
+DECISION_SECONDS = 10.0
+"""Time for votes and their certificate, beside the wait for confirmations."""
 MAX_NAMED = 8
 """Silent peers that a warning names; the others are counted."""
 
@@ -72,20 +81,38 @@ class HivemindSwarm:
         self._vectors = Vectors()
         self._encoding = DeltaEncoding({})
         self._averaged_bytes = 0
+        self._directory = directory
+        self._consensus: Consensus | None = None
+        self._encoded_deltas: Mapping[VectorName, Tensor] | None = None
+        self._averaged = (RoundResult(), Attempt())
+        """The last result, and the attempt that it came from."""
+        self._has_met = ""
+        """Body after which this peer has met others."""
         self._reserved_at = time.monotonic()
         self._dial_back = DialBack(node)
         self._membership = Membership(node)
         if not node.has_met_peers:
             self._membership.expect(node.peerstore.addresses())
 
-    def enter(self, rounds: RoundConfig, vectors: Vectors, *, max_slots: int, guests: GuestList | None = None) -> None:
+    def enter(
+        self,
+        rounds: RoundConfig,
+        vectors: Vectors,
+        start: Body,
+        *,
+        max_slots: int,
+        guests: GuestList | None = None,
+        is_new: bool = False,
+    ) -> None:
         """Prepare for the run's rounds once its manifest is known, and start renewing records.
 
         Args:
             rounds: The run's round settings.
             vectors: The vectors that the run averages and publishes.
+            start: The run's genesis.
             max_slots: Largest number of slots that this peer may hold; 0 for a monitor, which does not average.
             guests: The invite list of a closed run.
+            is_new: Whether this peer founds the run now, and so has promised nothing in it yet.
         """
         self._rounds = rounds
         self._vectors = vectors
@@ -113,8 +140,17 @@ class HivemindSwarm:
                 guests=guests,
             )
             self._averager.run_in_background(timeout=rounds.averaging_seconds)
+        self._consensus = Consensus(
+            self.node,
+            self._directory.with_name(FOLDER),
+            start,
+            rules_of(rounds, trains_alone=self._trains_alone),
+            peers=self._followers,
+            is_gone=self._is_gone,
+            is_new=is_new or self.node.identity.is_new,
+        )
         self.watchdog.start()
-        self._membership.start(rounds)
+        self._membership.start(rounds, self._beat)
         self._membership.announce(Contact(peer_id=self.peer_id, addresses=self.node.contacts(), software=__version__))
 
     def can_be_called(self) -> bool:
@@ -126,6 +162,35 @@ class HivemindSwarm:
     def now(self) -> float:
         return get_dht_time()
 
+    @property
+    def consensus(self) -> Consensus:
+        """The decisions of the run's rounds, once the run is entered."""
+        assert self._consensus is not None, "the run's rounds begin when the run is entered"
+        return self._consensus
+
+    def _followers(self) -> list[str]:
+        """Return the peers that follow the run: those that the last certificate knows, and some that it does not."""
+        last, claims = self.consensus.last(), self._membership.last_read(Claim)
+        known = known_peers(last)
+        new = [peer for peer in claims if peer not in known]
+        return [*sorted(known & claims.keys()), *strangers(last, new)[:MAX_NEW]]
+
+    def _is_gone(self, peer: str) -> bool:
+        claims = self._membership.last_read(Claim)
+        return peer != self.peer_id and bool(claims) and peer not in claims
+
+    def _beat(self) -> None:
+        """Follow, once per heartbeat, where the others' chains of certificates end."""
+        self.read(Claim)
+        self.read(Progress)
+
+    def known(self) -> Collection[str] | None:
+        return self.consensus.known()
+
+    def catch_up(self) -> None:
+        self._beat()
+        self.consensus.catch_up(CATCH_UP_SECONDS)
+
     def announce(self, *records: Record) -> None:
         self._membership.announce(*records)
 
@@ -133,56 +198,99 @@ class HivemindSwarm:
         self._membership.report(record)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        return self._membership.read(kind)
+        found = self._membership.read(kind)
+        if kind is Progress and self._consensus is not None:
+            self._consensus.hear_of({peer: (record.round, record.certificate) for peer, record in found.items()})  # type: ignore[attr-defined]
+        return found
 
     def wait(self, seconds: float) -> bool:
         return self._membership.stopped.wait(seconds)
 
     # ------------------------------------------------------------------ rounds
 
+    def last(self) -> Body:
+        return self.consensus.last()
+
+    def certified(self, round: int) -> Body | None:
+        return self.consensus.body_at(round)
+
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        """Average, and once more without the lost members if `shared` failed, so that only they lose their work."""
-        if expected <= 1 and self._membership.live_peers and not self._trains_alone:
-            self._membership.wait_for_live_peers(contribution.member.round, self.watchdog)
+        # A peer that repeats a round alone, after a restart, starts from an older certificate than the last one.
+        last = self.consensus.body_at(contribution.member.round) or self.consensus.last()
+        number = self.consensus.attempt
+        self._open = (last, number)
+        if self._is_cut_off(expected, last) and self._membership.wait_for_live_peers(
+            last.round, self.watchdog, self._rounds.shrink_seconds
+        ):
             reason = "the swarm was out of reach"
-            return RoundResult(Roster([contribution.member]), dropped=dict.fromkeys(contribution.deltas, reason))
+            return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
-        contribution = prepare(contribution, expected, calls_only=self.node.client_mode, invite=invite)
-        contribution = self.bans.add_votes(contribution, self._membership.last_read(Claim))
-        self._reserve_uplink()
-        member, encode = self._encoding.entry(contribution), self._encoding.encoder(contribution)
-        attempt, result = self._average_once(contribution, member, encode, expected, starts_at)
-        evidence = [attempt.evidence]
-        for _ in range(ATTEMPTS - 1):
-            if SHARED in result.committed or result.is_behind or not attempt.roster or not member.tokens:
-                break
-            log.warning("round %d: %s; trying again", member.round + 1, result.dropped[SHARED])
-            expected = max(1, expected - len(attempt.lost - {self.peer_id}))
-            if expected == 1 and self._membership.live_peers and not self._trains_alone:
-                break  # this peer cannot tell whether it is lost or the others are, so it commits nothing alone
-            if expected > 1 and attempt.roster.without(attempt.lost).missing_quorum:
-                break
-            attempt, result = self._average_once(contribution, member, encode, expected, self.now(), True)
-            evidence.append(attempt.evidence)
-        self.bans.record(member.round, evidence)
-        self.bans.count_round(result)
-        self._keep_residuals(attempt, result)
+        changes = {"calls_only": self.node.client_mode, "invite": invite, "distrusts": self.bans.distrusted(last.round)}
+        contribution = replace(contribution, member=contribution.member.model_copy(update=changes))
+        if contribution.deltas is not self._encoded_deltas:
+            self._encoded_deltas = contribution.deltas
+            self._reserve_uplink()
+            self._encode = self._encoding.encoder(contribution)
+        attempt = self._meet(contribution, last, expected, starts_at, number)
+        for peer, reason in attempt.refused.items():
+            log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
+        self.bans.record(last.round, [attempt.evidence])
+        result = means_of(attempt, contribution, self._encoding)
         self._averaged_bytes += averaged_bytes(result, self._encoding)
-        if SHARED not in result.committed:
-            self.exchange.release()
+        self._averaged = (result, attempt)
         return result
 
-    def _keep_residuals(self, attempt: Attempt, result: RoundResult) -> None:
-        """Keep the rounding errors of what was committed; discard all if the anchors are about to be replaced."""
-        if result.is_behind:
+    def _is_cut_off(self, expected: int, last: Body) -> bool:
+        """Tell whether this peer meets none of those that it has met before: they, or it, may be lost."""
+        is_sole_voter = last.voters == (self.peer_id,)
+        return expected <= 1 and bool(self._membership.live_peers) and not (self._trains_alone or is_sole_voter)
+
+    def _meet(self, contribution: Contribution, last: Body, expected: int, starts_at: float, number: int) -> Attempt:
+        member = self._encoding.entry(contribution)
+        if expected <= 1:
+            entry, vectors = self._encode()
+            return alone(entry, last, vectors)
+        assert self._averager is not None
+        # The members of a failed attempt know each other, and need no DHT to meet again.
+        is_redone = number == 1 and self._has_met == last.digest
+        least = max(2, self.consensus.quorum)
+        attempt = self._averager.attempt(
+            member, last, self._encode, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
+        )
+        if attempt.roster:  # otherwise the survivors are those of an earlier round
+            self._has_met = last.digest
+        if not attempt.roster and last.voters == (self.peer_id,):
+            log.info("round %d: no other peer came: %s", last.round + 1, attempt.failure)
+            entry, vectors = self._encode()
+            return alone(entry, last, vectors)
+        return attempt
+
+    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
+        last, attempt = self._open
+        slots = {name.slot: digest for name, digest in digests.items() if name.slot is not None}
+        entries = result.roster.entries if result.roster else ()
+        return self.consensus.decide(last, attempt, entries, ends_at, digests.get(SHARED, ""), slots)
+
+    def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
+        averaged, attempt = self._averaged
+        self._encoded_deltas = None
+        if averaged is not result or SHARED not in committed:
             self._encoding.forget()
-        else:
-            self._encoding.commit(result.committed)
-        if self._averager is not None:
-            if result.is_behind:
+            if self._averager is not None:
                 self._averager.buffers.reset_residuals()
-            committed = {name: residual for name, residual in attempt.residuals.items() if name in result.committed}
-            self._averager.buffers.keep_residuals(committed)
+            self.exchange.release()
+            return
+        self._encoding.commit(committed)
+        if self._averager is not None:
+            kept = {name: residual for name, residual in attempt.residuals.items() if name in committed}
+            self._averager.buffers.keep_residuals(kept)
+
+    def leave(self) -> None:
+        if self._consensus is not None:
+            self._consensus.leave()
+
+    def come_back(self) -> None:
+        self.consensus.come_back()
 
     def _reserve_uplink(self) -> None:
         """Serve only members until the round is synchronised, but half of the time at most, so that others get some."""
@@ -190,27 +298,6 @@ class HivemindSwarm:
         began, self._reserved_at = self._reserved_at, time.monotonic()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
         self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
-
-    def _average_once(
-        self,
-        contribution: Contribution,
-        member: Member,
-        encode: Callable[[], tuple[Member, Mapping[VectorName, Tensor]]],
-        expected: int,
-        starts_at: float,
-        is_redone: bool = False,
-    ) -> tuple[Attempt, RoundResult]:
-        if expected <= 1:
-            attempt = alone(*encode())
-        else:
-            assert self._averager is not None
-            least = max(2, quorum(member.electorate))
-            attempt = self._averager.attempt(
-                member, encode, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
-            )
-        for peer, reason in attempt.refused.items():
-            log.warning("round %d: refused %s: %s", member.round + 1, peer[-6:], reason)
-        return attempt, decide_outcome(attempt, contribution, self._encoding)
 
     def residuals(self) -> Mapping[str, Tensor]:
         return self._encoding.residuals()
@@ -287,13 +374,14 @@ class HivemindSwarm:
         relays: Mapping[VectorName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
         authors: Mapping[VectorName, Collection[str]] | None = None,
+        digests: Mapping[VectorName, str] | None = None,
     ) -> Mapping[VectorName, str]:
         unknown = self._vectors.unknown(wanted)  # guard: strange-pull
         wanted = {name: peers for name, peers in wanted.items() if name not in unknown}
         limits = {name: self._vectors.num_bytes(name) for name in wanted}
         pull = partial(self.exchange.pull, min_round=min_round, timeout=timeout, max_bytes=limits)
         try:
-            return unknown | pull(wanted, relays=relays, uplinks=uplinks, authors=authors)
+            return unknown | pull(wanted, relays=relays, uplinks=uplinks, authors=authors, digests=digests)
         finally:
             self.exchange.release()
             self._declare()
@@ -314,8 +402,27 @@ class HivemindSwarm:
         return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes
 
     def close(self) -> None:
+        if self._consensus is not None:
+            self._consensus.close()
         self._membership.stop()
         self.watchdog.stop()
         if self._averager is not None and self._averager.is_alive():
             (self._averager.shutdown if self.node.p2p.is_running() else self._averager.terminate)()
         self.node.close()
+
+
+def rules_of(rounds: RoundConfig, *, trains_alone: bool = False) -> Rules:
+    """Return the numbers on which the run's decisions depend.
+
+    Args:
+        rounds: The run's round settings.
+        trains_alone: Go on without the others as soon as their leases have run out.
+    """
+    confirmation = max(MIN_CONFIRMATION_SECONDS, rounds.averaging_seconds / 3)
+    return Rules(
+        min_peers=rounds.min_peers,
+        round_seconds=rounds.max_seconds + rounds.exchange_seconds,
+        attempt_seconds=confirmation + DECISION_SECONDS,
+        confirmation_seconds=confirmation,
+        shrink_seconds=0.0 if trains_alone else rounds.shrink_seconds,
+    )

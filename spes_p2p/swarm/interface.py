@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.records import Archived, Metrics, Record
@@ -31,23 +32,22 @@ class Contribution:
 
 @dataclass(frozen=True)
 class RoundResult:
-    """Outcome of a round for one member.
+    """What one attempt to average has brought a member; the round's certificate decides what of it counts.
 
     Attributes:
-        roster: Entries of all members, the same on each of them; only this peer's own if it was alone.
-        committed: Averaged flat vectors; bit-identical on all members of a group.
+        roster: Entries of all members, the same on each of them; only this peer's own if it was alone, none if no
+            others were met.
+        means: Averaged flat vectors; bit-identical on all members of a group.
         encoded: Their deltas as they travelled, for peers that have the last version; empty if the codec is exact.
         dropped: Reasons for this peer's groups that return to their anchor.
-        is_behind: This peer lacks the majority's shared anchor, so it must catch up.
         matchmaking_seconds: Time until the roster was complete.
         averaging_seconds: Time from there to the last confirmed digest.
     """
 
-    roster: Roster
-    committed: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    roster: Roster = field(default_factory=Roster)
+    means: Mapping[VectorName, Tensor] = field(default_factory=dict)
     encoded: Mapping[VectorName, bytes] = field(default_factory=dict)
     dropped: Mapping[VectorName, str] = field(default_factory=dict)
-    is_behind: bool = False
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
 
@@ -72,14 +72,47 @@ class Swarm(Protocol):
     def wait(self, seconds: float) -> bool:
         """Wait for other peers' records to change; return True, at once, when the swarm is closed."""
 
+    def last(self) -> Body:
+        """Return the body of the last certificate that this peer knows: of the run's genesis at first."""
+
+    def certified(self, round: int) -> Body | None:
+        """Return the body of a round's certificate; None if this peer does not know it."""
+
+    def known(self) -> Collection[str] | None:
+        """Return the peers that one of the last certificates knows; None before the first one, when all peers count."""
+
+    def catch_up(self) -> None:
+        """Ask other peers for the certificates that this one has missed, and wait a short time for them."""
+
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
-        """Meet the other peers and average.
+        """Meet the other peers and average, in the present attempt at the round after the last certificate.
 
         Args:
             contribution: This peer's deltas and roster entry; the deltas are not changed.
             expected: Number of peers that completes the roster at once.
             starts_at: DHT time from which the roster may be complete with fewer.
         """
+
+    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
+        """Confirm what this peer would commit, and wait until the round is decided.
+
+        Args:
+            result: Of the last `average`.
+            digests: Digests of the versions that follow from its means; empty if it brought none of `shared`.
+            ends_at: DHT time at which the next round's training should end.
+
+        Returns:
+            The body of the round's certificate; None if another attempt at the round has begun.
+        """
+
+    def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
+        """Keep the rounding errors of what of a result was committed; nothing of it if this peer fell behind."""
+
+    def leave(self) -> None:
+        """Tell the other voters that this peer takes part in no further round, until `come_back`."""
+
+    def come_back(self) -> None:
+        """Take part again, and vote once a certificate admits this peer anew."""
 
     def residuals(self) -> Mapping[str, Tensor]:
         """Return the rounding errors of this peer's own deltas, by group; they are added to a later delta."""
@@ -130,6 +163,7 @@ class Swarm(Protocol):
         relays: Mapping[VectorName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
         authors: Mapping[VectorName, Collection[str]] | None = None,
+        digests: Mapping[VectorName, str] | None = None,
     ) -> Mapping[VectorName, str]:
         """Fetch versions of `min_round` or later.
 
@@ -141,6 +175,7 @@ class Swarm(Protocol):
                 Each fetches a part of it from the holder and passes the part on to the others.
             uplinks: Upload rates of relays, in 10^6 bits per second; a faster relay passes on a larger part.
             authors: Peers of which one must have signed the version; any peer may if a vector is not named.
+            digests: The version to fetch; any will do if a vector is not named.
 
         Returns:
             Reasons for the versions that could not be fetched. This peer keeps its old ones.

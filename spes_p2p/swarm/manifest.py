@@ -21,6 +21,7 @@ from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig, RunId
 from spes_p2p.errors import ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
+from spes_p2p.swarm.certificate import Body, genesis
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import GuestList, show
 from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId, Software
@@ -62,6 +63,10 @@ class Manifest(BaseModel):
     def digest(self) -> str:
         """SHA-256 of the canonical JSON."""
         return digest(self.encode())
+
+    def genesis(self) -> Body:
+        """Return the body from which the run's certificates begin."""
+        return genesis(self.run_id, self.founder, self.digest, self.config.model.num_experts)
 
 
 def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> None:

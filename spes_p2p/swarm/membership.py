@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from hivemind.utils.timed_storage import get_dht_time
@@ -41,6 +41,7 @@ class Membership:
         self.stopped = threading.Event()
         self._node = node
         self._rounds = RoundConfig()
+        self._beat: Callable[[], None] = lambda: None
         self._refused: frozenset[str] = frozenset()
         self._renewed: dict[type[Record], Record] = {}
         self._renewing = threading.Lock()
@@ -48,9 +49,10 @@ class Membership:
         self._not_stored: frozenset[type[Record]] = frozenset()
         self._heartbeat = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
 
-    def start(self, rounds: RoundConfig) -> None:
-        """Begin to renew records at the run's heartbeat."""
+    def start(self, rounds: RoundConfig, beat: Callable[[], None] = lambda: None) -> None:
+        """Begin to renew records at the run's heartbeat, and call `beat` after each renewal."""
         self._rounds = rounds
+        self._beat = beat
         self._heartbeat.start()
 
     def stop(self) -> None:
@@ -107,8 +109,8 @@ class Membership:
         """Return the result of the last `read`."""
         return self._last_read.get(kind, {})
 
-    def wait_for_live_peers(self, round: int, watchdog: Watchdog) -> None:
-        """Wait until another peer is active again, or the swarm is closed.
+    def wait_for_live_peers(self, round: int, watchdog: Watchdog, seconds: float) -> bool:
+        """Wait until another peer is active again, at most so long, or until the swarm is closed; tell whether one is.
 
         A peer cannot tell whether the others have died or only the network between them; if it trained on alone, it
         would split the run in two.
@@ -116,12 +118,13 @@ class Membership:
         Args:
             round: The last round that this peer has committed.
             watchdog: Keeps dialling known peers meanwhile.
+            seconds: Time after which the run may go on without the others.
         """
         began, told = time.monotonic(), -math.inf
-        while not self.stopped.wait(POLL_SECONDS):
+        while time.monotonic() < began + seconds and not self.stopped.wait(POLL_SECONDS):
             claims = self.read(Claim)
             if any(c.state == "active" and peer != self._node.peer_id for peer, c in claims.items()):  # type: ignore[attr-defined]
-                return
+                return True
             if time.monotonic() - told < SAY_SECONDS:
                 continue
             told = time.monotonic()
@@ -130,6 +133,7 @@ class Membership:
                 "--resume --alone to train without the others)",
                 *(max(told - began, watchdog.seconds_alone), round, self._node.num_addresses()),
             )
+        return False
 
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:
@@ -147,6 +151,7 @@ class Membership:
                     self._store(self._renewed[kind], self._rounds.lease_seconds)
             contacts = {peer: record for peer, record in self.read(Contact).items() if peer != self._node.peer_id}
             self._node.remember({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
+            self._beat()
 
 
 def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:

@@ -1,6 +1,6 @@
 """The records that the DHT may hold: strict, small, signed by their owner, and short-lived.
 
-A key such as `{run}.v5.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
+A key such as `{run}.v6.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
 before it trusts them, and JSON has no types that execute code.
 """
 
@@ -18,7 +18,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
 
-PROTOCOL = "v5"
+PROTOCOL = "v6"
 NUM_BUCKETS = 4
 """Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
@@ -118,8 +118,6 @@ class Claim(Record):
     """Number of slots that this peer could train; 0 when it leaves."""
     since: Seconds
     """DHT time at which this peer joined."""
-    votes: bool = False
-    """This peer has committed a round since then, so it counts for a quorum."""
     invite: ShownInvite = ""
     """Proof of this peer's invite, in a closed run."""
 
@@ -139,6 +137,8 @@ class Progress(Record):
     """The round in training."""
     ends_at: Seconds
     """DHT time at which this round's training ends; 0 while unknown."""
+    certificate: Digest | Literal[""] = ""
+    """Digest of the body of this round's certificate, where the peer's chain of certificates ends; empty at first."""
     is_done: bool = False
     """This peer has made all local steps of the round."""
 

@@ -1,36 +1,37 @@
 """The roster of a round: its members' entries, and what every member derives from them identically.
 
-The leader of the matchmaking sends all entries to all members. No further message is needed to agree on the groups.
+The leader of the matchmaking sends all entries to all members. Together with the body of the last certificate they say
+who averages what: no further message is needed to agree on the groups.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
+from spes_p2p.swarm.certificate import Body, MemberEntry, max_strangers, strangers
 from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.quorum import MAX_VOTERS, newest, quorum
-from spes_p2p.swarm.records import MAX_SLOTS, Count, PeerId, Seconds, Slot
+from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
 
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
-MAX_NEWCOMERS = 64
+PROBATION_ROUNDS = 3
+"""Rounds in a row that a peer must have confirmed before its tokens weigh as much as others'."""
 NEWCOMER_WEIGHT = 0.25
 """Aggregation weight of a newcomer's tokens: identities are free, so a banned liar can return with a new one."""
-MAX_LAG = 99
-"""Largest lag. Also stated for a version ahead of the model, and for a missing one; training starts from neither."""
 MIN_VOTERS = 5
 """Members below which no vote excludes a member: of four, two could outvote one."""
-ShortDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+Start = tuple[Count, Digest]
+"""Round and digest of a version that is not the certified one."""
 
 
 class Member(BaseModel):
@@ -40,21 +41,18 @@ class Member(BaseModel):
 
     peer_id: PeerId
     round: Count
-    """Round of the shared anchor that the deltas start from."""
+    """Round of the last certificate that the member knows; its deltas start from what that certificate names."""
+    previous: Digest
+    """Digest of that certificate's body."""
     tokens: Annotated[int, Field(ge=0, le=MAX_PEER_TOKENS)]  # guard: token-bounds
-    """Tokens trained since the anchor, which weight the member's deltas; a member with 0 only receives."""
+    """Tokens trained since then, which weight the member's deltas; a member with 0 only receives."""
     slots: tuple[Slot, ...] = Field(max_length=128)
     """Slots that the member brings deltas of."""
-    slot_rounds: tuple[Count, ...] = Field(default=(), max_length=128)
-    """Round of the version that each of `slots` starts from: earlier than `round` for a slot that was an orphan, later
-    for one from the losing side of a partition."""
-    lags: tuple[Annotated[int, Field(ge=0, le=MAX_LAG)], ...] = Field(default=(), max_length=MAX_SLOTS)
-    """Rounds by which the member's newest version of each of the model's slots lags behind its model; empty if it does
-    not state them."""
-    anchors: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], ShortDigest] = Field(
-        max_length=129  # guard: anchor-name
+    starts: dict[Annotated[str, Field(pattern=r"^(shared|slot-(0|[1-9][0-9]{0,3}))$")], Start] = Field(
+        default={},
+        max_length=129,  # guard: anchor-name
     )
-    """Digest of each anchor."""
+    """What its deltas start from in place of a certified version that no peer has any more, by name."""
     tokens_per_second: Annotated[float, Field(ge=0, le=1e12, allow_inf_nan=False)]
     ready_at: Seconds
     """DHT time at which the member entered the round."""
@@ -70,27 +68,6 @@ class Member(BaseModel):
     """Proof of the member's invite, in a closed run."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
     """Peers that the member has banned on its own evidence."""
-    newcomers: tuple[PeerId, ...] = Field(default=(), max_length=MAX_NEWCOMERS)
-    """Peers that have committed few rounds with the member, which is no newcomer itself."""
-    voters: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
-    """Peers that the member counts for a quorum: those that committed a round since they joined, or all if none did.
-    Empty if it does not state them."""
-    electorate: Annotated[int, Field(ge=0, le=2**16)] = 0
-    """Number of voters that the member knows of; 0 if it takes the number of peers that it expects to meet."""
-
-    @model_validator(mode="after")
-    def _check_rounds(self) -> Member:
-        if self.slot_rounds and len(self.slot_rounds) != len(self.slots):
-            raise ValueError("slot_rounds must name a round for each slot, or none")
-        return self
-
-    def starts(self) -> dict[int, tuple[int, str]]:
-        """Return the round and digest of each slot's anchor."""
-        rounds = self.slot_rounds or (0,) * len(self.slots)
-        return {
-            slot: (round, self.anchors.get(VectorName.of_slot(slot), ""))
-            for slot, round in zip(self.slots, rounds, strict=True)
-        }
 
     @classmethod
     def decode(cls, peer_id: str, data: str | bytes) -> Member:
@@ -114,64 +91,88 @@ class Roster(tuple[Member, ...]):
     """The members of one round, and everything that follows from their entries, identically on all of them.
 
     Build it once per round and pass it on: each property is computed at its first use and kept.
+
+    Args:
+        members: Their entries.
+        last: Body of the last certificate; None for an empty roster.
     """
 
-    @cached_property
+    last: Body | None
+
+    def __new__(cls, members: Iterable[Member] = (), last: Body | None = None) -> Roster:
+        roster = super().__new__(cls, members)
+        roster.last = last
+        return roster
+
+    @property
     def round(self) -> int:
-        """Round of the anchor that the majority holds."""
-        return self._majority[0]
+        """Round of the last certificate."""
+        return self.last.round if self.last is not None else 0
 
     @cached_property
     def groups(self) -> Mapping[VectorName, tuple[str, ...]]:
         """Ids of the members that average each vector, ascending, at least one per group.
 
-        `shared` holds every trusted member with the majority's shared anchor. `slot-e` holds those of them that bring
-        slot e with its `newest` anchor; a member that adopted the slot without its newest version sits the round out.
-        A slot has no group if all its anchors are ahead of the model, or if most other members have a newer version.
-        If no holder of a slot can be called, only the first counts, because they could not average.
+        `shared` holds every trusted member that starts from the last certificate. `slot-e` holds those of them that
+        bring slot e from its certified version, or, if none has it any more, from the newest other version. If no
+        holder of a slot can be called, only the first counts, because they could not average.
         """
-        current = sorted(
-            (member for member in self._trusted if _shared_anchor(member) == self._majority),
-            key=lambda member: member.peer_id,
-        )
+        current = sorted(self._current, key=lambda member: member.peer_id)
+        agreed = set(_with_one_start(current, SHARED))
+        current = [member for member in current if member.peer_id in agreed]
         groups = {SHARED: tuple(member.peer_id for member in current)}
-        holders: dict[int, dict[str, tuple[int, str]]] = {}
+        holders: dict[int, list[Member]] = {}
         for member in current:
-            for slot, start in member.starts().items():
-                holders.setdefault(slot, {})[member.peer_id] = start
+            for slot in member.slots:
+                holders.setdefault(slot, []).append(member)
         callable_ids = {member.peer_id for member in current if not member.calls_only}
-        for slot, starts in sorted(holders.items()):
-            chosen = newest(list(starts.values()), self.round)
-            if chosen is None:
-                continue
-            lag = self.round - chosen[0]
-            if (  # guard: slot-not-older
-                not lag or not _is_outdated(slot, lag, [member for member in current if member.peer_id not in starts])
-            ):
-                agreed = tuple(peer for peer, (_, digest) in starts.items() if digest == chosen[1])
-                groups[VectorName.of_slot(slot)] = agreed if callable_ids & set(agreed) else agreed[:1]
+        for slot, holding in sorted(holders.items()):
+            peers = _with_one_start(holding, VectorName.of_slot(slot))
+            groups[VectorName.of_slot(slot)] = peers if callable_ids & set(peers) else peers[:1]
         return groups
 
     @cached_property
     def behind(self) -> tuple[str, ...]:
-        """Ids of the members in no group, ascending: distrusted, or without the majority's shared anchor.
+        """Ids of the members in no group, ascending: distrusted, too many strangers, or of another certificate.
 
         Their deltas do not count; they catch up.
         """
         return tuple(sorted({member.peer_id for member in self} - set(self.groups[SHARED])))
 
     @cached_property
+    def entries(self) -> tuple[MemberEntry, ...]:
+        """The members as a certificate names them, by ascending id."""
+        members = {member.peer_id: member for member in self}
+        held: dict[str, list[int]] = {peer: [] for peer in self.groups[SHARED]}
+        for name, peers in self.groups.items():
+            if (slot := name.slot) is not None:
+                for peer in peers:
+                    held[peer].append(slot)
+        return tuple(
+            MemberEntry(
+                peer_id=peer,
+                tokens=members[peer].tokens,
+                slots=tuple(sorted(held[peer])),
+                calls_only=members[peer].calls_only,
+            )
+            for peer in self.groups[SHARED]
+        )
+
+    @cached_property
     def distrusted(self) -> frozenset[str]:
-        """Ids of the members that more than half of the others want left out; none if that were half of the roster."""
-        out = _named_by_most(self, lambda member: member.distrusts)
+        """Ids of the members that more than half of the other voters want left out; none if that were half of all."""
+        out = self._named_by_most(lambda member: member.distrusts)
         return out if 2 * len(out) < len(self) else frozenset()  # guard: half-left-out
 
     @cached_property
     def weights(self) -> Mapping[str, float]:
-        """Aggregation weight of one token of each member: lower for members that are new to most others."""
-        new = _named_by_most(self, lambda member: member.newcomers)
+        """Aggregation weight of one token of each member: lower for those that have confirmed few rounds."""
+        last = self.last
+        if last is None or not last.round:
+            return {member.peer_id: 1.0 for member in self}
+        known = {peer for peer, rounds in last.candidates.items() if rounds >= PROBATION_ROUNDS} | set(last.voters)
         return {
-            member.peer_id: NEWCOMER_WEIGHT if member.peer_id in new else 1.0  # guard: newcomer-credit
+            member.peer_id: 1.0 if member.peer_id in known else NEWCOMER_WEIGHT  # guard: newcomer-credit
             for member in self
         }
 
@@ -186,6 +187,15 @@ class Roster(tuple[Member, ...]):
         rates = {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in self}
         return {member.peer_id: 0.0 if member.calls_only else rates[member.peer_id] for member in self}
 
+    def reducing(self, peers: Sequence[str]) -> list[float]:
+        """Return the uplinks that count for the reduced shares of a group of these members.
+
+        Members that no certificate knows reduce nothing, so that they cannot stop a round; unless only they could.
+        """
+        unknown = set(self._strangers)
+        links = [0.0 if peer in unknown else self.uplinks[peer] for peer in peers]  # guard: strangers-reduce
+        return links if any(links) else [self.uplinks[peer] for peer in peers]
+
     @cached_property
     def usual_tokens(self) -> float:
         """Median of the tokens that voters have trained, or that all members have if no voter has; 0 if none has.
@@ -194,30 +204,10 @@ class Roster(tuple[Member, ...]):
         Newcomers are left out, because their first round may be a single step.
         """
         trained = [member for member in self if member.tokens]
-        voters = [member for member in _with_a_vote(self) if member.tokens] or trained
+        voters = [member for member in self._voters if member.tokens] or trained
         return (
             float(statistics.median_low(member.tokens for member in voters)) if voters else 0.0
         )  # guard: usual-tokens
-
-    @cached_property
-    def missing_quorum(self) -> str:
-        """Why this roster has no quorum; empty if more than half of the voters are on it.
-
-        The electorate is the median of what members know from records: peers that saw different records must decide
-        alike, otherwise some would commit a round that others repeat. A peer that has committed nothing has no vote:
-        otherwise two newcomers and two of five peers would make a second version of what the other three committed.
-        Only members with the majority's anchor count. They confirm each other's results over their own connections,
-        which members that a leader has invented cannot. No member has a vote by its own word.
-        """
-        if not self:
-            return "no member is left"
-        confirming = self.groups[SHARED]
-        present = [member for member in self if member.peer_id in confirming]  # guard: invented-members
-        electorate = statistics.median_high(member.electorate for member in present)  # guard: electorate-median
-        votes = len(
-            _with_a_vote(present)  # guard: newcomer-votes
-        )
-        return "" if votes >= quorum(electorate) else f"only {votes} of {electorate} peers with a vote met"
 
     def members_of(self, name: str) -> tuple[str, ...]:
         """Return the ids of the members that average a vector, ascending; empty if it has no group."""
@@ -225,62 +215,56 @@ class Roster(tuple[Member, ...]):
 
     def without(self, peers: Collection[str]) -> Roster:
         """Return the roster that the other members would form."""
-        return Roster(member for member in self if member.peer_id not in peers)
+        return Roster((member for member in self if member.peer_id not in peers), self.last)
 
     @cached_property
-    def _trusted(self) -> list[Member]:
-        return [member for member in self if member.peer_id not in self.distrusted]  # guard: distrusted-out
+    def _voters(self) -> list[Member]:
+        voters = self.last.voters if self.last is not None else ()
+        return [member for member in self if member.peer_id in voters]
 
     @cached_property
-    def _majority(self) -> tuple[int, str]:
-        """Round and digest of the shared anchor that most voters hold; a tie: later round, then smaller digest."""
-        voters = _with_a_vote(self._trusted) or self._trusted  # guard: majority-voters
-        counts = Counter(_shared_anchor(member) for member in voters)
-        best = max((count, state[0]) for state, count in counts.items())
-        return min(state for state, count in counts.items() if (count, state[0]) == best)
+    def _strangers(self) -> tuple[str, ...]:
+        """Members that no certificate knows, in the order that the last one draws."""
+        last = self.last
+        return tuple(strangers(last, [member.peer_id for member in self])) if last is not None and last.round else ()
+
+    @cached_property
+    def _current(self) -> list[Member]:
+        last = self.last
+        excess = set(self._strangers[max_strangers(len(last.voters)) :]) if last is not None else set()
+        out = self.distrusted | excess  # guard: distrusted-out
+        return [
+            member
+            for member in self
+            if member.peer_id not in out and (last is None or member.previous == last.digest)  # guard: certified-start
+        ]
+
+    def _named_by_most(self, named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
+        """Return the members that more than half of the other voters name; none in a small roster.
+
+        Members in client mode are not asked: they reduce nothing, and so see nothing of what others send.
+        """
+        if len(self) < MIN_VOTERS:  # guard: small-roster
+            return frozenset()
+        ids = {member.peer_id for member in self}
+        voters = [member for member in self._voters if not member.calls_only]  # guard: blind-votes
+        votes = Counter(
+            peer
+            for member in voters
+            for peer in set(named(member)) & (ids - {member.peer_id})  # guard: vote-once
+        )
+        others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
+        return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
 
 
-def lag_of(round: int | None, model_round: int) -> int:
-    """Return what an entry's `lags` states of a slot whose newest version is of this round, or of none."""
-    return MAX_LAG if round is None or round > model_round else min(model_round - round, MAX_LAG)
+def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, ...]:
+    """Return the members that start from the certified version of a vector; if there is none, from one other version.
 
-
-def _shared_anchor(member: Member) -> tuple[int, str]:
-    return member.round, member.anchors.get(SHARED, "")
-
-
-def _with_a_vote(members: Sequence[Member]) -> list[Member]:
-    """Return the members that more than half of them name as voters; all of them if none names any."""
-    named = Counter(peer for member in members for peer in set(member.voters))
-    return [
-        member
-        for member in members
-        if not named or 2 * named[member.peer_id] > len(members)  # guard: self-made-voter
-    ]
-
-
-def _named_by_most(roster: Sequence[Member], named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
-    """Return the members that more than half of the others name; none in a small roster.
-
-    Members in client mode have no vote: they reduce nothing, and so see nothing of what others send.
+    That is the newest, of equally new ones the most frequent, then the one with the smaller digest.
     """
-    if len(roster) < MIN_VOTERS:  # guard: small-roster
-        return frozenset()
-    ids = {member.peer_id for member in roster}
-    voters = [member for member in roster if not member.calls_only]  # guard: blind-votes
-    votes = Counter(
-        peer
-        for member in voters
-        for peer in set(named(member)) & (ids - {member.peer_id})  # guard: vote-once
-    )
-    others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
-    return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
-
-
-def _is_outdated(slot: int, lag: int, others: Sequence[Member]) -> bool:
-    """Tell whether most members that do not hold a slot have a version of it that lags less than `lag` rounds.
-
-    Otherwise a new holder that has not reached those members would discard the progress of the old one.
-    """
-    newer = sum(slot < len(member.lags) and member.lags[slot] < min(lag, MAX_LAG) for member in others)
-    return 2 * newer > len(others)  # guard: one-newer-slot
+    certified = tuple(member.peer_id for member in members if name not in member.starts)
+    if certified or not members:
+        return certified  # guard: certified-first
+    starts = Counter(member.starts[name] for member in members)
+    chosen = min(starts, key=lambda start: (-start[0], -starts[start], start[1]))
+    return tuple(member.peer_id for member in members if member.starts[name] == chosen)

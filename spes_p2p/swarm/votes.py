@@ -25,13 +25,15 @@ from spes_p2p.swarm.certificate import (
     Proof,
     Proposal,
     Vote,
+    contradiction,
+    vote_for,
+)
+from spes_p2p.swarm.certificate_checks import (
     check_certificate,
     check_give_up,
     check_proposal,
-    contradiction,
     leaving_voters,
     removed_voters,
-    vote_for,
 )
 from spes_p2p.swarm.records import Count, Digest, Seconds
 
@@ -68,7 +70,7 @@ class Rules:
     Attributes:
         min_peers: Members with which the run begins.
         round_seconds: Longest time from the certificate of a round until the end of the next one's training.
-        attempt_seconds: Time from the end of training until an attempt is given up; later attempts are given more.
+        attempt_seconds: Time from a peer's own result until it gives an attempt up; later attempts are given more.
         confirmation_seconds: Time for which a proposer that has one confirmation waits for the others.
         shrink_seconds: Time after the end of a round's training after which voters may be named absent.
     """
@@ -135,12 +137,13 @@ class Voter:
     @property
     def is_barred(self) -> bool:
         """Whether this peer is a voter whose promises are lost."""
-        return self._keys.peer_id in self.last.voters and self.ballot.barred_at is not None
+        return self._keys.peer_id in self.last.voters and not self.may_vote
 
     @property
     def may_vote(self) -> bool:
-        """Whether this peer is a voter whose promises are whole."""
-        return self._keys.peer_id in self.last.voters and self.ballot.barred_at is None  # guard: lost-ballot
+        """Whether this peer is a voter whose promises are whole, or the only one: then no other could admit it anew."""
+        voters, me = self.last.voters, self._keys.peer_id
+        return me in voters and (self.ballot.barred_at is None or voters == (me,))  # guard: lost-ballot
 
     def propose(
         self,
@@ -225,7 +228,8 @@ class Voter:
         """Return how a proposal differs from what this peer knows by itself."""
         body, mine = proposal.body, own.confirmation
         may_shrink = own.may_shrink and self._stands(self.last)
-        if body.shrunk and not (may_shrink and all(map(own.is_gone, body.shrunk))):  # guard: shrink-late
+        absent = set(body.shrunk) - leaving_voters(proposal, self.last)
+        if absent and not (may_shrink and all(map(own.is_gone, absent))):  # guard: shrink-late
             return "the absent voters may come back"
         if any(each.attempt < proposal.attempt for each in proposal.confirmations):
             return ""  # proposed again, because it may have been certified whatever is true now
@@ -269,17 +273,29 @@ class Voter:
         reason = check_give_up(given_up, voted, self.last, self._keys, self._rules.min_peers)
         return reason or ("" if voted is None else self._ends_late(voted.body))  # guard: end-given-up
 
-    def refuses(self, certificate: Certificate, last: Body) -> str:
-        """Return why this peer does not follow a certificate after `last`, which may be of a past round."""
+    def refuses(self, certificate: Certificate, last: Body, is_away: Callable[[str], bool] = lambda peer: False) -> str:
+        """Return why this peer does not follow a certificate after `last`, which may be of a past round.
+
+        Args:
+            certificate: The certificate.
+            last: Body before it.
+            is_away: Tells whether a peer's lease has run out, as far as this peer knows.
+        """
         if reason := check_certificate(certificate, last, self._keys):
             return reason
-        if certificate.body.shrunk and not self._stands(last):  # guard: shrunk-in-time
+        left = {
+            each.peer_id
+            for each in certificate.goodbyes
+            if each.counts(last.run, last.round + 1) and each.is_signed(self._keys)  # guard: shrunk-by-goodbye
+        }
+        here = {peer for peer in set(certificate.body.shrunk) - left if not is_away(peer)}
+        if here and not self._stands(last):  # guard: shrunk-in-time
             return "a majority of the voters was here a short time ago"
         return ""
 
-    def learn(self, certificate: Certificate) -> str:
+    def learn(self, certificate: Certificate, is_away: Callable[[str], bool] = lambda peer: False) -> str:
         """Go on to the round after a certificate; return why it is refused, or ""."""
-        if reason := self.refuses(certificate, self.last):
+        if reason := self.refuses(certificate, self.last, is_away):
             return reason
         body = certificate.body
         is_known = body.digest in [digest for _, digest in self._voted()]

@@ -145,15 +145,16 @@ class Anchors:
             moments = delta.new_zeros(len(self._moments) * delta.numel())
         return torch.cat([delta, moments])
 
-    def commit(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> Tensor | None:
-        """Step the anchor by a mean contribution and a merge's shift; return the mean moments, if any."""
+    def stepped(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """Return the bundle that follows from a mean contribution and a merge's shift, and the mean moments, if any.
+
+        The anchor stays as it is; `set` takes the bundle.
+        """
         numel = self._numels[name.kind]
         mean_delta, moments = mean[:numel], mean[numel:]
         weights, momentum = self._step(name, self._weights[name], self._momenta.get(name), mean_delta)
-        self._weights[name] = weights if shift is None else weights + shift
-        if momentum is not None:
-            self._momenta[name] = momentum
-        return moments if moments.numel() else None
+        bundle = _join(weights if shift is None else weights + shift, momentum)
+        return bundle, moments if moments.numel() else None
 
     def advance(self, name: VectorName, bundle: Tensor, mean_delta: Tensor) -> Tensor:
         """Return the bundle that follows from a mean delta, bit for bit as the holders publish it.

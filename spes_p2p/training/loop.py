@@ -151,7 +151,7 @@ class TrainingLoop:
             data=self._trainer.data.state_dict(),
         )
         self._load(self._lead(lambda sync: sync.meet(work)))
-        if self._group.from_leader(lambda: self._sync is not None and self._sync.held.has_committed):
+        if self._group.from_leader(lambda: self._sync is not None and self._sync.stats.num_committed > 0):
             self._conclude(work, self._trainer.clock() - began if self._run.round.overlap else None)
 
     def _one_round(self) -> None:

@@ -134,10 +134,10 @@ class SyncStats:
     stale_rounds: int = 0
 
     @classmethod
-    def of(cls, result: RoundResult, exchange_seconds: float, stale_rounds: int = 0) -> SyncStats:
+    def of(cls, result: RoundResult, num_committed: int, exchange_seconds: float, stale_rounds: int = 0) -> SyncStats:
         return cls(
             num_members=len(result.roster),
-            num_committed=len(result.committed),
+            num_committed=num_committed,
             num_dropped=len(result.dropped),
             matchmaking_seconds=max(0.0, result.matchmaking_seconds),
             averaging_seconds=max(0.0, result.averaging_seconds),

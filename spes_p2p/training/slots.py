@@ -12,18 +12,21 @@ from torch import Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.errors import JoinError
+from spes_p2p.swarm.certificate import known_peers, max_strangers, strangers
 from spes_p2p.swarm.claims import Claimant
-from spes_p2p.swarm.exchange.versions import vector_names
+from spes_p2p.swarm.exchange.versions import Version, vector_names
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
-from spes_p2p.swarm.quorum import Having, active_of, heard, latest, majority_of, state_of, voters_of
-from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.fetch_plan import FetchPlan, affordable, plan_fetch, preferred, replicas
 from spes_p2p.training.round_work import StoredVectors
 
 log = logging.getLogger(__name__)
+
+Having = Mapping[str, Mapping[VectorName, Version]]
+"""The versions of each peer."""
 
 
 class HeldSlots:
@@ -55,8 +58,8 @@ class HeldSlots:
         """Peers that the last roster left out: their claims and offers do not count."""
         self.makers: Mapping[VectorName, Sequence[str]] = {}
         """The other peers that made the last round's version of each slot."""
-        self.has_committed = False
-        """Whether this peer has committed a round since it started, and so has a vote."""
+        self.lost: frozenset[VectorName] = frozenset()
+        """Vectors whose certified version no peer offered when this one needed it."""
         self.clock = clock
         self.refresh_slots = refresh_slots
         self.stale_rounds = 0
@@ -73,6 +76,7 @@ class HeldSlots:
         self._checked_at = 0.0
         self._is_aside = False
         self._has_left = False
+        self._missed: Counter[str] = Counter()
         self._released: list[VectorName] = []
 
     # ------------------------------------------------------------------ claims
@@ -90,7 +94,6 @@ class HeldSlots:
             slots=self.slots,
             max_slots=0 if self._is_aside else max(len(self.slots), self._chosen_slots),
             since=self._since,
-            votes=self.has_committed,
         )
 
     def claims(self) -> dict[str, Claim]:
@@ -101,18 +104,45 @@ class HeldSlots:
         """Return the peers that take part in rounds, this one included once it does."""
         return active_of(self.claims())
 
-    def voters(self) -> list[str]:
-        """Return the active peers that have a vote: all of them until one has committed a round."""
-        return voters_of(self.trusted(self.claims()))
-
     def others(self) -> list[str]:
         """Return all other peers whose claims count."""
         return [peer for peer in self.trusted(self.claims()) if peer != self._swarm.peer_id]
 
     def trusted(self, claims: Mapping[str, Claim]) -> dict[str, Claim]:
-        """Return the claims of peers that the last roster did not leave out."""
-        out = self.distrusted - {self._swarm.peer_id}
-        return {peer: claim for peer, claim in claims.items() if peer not in out}
+        """Return the claims that count: of peers that one of the last certificates knows, and that no roster left out.
+
+        Before the first certificate all claims count.
+        """
+        me, known = self._swarm.peer_id, self._swarm.known()
+        return {
+            peer: claim
+            for peer, claim in claims.items()
+            if peer == me
+            or (peer not in self.distrusted and (known is None or peer in known))  # guard: certified-claims
+        }
+
+    def expected(self, claims: Mapping[str, Claim]) -> set[str]:
+        """Return the peers that complete a roster: those whose claims count, and a few newcomers that follow the run.
+
+        A newcomer that did not come is waited for in fewer and fewer rounds, otherwise idle ones would delay them all.
+        """
+        last, active = self._swarm.last(), set(active_of(claims))
+        counted = active & self.trusted(claims).keys()
+        following = {
+            peer
+            for peer, record in self._swarm.read(Progress).items()
+            if not last.round or record.certificate == last.digest  # type: ignore[attr-defined]
+        }
+        due = [peer for peer in (active - counted) & following if not self._missed[peer] & (self._missed[peer] - 1)]
+        new = strangers(last, due)[: max_strangers(len(last.voters))]  # guard: waits-for-ghosts
+        return counted | set(new)
+
+    def has_met(self, roster: Roster, expected: Collection[str]) -> None:
+        """Count, for each newcomer, the rosters in a row that it has missed."""
+        met = {member.peer_id for member in roster}
+        for peer in [peer for peer in self._missed if peer in met]:
+            del self._missed[peer]
+        self._missed.update(peer for peer in {*self._missed, *expected} - met)
 
     def leave(self) -> None:
         """Release all slots now, not when the lease ends; for good."""
@@ -128,13 +158,14 @@ class HeldSlots:
         self.slots = ()
         self._is_aside = True
         self.announce("joining")
+        self._swarm.leave()
 
     def come_back(self) -> None:
-        """Be a newcomer: without slots, and without a vote until a round is committed."""
+        """Be a newcomer: without slots, and without a vote until it is admitted anew."""
         for name in [name for name in self._anchors.names if name != SHARED]:
             self._anchors.forget(name)
-        self.has_committed = False
         self._is_aside = False
+        self._swarm.come_back()
 
     def limit(self, max_slots: int | None) -> None:
         """Train at most so many slots from the next round on; None for as many as this peer can."""
@@ -199,16 +230,89 @@ class HeldSlots:
         return {name: self._anchors.weights(name) for name in missing} | moments
 
     def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
-        """Fetch versions that others have newer and that go with this peer's model; return the vectors that came."""
+        """Fetch the versions that go with this peer's model, where it lacks them; return the vectors that came."""
+        lacking = [name for name in sorted(names) if not (name.is_weights and self.is_certified(name))]
+        plan, digests = self._plan(lacking, self._offers(self.others() if lacking else ()))
+        return self._pull(plan, 0, digests=digests) if plan.wanted else StoredVectors()
+
+    # ------------------------------------------------------------------ what is certified
+
+    def certified_digest(self, name: VectorName) -> str:
+        """Return the digest of the version of a vector's weights that counts; empty for that of the run's start."""
+        last = self._swarm.last()
+        return last.shared if name.slot is None else last.slots[name.slot].digest
+
+    def certified_round(self, name: VectorName) -> int:
+        """Return the round of that version."""
+        last = self._swarm.last()
+        return last.round if name.slot is None else last.slots[name.slot].round
+
+    def is_certified(self, name: VectorName) -> bool:
+        """Tell whether this peer's newest version of a vector's weights is the one that counts."""
+        mine = self._swarm.versions().get(name)
+        if mine is None:
+            return False
+        digest = self.certified_digest(name)
+        return mine.digest == digest if digest else mine.round == 0
+
+    def model_round(self) -> int:
+        """Return the round that this peer trains from: the last one, unless it lacks what others have of it.
+
+        A peer that is alone, and has saved only an older round, repeats the rounds since: they end in the same bits.
+        """
+        mine, last = self._swarm.versions()[SHARED], self._swarm.last()
+        if self.is_certified(SHARED):
+            return last.round
+        body = self._swarm.certified(mine.round)
+        is_older = body is not None and body.shared in ("", mine.digest) and mine.round < last.round
+        return last.round if SHARED in self.lost and not (is_older and not self.others()) else mine.round
+
+    def starts(self) -> dict[str, tuple[int, str]]:
+        """Return round and digest of the anchors that are not certified, where no peer has the certified version."""
         mine = self._swarm.versions()
-        inventories = self._offers(self.others() if names else ())
-        wanted: dict[VectorName, Sequence[str]] = {}
-        for name in sorted(names):
-            having = {peer: state_of(offers[name]) for peer, offers in inventories.items() if name in offers}
-            own = [state_of(mine[name])] if name in mine else []
-            if having and (best := latest([*having.values(), *own], mine[SHARED].round)) not in own:
-                wanted[name] = preferred(self._swarm.peer_id, name, [peer for peer in having if having[peer] == best])
-        return self._pull(FetchPlan(wanted, {}, {}), 0) if wanted else StoredVectors()
+        return {
+            name: (mine[name].round, mine[name].digest)
+            for name in self._anchors.names
+            if name in self.lost and name in mine and not self.is_certified(name)
+        }
+
+    def usable(self) -> list[VectorName]:
+        """Return the anchors that deltas may start from: certified, or of a vector whose certified version is lost."""
+        return [name for name in self._anchors.names if self.is_certified(name) or name in self.lost]
+
+    def _plan(self, names: Sequence[VectorName], offers: Having) -> tuple[FetchPlan, dict[VectorName, str]]:
+        """Return what to fetch of these vectors, and the digest of each; remember which ones no peer has any more."""
+        me, last = self._swarm.peer_id, self._swarm.last()
+        counted = len(known_peers(last) - {me})
+        wanted: dict[VectorName, list[str]] = {}
+        digests: dict[VectorName, str] = {}
+        lost = set(self.lost)
+        for name in names:
+            certified = [peer for peer, offered in offers.items() if self._is_wanted(name, offered.get(name))]
+            if certified:
+                lost.discard(name)
+            elif name.is_weights and 2 * len(offers) >= counted:  # guard: lost-version
+                lost.add(name)  # the newest other version goes on
+            having = certified or [peer for peer, offered in offers.items() if name in lost and name in offered]
+            states = Counter((offers[peer][name].round, offers[peer][name].digest) for peer in having)
+            if not states:
+                continue
+            # Of moments and of a lost version, the newest; of equally new ones the most frequent.
+            best = min(states, key=lambda state: (-state[0], -states[state], state[1]))
+            mine = self._swarm.versions().get(name)
+            if mine is None or (certified and mine.digest != best[1]) or mine.round < best[0]:
+                wanted[name] = preferred(me, name, [peer for peer in having if offers[peer][name].digest == best[1]])
+                digests[name] = best[1]
+        self.lost = frozenset(lost)
+        return FetchPlan(wanted, {}, {}), digests
+
+    def _is_wanted(self, name: VectorName, version: Version | None) -> bool:
+        if version is None:
+            return False
+        if not name.is_weights:
+            return version.round <= self.certified_round(name)
+        digest = self.certified_digest(name)
+        return version.digest == digest if digest else version.round == 0
 
     # ------------------------------------------------------------------ versions
 
@@ -221,7 +325,7 @@ class HeldSlots:
     def fetch(
         self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
     ) -> StoredVectors:
-        """Fetch the others' slots of `round`, within `refresh_slots`; return their vectors.
+        """Fetch the others' slots that the last certificate has changed, within `refresh_slots`; return their vectors.
 
         Versions that this peer keeps as a replica come with them, and stay on disk.
 
@@ -237,6 +341,7 @@ class HeldSlots:
             for name, peers in roster.groups.items()
             if name in self._names  # guard: strange-slot
             and name not in published
+            and self.certified_round(name) == round
         }
         self.makers = {name: peers for name, peers in makers.items() if peers}
         keepers = replicas(roster.groups, self._run.round.copies, roster.uplinks)
@@ -245,7 +350,8 @@ class HeldSlots:
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
         with_moments = self._anchors.publishes_moments(round)
         plan = plan_fetch(me, roster, self.makers, chosen, keepers, with_moments=with_moments)
-        vectors = self._pull(plan, round, roster.uplinks)
+        digests = {name: self.certified_digest(name) for name in plan.wanted if name.is_weights}
+        vectors = self._pull(plan, round, roster.uplinks, digests)
         self.stale_rounds = max((self._rounds_behind(name, round) for name in self.makers), default=0)
         return vectors
 
@@ -266,7 +372,13 @@ class HeldSlots:
             for peer, offered in offers.items()
         }
 
-    def _pull(self, plan: FetchPlan, min_round: int, uplinks: Mapping[str, float] | None = None) -> StoredVectors:
+    def _pull(
+        self,
+        plan: FetchPlan,
+        min_round: int,
+        uplinks: Mapping[str, float] | None = None,
+        digests: Mapping[VectorName, str] | None = None,
+    ) -> StoredVectors:
         """Fetch versions as `Swarm.pull` does; return the vectors that came, and log the others."""
         failures = self._swarm.pull(
             plan.wanted,
@@ -275,6 +387,7 @@ class HeldSlots:
             relays=plan.relays or None,
             uplinks=uplinks,
             authors=plan.authors or None,  # guard: makers-signature
+            digests=digests,
         )
         for reason, names in by_reason(failures).items():
             log.warning("keeping the old version of %s: %s", names, reason)
@@ -289,18 +402,15 @@ class HeldSlots:
         weights, momentum = self._anchors.split(name, bundle)
         return weights if momentum is None else weights.clone()
 
-    def catch_up(
-        self, peers: Sequence[str], min_round: int = 0, routed: Mapping[int, int] | None = None
-    ) -> StoredVectors:
-        """Take over the state that most active peers have; return the vectors that changed.
+    def catch_up(self, peers: Sequence[str], routed: Mapping[int, int] | None = None) -> StoredVectors:
+        """Take over the versions that the last certificate names; return the vectors that changed.
 
         Args:
             peers: To ask, beside peers that serve versions without a claim.
-            min_round: Ignore states of `shared` older than this if a newer one is offered.
             routed: Tokens routed to each slot: fetch no more of the others' slots than in any round; None fetches all.
 
         Raises:
-            JoinError: others have it, but `shared` could not be fetched.
+            JoinError: a peer has `shared`, but it could not be fetched.
         """
         seeds = {
             peer
@@ -309,19 +419,15 @@ class HeldSlots:
             for peer in serving
         }
         asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})  # guard: distrusted-seeds
-        inventories = self._offers(asked)
-        mine = self._swarm.versions()
-        wanted: dict[VectorName, Sequence[str]] = {}
-        behind: dict[VectorName, int] = {}
-        for name, best in self._newest_states(inventories, min_round).items():
-            if name not in mine or state_of(mine[name]) != best:
-                having = [p for p, offers in inventories.items() if name in offers and state_of(offers[name]) == best]
-                wanted[name] = preferred(self._swarm.peer_id, name, having)
-                behind[name] = self._rounds_behind(name, best[0])
+        weights = [SHARED, *map(VectorName.of_slot, range(self._num_slots))]
+        averaged = self.held_moments() if self._run.averaged_moments else set()
+        names = [name for name in weights if not self.is_certified(name)] + sorted(averaged)
+        plan, digests = self._plan(names, self._offers(asked))
+        behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in plan.wanted}
         budget = None if routed is None else self.refresh_slots
         chosen = affordable(behind, routed or {}, budget, self._anchors.names)
-        wanted = {name: peers for name, peers in wanted.items() if name in chosen}
-        vectors = self._pull(FetchPlan(wanted, {}, {}), 0)
+        wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
+        vectors = self._pull(FetchPlan(wanted, {}, {}), 0, digests=digests) if wanted else StoredVectors()
         if SHARED in wanted and SHARED not in vectors:
             raise JoinError("could not fetch the swarm's shared state from any peer; try again")
         for name in self._anchors.names:
@@ -331,18 +437,7 @@ class HeldSlots:
             log.info("caught up with round %d: fetched %d of %d versions", round, len(vectors), len(wanted))
         return vectors
 
-    def _newest_states(self, inventories: Having, min_round: int) -> dict[VectorName, tuple[int, str]]:
-        """Return round and digest of the version of each vector that the swarm's state consists of."""
-        own = {VectorName(name): v for name, v in self._swarm.versions().items() if name in self._names}
-        held: Having = {**inventories, self._swarm.peer_id: own}
-        leading = heard(held, self.voters(), min_round)
-        shared = [state_of(offers[SHARED]) for offers in leading.values() if SHARED in offers]
-        model_round = majority_of(shared)[0] if shared else 0
-        averaged = self.held_moments() if self._run.averaged_moments else set()
-        newest: dict[VectorName, tuple[int, str]] = {}
-        for name in sorted({n for have in inventories.values() for n in have if n.is_weights or n in averaged}):
-            is_slot = name.slot is not None
-            states = [state_of(have[name]) for have in (held if is_slot else leading).values() if name in have]
-            if states:
-                newest[name] = latest(states, model_round) if is_slot else majority_of(states)
-        return newest
+
+def active_of(claims: Mapping[str, Claim]) -> list[str]:
+    """Return the peers that take part in rounds."""
+    return [peer for peer, claim in claims.items() if claim.state == "active"]

@@ -5,25 +5,25 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from torch import Tensor
 
-from spes_p2p.codecs.vectors import Layout
+from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import JoinError
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
-from spes_p2p.swarm.quorum import active_of, has_begun, voters_of
 from spes_p2p.swarm.records import Claim, Progress
-from spes_p2p.swarm.roster import Member, Roster, lag_of
+from spes_p2p.swarm.roster import Member
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.checkpoint import rollback_alone
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
-from spes_p2p.training.slots import HeldSlots
+from spes_p2p.training.slots import HeldSlots, active_of
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ REJOIN_SECONDS = 120.0
 SETTLE_SECONDS = 3.0
 """Time between announcing and acting if all peers start together: longer than a record takes to reach everyone."""
 POLL_SECONDS = 0.5
+ATTEMPTS = 3
+"""Attempts at a round after which its work is given up, and the round trained anew."""
 PUNCTUAL = 0.5
 """Share of `matchmaking_seconds` after the round's end within which a step may still end or start."""
 
@@ -74,7 +76,7 @@ class ProgressTracker:
 
     Args:
         swarm: The peer's swarm.
-        held: Knows the active peers and the voters.
+        held: Knows the active peers.
     """
 
     def __init__(self, swarm: Swarm, held: HeldSlots) -> None:
@@ -87,17 +89,13 @@ class ProgressTracker:
         return [record for peer, record in self._swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
 
     def active(self) -> list[Progress]:
-        """Return the records of all other active peers."""
-        return self.progress(self._held.active())
-
-    def are_ahead(self, round: int) -> bool:
-        """Tell whether most voters train a later round."""
-        voters = self.progress(self._held.voters())
-        return 2 * sum(record.round > round for record in voters) > len(voters)  # guard: majority-ahead
+        """Return the records of all other active peers whose claims count."""
+        return self.progress(active_of(self._held.trusted(self._held.claims())))
 
     def are_synchronising(self, seconds: float) -> bool:
-        """Tell whether the training of some peer's round has ended within the last `seconds`."""
-        return any(record.ends_at > self._swarm.now() - seconds for record in self.active())
+        """Tell whether the training of some voter's round has ended within the last `seconds`."""
+        voters = self.progress(self._swarm.last().voters)
+        return any(record.ends_at > self._swarm.now() - seconds for record in voters)
 
     def round_end(self, round: int, since: float | None = None) -> float:
         """Return the DHT time at which this round's training ends, as the median of the voters; 0 if none trains it.
@@ -107,9 +105,26 @@ class ProgressTracker:
             since: Count rounds that end after this DHT time; by default after now.
         """
         since = self._swarm.now() if since is None else since
-        voters = self.progress(self._held.voters())
+        voters = self.progress(self._swarm.last().voters)
         ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
         return statistics.median_low(ends) if ends else 0.0  # guard: round-end
+
+
+@dataclass(frozen=True)
+class Staged:
+    """What this peer would commit of an attempt.
+
+    Attributes:
+        bundles: The new bundles of `shared` and of its slots.
+        moments: The mean moments of the same names, where the run averages them.
+        digests: Digests of the bundles.
+        moved: Slots that a merge has moved too, so that their mean delta alone does not lead to the new version.
+    """
+
+    bundles: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    moments: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    digests: Mapping[VectorName, str] = field(default_factory=dict)
+    moved: frozenset[VectorName] = frozenset()
 
 
 class Synchroniser:
@@ -140,7 +155,7 @@ class Synchroniser:
         self.round = 0
         self.is_late = False
         """Whether others had committed rounds when this peer came."""
-        self.stats = SyncStats.of(RoundResult(roster=Roster()), 0.0)
+        self.stats = SyncStats.of(RoundResult(), 0, 0.0)
         """Of the last synchronisation."""
         self._run = run
         self._layout = layout
@@ -166,7 +181,9 @@ class Synchroniser:
             JoinError: the swarm's state could not be fetched.
         """
         self.held.announce("joining")
-        self.is_late = has_begun(wait_for_peers(self.held, self.swarm, self._run.round.min_peers))
+        wait_for_peers(self.held, self.swarm, self._run.round.min_peers)
+        self.swarm.catch_up()
+        self.is_late = self.swarm.last().round > 0
         if saved:
             rollback_alone(self.swarm, self.held.others(), saved)
         model = (SHARED, *map(VectorName.of_slot, range(self._run.model.num_experts)))
@@ -174,7 +191,7 @@ class Synchroniser:
             publish_initial(self.swarm, model, initial)
         self.held.catch_up(self.held.others())
         publish_initial(self.swarm, model, initial)
-        self.round = self.swarm.versions()[SHARED].round
+        self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.load(SHARED))
         self.held.rebalance(self.round)
         self._announce(0.0)
@@ -189,6 +206,7 @@ class Synchroniser:
         Args:
             work: Without vectors and tokens; says how fast this peer is.
         """
+        self.stats = SyncStats.of(RoundResult(), 0, 0.0)
         vectors, ends_at = self._rejoin()
         if ends_at is not None:
             self._announce(ends_at)
@@ -206,11 +224,12 @@ class Synchroniser:
         while self.held.clock() < deadline:
             # An expected peer is waited for after the round's end: one step is better than none.
             since = max(self._expected_since, self.swarm.now() - PUNCTUAL * times.matchmaking_seconds)
-            claims, announced = self.held.claims(), self._others.round_end(self.round, since)
-            if not has_begun(claims) and len(active_of(claims)) < times.min_peers:
+            claims, last = self.held.claims(), self.swarm.last()
+            announced = last.ends_at if last.ends_at > since else self._others.round_end(self.round, since)
+            if not last.round and len(active_of(claims)) < times.min_peers:
                 self.swarm.wait(POLL_SECONDS)
-            elif self._others.are_ahead(self.round):
-                vectors |= self._catch_up(min_round=self.round + 1, routed=routed)
+            elif last.round > self.round and len(active_of(claims)) > 1:
+                vectors |= self._catch_up(routed)
                 self.swarm.wait(POLL_SECONDS)
             elif times.mode == "steps" or announced:
                 return vectors, self._bounded(announced)
@@ -220,14 +239,14 @@ class Synchroniser:
                 break
         return vectors, None
 
-    def _catch_up(self, min_round: int = 0, routed: Mapping[int, int] | None = None) -> StoredVectors:
+    def _catch_up(self, routed: Mapping[int, int] | None = None) -> StoredVectors:
         """Take over the swarm's state; return what changed, which is nothing if `shared` cannot be fetched."""
         try:
-            vectors = self.held.catch_up(self.held.others(), min_round, routed)
+            vectors = self.held.catch_up(self.held.others(), routed)
         except JoinError as error:
             log.warning("round %d: %s", self.round + 1, error)
             return StoredVectors()
-        self.round = self.swarm.versions()[SHARED].round
+        self.round = self.held.model_round()
         return vectors
 
     # ------------------------------------------------------------------ a round
@@ -241,32 +260,82 @@ class Synchroniser:
         """
         began = self.swarm.now()
         self._await_steps(has_trained=bool(work.vectors))  # guard: infinite-peer
-        claims = self.held.claims()
-        expected = len(active_of(claims))
-        contribution = self._contribution(work, began, voters_of(self.held.trusted(claims)))
-        result = self._average(contribution, expected, starts_at)  # another peer's fault drops groups, raises nothing
+        expected = self.held.expected(self.held.claims())
+        result, staged, body = self._decide(work, began, len(expected), starts_at)
         averaged = self.held.clock()
         if len(result.roster) > 1:
             self.held.distrusted = result.roster.distrusted
+            self.held.has_met(result.roster, expected)
+        vectors = StoredVectors()
+        own: list[VectorName] = []
         ends_at: float | None = None
-        if result.is_behind:
-            log.warning("round %d: the majority has gone on without this peer; catching up", self.round + 1)
-            vectors = self._catch_up(routed=work.routed)
-            if not self._run.round.overlap:  # with overlap, training goes on meanwhile
-                found, ends_at = self._rejoin(work.routed)
-                vectors |= found
+        if body is not None and staged.digests.get(SHARED) == body.shared:
+            own = _certified(body, staged)
+            vectors = self._commit(body, result, staged, own, work)
+            ends_at = body.ends_at
         else:
-            vectors = self._commit(result, work)
-        self.stats = SyncStats.of(result, self.held.clock() - averaged, self.held.stale_rounds)
+            self.swarm.settle(result, ())
+            if self.swarm.last().round > self.round and len(expected) > 1:
+                log.warning("round %d: the others have decided it without this peer; catching up", self.round + 1)
+                vectors = self._catch_up(work.routed)
+                if not self._run.round.overlap:  # with overlap, training goes on meanwhile
+                    found, ends_at = self._rejoin(work.routed)
+                    vectors |= found
+        if work.tokens:
+            reasons = dict.fromkeys(staged.digests.keys() - set(own), "the round's certificate names another version")
+            for reason, names in by_reason({**reasons, **result.dropped}).items():
+                log.warning("round %d: dropped %s: %s", self.round + (not own), names, reason)
+        self.stats = SyncStats.of(result, len(own), self.held.clock() - averaged, self.held.stale_rounds)
         vectors |= self.held.rebalance(self.round)  # before the loss gate judges what was fetched
         held_moments = self.held.held_moments()  # slots may just have been released
         vectors = vectors.only(lambda name: name.is_weights or name in held_moments)
         vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
-        ends_at = ends_at or self._next_end(result, expected)
+        ends_at = ends_at or self._next_end(result)
         self._announce(ends_at)
         if not self._run.round.overlap:  # with overlap, training does not wait for it
             self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2
         return StateUpdate(self.held.slots, vectors, ends_at)
+
+    def _decide(
+        self, work: RoundWork, began: float, expected: int, starts_at: float
+    ) -> tuple[RoundResult, Staged, Body | None]:
+        """Average, and confirm the result, until the round is decided; give it up after some attempts.
+
+        Returns:
+            The result that was decided on, or the last one; what this peer would commit of it; the body of the round's
+            certificate, or None if there is none, or this peer is behind.
+        """
+        tried: list[tuple[RoundResult, Staged]] = []
+        contribution = self._contribution(work, began)
+        body: Body | None = None
+        while body is None and len(tried) < ATTEMPTS and not self.swarm.wait(0.0):
+            if self.swarm.last().round > self.round and expected > 1:
+                break
+            # Another peer's fault drops groups; it raises nothing.
+            result = self.swarm.average(contribution, expected=expected, starts_at=starts_at)
+            if not any(member.tokens for member in (*result.roster, contribution.member)):
+                return result, Staged(), None  # they meet to agree when their first round ends
+            tried.append((result, self._stage(result)))
+            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result))
+            starts_at = self.swarm.now()
+        shared = body.shared if body is not None else ""
+        decided = [each for each in tried if each[1].digests.get(SHARED) == shared]
+        result, staged = (decided or tried or [(RoundResult(), Staged())])[-1]
+        return result, staged, body
+
+    def _stage(self, result: RoundResult) -> Staged:
+        """Return what this peer would commit of a result; its anchors stay as they are."""
+        if SHARED not in result.means:
+            return Staged()
+        shifts = self._merge_shifts(result.roster.round + 1)
+        bundles: dict[VectorName, Tensor] = {}
+        moments: dict[VectorName, Tensor] = {}
+        for name, mean in result.means.items():
+            bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name))
+            if mean_moments is not None:
+                moments[name.moments] = mean_moments
+        digests = {name: digest(bundle) for name, bundle in bundles.items()}
+        return Staged(bundles, moments, digests, frozenset(shifts))
 
     def _await_steps(self, *, has_trained: bool) -> None:
         """In mode `steps`, wait until all peers have made the round's steps."""
@@ -279,82 +348,62 @@ class Synchroniser:
             ):
                 self.swarm.wait(POLL_SECONDS)
 
-    def _contribution(self, work: RoundWork, began: float, voters: Sequence[str]) -> Contribution:
+    def _contribution(self, work: RoundWork, began: float) -> Contribution:
         """Return this peer's roster entry and its deltas from the anchors."""
-        rounds = {name: version.round for name, version in self.swarm.versions().items()}
-        of_slot = VectorName.of_slot
+        usable = self.held.usable()
+        last = self.swarm.certified(self.round) or self.swarm.last()
         member = Member(
             peer_id=self.swarm.peer_id,
             round=self.round,
+            previous=last.digest,
             tokens=clamp_tokens(work.tokens, work.tokens_per_second, work.seconds),
-            slots=self.held.slots,
-            slot_rounds=tuple(rounds[of_slot(slot)] for slot in self.held.slots),
-            lags=tuple(lag_of(rounds.get(of_slot(slot)), self.round) for slot in range(self._run.model.num_experts)),
-            anchors={name: self.anchors.digest(name) for name in self.anchors.names},
+            slots=tuple(slot for slot in self.held.slots if VectorName.of_slot(slot) in usable),
+            starts=dict(self.held.starts()),
             tokens_per_second=work.tokens_per_second,
             ready_at=began,
             sync_seconds=self._sync_seconds,
             uplink_mbit=self._machine.uplink_mbit,
             refreshes=self._machine.refresh_slots is not None,
-            voters=tuple(voters),
-            electorate=len(voters),
         )
         own = work.vectors or {name: self.anchors.weights(name) for name in self.anchors.names}
         deltas = {
             name: self.anchors.contribution(name, vector, work.moments.get(name), self.round + 1)
             for name, vector in own.items()
+            if name in usable
         }
         return Contribution(member, deltas)
 
-    def _average(self, contribution: Contribution, expected: int, starts_at: float) -> RoundResult:
-        """Average, unless most others train a later round: checked before, and after a matchmaking in vain."""
-        missed = RoundResult(
-            roster=Roster([contribution.member]),
-            dropped=dict.fromkeys(contribution.deltas, "the others have gone on"),
-            is_behind=True,
-        )
-        if self._others.are_ahead(self.round):
-            return missed
-        result = self.swarm.average(contribution, expected=expected, starts_at=starts_at)
-        if len(result.roster) == 1 and expected > 1 and self._others.are_ahead(self.round):
-            return replace(missed, matchmaking_seconds=result.matchmaking_seconds)
-        return result
+    def _commit(
+        self, body: Body, result: RoundResult, staged: Staged, own: Sequence[VectorName], work: RoundWork
+    ) -> StoredVectors:
+        """Take what the certificate names as the anchors, publish it, and fetch the others' versions.
 
-    def _commit(self, result: RoundResult, work: RoundWork) -> StoredVectors:
-        """Step the anchors by the means, publish the new versions, fetch the others'; return what changed.
+        A group that was dropped stays at its anchor.
 
-        Nothing changes unless `shared` was committed. A group that was dropped stays at its anchor.
+        Args:
+            body: Of the certificate.
+            result: What was decided on.
+            staged: What follows from it.
+            own: The names of it that are certified.
+            work: This peer's training.
+
+        Returns:
+            What changed.
         """
-        if work.tokens:
-            for reason, names in by_reason(result.dropped).items():
-                log.warning("round %d: dropped %s: %s", self.round + 1, names, reason)
-        if SHARED not in result.committed:
-            return StoredVectors()
-        roster, me = result.roster, self.swarm.peer_id
-        round = roster.round + 1
-        shifts = self._merge_shifts(round)
-        moments: dict[VectorName, Tensor] = {}
-        for name, mean in result.committed.items():
-            mean_moments = self.anchors.commit(name, mean, shifts.get(name))
-            if mean_moments is not None:
-                moments[name.moments] = mean_moments
-        self.round = round
-        self.held.has_committed = True
-        # A slot that is held here, but whose newest version others average without this peer.
-        astray = {name for name in self.anchors.names if name != SHARED and me not in roster.members_of(name)}
-        own = [name for name in self.anchors.names if name not in astray]
-        # A merge moves a slot by more than its mean delta, so the delta does not lead to its new version.
-        deltas = {
-            name: result.encoded[name]
-            for name in result.committed
-            if name in result.encoded and name in own and name not in shifts
-        }
+        for name in own:
+            self.anchors.set(name, staged.bundles[name])
+        self.round = body.round
+        moments = {name.moments: staged.moments[name.moments] for name in own if name.moments in staged.moments}
+        deltas = {name: result.encoded[name] for name in own if name in result.encoded and name not in staged.moved}
         unaveraged = [name for name in own if name.moments not in moments]
-        vectors = {name: self.anchors.bundle(name) for name in own} | moments | self._own_moments(work, unaveraged)
-        self.swarm.publish(round, vectors, deltas)
-        fetched = self.held.fetch(roster, round, own, work.routed)
-        fetched |= self.held.fetch_newest(astray - roster.groups.keys())
-        for name in astray & set(fetched):
+        bundles = {name: staged.bundles[name] for name in own}
+        self.swarm.publish(body.round, bundles | moments | self._own_moments(work, unaveraged), deltas)
+        self.swarm.settle(result, own)
+        fetched = self.held.fetch(result.roster, body.round, own, work.routed)
+        # Slots held here whose other holders have confirmed another result, or whose certified version is missing.
+        astray = [name for name in self.anchors.names if not self.held.is_certified(name)]
+        fetched |= self.held.fetch_newest(astray)
+        for name in set(astray) & set(fetched):
             self.anchors.set(name, self.swarm.load(name))
         return fetched | moments
 
@@ -373,13 +422,17 @@ class Synchroniser:
         weights = {slot: self.held.load(of_slot(slot)) for slot in slots}
         return merge_shifts(self._run.merge, round, self._layout, weights, self.held.slots)
 
-    def _next_end(self, result: RoundResult, expected: int) -> float:
-        """Return the next round's end: by the roster, or as the others have announced it if this peer met none."""
-        if len(result.roster) == 1 and expected > 1 and (announced := self._others.round_end(self.round)):
-            return self._bounded(announced)
+    def _next_end(self, result: RoundResult) -> float:
+        """Return the next round's end by the roster, or as the others have announced it if this peer met none."""
         # A peer that is distrusted itself and has met none has only its own word.
+        last = self.swarm.last()
         counted = [member for member in result.roster if member.peer_id not in self.held.distrusted]
-        ends_at = round_end(self._run.round, counted or result.roster)
+        voters = [member for member in counted if member.peer_id in last.voters]  # guard: voters-clock
+        members = (voters if last.round else counted) or list(result.roster)
+        if not members:
+            announced = self._others.round_end(self.round)
+            return self._bounded(announced or self.swarm.now() + self._run.round.min_seconds)
+        ends_at = round_end(self._run.round, counted or members, members)
         # A synchronisation that took much longer than the last ones must not eat the next round.
         return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
 
@@ -398,8 +451,19 @@ class Synchroniser:
     # ------------------------------------------------------------------ records
 
     def _progress(self, ends_at: float, *, is_done: bool = False) -> Progress:
-        return Progress(peer_id=self.swarm.peer_id, round=self.round, ends_at=ends_at, is_done=is_done)
+        last = self.swarm.last()
+        certificate = last.digest if last.round == self.round > 0 else ""
+        return Progress(
+            peer_id=self.swarm.peer_id, round=self.round, ends_at=ends_at, certificate=certificate, is_done=is_done
+        )
 
     def _announce(self, ends_at: float) -> None:
         self.swarm.announce(self._progress(ends_at))
         self.held.announce("active")
+
+
+def _certified(body: Body, staged: Staged) -> list[VectorName]:
+    """Return the names of what a certificate confirms of this peer's result."""
+    digests = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
+    digests[SHARED] = body.shared
+    return [name for name, found in staged.digests.items() if digests[name] == found]

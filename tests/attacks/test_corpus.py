@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import msgpack
 import pytest
 import torch
+from certificates import last_body
 from forgeries import KINDS, altered, cases, mallorys_record, spelled_out
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import MatchmakingException
@@ -38,6 +39,8 @@ from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.checkpoint import PeerState, decode_state, encode_state
 
 pytestmark = pytest.mark.timeout(60)
+
+LAST = last_body()
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +85,7 @@ def honest_entry(peer_id):
         round=3,
         tokens=100,
         slots=(1,),
-        anchors={"shared": "5" * 16},
+        previous=LAST.digest,
         tokens_per_second=1.0,
         ready_at=1.0,
         sync_seconds=1.0,
@@ -108,7 +111,7 @@ def test_a_bad_roster_entry_keeps_its_sender_off_the_roster_and_nobody_else(peop
     bad = built[text]() if text in built else bytes.fromhex(text)
     ids = [PeerID.from_base58(who.peer_id) for who in (people.alice, people.mallory)]
     roster, refused = read_roster(
-        GroupInfo(b"g", tuple(ids), (gathered(json.dumps(honest_entry(ids[0].to_base58()))), bad))
+        GroupInfo(b"g", tuple(ids), (gathered(json.dumps(honest_entry(ids[0].to_base58()))), bad)), LAST
     )
     expected = [people.alice.peer_id] + [people.mallory.peer_id] * case.get("is_taken", False)
     assert [member.peer_id for member in roster] == expected
@@ -129,7 +132,7 @@ def test_a_leader_that_invents_a_group_is_named_and_not_followed(people, case):
     if case["name"] == "an id that is none":  # nobody's own entry: whoever has no name is refused on the roster
         check_snapshot(message, alice, bob, entries["bob"])
         info = GroupInfo(b"g", tuple(map(PeerID, message.ordered_peer_ids)), tuple(message.gathered))
-        assert len(read_roster(info)[0]) == 2
+        assert len(read_roster(info, LAST)[0]) == 2
         return
     step = SimpleNamespace(data_for_gather=entries["bob"])
     follower = SimpleNamespace(peer_id=bob, step_control=step, _liars={})

@@ -20,11 +20,11 @@ from spes_p2p.swarm.certificate import (
     Proposal,
     SlotState,
     Vote,
-    guilty_voters,
     make_body,
     roster_digest,
     vote_for,
 )
+from spes_p2p.swarm.certificate_checks import guilty_voters
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.votes import Ballot, Own, Rules, Voter
 

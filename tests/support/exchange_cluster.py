@@ -4,6 +4,7 @@ import asyncio
 import json
 
 import torch
+from peer_server import start_of
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import to_bytes
@@ -34,7 +35,7 @@ def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_r
     """Start a peer that follows deltas of slots."""
     node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
     swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
-    swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS), max_slots=0)
+    swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS), start_of((node.peer_id,)), max_slots=0)
     swarm.exchange.accept_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
     return swarm
 

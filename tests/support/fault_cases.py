@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import misbehaving
-from peer_server import ROUNDS
+from peer_server import ATTEMPTS, ROUNDS
+
+from spes_p2p.swarm.hivemind_swarm import rules_of
 
 Fault = Literal["kill", "freeze", "cut", "lie"]
 PHASES: Mapping[str, tuple[str, ...]] = {
@@ -15,15 +17,17 @@ PHASES: Mapping[str, tuple[str, ...]] = {
     "before its first byte": (misbehaving.FIRST_BYTE,),
     "in the middle of sending": (misbehaving.SENDING,),
     "as a reducer": (misbehaving.REDUCING,),
-    "before it confirms": (misbehaving.CONFIRMING, misbehaving.COMMITTED),
+    "before it confirms": (misbehaving.CONFIRMING, misbehaving.DECIDING),
 }
 """The moments in which a victim may be struck, by phase; repeats take turns."""
 SLOTS = [(0, 1), (1,), (2,), (0, 1, 2)]
 """The last is the victim's: it shares every slot with somebody."""
 MEETING_SECONDS = 2.0
-DEADLINE_SECONDS = MEETING_SECONDS + 2 * (2 * ROUNDS.matchmaking_seconds + ROUNDS.averaging_seconds)
-"""Of a round: two attempts, each with twice the time to meet and the time to average."""
-ROUND_SECONDS = DEADLINE_SECONDS / 2
+ATTEMPT_SECONDS = 2 * ROUNDS.matchmaking_seconds + ROUNDS.averaging_seconds + rules_of(ROUNDS).attempt_seconds
+"""Twice the time to meet, the time to average, and the time to decide."""
+DEADLINE_SECONDS = MEETING_SECONDS + ATTEMPTS * ATTEMPT_SECONDS
+"""Of a round."""
+ROUND_SECONDS = MEETING_SECONDS + ATTEMPT_SECONDS
 TRIES = 3
 SPARE_SECONDS = 30.0
 MOST_ROUNDS_TO_HEAL = 6

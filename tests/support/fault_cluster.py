@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -23,31 +21,23 @@ from fault_cases import (
     Case,
     Fault,
 )
-from peer_server import Setting
-from real_peers import PeerProcess, begin_average, close_all, contribution, finish_in_turn
+from peer_server import Outcome, Setting
+from real_peers import PeerProcess, begin_average, close_all, contribution, finish_in_turn, identities
 from referee import Referee
 
 from benchmarks.testbed import TestBed
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.interface import Contribution
+from spes_p2p.swarm.names import SHARED
 
 
-@dataclass
-class _Standing:
-    """Where a peer stands: what a round's outer step would have made of its anchors, as digests."""
-
-    round: int = 3
-    anchors: dict[str, str] = field(default_factory=dict)
-
-    def step(self, result: RoundResult) -> None:
-        for name, mean in result.committed.items():
-            chained = f"{self.anchors[name]} {digest(mean)}"
-            self.anchors[name] = hashlib.sha256(chained.encode()).hexdigest()[:16]
-        self.round += bool(result.committed)
+def proposes_soon(peer: PeerProcess) -> bool:
+    """Tell whether a peer proposes in one of the first two attempts at the next round."""
+    last = peer.call("last")
+    return peer.peer_id in (last.proposer(0), last.proposer(1))
 
 
-def _is_whole(result: RoundResult) -> bool:
+def _is_whole(result: Outcome) -> bool:
     return not result.dropped and len(result.roster) == len(SLOTS)
 
 
@@ -67,11 +57,11 @@ class FaultCluster:
         self._started = 0
         self.referee = Referee(Setting(directory, codec=codec).segments)
         self.peers: list[PeerProcess] = []
-        self._standing: dict[str, _Standing] = {}
         self._items: dict[str, Contribution] = {}
 
     def start(self) -> FaultCluster:
         """Start everybody."""
+        self._voters = identities(self._directory, (f"peer{place}" for place in range(len(SLOTS))))
         for place in range(len(SLOTS)):
             self._join(place).wait_until_ready()
         return self
@@ -79,51 +69,30 @@ class FaultCluster:
     def close(self) -> None:
         close_all(self.peers)
 
-    def _join(self, place: int, newest: RoundResult | None = None) -> PeerProcess:
-        """Start the peer of a place; it stands where those of the newest roster stand."""
+    def _join(self, place: int) -> PeerProcess:
+        """Start the peer of a place."""
         network = {"namespace": self._bed.namespace(place), "host": self._bed.address(place)} if self._bed else {}
         initial_peers = self.peers[0].addresses if self.peers else ()
         name = self._directory / f"peer{self._started}"
         self._started += 1
-        peer = PeerProcess(name, initial_peers, is_rogue=place == len(SLOTS) - 1, codec=self.codec, **network)
+        is_rogue = place == len(SLOTS) - 1
+        peer = PeerProcess(name, initial_peers, is_rogue=is_rogue, codec=self.codec, voters=self._voters, **network)
         self.peers[place:] = [peer]
-        names = [SHARED, *map(VectorName.of_slot, SLOTS[place])]
-        self._standing[peer.peer_id] = _Standing(anchors=dict.fromkeys(names, "5" * 16))
-        if newest is not None:
-            self._catch_up(peer, newest)
         return peer
-
-    def _catch_up(self, peer: PeerProcess, result: RoundResult) -> None:
-        """Give a peer the anchors of others that were the majority's, as the exchange would."""
-        mine = self._standing[peer.peer_id]
-        for name, members in result.roster.groups.items():
-            others = [self._standing[member] for member in members if member != peer.peer_id]
-            if name in mine.anchors and others and peer.peer_id not in members:
-                mine.anchors[name] = others[0].anchors[name]
-                mine.round = others[0].round if name == SHARED else mine.round
 
     # ------------------------------------------------------------------ a round
 
     def _enter(self, peers: Sequence[PeerProcess]) -> None:
         for peer in peers:
-            place, standing = self.peers.index(peer), self._standing[peer.peer_id]
-            item = contribution(
-                peer.peer_id,
-                self._generator,
-                slots=SLOTS[place],
-                tokens=100 + 31 * place,
-                round=standing.round,
-                anchors=dict(standing.anchors),
-                electorate=len(SLOTS),
-            )
+            place = self.peers.index(peer)
+            item = contribution(peer.peer_id, self._generator, slots=SLOTS[place], tokens=100 + 31 * place)
             self.referee.enters(item)
             self._items[peer.peer_id] = item
         items = [self._items[peer.peer_id] for peer in peers]
         begin_average(peers, items, expected=len(SLOTS), meeting_seconds=MEETING_SECONDS)
 
-    def _leave(self, peer: PeerProcess, result: RoundResult, case: Case) -> None:
+    def _leave(self, peer: PeerProcess, result: Outcome, case: Case) -> None:
         case.wrong += self.referee.judge(self._items[peer.peer_id], result)
-        self._standing[peer.peer_id].step(result)
 
     def run(self, fault: Fault, phase: str, moment: str, *, stays_seconds: float = 0.0) -> Case:
         """Strike the victim at a moment of a round; return once everybody averages together again.
@@ -160,10 +129,18 @@ class FaultCluster:
         case.healing_seconds = time.monotonic() - began
         return case
 
-    def lie(self, how: str) -> Case:
-        """Let the victim lie throughout a round; return once everybody averages together again."""
+    def lie(self, how: str, *, proposes: bool = False) -> Case:
+        """Let the victim lie throughout a round; return once everybody averages together again.
+
+        Args:
+            how: What it does.
+            proposes: Whether it is the first proposer of that round; otherwise an honest peer is, also in attempt 1.
+        """
         *survivors, victim = self.peers
         case = Case("lie", how, how, self.codec)
+        while victim.call("last").proposer(0) != victim.peer_id if proposes else proposes_soon(victim):
+            self._enter(self.peers)
+            self._settle(self.peers, case, time.monotonic())
         victim.call("misbehave", how)
         begun = time.monotonic()
         self._enter(self.peers)
@@ -178,7 +155,7 @@ class FaultCluster:
         case.healing_seconds = time.monotonic() - began
         return case
 
-    def _settle(self, survivors: Sequence[PeerProcess], case: Case, begun: float) -> list[RoundResult]:
+    def _settle(self, survivors: Sequence[PeerProcess], case: Case, begun: float) -> list[Outcome]:
         results = {}
         for peer, result in finish_in_turn(survivors, DEADLINE_SECONDS + SPARE_SECONDS):
             results[peer.peer_id] = result
@@ -186,11 +163,9 @@ class FaultCluster:
                 case.wrong.append(f"{peer.peer_id[-6:]}: {late:.1f} s beyond the deadline of {DEADLINE_SECONDS:.0f} s")
         for peer in survivors:
             self._leave(peer, results[peer.peer_id], case)
-        for peer in survivors:
-            self._catch_up(peer, results[peer.peer_id])
         return [results[peer.peer_id] for peer in survivors]
 
-    def _account(self, survivors: Sequence[PeerProcess], results: Sequence[RoundResult], case: Case) -> None:
+    def _account(self, survivors: Sequence[PeerProcess], results: Sequence[Outcome], case: Case) -> None:
         committed = [result for result in results if SHARED in result.committed]
         case.committed = len(committed)
         rosters = {tuple(sorted(member.peer_id[-6:] for member in result.roster)) for result in committed}
@@ -231,12 +206,12 @@ class FaultCluster:
             threading.Event().wait(stays_seconds)
             self._bed.heal(self.peers.index(victim))
 
-    def _heal(self, victim: PeerProcess, fault: Fault, results: Sequence[RoundResult], case: Case) -> None:
+    def _heal(self, victim: PeerProcess, fault: Fault, results: Sequence[Outcome], case: Case) -> None:
         """Average until everybody does so together, the victim as soon as its own round is over."""
         if fault == "kill" and case.is_reached:
             self.referee.leaves(victim.peer_id)
             case.victim = "killed, and replaced"
-            victim = self._join(len(SLOTS) - 1, results[0]).wait_until_ready()
+            victim = self._join(len(SLOTS) - 1).wait_until_ready()
         is_away = not case.victim
         means = {digest(result.committed[SHARED]) for result in results if result.committed}
         for case.healing_rounds in range(1, MOST_ROUNDS_TO_HEAL + 1):
@@ -257,7 +232,6 @@ class FaultCluster:
         """Take the victim's own result of the round in which it was struck."""
         result = victim.finish(DEADLINE_SECONDS)
         self._leave(victim, result, case)
-        self._catch_up(victim, result)
         if result.is_behind:
             return "met the others in the next round, told that it is behind"
         if SHARED not in result.committed:

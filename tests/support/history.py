@@ -21,9 +21,10 @@ from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.swarm import Entry, GroupMean
+from spes_p2p.sim.hub import Entry, GroupMean
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.partition import GroupPlan
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.roster import Member, Roster
 
@@ -109,8 +110,9 @@ class History:
         """Replay every committed mean from what its roster's members say that they brought; deltas with two moments."""
 
         @cache
-        def replayed(name: str, roster: str) -> str:
-            members = Roster(Member.model_validate_json(entry) for entry in json.loads(roster))
+        def replayed(name: str, roster: str, last: str) -> str:
+            entries = (Member.model_validate_json(entry) for entry in json.loads(roster))
+            members = Roster(entries, Body.model_validate_json(last))
             ids = members.members_of(name)
             of = {member.peer_id: member for member in members}
             brought = [self._brought.get((peer, of[peer].ready_at)) for peer in ids]
@@ -129,10 +131,10 @@ class History:
             return work.reduce() or digest(format.decode(work.mean))
 
         for event in self._commits:
-            roster = json.dumps([json.dumps(member) for member in event["roster"]])
+            roster, last = json.dumps([json.dumps(member) for member in event["roster"]]), json.dumps(event["last"])
             for name, mean in event["means"].items():
                 verdict.means += 1
-                if (expected := replayed(name, roster)) != mean:
+                if (expected := replayed(name, roster, last)) != mean:
                     verdict.wrong.append(
                         f"{_who(event)} round {event['round']} {name}: mean {mean[:8]}, not {expected}"
                     )

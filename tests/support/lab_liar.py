@@ -20,12 +20,11 @@ from lab_peer import Life, Scribe, live, wrap
 from torch import Tensor
 
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
-from spes_p2p.sim.swarm import MemoryHub
+from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.swarm import hivemind_swarm
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import Roster
 
 FACTOR = 100.0
 BRINGS = ("sign_flip", "scale", "nan", "stale", "copy", "silent")
@@ -87,9 +86,8 @@ class Liar:
             self._begin(swarm, contribution.member.round)
         if self._began and self._kind == "silent":
             swarm.wait(max(0.0, settings["starts_at"] - swarm.now()) + swarm._rounds.matchmaking_seconds)
-            return RoundResult(
-                Roster([contribution.member]), dropped=dict.fromkeys(contribution.deltas, "it met nobody")
-            )
+            swarm._open = swarm.last(), swarm.consensus.attempt
+            return RoundResult(dropped=dict.fromkeys(contribution.deltas, "it met no others"))
         result = stock(swarm, self._virtual.spoiled(contribution), **settings)
         self._virtual.learn(result)
         return result
@@ -124,4 +122,4 @@ class _VirtualLiar(AttackingSwarm):
 
     def learn(self, result: RoundResult) -> None:
         """Remember means, which it may bring as its own."""
-        self._means |= result.committed
+        self._means |= result.means

@@ -32,10 +32,12 @@ from spes_p2p.swarm.exchange.exchange import Exchange
 from spes_p2p.swarm.exchange.store import write_whole
 from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.interface import RoundResult
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import checkpoint
 from spes_p2p.training.trainer import Trainer
 
-PHASES = ("join", "download", "train", "matchmaking", "all-reduce", "checkpoint", "publish", "exit")
+PHASES = ("join", "download", "train", "matchmaking", "all-reduce", "decision", "checkpoint", "publish", "exit")
 """Where a peer can be told to die."""
 STEP_SECONDS = 0.4
 """What a step takes longer than it must: slow machines, of which eight can share two cores."""
@@ -142,18 +144,38 @@ def record(scribe: Scribe) -> None:
         versions = {name: [v.round, v.digest, v.author] for name, v in swarm.versions().items() if v.codec != "raw"}
         scribe.note("has", peer=swarm.peer_id, versions=versions)
 
+    # Results of the open round's attempts by the digest of what would follow of `shared`; a later attempt may decide on
+    # an earlier one's.
+    tried: dict[str, tuple[RoundResult, Mapping[str, str]]] = {}
+    starts: dict[str, str] = {}
+
     def average(stock: Callable, swarm: HivemindSwarm, contribution, **settings):
-        member = contribution.member
         deltas = scribe.keep(contribution.deltas)
-        scribe.note("brings", peer=swarm.peer_id, member=member.model_dump(), deltas=deltas)
-        result = stock(swarm, contribution, **settings)
-        if result.committed:
-            roster = [entry.model_dump() for entry in result.roster]
-            means, before = scribe.keep(result.committed), member.anchors
-            scribe.note(
-                "commits", peer=swarm.peer_id, round=member.round + 1, roster=roster, means=means, before=before
-            )
-        return result
+        versions = swarm.versions()
+        starts.update({name: versions[name].digest for name in contribution.deltas})
+        scribe.note("brings", peer=swarm.peer_id, member=contribution.member.model_dump(), deltas=deltas)
+        return stock(swarm, contribution, **settings)
+
+    def decide(stock: Callable, swarm: HivemindSwarm, result, digests, ends_at):
+        tried[digests.get(SHARED, "")] = result, digests
+        body = stock(swarm, result, digests, ends_at)
+        if body is not None:
+            result, digests = tried.get(body.shared, (RoundResult(), {}))
+            certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
+            certified[SHARED] = body.shared
+            own = [name for name, found in digests.items() if found == certified[name]]
+            if own:
+                scribe.note(
+                    "commits",
+                    peer=swarm.peer_id,
+                    round=body.round,
+                    last=result.roster.last.model_dump(),
+                    roster=[entry.model_dump() for entry in result.roster],
+                    means=scribe.keep({name: result.means[name] for name in own}),
+                    before={name: starts[name] for name in own},
+                )
+            tried.clear()
+        return body
 
     def publish(stock: Callable, swarm: HivemindSwarm, round: int, bundles, deltas=None):
         digests = scribe.keep({name: bundle for name, bundle in bundles.items() if not name.startswith("moments-")})
@@ -172,7 +194,7 @@ def record(scribe: Scribe) -> None:
         scribe.note("refuses", peer=swarm.peer_id, name=name, version=swarm.versions()[name].digest)
         stock(swarm, name, suspects)
 
-    for method in (average, publish, pull, refuse):
+    for method in (average, decide, publish, pull, refuse):
         wrap(HivemindSwarm, method.__name__, method)
 
 
@@ -228,9 +250,10 @@ def place(fate: Fate) -> None:
     before(HivemindSwarm, "enter", "join")
     before(Exchange, "_add", "download")
     before(GroupAllreduce, "_average", "all-reduce")
+    before(HivemindSwarm, "decide", "decision")
     before(HivemindSwarm, "close", "exit")
     before(checkpoint, "save_file", "checkpoint")
-    wrap(HivemindSwarm, "_average_once", meets)
+    wrap(HivemindSwarm, "_meet", meets)
     wrap(HivemindSwarm, "_publish", publishes)
     wrap(version_store, "write_whole", writes)
     wrap(Trainer, "step", trains)

@@ -13,9 +13,10 @@ from typing import AsyncIterator  # noqa: UP035 - hivemind recognises only typin
 
 import msgpack
 import torch
-from hivemind.p2p import P2PContext, PeerID
+from hivemind.p2p import P2PContext
 from hivemind.proto import averaging_pb2, runtime_pb2
 
+from spes_p2p.swarm import hivemind_swarm
 from spes_p2p.swarm.averaging import allreduce, averager, matchmaking
 from spes_p2p.swarm.roster import SHARED
 
@@ -24,7 +25,8 @@ NUM_PEERS = 4
 MATCHMAKING, ROSTER = "waits to be met", "has just seen the roster"
 FIRST_BYTE, SENDING = "is about to send", "has sent half"
 REDUCING = "has sent all, and none of its means"
-CONFIRMING, COMMITTED = "is asked to confirm", "is asked to confirm what it has committed"
+CONFIRMING, DECIDING = "is asked to confirm", "has averaged, and is about to confirm to the proposer"
+INVENTS = "confirms to the proposer what it has not averaged"
 FORGES, HEAD_START_SECONDS = "leads, and takes its followers' weight", 1.0
 SLOW, SLOW_SECONDS = "leads, and is slow to answer whoever asks first", 2.0
 FORGERIES = {
@@ -33,7 +35,7 @@ FORGERIES = {
     "claims a negative weight": {"tokens": -1},
     "claims a clock of infinity": {"ready_at": float("inf")},
     "enters in another's name": {"peer_id": "Qm" + "a" * 44},
-    "enters an older round": {"round": 0},
+    "enters with another certificate": {"previous": "6" * 64},
 }
 
 _behaviour = multiprocessing.get_context("fork").Array("c", 64)
@@ -113,10 +115,6 @@ class RogueMatchmaking(matchmaking.SwarmMatchmaking):
 class SparseAverager(averager.SparseAverager):
     """Remote names of methods contain the class's name, so it must be the same in all peers."""
 
-    def __init__(self, *args, **kwargs) -> None:
-        self._first_to_ask: dict[bytes, PeerID] = {}
-        super().__init__(*args, **kwargs)
-
     def misbehave(self, how: str) -> None:
         """Misbehave from now on; not any more if `how` is empty."""
         while _gates[0].poll():
@@ -124,7 +122,7 @@ class SparseAverager(averager.SparseAverager):
         _behaviour.value = how.encode()
 
     def run(self) -> None:
-        matchmaking.Declarations, averager.GroupAllreduce = RogueDeclarations, RogueGroupAllreduce
+        matchmaking.Declarations = RogueDeclarations
         averager.SwarmMatchmaking, allreduce.ButterflyAllreduce = RogueMatchmaking, RogueButterflyAllreduce
         honest = allreduce.reduce_message
 
@@ -169,35 +167,13 @@ class SparseAverager(averager.SparseAverager):
 
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         answer = await super().rpc_confirm(request, context)
-        work = self._groups.get(bytes.fromhex(request.uid))
         if bytes.fromhex(request.uid).endswith(SHARED.encode()):
-            if _is(COMMITTED) and isinstance(work, RogueGroupAllreduce):
-                await asyncio.wait_for(work.is_done.wait(), GATE_SECONDS)
-                _reach(COMMITTED)
             _reach(CONFIRMING)
-        asked = bytes.fromhex(request.uid), context.remote_id
-        if _is("confirms to one alone") and asked[1] != self._first_to_ask.setdefault(*asked):
-            await asyncio.Event().wait()
-        if _is("has given up, and confirms to one"):
-            is_chosen = request.metadata == allreduce.CONFIRMED and asked[1] == self._first_to_ask.setdefault(*asked)
-            return answer if is_chosen else runtime_pb2.ExpertResponse()
         if _is("never confirms"):
             await asyncio.Event().wait()
         if _is("confirms another digest"):
             return runtime_pb2.ExpertResponse(metadata=b"0" * 64)
         return answer
-
-
-class RogueGroupAllreduce(allreduce.GroupAllreduce):
-    def __init__(self, *args) -> None:
-        super().__init__(*args)
-        self.is_done = asyncio.Event()
-
-    async def run(self, *args) -> str:
-        try:
-            return await super().run(*args)
-        finally:
-            self.is_done.set()
 
 
 class RogueButterflyAllreduce(allreduce.ButterflyAllreduce):
@@ -250,3 +226,13 @@ class RogueButterflyAllreduce(allreduce.ButterflyAllreduce):
             yield message
         while _is("answers without end"):
             yield averaging_pb2.AveragingData(code=averaging_pb2.AVERAGED_PART)
+
+
+class HivemindSwarm(hivemind_swarm.HivemindSwarm):
+    """Misbehaves in the decision of a round."""
+
+    def decide(self, result, digests, ends_at):
+        _reach(DECIDING)
+        if _is(INVENTS):
+            digests = dict.fromkeys(digests, "6" * 64)
+        return super().decide(result, digests, ends_at)

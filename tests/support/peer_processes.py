@@ -19,6 +19,9 @@ from pathlib import Path
 import psutil
 import yaml
 
+from spes_p2p.swarm.certificate import Body
+from spes_p2p.swarm.consensus import CERTIFICATES, Link
+
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_PROCESSES_MARK"
 """Environment variable that all descendants inherit: it finds them even where they were orphaned."""
@@ -68,6 +71,15 @@ def saved_state(output: Path) -> dict | None:
         with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
             states.append(json.loads((folder / "state.json").read_text()))
     return max(states, key=lambda state: (state["steps"], state["round"]), default=None)
+
+
+def last_certificate(output: Path) -> Body | None:
+    """Return the body of the newest certificate of a peer; None if it has none yet."""
+    file = output / "consensus" / CERTIFICATES
+    lines = (
+        [line for line in file.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")] if file.exists() else []
+    )
+    return Link.model_validate_json(lines[-1]).certificate.body if lines else None
 
 
 class Command:

@@ -20,19 +20,83 @@ from hivemind.averaging.control import StepControl
 from hivemind.p2p import PeerID
 
 from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.averaging.outcome import Attempt
+from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent, reset_inherited_futures
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.roster import SHARED
+from spes_p2p.swarm.records import Claim
+from spes_p2p.swarm.roster import Member
 
 RUN_ID = "run"
-ROUNDS = RoundConfig(matchmaking_seconds=3.0, averaging_seconds=12.0, lease_seconds=6.0, heartbeat_seconds=1.5)
+ROUNDS = RoundConfig(
+    matchmaking_seconds=3.0, averaging_seconds=12.0, lease_seconds=6.0, heartbeat_seconds=1.5, min_peers=16
+)
 NUMELS = {SHARED: 1_500_000, "slot": 700}
 """Shared deltas of several parts per reducer, so that a peer can die between two of them; slots of a single part."""
 MAX_SLOTS = 4
+ATTEMPTS = 3
+"""Attempts at a round, as a synchroniser makes them."""
+NO_START = "0" * 64
+"""In an entry: it starts from the last certificate that its peer knows."""
+
+
+def start_of(voters: Sequence[str]) -> Body:
+    """Return the body before the first round of a swarm in which all these peers vote."""
+    return Body(
+        run=RUN_ID,
+        founder=voters[0],
+        round=0,
+        previous=digest(RUN_ID.encode()),
+        ends_at=0.0,
+        voters=tuple(sorted(voters)),
+        slots=(SlotState(round=0),) * 8,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome(RoundResult):
+    """What a round brought a peer.
+
+    Attributes:
+        committed: What of the last attempt's means the round's certificate names.
+        is_behind: The others have decided the round without this peer's result.
+    """
+
+    committed: Mapping[VectorName, torch.Tensor] = dataclasses.field(default_factory=dict)
+    is_behind: bool = False
+
+
+def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expected: int, starts_at: float) -> Outcome:
+    """Make a round, as a synchroniser does; a peer's version is its mean."""
+    start = swarm.last()
+    if member.previous == NO_START:
+        member = member.model_copy(update={"previous": start.digest, "round": start.round})
+    item = Contribution(member, {VectorName(name): delta for name, delta in deltas.items()})
+    body, result = None, RoundResult()
+    for _ in range(ATTEMPTS):
+        result = swarm.average(item, expected=expected, starts_at=starts_at)
+        digests = {name: digest(mean) for name, mean in result.means.items()}
+        body = swarm.decide(result, digests, swarm.now() + 1.0)
+        if body is not None or swarm.last().digest != start.digest:
+            break
+        starts_at = swarm.now()
+    certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)} if body else {}
+    certified |= {SHARED: body.shared} if body else {}
+    is_own = body is not None and digests.get(SHARED) == body.shared
+    own = [name for name, found in digests.items() if is_own and certified[name] == found]
+    swarm.settle(result, own)
+    lost = {name: "the round's certificate names another version" for name in item.deltas if name not in own}
+    return Outcome(
+        **{field.name: getattr(result, field.name) for field in dataclasses.fields(RoundResult)}
+        | {"dropped": lost | {name: reason for name, reason in result.dropped.items() if name not in own}},
+        committed={name: result.means[name] for name in own},
+        is_behind=not is_own and swarm.last().digest != start.digest,
+    )
 
 
 class Setting(NamedTuple):
@@ -49,6 +113,7 @@ class Setting(NamedTuple):
         known_peers: Keeps the addresses of others in a file of its directory.
         rounds: The run's deadlines.
         collects: Collects garbage all the time, and is slow to let a group that has met begin.
+        voters: Peers that decide the first round.
     """
 
     directory: Path
@@ -61,6 +126,7 @@ class Setting(NamedTuple):
     known_peers: bool = False
     rounds: RoundConfig = ROUNDS
     collects: bool = False
+    voters: tuple[str, ...] = ()
 
     @property
     def segments(self) -> dict[str, tuple[Segment, ...]]:
@@ -108,6 +174,7 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
 
         misbehaving.open_gate(gate)
         hivemind_swarm.SparseAverager = misbehaving.SparseAverager
+        hivemind_swarm.HivemindSwarm = misbehaving.HivemindSwarm
     if setting.collects:
         _collect_all_the_time()
     try:
@@ -115,7 +182,11 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         if setting.falls_back and not swarm.can_be_called():
             swarm.close()
             swarm = _start(setting, client_mode=True)
-        swarm.enter(setting.rounds, Vectors(NUMELS, setting.segments), max_slots=MAX_SLOTS)
+        vectors = Vectors(NUMELS, setting.segments)
+        start = start_of(setting.voters or (swarm.peer_id,))
+        swarm.enter(setting.rounds, vectors, start, max_slots=MAX_SLOTS, is_new=True)
+        me = swarm.peer_id
+        swarm.announce(Claim(peer_id=me, state="active", max_slots=MAX_SLOTS, since=swarm.now()))
     except Exception as error:
         pipe.send((False, repr(error)))
         raise
@@ -127,6 +198,8 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         except EOFError:
             break
         try:
+            if method == "average":
+                notes.clear()
             result = notes[:] if method == "notes" else with_arrays(_call(swarm, method, args, kwargs))
             pipe.send((True, result))
         except Exception as error:  # noqa: BLE001 - the test decides what to make of it
@@ -173,18 +246,14 @@ def _start(setting: Setting, client_mode: bool):
 def _take_notes(swarm) -> list[AttemptNote]:
     """Return a list of the attempts at the latest round, the current one's while it lasts."""
     notes: list[AttemptNote] = []
-    average, attempt = swarm.average, swarm._averager.attempt
-
-    def noted_average(*args, **kwargs) -> RoundResult:
-        notes.clear()
-        return average(*args, **kwargs)
+    attempt = swarm._averager.attempt
 
     def noted_attempt(*args, **kwargs) -> Attempt:
         made = attempt(*args, **kwargs)
         notes.append(AttemptNote.of(made))
         return made
 
-    swarm.average, swarm._averager.attempt = noted_average, noted_attempt
+    swarm._averager.attempt = noted_attempt
     return notes
 
 
@@ -194,7 +263,7 @@ def _call(swarm, method: str, args: tuple, kwargs: dict):
     if method == "misbehave":
         return swarm._averager.misbehave(*args)
     if method == "average":
-        args = (Contribution(args[0], with_tensors(args[1])),)
+        return average(swarm, args[0], with_tensors(args[1]), **kwargs)
     if method == "strangers":
         return swarm.node._run_in_dht(functools.partial(dht.unknown_peers, *args))
     if method == "client_mode":
@@ -224,7 +293,7 @@ def with_arrays(value):
     if isinstance(value, torch.Tensor):
         return value.numpy()
     if isinstance(value, RoundResult):
-        return dataclasses.replace(value, committed=with_arrays(dict(value.committed)))
+        return dataclasses.replace(value, means={}, committed=with_arrays(dict(value.committed)))
     if isinstance(value, Mapping):
         return {key: with_arrays(item) for key, item in value.items()}
     return value

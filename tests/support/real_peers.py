@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 import torch
-from peer_server import NUMELS, RUN_ID, Setting, serve, with_arrays, with_tensors
+from peer_server import NO_START, NUMELS, RUN_ID, Setting, serve, with_arrays, with_tensors
 
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -30,6 +30,15 @@ _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(["spes_p2p.swarm.manifest"])
 
 
+_voters: dict[tuple[str, ...], tuple[str, ...]] = {}
+"""Voters of the swarm that one joins through these addresses."""
+
+
+def identities(directory: Path, names: Iterable[str]) -> tuple[str, ...]:
+    """Make the keys of peers that are still to be started; return their ids."""
+    return tuple(Identity(directory / name / "key").peer_id for name in names)
+
+
 class PeerProcess:
     """One peer: a Node and a HivemindSwarm in a process that can be killed.
 
@@ -45,9 +54,11 @@ class PeerProcess:
     ) -> None:
         self.identity = Identity(directory / "key")
         self.peer_id = self.identity.peer_id
+        voters = setting.pop("voters", None) or _voters.get(tuple(initial_peers)) or (self.peer_id,)
+        self.voters = tuple(voters)
         self.pipe, theirs = _processes.Pipe()
         self.gate, their_gate = _processes.Pipe() if is_rogue else (None, None)
-        settings = Setting(directory, list(initial_peers), **setting)
+        settings = Setting(directory, list(initial_peers), voters=self.voters, **setting)
         self.process = _processes.Process(target=serve, args=(theirs, settings, their_gate))
         self.process.start()
         theirs.close()
@@ -57,6 +68,7 @@ class PeerProcess:
 
     def wait_until_ready(self) -> PeerProcess:
         self.addresses = self.finish(START_SECONDS)
+        _voters[tuple(self.addresses)] = self.voters
         return self
 
     def begin(self, method: str, *args, **kwargs) -> None:
@@ -101,7 +113,8 @@ class PeerProcess:
 
 
 def start_swarm(directory: Path, count: int, codec: str = "fp32", **setting: object) -> list[PeerProcess]:
-    """Return honest peers that know each other."""
+    """Return honest peers that know each other, and decide the first round."""
+    setting = {"voters": identities(directory, (f"peer{i}" for i in range(count))), **setting}
     first = PeerProcess(directory / "peer0", codec=codec, **setting).wait_until_ready()
     rest = [PeerProcess(directory / f"peer{i}", first.addresses, codec=codec, **setting) for i in range(1, count)]
     return [first, *(peer.wait_until_ready() for peer in rest)]
@@ -118,11 +131,11 @@ def close_all(peers: Iterable[PeerProcess]) -> None:
 def contribution(
     peer_id: str, generator: torch.Generator, *, slots=(), tokens=100, shared_numel=NUMELS[SHARED], **changes
 ) -> Contribution:
-    """Return a contribution with random deltas; its round and anchors are everybody's unless changed."""
+    """Return a contribution with random deltas; it starts from the last certificate unless changed."""
     names = [SHARED, *map(VectorName.of_slot, slots)]
     fields = {
-        "round": 3,
-        "anchors": dict.fromkeys(names, "5" * 16),
+        "round": 0,
+        "previous": NO_START,
         "tokens_per_second": 10.0,
         "ready_at": time.time(),
         "sync_seconds": 0.0,

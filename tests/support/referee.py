@@ -6,16 +6,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from peer_server import Outcome
 from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.sim.swarm import Entry, average_entries
+from spes_p2p.sim.hub import Entry, average_entries
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import weighted_mean
-from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Member
 
 CODEC_ERROR = 0.05
 """Of a mean's norm: what int8 may cost, at its senders and at its reducer, with what the last round left over."""
@@ -57,7 +59,7 @@ class Referee:
         """Forget a peer."""
         self._states.pop(peer, None)
 
-    def judge(self, item: Contribution, result: RoundResult) -> list[str]:
+    def judge(self, item: Contribution, result: Outcome) -> list[str]:
         """Return what is wrong with a peer's result of the round that it entered with `item`."""
         me = item.member.peer_id
         wrong = [f"{name}: dropped without a reason" for name, reason in result.dropped.items() if not reason]
@@ -66,22 +68,23 @@ class Referee:
         if result.committed:
             wrong += self._check_means(item, result)
         state = self._states[me]
-        if me in result.roster.behind:
+        if SHARED not in result.committed:
             state.encoding.forget()
             state.errors.clear()
         else:
             self._settle(state, item, result)
         return [f"{me[-6:]}: {reason}" for reason in wrong]
 
-    def _check_means(self, item: Contribution, result: RoundResult) -> list[str]:
+    def _check_means(self, item: Contribution, result: Outcome) -> list[str]:
         me = item.member.peer_id
         if me in result.roster.behind:
             return ["committed although it is behind"]
         wrong = []
         for member in result.roster:
             entry = self._entries.get((member.peer_id, member.ready_at))
-            said = member.model_copy(update={"distrusts": ()})
-            if member.peer_id in result.roster.groups[SHARED] and (entry is None or entry[0].member != said):
+            if member.peer_id in result.roster.groups[SHARED] and (
+                entry is None or _stated(entry[0].member) != _stated(member)
+            ):
                 return [f"its roster has an entry of {member.peer_id[-6:]} that this peer never made"]
         exact = self._attempts(result)
         for name, mean in result.committed.items():
@@ -93,25 +96,25 @@ class Referee:
                 wrong += self._check_value(name, mean, result)
         return wrong
 
-    def _attempts(self, result: RoundResult) -> Mapping[str, Attempt]:
+    def _attempts(self, result: Outcome) -> Mapping[str, Attempt]:
         key = tuple(sorted(member.model_dump_json() for member in result.roster))
         if key not in self._means:
             met = {
                 member.peer_id: replace(self._entries[member.peer_id, member.ready_at][0], member=member)
                 for member in result.roster
             }
-            self._means[key] = average_entries(met)
+            self._means[key] = average_entries(met, result.roster.last)
         return self._means[key]
 
     def _digest(self, attempt: Attempt, name: str, round: int) -> str:
         return digest(DeltaEncoding(self._segments).decode(name, round + 1, attempt.averaged[name]))
 
-    def _check_value(self, name: str, mean: Tensor, result: RoundResult) -> list[str]:
+    def _check_value(self, name: str, mean: Tensor, result: Outcome) -> list[str]:
         """Hold a mean to the plain weighted mean, which knows nothing of parts, of formats, or of who reduces what."""
         members = result.roster.members_of(name)
         at = {member.peer_id: member.ready_at for member in result.roster}
         entries = [self._entries[peer, at[peer]] for peer in members]
-        weights = [float(entry.member.tokens) for entry, _ in entries]
+        weights = [entry.member.tokens * result.roster.weights[entry.member.peer_id] for entry, _ in entries]
         plain = weighted_mean([item.deltas[name] for _, item in entries], weights)
         if len(members) == 1:
             plain = entries[0][1].deltas[name]
@@ -120,13 +123,16 @@ class Referee:
         error = ((mean - plain).norm() / plain.norm()).item()
         return [] if error < CODEC_ERROR else [f"{name}: {error:.1%} from the plain weighted mean"]
 
-    def _settle(self, state: _State, item: Contribution, result: RoundResult) -> None:
+    def _settle(self, state: _State, item: Contribution, result: Outcome) -> None:
         """Keep the residuals of the committed means, as the peer does."""
         state.encoding.commit(result.committed)
-        if not result.committed:
-            return
         attempt = self._attempts(result).get(item.member.peer_id)
         for name, (start, error) in (attempt.residuals if attempt else {}).items():
             if name in result.committed and error.numel():
                 kept = state.errors.setdefault(name, torch.zeros(self._segments[VectorName(name).kind][0].numel))
                 kept[start : start + error.numel()] = error
+
+
+def _stated(member: Member) -> Member:
+    """Return a roster entry without what its peer fills in by itself."""
+    return member.model_copy(update={"round": 0, "previous": "", "distrusts": (), "calls_only": False})

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 
 from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.sim import simulator
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import VectorName
@@ -94,10 +96,41 @@ def peer_id(index: int) -> str:
     return hashed_peer_id(f"test peer {index}".encode())
 
 
+def certify(
+    hub: MemoryHub, round: int, versions: Iterable[Version] = (), *, voters: Sequence[str] = (), ends_at: float = 0.0
+) -> Body:
+    """Make a certificate of this round the hub's last one; those before it have the same voters.
+
+    Args:
+        hub: Of a run with as many slots as the versions need.
+        round: Later than the hub's last round.
+        versions: The versions that the certificate names.
+        voters: Those of the last certificate by default.
+        ends_at: DHT time at which the next round's training ends.
+    """
+    named = {version.name: version for version in versions}
+    while (last := hub.bodies[-1]).round < round:
+        fields = {
+            **{name: getattr(last, name) for name in Body.model_fields},
+            "round": last.round + 1,
+            "previous": last.digest,
+            "voters": tuple(voters) or last.voters,
+        }
+        if last.round + 1 == round:
+            slots = list(last.slots)
+            for name, version in named.items():
+                if name.is_weights and name.slot is not None:
+                    slots[name.slot] = SlotState(round=version.round, digest=version.digest)
+            shared = named["shared"].digest if "shared" in named else last.shared
+            fields |= {"shared": shared, "slots": tuple(slots), "ends_at": ends_at}
+        hub.bodies.append(Body(**fields))
+    return hub.bodies[-1]
+
+
 def run_virtual(run: RunConfig, *, num_peers: int, max_slots: int) -> list[VirtualPeer]:
     """Run peers to the run's end; return them."""
     run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": num_peers})})
-    hub = MemoryHub("run", matchmaking_seconds=10.0)
+    hub = MemoryHub("run", matchmaking_seconds=10.0, min_peers=num_peers, num_slots=run.model.num_experts)
     peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(i)), index=i, max_slots=max_slots) for i in range(num_peers)]
     initial = peers[0].initial
     hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])

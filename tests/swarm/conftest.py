@@ -1,20 +1,25 @@
 """A swarm of real peers, started once because each costs seconds."""
 
 import pytest
-from real_peers import PeerProcess, close_all, start_swarm
+from real_peers import PeerProcess, close_all, identities, start_swarm
 
 
 @pytest.fixture(scope="session")
-def party(tmp_path_factory):
-    """Three honest peers on loopback; whoever wants to kill one starts its own."""
-    peers = start_swarm(tmp_path_factory.mktemp("party"), 3)
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("party")
+
+
+@pytest.fixture(scope="session")
+def party(folder):
+    """Three honest peers on loopback, which decide the first round with `rogue`."""
+    peers = start_swarm(folder, 3, voters=identities(folder, ("peer0", "peer1", "peer2", "rogue")))
     yield peers
     close_all(peers)
 
 
 @pytest.fixture(scope="session")
-def rogue(party, tmp_path_factory):
+def rogue(party, folder):
     """A fourth peer, which misbehaves when told to."""
-    peer = PeerProcess(tmp_path_factory.mktemp("rogue"), party[0].addresses, is_rogue=True).wait_until_ready()
+    peer = PeerProcess(folder / "rogue", party[0].addresses, is_rogue=True).wait_until_ready()
     yield peer
     peer.close()

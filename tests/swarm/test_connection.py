@@ -12,18 +12,18 @@ import pytest
 import torch
 from lanes import sample
 from peer_processes import free_port
+from peer_server import ROUNDS, average, start_of
 from real_peers import NUMELS, PeerProcess, close_all, contribution, start_swarm
 from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
 
 from spes_p2p.codecs.format import Segment
-from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.peerstore import Peerstore
-from spes_p2p.swarm.records import Progress
+from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import SHARED
 
 VECTORS = Vectors(NUMELS, {kind: (Segment(numel, "fp32"),) for kind, numel in NUMELS.items()})
@@ -78,6 +78,14 @@ def progress(node):
 
 def dead_address(folder):
     return f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{Identity(folder / f'dead{random.random()}').peer_id}"
+
+
+def average_alone(swarm, *others):
+    """Make a round alone, in a run in which others vote, too."""
+    swarm.enter(ROUNDS, VECTORS, start_of((swarm.peer_id, *others)), max_slots=0)
+    swarm.announce(Claim(peer_id=swarm.peer_id, state="active", max_slots=0, since=1.0))
+    item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
+    return item, average(swarm, item.member, item.deltas, expected=1, starts_at=0.0)
 
 
 def known(folder, *addresses):
@@ -179,28 +187,26 @@ def test_one_peer_with_a_wrong_clock_turns_no_newcomer_away(four, tmp_path, monk
 
 @pytest.mark.parametrize("trains_alone", sample([False, True], [False]))
 def test_a_peer_that_was_in_company_commits_alone_only_if_told_to(tmp_path, caplog, trains_alone):
-    node = Node(Identity(tmp_path / "key"), "run", peerstore=known(tmp_path, dead_address(tmp_path)))
+    dead = dead_address(tmp_path)
+    node = Node(Identity(tmp_path / "key"), "run", peerstore=known(tmp_path, dead))
     swarm = HivemindSwarm(node, tmp_path / "versions", trains_alone=trains_alone)
-    swarm.enter(RoundConfig(), VECTORS, max_slots=0)
-    item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
-    closing = threading.Timer(3.0, swarm.close)
+    closing = threading.Timer(60.0 if trains_alone else 5.0, swarm.close)
     closing.start()
-    result = swarm.average(item, expected=1, starts_at=0.0)
-    closing.join()
+    item, result = average_alone(swarm, dead.rsplit("/", 1)[-1])
     if trains_alone:
+        closing.cancel()
+        swarm.close()
         assert torch.equal(result.committed[SHARED], item.deltas[SHARED])
         return
     assert not result.committed and SHARED in result.dropped
     said = next(record.message for record in caplog.records if "out of reach" in record.message)
-    assert "keeping round 3" in said and "1 known addresses" in said and "--alone" in said
+    assert "keeping round 0" in said and "1 known addresses" in said and "--alone" in said
 
 
 def test_a_peer_that_never_met_another_trains_alone(tmp_path):
     node = Node(Identity(tmp_path / "key"), "run")
     swarm = HivemindSwarm(node, tmp_path / "versions")
-    swarm.enter(RoundConfig(), VECTORS, max_slots=0)
-    item = contribution(swarm.peer_id, torch.Generator().manual_seed(1))
-    assert SHARED in swarm.average(item, expected=1, starts_at=0.0).committed
+    assert SHARED in average_alone(swarm)[1].committed
     swarm.close()
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -25,8 +25,10 @@ from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.peer.restart import LEAST_SECONDS
 from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.certificate import Body, MemberEntry
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest, publish_manifest
+from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
@@ -48,15 +50,16 @@ def run_config(total: int) -> RunConfig:
 class Peer:
     """Publishes a given model as this round's versions, momentum after the weights, and says so in records."""
 
-    def __init__(self, directory: Path, run: RunConfig, vocab_size: int, initial_peers: list[str]) -> None:
+    def __init__(self, directory: Path, manifest: Manifest, initial_peers: list[str]) -> None:
+        run = manifest.config
         self.node = Node(Identity(directory / "identity"), "watched", initial_peers=initial_peers)
         self.swarm = HivemindSwarm(self.node, directory / "versions")
         slot_model = build_slot_model(
-            run.model, vocab_size=vocab_size, sequence_length=SEQUENCE, seed=0, claimed=(), storage="fp32"
+            run.model, vocab_size=manifest.vocab_size, sequence_length=SEQUENCE, seed=0, claimed=(), storage="fp32"
         )
         self.shared, self.slot = Layout(slot_model.shared_shapes()), Layout(slot_model.slot_shapes())
         numels = {"shared": 2 * self.shared.numel, "slot": 2 * self.slot.numel}
-        self.swarm.enter(run.round, Vectors(numels), max_slots=0)
+        self.swarm.enter(run.round, Vectors(numels), manifest.genesis(), max_slots=0, is_new=True)
 
     def publish(self, round: int, model: PreTrainedModel, slots: list[int]) -> None:
         state = model.state_dict()
@@ -65,6 +68,25 @@ class Peer:
             flats[f"slot-{slot}"] = self.slot.flatten({name: state[name][slot] for name in self.slot.shapes})
         self.swarm.publish(round, {name: torch.cat([flat, torch.ones_like(flat)]) for name, flat in flats.items()})
 
+    def certify(self, round: int, others: Sequence[Peer] = ()) -> None:
+        """As the only voter, certify what this peer and others publish of a round."""
+        found = {
+            peer: _digests_of(peer, round) for peer in sorted((*others, self), key=lambda peer: peer.swarm.peer_id)
+        }
+        entries = [
+            MemberEntry(peer_id=peer.swarm.peer_id, tokens=1, slots=tuple(sorted(slots)))
+            for peer, (_, slots) in found.items()
+        ]
+        last, ends_at = self.swarm.last(), self.swarm.now() + 1.0
+
+        def confirm(peer: Peer) -> Body | None:
+            return peer.swarm.consensus.decide(last, 0, entries, ends_at, *found[peer])
+
+        for peer in others:  # they wait for the certificate until they are closed
+            threading.Thread(target=confirm, args=(peer,), daemon=True).start()
+        body = confirm(self)
+        assert body is not None and body.round == round
+
     def declare(self, round: int, slots: list[int]) -> None:
         me = self.swarm.peer_id
         self.swarm.announce(Claim(peer_id=me, state="active", slots=tuple(slots), max_slots=3, since=1.0))
@@ -72,6 +94,12 @@ class Peer:
         if round:
             fields = report(0, round, slots=tuple(slots)).model_dump() | {"peer_id": me, "slots": tuple(slots)}
             self.swarm.report(Metrics(**fields))
+
+
+def _digests_of(peer: Peer, round: int) -> tuple[str, dict[int, str]]:
+    """Return the digests of a peer's versions of a round: of `shared`, and by slot."""
+    found = {name: version.digest for name, version in peer.swarm.versions().items() if version.round == round}
+    return found[SHARED], {name.slot: each for name, each in found.items() if name.slot is not None}
 
 
 @pytest.fixture
@@ -84,23 +112,22 @@ def text(tmp_path: Path) -> Path:
 
 @contextlib.contextmanager
 def swarm_of(tmp_path: Path, num_peers: int, total: int) -> Iterator[tuple[list[Peer], Manifest, object]]:
-    run = run_config(total)
     tokenizer = train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
+    document = tokenizer_bytes(tokenizer)
+    manifest = Manifest(
+        run_id="watched",
+        founder=Identity(tmp_path / "peer-0" / "identity").peer_id,
+        software="test",
+        init=2,
+        config=run_config(total),
+        vocab_size=len(tokenizer),
+        tokenizer_digest=digest(document),
+    )
     peers: list[Peer] = []
     try:
         for index in range(num_peers):
             first = peers[0].node.addresses() if peers else []
-            peers.append(Peer(tmp_path / f"peer-{index}", run, len(tokenizer), first))
-        document = tokenizer_bytes(tokenizer)
-        manifest = Manifest(
-            run_id="watched",
-            founder=peers[0].swarm.peer_id,
-            init=2,
-            software="test",
-            config=run,
-            vocab_size=len(tokenizer),
-            tokenizer_digest=digest(document),
-        )
+            peers.append(Peer(tmp_path / f"peer-{index}", manifest, first))
         publish_manifest(peers[0].swarm, manifest, document)
         yield peers, manifest, tokenizer
     finally:
@@ -149,11 +176,12 @@ def test_the_checkpoint_is_the_published_model_and_stock_transformers_loads_it(
 ) -> None:
     with swarm_of(tmp_path, num_peers=2, total=1) as (peers, manifest, tokenizer):
         run = manifest.config
-        start, trained = (stock_model(run.model, manifest.vocab_size, SEQUENCE, seed) for seed in (run.seed, 77))
+        start, trained = (stock_model(run.model, manifest.vocab_size, SEQUENCE, seed) for seed in (run.seed, 78))
         peers[0].publish(1, trained, [0, 1])
         peers[1].publish(1, trained, [1])
         peers[1].publish(0, trained, [2])  # an orphan: nobody holds it, somebody still has its last version
         peers[1].publish(1, trained, [])
+        peers[0].certify(1, peers[1:])
         peers[0].declare(1, [0, 1])
         peers[1].declare(1, [1])
         config = settings(tmp_path, peers, text=[text])
@@ -182,6 +210,7 @@ def test_when_all_peers_vanish_the_last_pulled_round_is_saved(tmp_path: Path, te
     with swarm_of(tmp_path, num_peers=1, total=5) as (peers, manifest, _), ThreadPoolExecutor(1) as pool:
         trained = stock_model(manifest.config.model, manifest.vocab_size, SEQUENCE, 78)
         peers[0].publish(1, trained, [0, 1, 2])
+        peers[0].certify(1)
         peers[0].declare(1, [0, 1, 2])
         config = settings(tmp_path, peers, text=[text])
         watching = pool.submit(main, config)
@@ -201,6 +230,7 @@ def test_a_monitor_whose_p2pd_dies_starts_itself_anew_and_sees_the_run_to_its_en
     with swarm_of(tmp_path, num_peers=1, total=2) as ((peer,), manifest, _), commands_in(tmp_path) as commands:
         models = [stock_model(manifest.config.model, manifest.vocab_size, SEQUENCE, seed) for seed in (78, 79)]
         peer.publish(1, models[0], [0, 1, 2])
+        peer.certify(1)
         peer.declare(1, [0, 1, 2])
         words = ["--run-id", "watched", "--initial-peers", peer.node.addresses()[0], "--output", output, "--text", text]
         words += ["--held-out-sequences", "8", "--console", "none", "--cache", tmp_path / "cache", "--threads", "1"]
@@ -212,6 +242,7 @@ def test_a_monitor_whose_p2pd_dies_starts_itself_anew_and_sees_the_run_to_its_en
         p2pd.kill()
         monitor.wait_for("p2pd.* has died.*starting again")
         peer.publish(2, models[1], [0, 1, 2])
+        peer.certify(2)
         peer.declare(2, [0, 1, 2])
         assert monitor.end() == 0, monitor.tail()
         commands.wait_until_gone()

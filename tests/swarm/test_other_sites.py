@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from real_peers import PeerProcess, average, close_all, contribution, plain_mean, with_arrays
+from real_peers import PeerProcess, average, close_all, contribution, identities, plain_mean, with_arrays
 
 from benchmarks.testbed import TestBed, available
 from spes_p2p.swarm.p2p.identity import Identity
@@ -24,13 +24,14 @@ def sites(tmp_path_factory):
     """A founder, a peer that joins from another site, and two unreachable peers."""
     folder = tmp_path_factory.mktemp("sites")
     peers: list[PeerProcess] = []
+    voters = identities(folder, map(str, range(4)))
     with TestBed(peers=4, rtt_ms=10) as bed:
         for place in range(4):
             network = {"namespace": bed.namespace(place), "host": bed.address(place)}
             if place >= NUM_CALLED:
                 bed.hide(place)
             initial_peers = peers[0].addresses if peers else ()
-            peers.append(PeerProcess(folder / str(place), initial_peers, falls_back=True, **network))
+            peers.append(PeerProcess(folder / str(place), initial_peers, falls_back=True, voters=voters, **network))
             if place == 0:
                 peers[0].wait_until_ready()
         for peer in peers[1:]:

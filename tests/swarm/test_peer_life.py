@@ -19,7 +19,7 @@ from typing import NamedTuple
 import psutil
 import pytest
 from forked_commands import Forked, ForkServer
-from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
+from peer_processes import MARK, Commands, commands_in, last_certificate, saved_state, write_corpus, write_settings
 
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
@@ -128,6 +128,8 @@ class Teller:
                 self.story.met = {name: told[name][min(common)] for name in "abc"}
             else:
                 peers["a"].wait_for(REPORT, after=len(peers["a"].lines))
+        while not all((last := last_certificate(self.folder / name)) and len(last.voters) == 3 for name in "abc"):
+            peers["a"].wait_for(REPORT, after=len(peers["a"].lines))
 
     def kill(self) -> None:
         story = self.story

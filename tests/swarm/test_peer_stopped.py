@@ -41,7 +41,7 @@ def test_a_peer_that_stood_still_for_longer_than_its_lease_catches_up_and_counts
         time.sleep(max(0.0, 1.5 * LEASE_SECONDS - (time.monotonic() - stopped_at)))
         before = len(joiner.lines)
         signal_all(joiner, signal.SIGCONT)
-        joiner.wait_for(r"the majority has gone on without this peer; catching up", after=before)
+        joiner.wait_for(r"the others have decided it without this peer; catching up", after=before)
         again = int(joiner.wait_for(r"round (\d+): 2 peers", after=before)[1])
         founder.wait_for(rf"round {again}: 2 peers")
         for peer in (joiner, founder):

@@ -6,6 +6,7 @@ import time
 import msgpack
 import pytest
 from hivemind.utils.timed_storage import get_dht_time
+from peer_server import start_of
 
 from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
@@ -36,7 +37,7 @@ def trio(tmp_path_factory):
             node = Node(Identity(folder / "key"), "run", initial_peers=addresses)
         addresses = addresses or node.addresses()
         swarms.append(HivemindSwarm(node, folder / "versions"))
-        swarms[-1].enter(ROUNDS, Vectors(), max_slots=0)
+        swarms[-1].enter(ROUNDS, Vectors(), start_of((node.peer_id,)), max_slots=0)
     yield swarms
     for swarm in swarms:
         swarm.close()

@@ -28,7 +28,6 @@ from spes_p2p.peer.joining import disk_bytes
 from spes_p2p.planner.memory import Setup, peer_memory, shortage, slots_that_fit
 from spes_p2p.planner.size import model_size
 from spes_p2p.planner.traffic import round_traffic, training_seconds, transfer_seconds
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS
 from spes_p2p.swarm.clock import AdaptiveTimeout, clamp_tokens, round_end
 from spes_p2p.swarm.exchange.protocol import Request
 from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES, Manifest, read_manifest
@@ -36,6 +35,7 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
+from spes_p2p.training.synchroniser import ATTEMPTS
 
 FAR_OUT = (-1, 2**63, 2**200, 1e300, -1e300, 1e-300, math.inf, math.nan)
 
@@ -271,8 +271,7 @@ def rounds(run: RunConfig, identity: Identity, speed: float) -> None:
         round=last,
         tokens=clamp_tokens(tokens, 1e12, run.round.max_seconds),
         slots=(run.model.num_experts - 1,),
-        lags=(0,) * run.model.num_experts,
-        anchors={"shared": "0" * 16},
+        previous="0" * 64,
         tokens_per_second=speed,
         ready_at=now,
         sync_seconds=min(run.round.averaging_seconds, 3600.0),

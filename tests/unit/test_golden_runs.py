@@ -190,7 +190,8 @@ def lone_peer(
     from virtual import VOCAB, RandomTokens, peer_id
 
     from spes_p2p.config import MachineConfig
-    from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+    from spes_p2p.sim.hub import MemoryHub
+    from spes_p2p.sim.swarm import MemorySwarm
     from spes_p2p.training.build import build_initial, build_synchroniser, build_trainer
     from spes_p2p.training.checkpoint import Saved
     from spes_p2p.training.loop import TrainingLoop
@@ -204,7 +205,7 @@ def lone_peer(
     trainer = build_trainer(run, VOCAB, RandomTokens(0, 16), group, machine=machine, clock=clock)
     sync, initial, swarm, reports, saved = None, None, None, [], None
     if group.is_leader:
-        swarm = MemorySwarm(MemoryHub("run"), peer_id(0))
+        swarm = MemorySwarm(MemoryHub("run") if before is None else before._hub, peer_id(0))
         sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3, machine=machine)
         swarm.enter(sync.anchors.vectors())
         initial = lambda: build_initial(run, VOCAB, sync, trainer)  # noqa: E731

@@ -33,6 +33,9 @@ class ScriptedSwarm:
     def now(self) -> float:
         return time.time()
 
+    def known(self) -> None:
+        return None
+
     def traffic(self) -> tuple[int, int]:
         return 11, 22
 

@@ -81,7 +81,7 @@ def test_a_slow_peer_weighs_what_it_trained(folder: Path, meetings: list[tuple[C
         assert len(brought) == 4
         replayed = sum(own.deltas["shared"].double() * tokens[own.member.peer_id] for own, _ in brought)
         for _, got in brought:
-            mean = got.committed["shared"].double()
+            mean = got.means["shared"].double()
             torch.testing.assert_close(mean, replayed / sum(tokens.values()), rtol=1e-5, atol=1e-7)
 
 

@@ -247,8 +247,6 @@ def _tensor(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-CONFIRMED = b"confirmed"
-"""Asks a member whether all others have confirmed its result to it, in place of the result's digests."""
 DIGEST_BYTES = 32
 Answers = Mapping[str, bytes | BaseException]
 """By member: the digests of its result, nothing if it failed, or the reason for a missing answer."""
@@ -283,10 +281,9 @@ class GroupAllreduce:
         self._limits = limits
         self._stub_of = stub_of
         self._digest: asyncio.Future[bytes] = loop.create_future()
-        self._is_confirmed: asyncio.Future[bool] = loop.create_future()
 
     async def run(self, buffers: Buffers) -> str:
-        """Average into the buffers' result; return why that failed, or "" once all members have confirmed it."""
+        """Average into the buffers' result; return why that failed, or "" once most of those asked confirm it."""
         try:
             if not sum(self.plan.weights):
                 return "no member trained"
@@ -294,7 +291,7 @@ class GroupAllreduce:
                 size = self.plan.format.num_bytes
                 buffers.result[:size] = buffers.source[:size]
                 return ""
-            await self._average(buffers)  # guard: confirmation-time
+            await self._average(buffers)
         except (AllreduceException, OSError, ValueError) as error:
             return str(error) or repr(error)  # an empty reason would be success
         finally:
@@ -319,35 +316,27 @@ class GroupAllreduce:
             self.evidence = allreduce.auditor.evidence()
         mine = await asyncio.to_thread(digests, self.plan, buffers.result)
         self._digest.set_result(mine)
-        # Two members that cannot call each other both ask those that all can call.
-        reachable = self.plan.reachable
-        others = [p for p in self.plan.peers if p != self._me and (p in reachable or self._me in reachable)]
-        theirs = await self._ask_all(others)
-        try:
-            self._confirm(mine, theirs)
-        except AllreduceException:
-            self._is_confirmed.set_result(False)
-            if not await self._is_confirmed_by_any(mine, theirs):  # guard: committed-by-one
-                raise
-            self.lost = ""
-        else:
-            self._is_confirmed.set_result(True)
+        self._confirm(
+            mine, await self._ask_all([p for p in self.plan.peers if p != self._me and p in self.plan.reachable])
+        )
 
     def _confirm(self, mine: bytes, theirs: Answers) -> None:
-        """Require that all others have this result; otherwise name the member to blame."""
+        """Require that more than half of those asked have this result; otherwise name the member to blame.
+
+        The certificate decides what counts. This tells early that an attempt has failed, and who has lied.
+        """
+        there = {peer: answer for peer, answer in theirs.items() if isinstance(answer, bytes) and answer}
+        different = {peer: answer for peer, answer in there.items() if answer != mine}
+        # If several differ, a reducer has sent members different means.
+        liar = self._two_faced(mine, different) if len(different) > 1 else ""  # guard: two-faced-reducer
+        if 2 * (1 + len(there) - len(different)) > 1 + len(theirs):
+            return
         for peer, answer in theirs.items():
             if not isinstance(answer, bytes):
                 self.lost = peer
                 raise AllreduceException(f"lost {peer}: it did not confirm: {answer!r}") from answer
-        there = {peer: answer for peer, answer in theirs.items() if isinstance(answer, bytes) and answer}
-        different = {peer: answer for peer, answer in there.items() if answer != mine}
         if different:  # guard: unconfirmed-mean
-            # A single differing member is to blame; if several differ, a reducer has sent members different means.
-            self.lost = (
-                next(iter(different))
-                if len(different) == 1
-                else self._two_faced(mine, different)  # guard: two-faced-reducer
-            )
+            self.lost = next(iter(different)) if len(different) == 1 else liar
             raise AllreduceException(f"{' and '.join(different)} did not confirm the same digest")
         if gave_up := [peer for peer in theirs if peer not in there]:
             # The only member without the others' result is left out of the next attempt, whatever stopped it.
@@ -363,48 +352,26 @@ class GroupAllreduce:
                 return peer
         return ""
 
-    async def _is_confirmed_by_any(self, mine: bytes, theirs: Answers) -> bool:
-        """Tell whether another member knows that all have this result, and so has committed it.
-
-        A member that drops the round then would make a second version of it with those that have not heard either.
-        A member with another result, or none, cannot know.
-        """
-        able = [
-            peer
-            for peer, answer in theirs.items()
-            if answer == mine or not isinstance(answer, bytes)  # guard: no-result-confirms
-        ]
-        answers = await self._ask_all([peer for peer in able if peer != self.lost], CONFIRMED)
-        return mine in answers.values()
-
-    async def _ask_all(self, peers: Sequence[str], question: bytes = b"") -> Answers:
-        request = runtime_pb2.ExpertRequest(uid=self._group_id.hex(), metadata=question)
+    async def _ask_all(self, peers: Sequence[str]) -> Answers:
+        request = runtime_pb2.ExpertRequest(uid=self._group_id.hex())
 
         async def ask(peer: str) -> bytes:
             return (await self._stub_of(peer).rpc_confirm(request, timeout=2 * self._limits.silence.seconds)).metadata
 
         return dict(zip(peers, await asyncio.gather(*map(ask, peers), return_exceptions=True), strict=True))
 
-    async def answer(self, question: bytes, timeout: float) -> bytes:
+    async def answer(self, timeout: float) -> bytes:
         """Return the digests of this member's result once there is one; empty if it failed.
 
-        Args:
-            question: `CONFIRMED` asks for the digests only if all others have confirmed them; otherwise empty.
-            timeout: Seconds to wait.
-
         Raises:
-            TimeoutError: there was no result within that time.
+            TimeoutError: there was no result within `timeout` seconds.
         """
-        if question == CONFIRMED and not await asyncio.wait_for(asyncio.shield(self._is_confirmed), timeout):
-            return b""
         return await asyncio.wait_for(asyncio.shield(self._digest), timeout)
 
     def close(self) -> None:
         """Tell members that wait for this one's result that there will be none."""
         if not self._digest.done():
             self._digest.set_result(b"")
-        if not self._is_confirmed.done():
-            self._is_confirmed.set_result(False)
         self.running.cancel()
 
 

@@ -28,8 +28,9 @@ from spes_p2p.swarm.averaging.allreduce import LANES, GroupAllreduce, Limits, fi
 from spes_p2p.swarm.averaging.buffers import BufferPool
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, expected_of, read_roster
-from spes_p2p.swarm.averaging.outcome import ATTEMPTS, Attempt
+from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, SwarmDHT
 from spes_p2p.swarm.hivemind_fixes.processes import (
@@ -46,6 +47,8 @@ from spes_p2p.swarm.validation import matchmaking_prefix
 
 log = logging.getLogger(__name__)
 
+REDONE = 2
+"""Attempts at a round whose streams may be open at once."""
 MIN_ATTEMPT_SECONDS = 10.0
 MIN_SILENCE_SECONDS = 5.0
 """A healthy member on a busy machine may be silent for this long."""
@@ -98,7 +101,7 @@ class SparseAverager(DecentralizedAverager):
         self._max_seconds = deadlines.averaging_seconds
         self._attempt_timeout = AdaptiveTimeout(MIN_ATTEMPT_SECONDS, self._max_seconds)
         self._silence_timeout = AdaptiveTimeout(MIN_SILENCE_SECONDS, SILENCE_SHARE * self._max_seconds)
-        dht.streams_per_peer = SPARE_STREAMS + ATTEMPTS * LANES * (1 + max_slots)
+        dht.streams_per_peer = SPARE_STREAMS + REDONE * LANES * (1 + max_slots)
         self._groups: dict[bytes, GroupAllreduce] = {}
         self._last_groups: dict[bytes, GroupAllreduce] = {}
         self._is_redone = False
@@ -134,6 +137,7 @@ class SparseAverager(DecentralizedAverager):
     def attempt(
         self,
         member: Member,
+        last: Body,
         encode: Callable[[], tuple[Member, Mapping[VectorName, Tensor]]],
         *,
         expected: int,
@@ -145,6 +149,7 @@ class SparseAverager(DecentralizedAverager):
 
         Args:
             member: This peer's roster entry.
+            last: Body of the last certificate, which all deltas start from.
             encode: Returns that entry again, and the vectors to send: `shared` and the member's slots, uint8, in the
                 formats of the round after the member's. Called during the matchmaking. If it returns another entry, the
                 vectors are not what the entry promised to the others, and the attempt fails.
@@ -157,7 +162,7 @@ class SparseAverager(DecentralizedAverager):
             The attempt's outcome; its tensors lie in the buffers.
         """
         buffers = self.buffers.assign(member.slots)
-        self._outer_pipe.send(("_prepare", [is_redone, least], {}))
+        self._outer_pipe.send(("_prepare", [is_redone, least, last], {}))
         began = get_dht_time()
         scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
         timeout = scheduled - get_dht_time() + self.matchmaking_kwargs["min_matchmaking_time"]
@@ -193,9 +198,10 @@ class SparseAverager(DecentralizedAverager):
 
     # ------------------------------------------------------------------ in the averager's process
 
-    async def _prepare(self, is_redone: bool, least: int) -> None:
+    async def _prepare(self, is_redone: bool, least: int, last: Body) -> None:
         self._is_redone = is_redone
         self._least = least
+        self._last = last
         self._loaded = asyncio.get_running_loop().create_future()
         self._limits = Limits(self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit))
 
@@ -216,7 +222,7 @@ class SparseAverager(DecentralizedAverager):
     @contextlib.contextmanager
     def _register_allreduce_group(self, group_info: GroupInfo) -> Iterator[None]:
         # The groups follow from the roster, so that all are known before the first byte can arrive.
-        roster, refused = read_roster(group_info, self._guests)
+        roster, refused = read_roster(group_info, self._last, self._guests)
         groups: dict[bytes, GroupAllreduce] = {}
         for name, members in roster.groups.items():
             plan = GroupPlan.in_roster(roster, members, self._encoding.format(name, roster.round + 1))
@@ -296,5 +302,5 @@ class SparseAverager(DecentralizedAverager):
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         """Answer with the digests of our result in a group, once there is one; empty if we failed."""
         group = await self._group(bytes.fromhex(request.uid[:256]))
-        answer = await group.answer(request.metadata, self._max_seconds) if group is not None else b""
+        answer = await group.answer(self._max_seconds) if group is not None else b""
         return runtime_pb2.ExpertResponse(metadata=answer)

@@ -21,6 +21,7 @@ from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS
@@ -240,11 +241,12 @@ class _PromptStubs:
 # ---------------------------------------------------------------------- what the matchmaking has gathered
 
 
-def read_roster(group_info: GroupInfo, guests: GuestList | None = None) -> tuple[Roster, dict[str, str]]:
+def read_roster(group_info: GroupInfo, last: Body, guests: GuestList | None = None) -> tuple[Roster, dict[str, str]]:
     """Return the roster of a group, and why other peers that met are not on it; the same on all members.
 
     Args:
         group_info: Result of the matchmaking.
+        last: Body of the last certificate.
         guests: Peers that may take part; None for all.
     """
     members: list[Member] = []
@@ -254,7 +256,7 @@ def read_roster(group_info: GroupInfo, guests: GuestList | None = None) -> tuple
             members.append(Member.decode(peer.to_base58(), _user_part(gathered)[1]))
         except (RecordError, ValueError, TypeError) as error:  # guard: unreadable-entry
             refused[peer.to_base58()] = str(error)
-    roster = Roster(members)
+    roster = Roster(members, last)
     if guests is not None and roster:  # guard: closed-roster
         shown = {member.peer_id: member.invite for member in roster}
         ever_invited = roster.without(guests.refusals(shown, now=0.0))

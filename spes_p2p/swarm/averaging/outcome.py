@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.audit import Evidence
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Member, Roster
-
-ATTEMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,6 @@ class Attempt:
         lost: Members that failed in the `shared` group, as far as this peer knows.
         evidence: This peer's evidence against members.
         failure: Why there is no roster.
-        is_alone: There was no other peer to meet; this peer's deltas count without a quorum.
         matchmaking_seconds: Until the roster stood.
         averaging_seconds: From there on.
     """
@@ -44,71 +42,57 @@ class Attempt:
     lost: frozenset[str] = frozenset()
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
     failure: str = ""
-    is_alone: bool = False
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
 
 
-def prepare(contribution: Contribution, expected: int, **changes: object) -> Contribution:
-    """Return a contribution with these changes to its entry; without an electorate, the expected peers are taken."""
-    member = contribution.member
-    changes["electorate"] = member.electorate or expected
-    return replace(contribution, member=member.model_copy(update=changes))
-
-
-def decide_outcome(attempt: Attempt, contribution: Contribution, encoding: DeltaEncoding) -> RoundResult:
-    """Decide which groups of an attempt are committed, and why the others are dropped.
+def means_of(attempt: Attempt, contribution: Contribution, encoding: DeltaEncoding) -> RoundResult:
+    """Return the means of an attempt that this peer could commit, and why the others are dropped.
 
     - A mean must be finite: a reducer may lie, and finite deltas may overflow in their sum.
-    - The roster must have a quorum: otherwise the other half of the voters may commit something else. Only an attempt
-      that `is_alone` needs none; a roster of one because a leader gathered only unreadable entries does.
     - `shared` must be averaged: a slot trained against a router that is rolled back would no longer fit it.
+
+    Which of them count is decided by the round's certificate.
     """
     roster, me = attempt.roster, contribution.member.peer_id
     if not roster:
         reason = attempt.failure or "all entries of the peers that met were refused"
         return RoundResult(
-            roster=Roster([contribution.member]),
+            roster=Roster(),
             dropped=dict.fromkeys(contribution.deltas, reason),
             matchmaking_seconds=attempt.matchmaking_seconds,
         )
-    committed: dict[VectorName, Tensor] = {}
+    means: dict[VectorName, Tensor] = {}
     dropped = {name: reason for name, reason in attempt.status.items() if reason}
     for name, data in attempt.averaged.items():
         try:
-            committed[name] = encoding.decode(name, roster.round + 1, data)
+            means[name] = encoding.decode(name, roster.round + 1, data)
         except ExchangeError as error:
             dropped[name] = f"the mean cannot be used: {error}"
     for name in contribution.deltas:
-        if name not in committed:
-            dropped.setdefault(name, attempt.refused.get(me, "this peer's anchor is not the majority's"))
-    if (
-        not attempt.is_alone  # guard: gathered-alone
-        and (reason := roster.missing_quorum)  # guard: quorum-votes
-    ):
-        committed, dropped = {}, dict.fromkeys(contribution.deltas, reason)
-    elif SHARED not in committed:  # guard: shared-committed
-        dropped |= dict.fromkeys(committed, "shared was dropped")
-        committed = {}
+        if name not in means:
+            dropped.setdefault(name, attempt.refused.get(me, "this peer does not start from the last certificate"))
+    if SHARED not in means:  # guard: shared-committed
+        dropped |= dict.fromkeys(means, "shared was dropped")
+        means = {}
     return RoundResult(
         roster=roster,
-        committed=committed,
-        encoded={name: delta for name in committed if (delta := encoding.delta_of(name, attempt.averaged[name]))},
+        means=means,
+        encoded={name: delta for name in means if (delta := encoding.delta_of(name, attempt.averaged[name]))},
         dropped=dropped,
-        is_behind=me in roster.behind,
         matchmaking_seconds=attempt.matchmaking_seconds,
         averaging_seconds=attempt.averaging_seconds,
     )
 
 
-def alone(member: Member, encoded: Mapping[VectorName, Tensor]) -> Attempt:
+def alone(member: Member, last: Body, encoded: Mapping[VectorName, Tensor]) -> Attempt:
     """Return the attempt of a peer that has no others to meet: what it would send is the mean."""
     status = dict.fromkeys(encoded, "" if member.tokens else "no member trained")
-    return Attempt(Roster([member]), status=status, averaged=encoded if member.tokens else {}, is_alone=True)
+    return Attempt(Roster([member], last), status=status, averaged=encoded if member.tokens else {})
 
 
 def averaged_bytes(result: RoundResult, encoding: DeltaEncoding) -> int:
-    """Return the traffic of the committed groups: a member sends, and receives, 2 (n - 1) / n of each vector."""
-    sizes = {name: encoding.format(name, result.roster.round + 1).num_bytes for name in result.committed}
+    """Return the traffic of the averaged groups: a member sends, and receives, 2 (n - 1) / n of each vector."""
+    sizes = {name: encoding.format(name, result.roster.round + 1).num_bytes for name in result.means}
     counts = {name: len(result.roster.members_of(name)) for name in sizes}
-    return sum(int(2 * (n - 1) / n * sizes[name]) for name, n in counts.items())
+    return sum(int(2 * (n - 1) / n * sizes[name]) for name, n in counts.items() if n)

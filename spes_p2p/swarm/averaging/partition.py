@@ -237,7 +237,7 @@ class GroupPlan:
         return cls.of(
             peers,
             [tokens[peer] for peer in peers],
-            [roster.uplinks[peer] for peer in peers],
+            roster.reducing(peers),
             format,
             [roster.weights[peer] for peer in peers],
             roster.usual_tokens,

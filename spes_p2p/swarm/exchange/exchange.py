@@ -197,6 +197,7 @@ class Exchange:
         relays: Mapping[AnyName, Sequence[str]] | None = None,
         uplinks: Mapping[str, float] | None = None,
         authors: Mapping[AnyName, Collection[str]] | None = None,
+        digests: Mapping[AnyName, str] | None = None,
     ) -> dict[AnyName, str]:
         """Fetch versions into the store; see `Swarm.pull`.
 
@@ -217,6 +218,7 @@ class Exchange:
                 codec="coded" if kind in self._formats else "fp32",
                 authors=(authors or {}).get(name, ()),
                 refused=self._store.refused,
+                digest=(digests or {}).get(name, ""),
             )
             async with self._offers:
                 own = self._store.find(name)

@@ -82,6 +82,7 @@ class Wanted:
         codec: Encoding of the bytes.
         authors: Peers of which one must have signed the version; empty for any author.
         refused: Versions not to fetch; None refuses none.
+        digest: The only version to fetch; empty for any.
     """
 
     name: str
@@ -94,11 +95,14 @@ class Wanted:
     codec: CodecKind = "fp32"
     authors: Collection[str] = ()
     refused: RefusedVersions | None = None
+    digest: str = ""
 
     def check(self, version: Version) -> None:
         """Raise ExchangeError if an offered version is not the wanted one."""
         if self.authors and version.author not in self.authors:  # guard: founders-manifest
             raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
+        if self.digest and version.digest != self.digest:  # guard: certified-version
+            raise ExchangeError(f"offered another {version.name} of round {version.round} than the certified one")
         if self.refused is not None and self.refused.refuses(version):  # guard: refused-version
             raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
         is_document = self.name in DOCUMENTS
@@ -218,13 +222,13 @@ class Channel:
             raise DisconnectedError("hung up amid a message")
         return data
 
-    async def receive_text(self) -> bytes:
+    async def receive_text(self, most: int = MAX_TEXT_BYTES) -> bytes:
         """Return a JSON message, empty at the end of a list; raise ExchangeError for another kind, or a longer one."""
         kind, num_bytes = await self.receive_header()
         if kind == END:
             return b""
-        if kind != TEXT or not 0 < num_bytes <= MAX_TEXT_BYTES:  # guard: text-size
-            raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of at most {MAX_TEXT_BYTES}")
+        if kind != TEXT or not 0 < num_bytes <= most:  # guard: text-size
+            raise ExchangeError(f"sent a {kind!r} message of {num_bytes} bytes in place of at most {most}")
         async with _Deadline(self.seconds):
             return await self._reader.readexactly(num_bytes)
 

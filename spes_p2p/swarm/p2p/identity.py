@@ -18,6 +18,8 @@ from spes_p2p.errors import ConfigError
 MIN_KEY_BITS = 2048
 MAX_KEY_BITS = 4096
 KEY_EXPONENT = 65537
+MAX_KEYS = 4096
+"""Other peers' keys that are kept: more than a roster has members."""
 
 
 class Identity:
@@ -63,18 +65,28 @@ class IdentityKeys:
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.peer_id = identity.peer_id
-        self._known: dict[str, RSAPublicKey] = {}
+        self._known: dict[str, bytes] = {}
         self.learn(identity.public_key)
 
     def learn(self, public_key: bytes) -> str:
-        """Keep an OpenSSH-encoded key, without limit to their number; return its peer's id.
+        """Keep an OpenSSH-encoded key, and forget the one that was learnt longest ago if there are too many.
+
+        Returns:
+            The id of the key's peer.
 
         Raises:
             ValueError: see `peer_id_of`.
         """
         peer_id = peer_id_of(public_key)
-        self._known[peer_id] = RSAPublicKey.from_bytes(public_key)
+        self._known.pop(peer_id, None)
+        self._known[peer_id] = public_key
+        while len(self._known) > MAX_KEYS:  # guard: many-keys
+            del self._known[next(peer for peer in self._known if peer != self.peer_id)]
         return peer_id
+
+    def public_key(self, peer_id: str) -> str:
+        """Return a peer's OpenSSH-encoded key; empty if it is unknown."""
+        return self._known.get(peer_id, b"").decode()
 
     def sign(self, data: bytes) -> str:
         """Return this peer's signature of `data`, in base64."""
@@ -83,7 +95,7 @@ class IdentityKeys:
     def is_signed_by(self, peer_id: str, data: bytes, signature: str) -> bool:
         """Tell whether the signature is that peer's, of this data; False if its public key is unknown."""
         key = self._known.get(peer_id)
-        return key is not None and key.verify(data, signature.encode())
+        return key is not None and RSAPublicKey.from_bytes(key).verify(data, signature.encode())
 
 
 def _create(path: Path) -> None:

@@ -206,3 +206,12 @@ def test_of_a_synchronisation_beside_training_counts_what_was_waited_for(
 def test_waiting_is_told_even_where_synchronising_took_no_time() -> None:
     times = {"matchmaking_seconds": 0.0, "averaging_seconds": 0.0, "exchange_seconds": 0.0}
     assert phase_seconds(report(0, 1, waited_seconds=3.0, **times))["other"] == 3.5
+
+
+def test_records_of_peers_that_no_certificate_knows_change_no_figure() -> None:
+    honest, ghosts = range(2), range(2, 6)
+    reports = [report(i, 1) for i in honest] + [report(i, 1, tokens=10**6) for i in ghosts]
+    seen = snapshot(1.0, map(claim, [*honest, *ghosts]), reports)
+    alone = fold(empty_view(), snapshot(1.0, map(claim, honest), reports[:2]))
+    assert fold(empty_view(), seen.of({peer_id(i) for i in honest})).rounds == alone.rounds
+    assert fold(empty_view(), seen.of(None)).tokens > alone.tokens, "before the first certificate all peers count"

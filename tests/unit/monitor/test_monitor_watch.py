@@ -11,8 +11,10 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.monitor.view import Sample, SwarmView
 from spes_p2p.monitor.watch import Ending, Watch, plan_pull
+from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from tests.support.certificates import PEERS, last_body
 from tests.unit.monitor.swarms import claim, empty_view, peer_id, report
 
 LAST = 3
@@ -44,6 +46,12 @@ class ScriptedSwarm:
         }[kind]
         return {record.peer_id: record for record in records}
 
+    def known(self) -> None:
+        return None
+
+    def last(self) -> Body:
+        return last_body(PEERS[:2], round=self.round)
+
     def report(self, record: Archived) -> None:
         self.reported.append(record)
 
@@ -59,11 +67,11 @@ class ScriptedArchive:
         self.round, self.pulls, self.evaluated = 0, [], []
         self.failures: list[Exception] = []
 
-    def pull(self, round: int, holders: Mapping[int, list[str]], peers: list[str]) -> None:
-        self.pulls.append(round)
+    def pull(self, body: Body, holders: Mapping[int, list[str]], peers: list[str]) -> None:
+        self.pulls.append(body.round)
         if self.failures:
             raise self.failures.pop(0)
-        self.round = round
+        self.round = body.round
 
     def evaluate(self) -> float:
         self.evaluated.append(self.round)
@@ -246,23 +254,30 @@ def inventory(**rounds: Mapping[str, tuple[int, str]]) -> dict[str, dict[str, Ve
     }
 
 
-def test_only_peers_that_agree_with_most_about_shared_are_asked() -> None:
+def certified(round: int, shared: str, *slots: tuple[int, str]) -> Body:
+    """Return the body of a certificate that names these versions, slots given as (round, digest)."""
+    states = tuple(SlotState(round=made, digest=64 * digest) for made, digest in slots)
+    return last_body(PEERS[:2], round=round, shared=64 * shared, slots=states)
+
+
+def test_only_the_certified_versions_are_asked_for() -> None:
     honest = {"shared": (4, "a"), "slot_0": (4, "b")}
-    plan = plan_pull(4, inventory(a=honest, b=honest, liar={"shared": (9999, "c"), "slot_0": (9999, "c")}), {}, 1)
+    found = inventory(a=honest, b=honest, liar={"shared": (9999, "c"), "slot_0": (9999, "c")})
+    plan = plan_pull(certified(4, "a", (4, "b")), found, {})
     assert plan.current == {"shared": ["a", "b"], "slot-0": ["a", "b"]} and not plan.older
+    assert plan.digests == {"shared": 64 * "a", "slot-0": 64 * "b"}
 
 
 def test_a_holder_about_to_publish_is_waited_for_and_an_orphan_comes_as_it_was() -> None:
     found = inventory(
         a={"shared": (4, "a"), "slot_0": (4, "b"), "slot_1": (3, "c"), "slot_2": (2, "d")},
-        b={"shared": (4, "a"), "slot_0": (3, "b"), "slot_1": (3, "c"), "slot_2": (1, "d")},
+        b={"shared": (4, "a"), "slot_0": (3, "b"), "slot_1": (3, "c"), "slot_2": (1, "e")},
     )
-    plan = plan_pull(4, found, {0: ["a"], 1: ["b", "dead"]}, 4)
-    assert plan.current == {"shared": ["a", "b"], "slot-0": ["a"], "slot-1": ["b"]}
+    plan = plan_pull(certified(4, "a", (4, "b"), (4, "f"), (3, "f")), found, {0: ["a"], 1: ["b", "dead"]})
+    assert plan.current == {"shared": ["a", "b"], "slot-0": ["a", "b"], "slot-1": ["b", "dead"]}
     assert plan.older == {3: {"slot-1": ["a", "b"]}, 2: {"slot-2": ["a"]}}
 
 
-def test_while_half_the_swarm_is_a_round_ahead_the_whole_round_is_taken() -> None:
-    plan = plan_pull(4, inventory(a={"shared": (5, "b")}, b={"shared": (4, "a")}, c={"shared": (3, "z")}), {}, 0)
-    assert plan.current == {"shared": ["b"]}
-    assert plan_pull(6, inventory(a={"shared": (5, "b")}), {}, 0).current == {}
+def test_shared_that_no_peer_has_published_yet_is_waited_for() -> None:
+    found = inventory(a={"shared": (5, "b")}, b={"shared": (4, "c")})
+    assert plan_pull(certified(6, "a"), found, {}).current == {"shared": ["a", "b"]}

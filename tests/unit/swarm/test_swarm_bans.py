@@ -1,6 +1,4 @@
-"""Who is banned, for how long, and who is left out: by own evidence, and by a majority's."""
-
-from dataclasses import replace
+"""Which peers are banned, for how long, and which are left out: by own evidence, and by a majority's."""
 
 import pytest
 import torch
@@ -9,24 +7,26 @@ from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.config import MAX_PEER_TOKENS
 from spes_p2p.swarm.averaging.audit import MAX_TIMES_OWN, OWN_CLIP, Auditor, Evidence
 from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, GroupPlan, encode_message, weighted_mean
-from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, PROBATION_ROUNDS, Bans
-from spes_p2p.swarm.interface import Contribution, RoundResult
-from spes_p2p.swarm.roster import (
-    NEWCOMER_WEIGHT,
-    Member,
-    Roster,
-)
+from spes_p2p.swarm.bans import BAN_ROUNDS, MAX_BAN_ROUNDS, MEMORY_ROUNDS, Bans
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, NEWCOMER_WEIGHT, PROBATION_ROUNDS, Member, Roster
+from tests.support.certificates import last_body
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
 ODD = PEERS[2]
 SUSPECT, PROOF = Evidence("was odd", False), Evidence("sent NaN", True)
 NUMEL = 150_000
+LAST = last_body(PEERS)
 
 
 def member(peer, distrusts=(), **changes):
-    fields = {"round": 3, "tokens": 100, "slots": (1,), "anchors": {"shared": "0" * 16, "slot-1": "1" * 16}}
+    fields = {"round": LAST.round, "previous": LAST.digest, "tokens": 100, "slots": (1,)}
     times = {"tokens_per_second": 1.0, "ready_at": 1.0, "sync_seconds": 0.0}
     return Member(peer_id=peer, distrusts=distrusts, **fields | times | changes)
+
+
+def met(members, last=LAST):
+    """Return the roster of these members, all of which start from the same certificate."""
+    return Roster((each.model_copy(update={"previous": last.digest}) for each in members), last)
 
 
 # ---------------------------------------------------------------------- bans
@@ -68,21 +68,22 @@ def test_what_a_banned_peer_does_meanwhile_does_not_prolong_its_ban():
     assert bans.banned(BAN_ROUNDS) and not bans.banned(BAN_ROUNDS + 1)
 
 
-def test_the_roster_entry_says_whom_this_peer_has_banned():
+def test_a_roster_entry_names_the_banned_peers_up_to_a_bound():
     bans = Bans()
     bans.record(2, [{ODD: PROOF}])
-    entered = bans.add_votes(Contribution(member(PEERS[0]), {}))
-    assert entered.member.distrusts == (ODD,)
+    assert bans.distrusted(3) == (ODD,)
+    bans.record(2, [{f"Qm{number:044d}": PROOF for number in range(1, 40)}])
+    assert len(bans.banned(3)) == 40 and len(bans.distrusted(3)) == MAX_DISTRUSTED
 
 
 # ---------------------------------------------------------------------- votes
 
 
 @pytest.mark.parametrize(("votes", "is_out"), [(3, False), (4, True), (7, True)])
-def test_whoever_most_of_the_others_distrust_is_in_no_group(votes, is_out):
+def test_a_member_that_most_of_the_others_distrust_is_in_no_group(votes, is_out):
     others = [peer for peer in PEERS if peer != ODD]
     roster = [member(ODD), *(member(peer, (ODD,) if n < votes else ()) for n, peer in enumerate(others))]
-    roster = Roster(roster)
+    roster = met(roster)
     for name in ("shared", "slot-1"):
         assert roster.groups[name] == tuple(sorted(others if is_out else PEERS))
     assert roster.behind == ((ODD,) if is_out else ())
@@ -90,77 +91,53 @@ def test_whoever_most_of_the_others_distrust_is_in_no_group(votes, is_out):
 
 def test_a_vote_for_oneself_one_of_strangers_and_one_said_twice_count_for_nothing():
     roster = [*(member(peer, (ODD, ODD)) for peer in PEERS[:2]), *(member(peer, (peer,)) for peer in PEERS[2:])]
-    assert Roster(roster).distrusted == frozenset()
+    assert met(roster).distrusted == frozenset()
     three = [member(ODD, (ODD,)), *(member(peer, (ODD,) if peer < ODD else ()) for peer in PEERS[:2] + PEERS[3:])]
-    assert Roster([*three[:-1], member(PEERS[7], (ODD,))]).distrusted == frozenset()
+    assert met([*three[:-1], member(PEERS[7], (ODD,))]).distrusted == frozenset()
     stranger = f"Qm{'S' * 44}"
-    assert Roster([member(peer, (stranger,)) for peer in PEERS]).distrusted == frozenset()
+    assert met([member(peer, (stranger,)) for peer in PEERS]).distrusted == frozenset()
 
 
-def test_among_four_nobody_is_left_out():
+def test_among_four_no_member_is_left_out():
     roster = [member(PEERS[3]), *(member(peer, (PEERS[3],)) for peer in PEERS[:3])]
-    assert Roster(roster).distrusted == frozenset()
+    assert met(roster).distrusted == frozenset()
 
 
 def test_half_of_a_roster_is_never_left_out():
     roster = [member(peer, tuple(other for other in PEERS if other != peer)) for peer in PEERS]
-    assert Roster(roster).distrusted == frozenset() and Roster(roster).groups["shared"] == tuple(PEERS)
+    assert met(roster).distrusted == frozenset() and met(roster).groups["shared"] == tuple(PEERS)
 
 
-def test_those_who_see_nothing_have_no_vote():
+def test_members_that_see_nothing_of_what_others_send_have_no_vote():
     voters = [*(member(peer, (ODD,)) for peer in PEERS[3:6]), member(PEERS[6])]
     others = [PEERS[0], PEERS[1], PEERS[7]]
-    assert Roster([member(ODD), *voters, *(member(peer, calls_only=True) for peer in others)]).distrusted == {ODD}
-    assert Roster([member(ODD), *voters, *(member(peer) for peer in others)]).distrusted == frozenset()
+    assert met([member(ODD), *voters, *(member(peer, calls_only=True) for peer in others)]).distrusted == {ODD}
+    assert met([member(ODD), *voters, *(member(peer) for peer in others)]).distrusted == frozenset()
+
+
+@pytest.mark.parametrize("newcomers", [0, 3])
+def test_only_the_votes_of_voters_leave_a_member_out(newcomers):
+    """Otherwise a few new identities could exclude any member."""
+    last = last_body(PEERS[:5], candidates=dict.fromkeys(PEERS[5:], 1))
+    accusing = [*PEERS[5:][:newcomers], *(peer for peer in PEERS[:5] if peer != ODD)][: max(2, newcomers)]
+    assert met([member(peer, (ODD,) if peer in accusing else ()) for peer in PEERS], last).distrusted == frozenset()
+    voters = [member(peer, (ODD,) if peer in PEERS[:5] else ()) for peer in PEERS]
+    assert met(voters, last).distrusted == {ODD}
 
 
 # ---------------------------------------------------------------------- newcomers
 
 
-def committed(*peers, tokens=100):
-    return RoundResult(Roster(member(peer, tokens=tokens) for peer in peers), committed={"shared": torch.zeros(1)})
+def test_a_token_of_a_newcomer_counts_for_less_until_it_has_confirmed_some_rounds():
+    for rounds in range(PROBATION_ROUNDS + 1):
+        last = last_body(PEERS[:2], candidates={ODD: rounds} if rounds else {})
+        weights = met([member(peer) for peer in PEERS[:3]], last).weights
+        assert weights.pop(ODD) == (1.0 if rounds >= PROBATION_ROUNDS else NEWCOMER_WEIGHT)
+        assert set(weights.values()) == {1.0}
 
 
-def named_new(bans, present=PEERS, me=PEERS[0]):
-    return bans.add_votes(Contribution(member(me), {}), present).member.newcomers
-
-
-def test_who_is_new_itself_calls_nobody_new():
-    bans = Bans()
-    for _ in range(PROBATION_ROUNDS):
-        assert named_new(bans) == ()
-        bans.count_round(committed(*PEERS[:4]))
-    assert named_new(bans) == tuple(PEERS[4:])
-
-
-def test_a_peer_is_new_until_so_many_rounds_have_its_work():
-    bans = Bans()
-    for _ in range(PROBATION_ROUNDS):
-        bans.count_round(committed(*PEERS[:2]))
-    for _ in range(PROBATION_ROUNDS):
-        assert named_new(bans, PEERS[:3]) == (ODD,)
-        bans.count_round(committed(ODD, PEERS[0], tokens=0))  # which brought nothing
-        bans.count_round(replace(committed(*PEERS[:3]), committed={}))  # which was dropped
-        bans.count_round(committed(*PEERS[:3]))
-    assert named_new(bans, PEERS[:3]) == ()
-
-
-def test_who_was_banned_begins_as_a_newcomer():
-    bans = Bans()
-    for _ in range(PROBATION_ROUNDS):
-        bans.count_round(committed(*PEERS))
-    assert named_new(bans) == ()
-    bans.record(9, [{ODD: PROOF}])
-    assert named_new(bans) == (ODD,)
-
-
-def test_a_token_of_somebody_new_to_most_counts_for_less():
-    old = [member(peer, newcomers=(ODD,)) for peer in PEERS[3:]]
-    liars = [member(peer, newcomers=(PEERS[4],)) for peer in PEERS[:2]]
-    found = Roster([member(ODD), *old, *liars]).weights
-    assert found.pop(ODD) == NEWCOMER_WEIGHT and set(found.values()) == {1.0}
-    few = [member(ODD), *(member(peer, newcomers=(ODD,)) for peer in PEERS[3:6])]
-    assert set(Roster(few).weights.values()) == {1.0}, "a small roster outvotes no member"
+def test_in_a_runs_first_round_all_tokens_weigh_the_same():
+    assert set(met([member(peer) for peer in PEERS], last_body(PEERS[:1], round=0)).weights.values()) == {1.0}
 
 
 # ---------------------------------------------------------------------- evidence
@@ -223,7 +200,7 @@ def test_four_can_hold_nothing_against_a_delta(seed):
     assert judged(values, peers=PEERS[:4]) == {}
 
 
-def test_members_who_agree_on_nothing_blame_nobody(seed):
+def test_members_that_agree_on_nothing_blame_no_other(seed):
     """At the very end of training, what is left is noise."""
     generator = torch.Generator().manual_seed(seed)
     assert judged({peer: torch.randn(NUMEL, generator=generator) for peer in PEERS}) == {}
@@ -240,7 +217,7 @@ def test_in_a_small_group_only_a_mean_of_a_wrong_size_is_a_lie(seed):
     assert lied_to(deltas(seed), lambda mean: -mean, peers=few) == {}
 
 
-def test_a_peer_that_is_odd_itself_blames_nobody_for_it(seed):
+def test_a_peer_that_is_odd_itself_blames_no_other_for_it(seed):
     values = deltas(seed)
     values[PEERS[0]] = -values[PEERS[0]]
     assert lied_to(values, lambda mean: mean) == {}
@@ -264,12 +241,12 @@ def test_what_cannot_be_read_is_proof_and_weighs_nothing(seed):
 
 def of_two(roster):
     """The plan of a slot that two of a roster hold."""
-    return GroupPlan.in_roster(Roster(roster), PEERS[:2], Format([Segment(NUMEL, "fp32")]))
+    return GroupPlan.in_roster(roster, PEERS[:2], Format([Segment(NUMEL, "fp32")]))
 
 
 def met_in_a_slot(roster, mine, theirs):
     """The mean of the first member's slice, and what it holds against the second when that tells its own delta."""
-    plan = of_two(roster)
+    plan = of_two(roster if isinstance(roster, Roster) else met(roster))
     auditor, source, means = Auditor(plan, PEERS[0]), plan.format.encode(mine), []
     for message in plan.slices[0]:
         for part in message:
@@ -281,7 +258,7 @@ def met_in_a_slot(roster, mine, theirs):
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 8])
-def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count):
+def test_tokens_that_no_peer_trained_make_no_room_for_a_longer_delta(seed, count):
     honest = deltas(seed)
     roster = [member(peer, tokens=MAX_PEER_TOKENS if peer == PEERS[1] else 100) for peer in PEERS[:count]]
     mean, liars = met_in_a_slot(roster, honest[PEERS[0]], 1e5 * honest[PEERS[1]])
@@ -290,16 +267,16 @@ def test_tokens_that_nobody_trained_make_no_room_for_a_longer_delta(seed, count)
     assert set(liars) == {PEERS[1]} and not liars[PEERS[1]].is_proof
 
 
-def test_in_a_slot_of_two_nobody_weighs_more_than_a_few_times_the_rosters_median():
+def test_in_a_slot_of_two_no_member_weighs_more_than_a_few_times_the_rosters_median():
     roster = [member(peer, tokens=MAX_PEER_TOKENS if peer == PEERS[1] else 100 + n) for n, peer in enumerate(PEERS)]
-    assert of_two(roster).weights == (100.0, MAX_TIMES_MEDIAN * 104.5)
-    assert of_two(roster[::-1]).weights == of_two(roster).weights
+    assert of_two(met(roster)).weights == (100.0, MAX_TIMES_MEDIAN * 104.5)
+    assert of_two(met(roster[::-1])).weights == of_two(met(roster)).weights
 
 
-def test_among_five_slow_holders_of_a_slot_nobody_weighs_more_than_a_few_of_them():
+def test_among_five_slow_holders_of_a_slot_none_weighs_more_than_a_few_of_them():
     tokens = [10, 10, 10, 10, MAX_PEER_TOKENS, 1000, 1000, 1000]
     roster = [member(peer, tokens=count) for peer, count in zip(PEERS, tokens, strict=True)]
-    plan = GroupPlan.in_roster(Roster(roster), PEERS[:5], Format([Segment(NUMEL, "fp32")]))
+    plan = GroupPlan.in_roster(met(roster), PEERS[:5], Format([Segment(NUMEL, "fp32")]))
     assert plan.weights == (10.0, 10.0, 10.0, 10.0, 10.0 * MAX_TIMES_MEDIAN)
 
 
@@ -314,10 +291,10 @@ def test_a_slower_or_faster_machines_part_of_a_slot_is_the_plain_mean_to_the_bit
 
 
 @pytest.mark.parametrize("count", [2, 8])
-def test_who_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, count):
+def test_a_peer_that_has_just_joined_and_made_a_step_lets_the_others_deltas_pass(seed, count):
     honest = deltas(seed)
-    voters = tuple(PEERS[1:count])
-    roster = [member(peer, tokens=100 if peer in voters else 1, voters=voters) for peer in PEERS[:count]]
+    last = last_body(PEERS[1:count], candidates={PEERS[0]: PROBATION_ROUNDS})
+    roster = met([member(peer, tokens=100 if peer in last.voters else 1) for peer in PEERS[:count]], last)
     mine, theirs = 0.01 * honest[PEERS[0]], honest[PEERS[1]]
     mean, liars = met_in_a_slot(roster, mine, theirs)
     assert torch.equal(mean, weighted_mean([mine[: len(mean)], theirs[: len(mean)]], [1.0, 100.0])) and not liars
@@ -327,11 +304,9 @@ def test_one_of_four_cannot_say_what_is_usual():
     for count in (2, 3, 4):
         for false in (1, MAX_PEER_TOKENS):
             roster = [member(PEERS[0], tokens=false), *(member(peer) for peer in PEERS[1:count])]
-            assert Roster(roster).usual_tokens <= 100
+            assert met(roster).usual_tokens <= 100
     tokens = {PEERS[0]: 1, PEERS[1]: 100, ODD: 0}
-    known = [member(peer, tokens=count, voters=(PEERS[1], ODD)) for peer, count in tokens.items()]
-    assert Roster(known).usual_tokens == 100, "who has just joined has trained next to nothing"
-    assert Roster([member(peer, voters=("Qm" + "Z" * 44,)) for peer in PEERS]).usual_tokens == 100, (
-        "nobody here has a vote"
-    )
-    assert Roster([member(PEERS[0], tokens=0)]).usual_tokens == 0
+    known = [member(peer, tokens=count) for peer, count in tokens.items()]
+    assert met(known, last_body((PEERS[1], ODD))).usual_tokens == 100, "a newcomer has trained next to nothing"
+    assert met(known, last_body((PEERS[7],))).usual_tokens == 1, "no voter is here"
+    assert met([member(PEERS[0], tokens=0)]).usual_tokens == 0

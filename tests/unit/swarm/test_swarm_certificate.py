@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.certificate import (
     CONFIRMED_ROUNDS,
     MAX_BANNED,
@@ -17,22 +18,25 @@ from spes_p2p.swarm.certificate import (
     Confirmation,
     GiveUp,
     Proof,
-    check_body,
-    check_certificate,
-    check_give_up,
-    check_proposal,
-    check_skip,
     contradiction,
     decide_slots,
     genesis,
     make_body,
     max_leaving,
-    newest_voted,
     next_voters,
     preferred,
     required_votes,
     strangers,
 )
+from spes_p2p.swarm.certificate_checks import (
+    check_body,
+    check_certificate,
+    check_give_up,
+    check_proposal,
+    check_skip,
+    newest_voted,
+)
+from spes_p2p.swarm.consensus import Envelope
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from tests.support.certificates import MIN_PEERS, PEERS, Round, changed, digest, last_body
 
@@ -121,6 +125,26 @@ def test_peers_certify_a_round_with_the_keys_that_name_them(identities):
 def test_a_malformed_public_key_is_refused(identities, key):
     with pytest.raises(ValueError):
         IdentityKeys(identities[0]).learn(key)
+
+
+def test_a_peer_keeps_so_many_keys_of_others_and_always_its_own(identities, monkeypatch):
+    monkeypatch.setattr("spes_p2p.swarm.p2p.identity.MAX_KEYS", 2)
+    keys = IdentityKeys(identities[0])
+    one, other = (each.peer_id for each in identities[1:3])
+    for each in identities[1:3]:
+        keys.learn(each.public_key)
+    assert [bool(keys.public_key(peer)) for peer in (keys.peer_id, one, other)] == [True, False, True]
+    signature = keys.sign(b"data")
+    assert keys.is_signed_by(keys.peer_id, b"data", signature)
+
+
+def test_an_envelope_holds_one_message():
+    round = Round()
+    vote, confirmation = round.vote(VOTERS[0], round.body()), round.confirm(VOTERS[0])
+    assert Envelope(vote=vote).message == vote
+    for many in (Envelope(), Envelope(vote=vote, confirmation=confirmation)):
+        with pytest.raises(ExchangeError, match="messages in one"):
+            _ = many.message
 
 
 @pytest.mark.parametrize("signature", ["", "=", "AAAA", "A" * 1024])

@@ -5,7 +5,7 @@ import pytest
 from benchmarks import histories
 from benchmarks.histories import LIES, history
 from benchmarks.history_nodes import Crash, Node
-from spes_p2p.swarm import certificate, decision
+from spes_p2p.swarm import certificate_checks, decision
 from spes_p2p.swarm.votes import Voter
 
 BROKEN = ("forks", "lost", "stands", "wrongly_convicted", "apart")
@@ -25,7 +25,7 @@ def test_a_history_ends_on_one_branch_with_all_that_was_certified(monkeypatch, s
 
 def without_newest_vote(monkeypatch):
     """Later attempts are free to make another body than the one that was voted for."""
-    for module in (certificate, decision):
+    for module in (certificate_checks, decision):
         monkeypatch.setattr(module, "newest_voted", lambda give_ups: "")
 
 

@@ -14,6 +14,7 @@ from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.invites import GuestList, issue, show
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.roster import Member
+from tests.support.certificates import last_body
 
 NOW = 1_800_000_000
 
@@ -97,7 +98,7 @@ def test_two_identities_may_use_an_invite_and_the_founder_needs_none(founder: Id
     assert set(guests.refusals(shown, NOW)) == {"e"}
 
 
-def test_strangers_clocks_end_nobodys_invite(founder: Identity, guests: GuestList, tmp_path: Path) -> None:
+def test_the_clocks_of_strangers_end_no_invite(founder: Identity, guests: GuestList, tmp_path: Path) -> None:
     guest, *strangers = (Identity(tmp_path / str(index)).peer_id for index in range(4))
     invite = shown_by(guest, issue(founder, "run", NOW))
     members = [
@@ -107,11 +108,11 @@ def test_strangers_clocks_end_nobodys_invite(founder: Identity, guests: GuestLis
     ]
     peers = tuple(PeerID.from_base58(member.peer_id) for member in members)
     gathered = tuple(msgpack.packb([0.0, 0, msgpack.packb([2, member.model_dump_json()])]) for member in members)
-    roster, refused = read_roster(GroupInfo(b"g", peers, gathered), guests)
+    roster, refused = read_roster(GroupInfo(b"g", peers, gathered), last_body(), guests)
     assert {member.peer_id for member in roster} == {founder.peer_id, guest}
     assert set(refused) == set(strangers)
 
 
 def entry(peer: str, ready_at: float, invite: str = "") -> Member:
-    rest = {"round": 0, "tokens": 1, "slots": (), "anchors": {}, "tokens_per_second": 1.0, "sync_seconds": 0.0}
+    rest = {"round": 0, "tokens": 1, "slots": (), "previous": "0" * 64, "tokens_per_second": 1.0, "sync_seconds": 0.0}
     return Member(peer_id=peer, ready_at=ready_at, invite=invite, **rest)

@@ -4,13 +4,15 @@ from functools import partial
 
 import pytest
 import torch
-from virtual import peer_id
+from virtual import certify, peer_id
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.errors import ExchangeError
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.encoding import Vectors
 from spes_p2p.swarm.interface import Contribution
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
 
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture
 def hub():
-    return MemoryHub("run", matchmaking_seconds=0.2, lease_seconds=7.0)
+    return MemoryHub("run", matchmaking_seconds=0.2, lease_seconds=7.0, num_slots=2)
 
 
 @pytest.fixture
@@ -39,10 +41,10 @@ def claim(swarm):
 def contribution(swarm, delta, tokens=1):
     member = Member(
         peer_id=swarm.peer_id,
-        round=1,
+        round=swarm.last().round,
+        previous=swarm.last().digest,
         tokens=tokens,
         slots=(),
-        anchors={"shared": "0" * 16},
         tokens_per_second=1.0,
         ready_at=1.0,
         sync_seconds=0.0,
@@ -119,9 +121,9 @@ def test_only_bytes_that_were_fetched_are_counted(swarms):
         assert swarms[1].traffic()[0] == 20
 
 
-def test_who_meets_nobody_gets_no_roster_in_time(swarms):
+def test_a_peer_that_meets_no_other_gets_no_roster_in_time(swarms):
     result = swarms[0].average(contribution(swarms[0], torch.ones(2)), expected=3, starts_at=0.0)
-    assert not result.committed and "no roster" in result.dropped["shared"]
+    assert not result.means and not result.roster and "no roster" in result.dropped["shared"]
 
 
 def test_a_late_starter_is_waited_for_until_all_are_there(hub, swarms):
@@ -136,7 +138,7 @@ def test_a_late_starter_is_waited_for_until_all_are_there(hub, swarms):
     )
     for result in results:
         assert len(result.roster) == 3
-        torch.testing.assert_close(result.committed["shared"], torch.full((2,), 5 / 3))
+        torch.testing.assert_close(result.means["shared"], torch.full((2,), 5 / 3))
 
 
 def average_at_once(hub, swarms, deltas, tokens=5):
@@ -151,17 +153,17 @@ def average_at_once(hub, swarms, deltas, tokens=5):
     )
 
 
-def test_a_mean_that_is_not_finite_is_nobodys(hub, swarms):
+def test_a_mean_that_is_not_finite_counts_for_no_member(hub, swarms):
     """Every contribution is finite, their sum is not."""
     deltas = [torch.tensor([3e38, 1.0]), torch.tensor([3e38, 1.0]), torch.ones(2)]
     for result in average_at_once(hub, swarms, deltas):
-        assert not result.committed and "cannot be sent" in result.dropped["shared"]
+        assert not result.means and "cannot be sent" in result.dropped["shared"]
 
 
 def test_a_peer_whose_own_delta_is_not_finite_takes_the_mean_of_the_others(hub, swarms):
     deltas = [torch.tensor([float("nan"), 1.0]), torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])]
     for result in average_at_once(hub, swarms, deltas):
-        assert torch.equal(result.committed["shared"], torch.tensor([2.0, 3.0]))
+        assert torch.equal(result.means["shared"], torch.tensor([2.0, 3.0]))
         assert [member.tokens for member in result.roster if member.peer_id == swarms[0].peer_id] == [0]
 
 
@@ -178,13 +180,90 @@ def test_what_rounding_leaves_over_goes_with_later_rounds(hub, seed, codec):
     first_error = 0.0
     for round in range(rounds):
         results = average_at_once(hub, swarms, list(drift))
-        means = [result.committed["shared"] for result in results]
+        means = [result.means["shared"] for result in results]
         assert torch.equal(means[0], means[1]) and torch.equal(means[0], means[2])
+        for swarm, result in zip(swarms, results, strict=True):
+            swarm.settle(result, result.means)
         total, true = total + means[0], true + drift.mean(0)
         if round == 0:
             first_error = (total - true).norm().item()
             assert first_error > 0
     assert (total - true).norm().item() < 8 * first_error, "an error that is not fed back would grow to 40 times"
+
+
+@pytest.mark.parametrize("is_committed", [True, False])
+def test_a_rounding_error_is_kept_only_of_what_was_committed(hub, seed, is_committed):
+    swarms = [MemorySwarm(hub, peer_id(i)) for i in range(3)]
+    for swarm in swarms:
+        swarm.enter(Vectors(segments={"shared": (Segment(300, "int4"),), "slot": (Segment(3, "int4"),)}))
+    deltas = list(torch.randn(3, 300, generator=torch.Generator().manual_seed(seed)))
+    first = average_at_once(hub, swarms, deltas)
+    for swarm, result in zip(swarms, first, strict=True):
+        swarm.settle(result, result.means if is_committed else ())
+    again = average_at_once(hub, swarms, deltas)
+    assert torch.equal(first[0].means["shared"], again[0].means["shared"]) != is_committed
+    assert any(residual.any() for residual in swarms[0].residuals().values()) == is_committed
+
+
+# ---------------------------------------------------------------------- what is decided
+
+
+@pytest.fixture
+def voters(hub):
+    """Three peers, all of which vote."""
+    swarms = [MemorySwarm(hub, peer_id(i)) for i in range(3)]
+    for swarm in swarms:
+        swarm.enter(Vectors(segments={"shared": (Segment(2, "fp32"),)}))
+    certify(hub, 1, voters=[swarm.peer_id for swarm in swarms])
+    return swarms
+
+
+def decide_at_once(hub, swarms, digests):
+    """Average, and confirm these digests of `shared`; an empty one confirms nothing."""
+    results = average_at_once(hub, swarms, [torch.ones(2)] * len(swarms))
+    calls = [
+        lambda swarm=swarm, result=result, digest=digest: swarm.decide(
+            result, {VectorName("shared"): digest} if digest else {}, 77.0
+        )
+        for swarm, result, digest in zip(swarms, results, digests, strict=True)
+    ]
+    return at_once(hub, *calls)
+
+
+@pytest.mark.parametrize("digests", [["a" * 64] * 3, ["a" * 64, "b" * 64, "a" * 64], ["a" * 64, "a" * 64, ""]])
+def test_what_most_voters_confirm_is_the_next_certificate_of_all(hub, voters, digests):
+    bodies = decide_at_once(hub, voters, digests)
+    assert [body.digest for body in bodies] == [hub.bodies[2].digest] * 3
+    assert (bodies[0].round, bodies[0].shared, bodies[0].ends_at) == (2, "a" * 64, 77.0)
+    assert [entry.peer_id for entry in bodies[0].members] == sorted(swarm.peer_id for swarm in voters)
+    assert {swarm.last().digest for swarm in voters} == {voters[0].certified(2).digest}
+
+
+@pytest.mark.parametrize("digests", [["a" * 64, "b" * 64, "c" * 64], ["a" * 64, "", ""], ["", "", ""]])
+def test_another_attempt_begins_if_most_voters_do_not_confirm_one_result(hub, voters, digests):
+    assert decide_at_once(hub, voters, digests) == [None] * 3
+    assert hub.bodies[-1].round == 1 and hub.attempt == 1
+    assert decide_at_once(hub, voters, ["a" * 64] * 3)[0].round == 2
+
+
+def test_voters_that_vanish_are_left_behind_after_a_time_and_not_before(hub, voters):
+    """Two of three are gone: the one that is left is no majority."""
+    left, began = voters[0], hub.clock.now()
+    left.announce(claim(left))
+    result = left.average(contribution(left, torch.ones(2)), expected=1, starts_at=0.0)
+    (body,) = at_once(hub, lambda: left.decide(result, {VectorName("shared"): "a" * 64}, 77.0))
+    if body is None:
+        result = left.average(contribution(left, torch.ones(2)), expected=1, starts_at=0.0)
+        (body,) = at_once(hub, lambda: left.decide(result, {VectorName("shared"): "a" * 64}, 77.0))
+    assert hub.clock.now() >= began + 600.0
+    assert set(body.shrunk) == {voters[1].peer_id, voters[2].peer_id} and body.voters == (left.peer_id,)
+
+
+def test_a_voter_that_says_goodbye_is_not_waited_for(hub, voters):
+    began = hub.clock.now()
+    voters[2].leave()
+    assert decide_at_once(hub, voters[:2], ["a" * 64] * 2)[0].voters == (voters[0].peer_id, voters[1].peer_id)
+    assert hub.clock.now() < began + 60.0
 
 
 def test_a_delta_costs_its_own_bytes_where_its_base_is_known(hub, swarms):
@@ -218,6 +297,17 @@ def test_what_was_refused_is_neither_seen_nor_pulled_again(swarms):
     assert set(me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0)) == {"slot-1"}, "it is the same again"
     other.publish(4, {"slot-1": torch.full((3,), 4.0)})
     assert me.pull({"slot-1": [other.peer_id]}, min_round=0, timeout=1.0) == {}
+
+
+def test_only_the_version_with_the_digest_that_is_asked_for_is_pulled(swarms):
+    me, one, other = swarms
+    one.publish(2, {"slot-1": torch.ones(3)})
+    wanted = {"slot-1": [other.peer_id, one.peer_id]}
+    other.publish(1, {"slot-1": torch.zeros(3)})
+    digests = {"slot-1": other.versions()["slot-1"].digest}
+    assert me.pull(wanted, min_round=0, timeout=1.0, digests=digests) == {}
+    assert torch.equal(me.load("slot-1"), torch.zeros(3))
+    assert set(me.pull({"slot-1": [one.peer_id]}, min_round=0, timeout=1.0, digests=digests)) == {"slot-1"}
 
 
 def test_a_version_is_pulled_only_of_the_authors_asked_for(swarms):

@@ -9,170 +9,113 @@ from hypothesis import strategies as st
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.quorum import newest
-from spes_p2p.swarm.roster import MAX_LAG, Member, Roster, lag_of
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, Member, Roster
+from tests.support.certificates import last_body
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
+LAST = last_body(PEERS)
 
 
-def member(
-    index,
-    *,
-    round=3,
-    slots=(0, 1),
-    slot_rounds=(),
-    tokens=100,
-    shared="a" * 16,
-    slot_digest="b" * 16,
-    rate=10.0,
-    ready_at=50.0,
-    **votes,
-):
-    anchors = {"shared": shared, **{f"slot-{slot}": slot_digest for slot in slots}}
-    return Member(
-        peer_id=PEERS[index],
-        round=round,
-        tokens=tokens,
-        slots=slots,
-        slot_rounds=slot_rounds,
-        anchors=anchors,
-        tokens_per_second=rate,
-        ready_at=ready_at,
-        sync_seconds=2.0,
-        **votes,
-    )
+def member(index, *, slots=(0, 1), tokens=100, rate=10.0, ready_at=50.0, **changes):
+    fields = {"round": LAST.round, "previous": LAST.digest, "tokens": tokens, "slots": slots, "ready_at": ready_at}
+    return Member(peer_id=PEERS[index], tokens_per_second=rate, sync_seconds=2.0, **fields | changes)
 
 
-def test_shared_is_averaged_with_everyone_and_slots_with_their_holders():
-    roster = Roster([member(2, slots=(1, 5)), member(0, slots=(0, 1)), member(1, slots=())])
+def roster_of(*members, last=LAST):
+    return Roster(members, last)
+
+
+def test_shared_is_averaged_with_all_members_and_slots_with_their_holders():
+    roster = roster_of(member(2, slots=(1, 5)), member(0, slots=(0, 1)), member(1, slots=()))
     assert roster.groups == {
         "shared": tuple(PEERS[:3]),
         "slot-0": (PEERS[0],),
         "slot-1": (PEERS[0], PEERS[2]),
         "slot-5": (PEERS[2],),
     }
-    assert roster.round == 3 and roster.behind == ()
+    assert roster.round == 7 and roster.behind == ()
 
 
 @given(st.permutations(range(5)))
 def test_groups_do_not_depend_on_the_order_of_the_roster(order):
-    roster = Roster(member(i, round=3 + (i == 4), slots=(i % 3, 3)) for i in range(5))
-    shuffled = Roster(roster[i] for i in order)
+    starts = [{}, {"slot-3": (2, "1" * 64)}, {"slot-1": (2, "1" * 64)}, {"slot-3": (2, "2" * 64)}, {}]
+    previous = [LAST.digest] * 4 + ["0" * 64]
+    members = [member(i, slots=(i % 3, 3), starts=starts[i], previous=previous[i]) for i in range(5)]
+    roster, shuffled = roster_of(*members), roster_of(*(members[i] for i in order))
     assert (shuffled.round, shuffled.behind, shuffled.groups) == (roster.round, roster.behind, roster.groups)
+    assert shuffled.entries == roster.entries
 
 
-def test_a_member_with_another_anchor_is_behind_and_its_slots_do_not_count():
-    roster = Roster([member(0), member(1), member(2, round=2, shared="c" * 16)])
-    assert roster.behind == (PEERS[2],)
-    assert all(PEERS[2] not in peers for peers in roster.groups.values())
+def test_members_that_start_from_another_certificate_are_behind_however_many_they_are():
+    others = [member(i, round=9, previous="c" * 64) for i in (1, 2, 3)]
+    roster = roster_of(member(0), *others)
+    assert roster.behind == tuple(PEERS[1:4])
+    assert roster.groups == {"shared": (PEERS[0],), "slot-0": (PEERS[0],), "slot-1": (PEERS[0],)}
 
 
-def test_a_tie_goes_to_the_later_round():
-    roster = Roster([member(0, round=3), member(1, round=4, shared="c" * 16)])
-    assert roster.round == 4 and roster.behind == (PEERS[0],)
+def left_out(count, **changes):
+    """Return the members that are left out of a roster of so many after a certificate that knows the first two."""
+    last = last_body(PEERS[:2], **changes)
+    return set(roster_of(*(member(i, previous=last.digest) for i in range(count)), last=last).behind)
 
 
-def test_newcomers_do_not_outvote_those_who_have_committed():
-    voters = tuple(PEERS[:3])
-    ahead = [member(i, round=4, shared="c" * 16, voters=voters) for i in range(2)]
-    left, newcomers = [member(2, voters=voters)], [member(i, voters=voters) for i in (3, 4)]
-    assert Roster([*ahead, *left, *newcomers]).behind == tuple(PEERS[2:5])
-    assert Roster([*left, *newcomers]).behind == ()
-    assert Roster(newcomers).behind == ()
+def test_a_roster_has_only_a_few_members_that_no_certificate_knows():
+    """They are drawn by the last certificate, so that no leader chooses them."""
+    assert left_out(4) == set()
+    out = left_out(8)
+    assert len(out) == 4 and not out & set(PEERS[:2])
+    assert left_out(8, candidates={PEERS[4]: 1}).isdisjoint({PEERS[4]})
+    assert any(left_out(8, round=round) != out for round in range(10, 20))
 
 
-@pytest.mark.parametrize(
-    ("electorates", "says"), [((6, 5, 5), ""), ((5, 6, 6), "only 3 of 6 peers with a vote met"), ((1, 5, 2**16), "")]
-)
-def test_peers_that_have_counted_differently_decide_alike_and_one_liar_decides_nothing(electorates, says):
-    assert Roster([member(i, electorate=count) for i, count in enumerate(electorates)]).missing_quorum == says
+def test_before_the_first_certificate_no_member_is_left_out_as_unknown():
+    assert left_out(8, round=0) == set()
 
 
-def test_newcomers_do_not_make_up_for_missing_votes():
-    """Of five, three have committed a round and two are left: with two newcomers they are four, and still only two."""
-    known = {"electorate": 5, "voters": tuple(PEERS[:5])}
-    left, newcomers = [member(i, **known) for i in range(2)], [member(i, **known) for i in (5, 6)]
-    assert Roster([*left, *newcomers]).missing_quorum == "only 2 of 5 peers with a vote met"
-    assert not Roster([*left, *newcomers, member(2, **known)]).missing_quorum
+def test_members_that_no_certificate_knows_reduce_nothing_unless_only_they_could():
+    last = last_body(PEERS[:2], candidates={PEERS[2]: 1})
+    roster = roster_of(*(member(i, uplink_mbit=10.0) for i in range(4)), last=last)
+    assert roster.reducing(PEERS[:4]) == [10.0, 10.0, 10.0, 0.0]
+    assert roster.reducing([PEERS[3]]) == [10.0]
+    hidden = [member(i, uplink_mbit=10.0, calls_only=i < 2) for i in (0, 1, 3)]
+    assert roster_of(*hidden, last=last).reducing([PEERS[0], PEERS[1], PEERS[3]]) == [0.0, 0.0, 10.0]
 
 
-def test_nobody_has_a_vote_by_its_own_word():
-    """Of five voters two are left out of the others' round: whoever claims to be a third makes no other of it."""
-    left = [member(i, electorate=5, voters=tuple(PEERS[:5])) for i in range(2)]
-    liar = member(6, electorate=5, voters=tuple(PEERS))
-    assert Roster([*left, liar]).missing_quorum == "only 2 of 5 peers with a vote met"
-    assert Roster([*left, liar]).behind == ()
-
-
-def test_whoever_cannot_confirm_does_not_make_up_for_missing_votes():
-    """A leader may have invented them: that their anchors are others' keeps them out of the group."""
-    present = [member(i, electorate=5) for i in range(2)]
-    invented = member(3, shared="c" * 16, electorate=0)
-    assert Roster([*present, invented]).missing_quorum == "only 2 of 5 peers with a vote met"
-    assert Roster([present[0]]).missing_quorum == "only 1 of 5 peers with a vote met"
-
-
-def test_of_two_who_have_counted_differently_the_one_that_knows_of_more_is_believed():
-    assert (
-        Roster([member(0, electorate=4), member(1, electorate=3)]).missing_quorum == "only 2 of 4 peers with a vote met"
-    )
-
-
-def test_whoever_holds_the_newest_version_of_a_slot_is_not_outvoted_by_stale_adopters():
-    stale = [member(i, slots=(0,), slot_rounds=(1,), slot_digest="a" * 16) for i in (1, 2)]
-    roster = Roster([member(0, slots=(0,), slot_rounds=(3,)), *stale])
-    assert roster.groups["slot-0"] == (PEERS[0],) and roster.behind == ()
-    assert Roster(stale).groups["slot-0"] == (PEERS[1], PEERS[2]), "an orphan goes on from what is left"
-
-
-def test_a_slot_that_is_ahead_of_its_members_model_does_not_count():
-    """Its side of a partition has lost; nobody wins by naming a high number, and what is made here supersedes all."""
-    ahead = member(0, slots=(0,), slot_rounds=(9,), slot_digest="a" * 16)
-    roster = Roster([ahead, member(1, slots=(0,), slot_rounds=(2,))])
-    assert roster.groups["slot-0"] == (PEERS[1],)
-    alone = Roster([ahead])
-    assert "slot-0" not in alone.groups, "its successor of round 4 would lose to other copies of it"
-    assert alone.groups["shared"] == (PEERS[0],)
+def start(round, digit):
+    return {"slot-0": (round, digit * 64)}
 
 
 @pytest.mark.parametrize(
-    ("lags", "goes_on"),
+    ("starts", "averaging"),
     [
-        ([(0,), (0,)], False),
-        ([(0,)], False),
-        ([(2,), (2,)], True),  # an orphan that nobody has newer
-        ([(0,), (2,)], True),  # one's word is not enough
-        ([(0,), (0,), (2,)], False),
-        ([(), ()], True),
-        ([(MAX_LAG,), (MAX_LAG,)], True),
-        ([], True),
+        ([{}, start(9, "a"), start(9, "a")], (0,)),
+        ([start(2, "a"), start(3, "b"), start(2, "a")], (1,)),
+        ([start(3, "b"), start(3, "a"), start(3, "b")], (0, 2)),
+        ([start(3, "b"), start(3, "a"), start(2, "c")], (1,)),
+        ([start(3, "b")], (0,)),
     ],
+    ids=["certified", "newest", "most frequent", "smaller digest", "alone"],
 )
-def test_a_slot_goes_on_from_no_older_version_than_most_others_have(lags, goes_on):
-    """Its holder has died, and whoever took its place has not reached those who have what it made last."""
-    heir = member(0, slots=(0,), slot_rounds=(1,), lags=(2,))
-    others = [member(1 + index, slots=(), lags=known) for index, known in enumerate(lags)]
-    assert ("slot-0" in Roster([heir, *others]).groups) == goes_on
+def test_holders_of_a_slot_average_from_one_version_the_certified_one_if_any_has_it(starts, averaging):
+    members = [member(i, slots=(0,), starts=each) for i, each in enumerate(starts)]
+    roster = roster_of(*members)
+    assert roster.groups["slot-0"] == tuple(PEERS[i] for i in averaging)
+    assert roster.behind == () and len(roster.groups["shared"]) == len(starts)
 
 
-def test_a_version_ahead_of_the_model_or_none_at_all_is_nothing_to_go_on_from():
-    assert lag_of(None, 3) == lag_of(4, 3) == lag_of(0, 500) == MAX_LAG
-    assert lag_of(1, 3) == 2
+def test_members_without_the_certified_shared_parameters_are_behind_unless_none_has_them():
+    lost = {"shared": (6, "a" * 64)}
+    assert roster_of(member(0), member(1, starts=lost), member(2, starts=lost)).behind == tuple(PEERS[1:3])
+    assert roster_of(member(1, starts=lost), member(2, starts=lost)).behind == ()
 
 
-@given(st.lists(st.tuples(st.integers(0, 6), st.sampled_from("ab")), max_size=6), st.integers(0, 6))
-def test_no_version_of_a_slot_wins_over_its_own_successor(states, round):
-    """Whatever goes on is older than what the round makes of it, so that the latter wins wherever the two meet."""
-    base = newest(states, round)
-    assert (base is None) == all(number > round for number, _ in states)
-    if base is not None:
-        assert newest([*states, (round + 1, "c")], round + 1)[0] == round + 1 > base[0]
-
-
-def test_a_holder_with_another_anchor_of_a_slot_is_left_out_of_that_slot_alone():
-    roster = Roster([member(0), member(1), member(2, slots=(1,), slot_digest="d" * 16)])
-    assert roster.groups["slot-1"] == (PEERS[0], PEERS[1])
-    assert PEERS[2] in roster.groups["shared"]
+def test_a_certificate_names_the_members_with_the_slots_that_they_averaged():
+    starts = {"slot-1": (2, "a" * 64)}
+    roster = roster_of(member(1, tokens=5, calls_only=True), member(0, starts=starts), member(2, previous="c" * 64))
+    assert [(e.peer_id, e.tokens, e.slots, e.calls_only) for e in roster.entries] == [
+        (PEERS[0], 100, (0,), False),
+        (PEERS[1], 5, (0, 1), True),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -184,9 +127,11 @@ def test_a_holder_with_another_anchor_of_a_slot_is_left_out_of_that_slot_alone()
         {"tokens_per_second": -1.0},
         {"slots": [-1]},
         {"slots": list(range(200))},
-        {"slot_rounds": [3]},
-        {"anchors": {"../../etc": "a" * 16}},
-        {"anchors": {"shared": "A" * 16}},
+        {"starts": {"../../etc": [3, "a" * 64]}},
+        {"starts": {"shared": [3, "A" * 64]}},
+        {"starts": {"shared": [-1, "a" * 64]}},
+        {"previous": ""},
+        {"distrusts": [PEERS[1]] * (MAX_DISTRUSTED + 1)},
         {"peer_id": PEERS[1]},
         {"ready_at": float("inf")},
         {"extra": 1},
@@ -243,12 +188,12 @@ def hidden(index, **changes):
     return member(index, **changes).model_copy(update={"calls_only": True})
 
 
-def test_of_holders_none_of_whom_can_be_called_only_the_first_counts():
-    roster = Roster([hidden(1, slots=(4,)), hidden(0, slots=(4, 5)), member(2, slots=(5,))])
+def test_of_holders_that_cannot_be_called_only_the_first_counts():
+    roster = roster_of(hidden(1, slots=(4,)), hidden(0, slots=(4, 5)), member(2, slots=(5,)))
     assert roster.groups["slot-4"] == (PEERS[0],)
     assert roster.groups["slot-5"] == (PEERS[0], PEERS[2])
     assert roster.groups["shared"] == tuple(PEERS[:3])
 
 
-def test_nothing_is_to_be_sent_by_those_who_cannot_be_called():
-    assert Roster([member(0), hidden(1)]).uplinks == {PEERS[0]: 1.0, PEERS[1]: 0.0}
+def test_peers_that_cannot_be_called_send_nothing():
+    assert roster_of(member(0), hidden(1)).uplinks == {PEERS[0]: 1.0, PEERS[1]: 0.0}

@@ -9,6 +9,7 @@ import torch
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange import store as version_store
+from spes_p2p.swarm.exchange.protocol import Wanted
 from spes_p2p.swarm.exchange.store import KEEP_PER_NAME, DeltaStore, VersionStore
 from spes_p2p.swarm.exchange.versions import MAX_REFUSED, RefusedVersions, Version
 from spes_p2p.swarm.p2p.identity import Identity
@@ -327,3 +328,12 @@ def test_a_version_carries_over_to_no_other_author_run_or_content(identities, ma
             Version.verify(version.model_copy(update=change).model_dump_json(), "run")
     with pytest.raises(RecordError, match="belongs to run"):
         Version.verify(version.model_dump_json(), "elsewhere")
+
+
+def test_another_version_than_the_certified_one_is_not_fetched(make):
+    version, data = make("slot-1", 7)
+    other, _ = make("slot-1", 9)
+    wanted = Wanted("slot-1", 0, len(data), digest=version.digest)
+    wanted.check(version)
+    with pytest.raises(ExchangeError, match="than the certified one"):
+        wanted.check(other)

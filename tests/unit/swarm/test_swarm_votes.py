@@ -231,6 +231,22 @@ def test_one_voter_cannot_take_a_living_run_over():
     assert late.learn(certificate) == "" and not late.may_vote
 
 
+def test_a_shrunk_certificate_is_followed_at_once_only_with_goodbyes_of_those_that_left():
+    """Signed ones: otherwise one voter could say goodbye for the others, and take a living run over."""
+    round = Round()
+    alone = changed(round.body(), shrunk=VOTERS[1:], voters=VOTERS[:1])
+    certificate = round.certify(alone, VOTERS[:1])
+    goodbyes = [round.goodbye(peer) for peer in VOTERS[1:]]
+    forged = [each.model_copy(update={"signature": goodbyes[0].signature}) for each in goodbyes]
+
+    def learn(*said):
+        return round.voter(VOTERS[0], now=ENDED + 1).learn(changed(certificate, goodbyes=said))
+
+    assert learn(*goodbyes) == ""
+    for said in (goodbyes[1:], forged):
+        assert "a short time ago" in learn(*said)
+
+
 def test_votes_for_a_shrunk_body_do_not_stop_a_run_whose_absent_voters_return():
     round = Round(last_body(EIGHT), EIGHT[4:])
     late = ENDED + SHRINK_SECONDS + 1

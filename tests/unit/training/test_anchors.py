@@ -24,6 +24,13 @@ MIXED = RunConfig(outer=OuterConfig(slots=OuterStep(optimizer="nesterov", lr=0.5
 STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
 
 
+def step(anchors: Anchors, name: VectorName, mean: torch.Tensor) -> torch.Tensor | None:
+    """Commit a mean; return its moments."""
+    bundle, moments = anchors.stepped(name, mean)
+    anchors.set(name, bundle)
+    return moments
+
+
 def shape(family: str = "olmoe", **changes) -> ModelConfig:
     sizes = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     return ModelConfig.model_validate({"family": family, "num_experts": 4, "top_k": 2, **sizes, **changes})
@@ -35,14 +42,14 @@ def test_whoever_takes_over_a_bundle_steps_on_exactly_as_its_author_does(run, se
     author, newcomer = Anchors(run, NUMELS), Anchors(run, NUMELS)
     sizes = author.bundle_numel()
     author.set(SLOT_3, torch.zeros(sizes["slot"]))
-    author.commit(SLOT_3, torch.randn(7))
+    step(author, SLOT_3, torch.randn(7))
     bundle = author.bundle(SLOT_3)
     assert bundle.numel() == sizes["slot"] == (14 if run is NESTEROV else 7)
     newcomer.set(SLOT_3, bundle)
     assert newcomer.digest(SLOT_3) == author.digest(SLOT_3)
     delta = torch.randn(7)
     for anchors in (author, newcomer):
-        anchors.commit(SLOT_3, delta)
+        step(anchors, SLOT_3, delta)
     assert torch.equal(author.bundle(SLOT_3), newcomer.bundle(SLOT_3))
 
 
@@ -56,7 +63,7 @@ def test_an_anchor_steps_as_torchs_sgd_does(run, seed):
     anchors.set(SHARED, torch.cat([start, torch.zeros(anchors.bundle_numel()[SHARED] - 11)]))
     for _ in range(4):
         parameter.grad = torch.randn(11)
-        anchors.commit(SHARED, parameter.grad.clone())
+        step(anchors, SHARED, parameter.grad.clone())
         sgd.step()
     torch.testing.assert_close(anchors.weights(SHARED), parameter.detach(), rtol=1e-6, atol=1e-6)
 
@@ -73,7 +80,7 @@ def test_a_delta_is_anchor_minus_local_and_committing_it_arrives_at_local(seed):
     torch.manual_seed(seed)
     anchors, local = Anchors(MEAN, NUMELS), torch.randn(11)
     anchors.set(SHARED, torch.zeros(11))
-    anchors.commit(SHARED, anchors.contribution(SHARED, local, None, 1))
+    step(anchors, SHARED, anchors.contribution(SHARED, local, None, 1))
     assert torch.equal(anchors.weights(SHARED), local)
 
 
@@ -85,7 +92,7 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
     contribution = anchors.contribution(SLOT_2, local, moments, 1)
     assert contribution.numel() == format_of(anchors.segments()["slot"], 1).numel == 21
     assert torch.equal(contribution[7:], moments)
-    assert torch.equal(anchors.commit(SLOT_2, contribution), moments)
+    assert torch.equal(step(anchors, SLOT_2, contribution), moments)
     torch.testing.assert_close(anchors.weights(SLOT_2), local)
     assert anchors.bundle_numel()["moments-slot"] == 14
 
@@ -100,8 +107,8 @@ def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
         anchors.set(name, torch.cat([start, torch.zeros(anchors.bundle_numel()[VectorName(name).kind] - numel)]))
         slots.set(name, torch.cat([start, torch.zeros(numel)]))
         for delta in deltas:
-            anchors.commit(name, delta)
-            slots.commit(name, delta)
+            step(anchors, name, delta)
+            step(slots, name, delta)
         expected = start - deltas[0] - deltas[1] if name == SHARED else slots.weights(name)
         assert torch.equal(anchors.weights(name), expected)
 
@@ -116,7 +123,7 @@ def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, see
     followed = holder.bundle(name)
     for _ in range(3):
         before, delta = followed.clone(), torch.randn(numel)
-        holder.commit(name, delta)
+        step(holder, name, delta)
         advanced = other.advance(name, followed, delta)
         assert advanced.numpy().tobytes() == holder.bundle(name).numpy().tobytes()
         assert torch.equal(followed, before) and other.names == ()
@@ -147,7 +154,7 @@ def test_moments_stay_at_home_in_rounds_between(round):
     contribution = anchors.contribution(SHARED, torch.zeros(11), torch.full((22,), 5.0), round)
     assert contribution.numel() == format_of(anchors.segments()[SHARED], round).numel
     assert contribution.numel() == (33 if round in (3, 6) else 11)
-    moments = anchors.commit(SHARED, contribution)
+    moments = step(anchors, SHARED, contribution)
     assert moments is None if round not in (3, 6) else torch.equal(moments, torch.full((22,), 5.0))
     assert torch.equal(anchors.weights(SHARED), torch.zeros(11))
 

@@ -22,7 +22,8 @@ from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import KeptRounds, RoundConfig
 from spes_p2p.errors import DataError, JoinError
 from spes_p2p.model.build import build_slot_model
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName

@@ -11,7 +11,8 @@ from torch import Tensor
 from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.fetch_plan import replicas
 

@@ -14,8 +14,9 @@ from spes_p2p.config import ModelConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.planner.size import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
+from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.simulator import Leaves
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import loss_gate as gate_module
 from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, PROBE_TOKENS, LossGate, public_text
@@ -72,7 +73,7 @@ def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
         assert loss_of(peer) < loss_of(undisturbed[0]) + MAX_WORSE
         accused = {(round, who) for round, who in peer.swarm.accused}
         assert accused == {(FROM_ROUND, liar.swarm.peer_id), (FROM_ROUND + 1, liar.swarm.peer_id)}
-        assert liar.swarm.peer_id in peer.sync.held.distrusted
+        assert liar.swarm.peer_id not in peer.sync.held.trusted(peer.sync.held.claims())
     held = {slot for peer in honest for slot in peer.slots}
     assert len(held) == len(honest), "each had room for one slot"
 

@@ -1,4 +1,4 @@
-"""Whoever joins or comes back takes over what the swarm has trained, however many do so at once."""
+"""A peer that joins or comes back takes over what the last certificate names, whatever the others offer."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from virtual import peer_id, tiny_run
+from virtual import certify, peer_id, tiny_run
 
 from spes_p2p.config import OuterConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Member as Entry
@@ -44,96 +46,125 @@ class Member:
         self.swarm.publish(round, {SHARED: torch.full((5,), value), "slot-0": torch.full((3,), value)})
         self.held.announce(state)
 
-    def catch_up(self, min_round: int = 0) -> tuple[int, float]:
-        self.held.catch_up(self.held.others(), min_round)
+    def catch_up(self) -> tuple[int, float]:
+        self.held.catch_up(self.held.others())
         return self.swarm.versions()[SHARED].round, self.swarm.load(SHARED)[0].item()
 
 
-@pytest.mark.parametrize("stale", [0, 5], ids=["newcomers", "returners"])
-def test_many_who_join_at_once_do_not_outvote_the_one_that_has_trained_on(stale):
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def entry(index: int, slots: tuple[int, ...], last: Body) -> Entry:
+    fields = {"tokens": 1, "tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
+    return Entry(peer_id=peer_id(index), round=last.round, previous=last.digest, slots=slots, **fields)
+
+
+@pytest.fixture
+def hub() -> MemoryHub:
+    return MemoryHub("run", matchmaking_seconds=1.0, num_slots=4)
+
+
+# ---------------------------------------------------------------------- what is certified
+
+
+@pytest.mark.parametrize("others", [0, 5, 13, 14, 20], ids=["newcomers", "behind", "astray", "ahead", "far ahead"])
+def test_a_peer_takes_the_certified_version_whatever_most_others_offer(hub, others):
     steady = Member(hub, 0, 13, "active")
-    joiners = [Member(hub, 10 + i, stale, "joining") for i in range(3)]
+    joiners = [Member(hub, 10 + i, others, "joining", value=-1.0) for i in range(3)]
+    certify(hub, 13, steady.swarm.versions().values(), voters=[peer_id(i) for i in (0, 10, 11, 12)])
     for joiner in joiners:
         assert joiner.catch_up() == (13, 13.0)
-        assert joiner.swarm.versions()["slot-0"].round == 13
+        assert joiner.swarm.versions()["slot-0"].round == 13 and joiner.swarm.load("slot-0")[0] == 13.0
+        assert joiner.held.model_round() == 13 and not joiner.held.starts()
     assert steady.catch_up() == (13, 13.0)
 
 
-def test_newcomers_catch_up_with_a_round_that_ended_while_they_joined():
-    """They are active by then, and more than those whose round it was."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    steady = Member(hub, 0, 14, "active")
-    steady.held.has_committed = True
-    steady.held.announce("active")
-    for newcomer in [Member(hub, 10 + i, 13, "active") for i in range(3)]:
-        assert newcomer.catch_up(min_round=14) == (14, 14.0)
+@pytest.mark.parametrize("answering", [2, 1, 0])
+def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_none_has_it(hub, answering):
+    """Its holders then start from what they have, and say so; before that, they only wait."""
+    peers = [Member(hub, i, 13, "active") for i in range(3)]
+    gone = Member(hub, 9, 13, "active", value=-1.0)
+    named = [peers[0].swarm.versions()[SHARED], gone.swarm.versions()["slot-0"]]
+    certify(hub, 13, named, voters=[peer_id(i) for i in range(3)])
+    mine = peers[0]
+    mine.anchors.set(VectorName("slot-0"), mine.swarm.load("slot-0"))
+    for silent in peers[1 + answering :]:
+        hub.bundles.pop(silent.swarm.peer_id)
+    assert mine.held.fetch_newest([VectorName("slot-0")]) == {}
+    version = mine.swarm.versions()["slot-0"]
+    assert mine.held.starts() == ({"slot-0": (13, version.digest)} if answering else {})
+    assert mine.held.usable() == (["slot-0"] if answering else [])
+    if answering:
+        peers[1].swarm.pull({"slot-0": [peer_id(9)]}, min_round=13, timeout=1.0)
+        assert set(mine.held.fetch_newest([VectorName("slot-0")])) == {"slot-0"} and not mine.held.lost
+        assert mine.held.starts() == {} and mine.held.usable() == ["slot-0"]
 
 
-def test_newcomers_do_not_outvote_one_that_comes_back_to_an_empty_swarm():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    returner = Member(hub, 0, 7, "joining")
-    newcomers = [Member(hub, 10 + i, 0, "joining") for i in range(3)]
-    assert returner.catch_up() == (7, 7.0)
+def test_claims_of_peers_that_no_certificate_knows_do_not_count(hub):
+    """Otherwise idle identities would be given the slots."""
+    peers = [Member(hub, index, 13, "active") for index in range(2)]
+    ghosts = [Member(hub, 10 + index, 13, "active") for index in range(5)]
+    held = peers[0].held
+    assert len(held.others()) == 1 + len(ghosts), "before the first certificate all claims count"
+    certify(hub, 13, peers[0].swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
+    assert held.others() == [peer_id(1)]
+
+
+def test_few_newcomers_are_waited_for_and_in_fewer_rounds_the_more_they_miss(hub):
+    """Otherwise each roster would wait for idle identities."""
+    peers = [Member(hub, index, 13, "active") for index in range(2)]
+    known, held = {peer_id(0), peer_id(1)}, peers[0].held
+    last = certify(hub, 13, peers[0].swarm.versions().values(), voters=sorted(known))
+    newcomers = [Member(hub, 10 + index, 13, "active") for index in range(5)]
+    assert held.expected(held.claims()) == known, "the newcomers follow another certificate, or none"
     for newcomer in newcomers:
-        assert newcomer.catch_up() == (7, 7.0)
+        me = newcomer.swarm.peer_id
+        newcomer.swarm.announce(Progress(peer_id=me, round=13, ends_at=0.0, certificate=last.digest))
+    expected = held.expected(held.claims())
+    assert known < expected and len(expected) == 2 + 2
+    for newcomer in newcomers[1:]:
+        newcomer.held.leave()
+    one = newcomers[0].swarm.peer_id
+    roster = Roster([entry(0, (), last), entry(1, (), last)], last)
+    waited = []
+    for _ in range(16):
+        expected = held.expected(held.claims())
+        waited.append(one in expected)
+        held.has_met(roster, expected)
+    assert [missed for missed, is_expected in enumerate(waited) if is_expected] == [0, 1, 2, 4, 8]
+    held.has_met(Roster([*roster, entry(10, (), last)], last), held.expected(held.claims()))
+    assert one in held.expected(held.claims()), "it has come"
 
 
-def test_an_active_peer_astray_takes_over_what_most_active_peers_have():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    astray = Member(hub, 0, 6, "active", value=-1.0)
-    for i in range(2):
-        Member(hub, 1 + i, 6, "active")
-    for i in range(3):
-        Member(hub, 10 + i, 6, "joining", value=-1.0)
-    assert astray.catch_up() == (6, 6.0)
+def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(hub):
+    """It averages nothing that starts from the old one."""
+    ahead = [Member(hub, index, 14, "active") for index in range(3)]
+    late = Member(hub, 3, 13, "active", max_slots=0)
+    certify(hub, 14, ahead[0].swarm.versions().values(), voters=[peer_id(index) for index in range(4)])
+    for peer in (*ahead, late):
+        round = peer.swarm.versions()[SHARED].round
+        peer.swarm.announce(Progress(peer_id=peer.swarm.peer_id, round=round, ends_at=0.0))
+    sync = Synchroniser(late.swarm, tiny_run(), held=late.held, anchors=late.anchors, layout=None)
+    sync.round = 13
+    late.anchors.set(SHARED, late.swarm.load(SHARED))
+    sync.synchronise(RoundWork({}, 0, 1.0, 0.0), starts_at=0.0)
+    assert sync.round == 14 and late.swarm.load(SHARED)[0].item() == 14.0
 
 
-def test_peers_that_all_come_back_agree_on_what_most_of_them_have():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    peers = [Member(hub, 1 + i, round, "joining") for i, round in enumerate((6, 7, 7))]
-    assert {peer.catch_up() for peer in peers} == {(7, 7.0)}
+# ---------------------------------------------------------------------- slots and moments
 
 
-def test_peers_that_all_come_back_take_a_round_that_most_did_not_live_to_publish():
-    """It was committed by a quorum, so it is nobody's own."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    peers = [Member(hub, 1 + i, round, "joining") for i, round in enumerate((6, 6, 6, 7))]
-    peers[3].swarm.publish(7, {"moments-shared": torch.full((10,), 7.0)})
-    for peer in peers[:3]:
-        peer.swarm.publish(6, {"moments-shared": torch.full((10,), 6.0)})
-    assert {peer.catch_up() for peer in peers} == {(7, 7.0)}
-    assert {peer.swarm.load("moments-shared")[0].item() for peer in peers} == {7.0}
-
-
-def test_peers_that_all_come_back_do_not_follow_one_that_trained_on_alone():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    peers = [Member(hub, 1 + i, round, "joining") for i, round in enumerate((6, 6, 20))]
-    assert {peer.catch_up() for peer in peers} == {(6, 6.0)}
-
-
-def test_one_round_ahead_counts_for_nothing_where_others_have_not_stopped():
-    """Whoever offers it has joined just now, and the others would have committed it themselves."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    peers = [Member(hub, 1 + i, 6, "active") for i in range(3)]
-    Member(hub, 9, 7, "joining")
-    assert {peer.catch_up() for peer in peers} == {(6, 6.0)}
-
-
-def test_a_newcomer_takes_over_the_moments_of_the_shared_parameters():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def test_a_newcomer_takes_over_the_moments_of_the_shared_parameters(hub):
     steady = Member(hub, 0, 13, "active")
     steady.swarm.publish(13, {"moments-shared": torch.arange(10.0), "moments-slot-0": torch.arange(6.0)})
+    certify(hub, 13, steady.swarm.versions().values())
     newcomer = Member(hub, 1, 0, "joining")
     vectors = newcomer.held.catch_up([peer_id(0)])
     assert torch.equal(vectors["moments-shared"], torch.arange(10.0))
     assert "moments-slot-0" not in vectors, "it does not hold the slot"
 
 
-def test_whoever_adopts_a_slot_takes_over_its_moments():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def test_a_peer_that_adopts_a_slot_takes_over_its_moments(hub):
     leaver, heir = Member(hub, 0, 13, "active"), Member(hub, 1, 13, "active")
     leaver.swarm.publish(13, {"moments-slot-0": torch.arange(6.0)})
+    certify(hub, 13, leaver.swarm.versions().values())
     masters = heir.held._hold([0])
     assert torch.equal(masters["slot-0"], torch.full((3,), 13.0))
     assert torch.equal(masters["moments-slot-0"], torch.arange(6.0))
@@ -182,7 +213,7 @@ def test_a_leaver_stays_for_a_version_that_it_publishes_while_it_leaves():
     assert leaver.held.hand_over(5.0) == [] and held == [13, 14]
 
 
-def test_whoever_has_left_is_not_active_again_by_what_it_was_still_doing():
+def test_a_peer_that_has_left_is_not_active_again_by_what_it_was_still_doing():
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     leaver, other = Member(hub, 0, 13, "active"), Member(hub, 1, 13, "active")
     leaver.held.leave()
@@ -197,68 +228,58 @@ def test_a_run_whose_moments_stay_at_home_asks_for_none():
     assert member.held.held_moments() == set()
 
 
-def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off():
-    """Whoever stood still for some rounds pulls what its holders have by then, before it has caught up itself."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    Member(hub, 0, 14, "active")
+def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off(hub):
+    """A peer that stood still for some rounds has what its holders made by then, before it has caught up itself."""
     stood_still = Member(hub, 1, 12, "active")
+    certify(hub, 12, stood_still.swarm.versions().values())
+    Member(hub, 0, 14, "active")
     stood_still.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0)
-    digests = {SHARED: "5" * 16, "slot-0": "5" * 16}
-    entry = Entry(
-        peer_id=peer_id(0),
-        round=11,
-        tokens=1,
-        slots=(0,),
-        anchors=digests,
-        tokens_per_second=1,
-        ready_at=0,
-        sync_seconds=0,
-    )
-    stood_still.held.fetch(Roster([entry]), 12, [SHARED], {})
+    last = hub.bodies[11]
+    stood_still.held.fetch(Roster([entry(0, (0,), last)], last), 12, [SHARED], {})
     assert stood_still.held.stale_rounds == 2
 
 
-def test_who_fell_behind_takes_no_more_slots_than_in_any_round():
+def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
     """Unless it has just come: a newcomer takes all."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
     steady, late = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
-    slots = {f"slot-{slot}": torch.full((3,), 5.0) for slot in range(1, 4)}
-    steady.swarm.publish(13, slots)
-    late.swarm.publish(9, slots)
+    steady.swarm.publish(13, {f"slot-{slot}": torch.full((3,), 5.0) for slot in range(1, 4)})
+    late.swarm.publish(9, {f"slot-{slot}": torch.full((3,), 4.0) for slot in range(1, 4)})
+    certify(hub, 13, steady.swarm.versions().values())
     late.held.refresh_slots = 2
     fetched = late.held.catch_up([peer_id(0)], routed={2: 7})
     assert set(fetched) == {SHARED, "slot-1", "slot-2"}, "the busiest, and of the oldest the first"
     assert set(late.held.catch_up([peer_id(0)])) == {"slot-0", "slot-3"}
 
 
-def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest():
-    """Whoever kept them once has them still."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest(hub):
+    """A peer that kept them once has them still."""
     members = [Member(hub, index, 13, "active") for index in range(4)]
     for index, round in enumerate([5, 5, 12, 7]):
         members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
+    certify(hub, 13, members[0].swarm.versions().values(), voters=[peer_id(index) for index in range(4)])
     members[3].anchors.set(VectorName("slot-0"), torch.zeros(3))
     members[3].catch_up()
     assert members[3].swarm.versions()["moments-slot-0"].round == 12
 
 
-def test_who_loses_a_partition_goes_back_to_the_winners_slots():
+def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
     """The losing side has had more rounds; what it made of the slot does not fit the model that goes on."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
     loser = Member(hub, 0, 12, "active")
-    for index in (1, 2, 3):
-        winner = Member(hub, index, 10, "active")
+    winners = [Member(hub, index, 10, "active") for index in (1, 2, 3)]
+    for winner in winners:
         winner.swarm.publish(8, {"slot-0": torch.full((3,), 8.0)})
+    certify(hub, 10, winners[0].swarm.versions().values(), voters=[peer_id(index) for index in (1, 2, 3)])
     loser.anchors.set(VectorName("slot-0"), loser.swarm.load("slot-0"))
     assert loser.catch_up() == (10, 10.0)
     assert loser.swarm.versions()["slot-0"].round == 8
     assert torch.equal(loser.anchors.weights("slot-0"), torch.full((3,), 8.0))
 
 
-def test_whoever_adopts_a_slot_takes_none_that_is_ahead_of_its_model():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def test_a_peer_that_adopts_a_slot_takes_its_certified_version_not_a_later_one(hub):
     for index, round in enumerate((9, 12)):
         Member(hub, index, 10, "active").swarm.publish(round, {"slot-0": torch.full((3,), float(round))})
+    certified = hub.bundles[peer_id(0)]
+    certify(hub, 10, [version for version, _ in certified.values()], voters=[peer_id(0), peer_id(1), peer_id(5)])
     heir = Member(hub, 5, 10, "active")
     heir.swarm.publish(11, {"slot-0": torch.full((3,), 11.0)})
     heir.held.slots = (1,)
@@ -267,18 +288,10 @@ def test_whoever_adopts_a_slot_takes_none_that_is_ahead_of_its_model():
     assert torch.equal(masters["slot-0"], torch.full((3,), 9.0))
 
 
-def test_a_slot_that_is_ahead_is_better_than_none():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    Member(hub, 0, 10, "active").swarm.publish(12, {"slot-1": torch.full((3,), 12.0)})
-    newcomer = Member(hub, 1, 0, "joining")
-    assert newcomer.catch_up() == (10, 10.0)
-    assert newcomer.swarm.versions()["slot-1"].round == 12
-
-
-def test_whoever_takes_few_slots_takes_those_first_that_are_far_from_the_model_either_way():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    for index in (0, 2):
-        Member(hub, index, 10, "active").swarm.publish(10, {f"slot-{slot}": torch.zeros(3) for slot in range(3)})
+def test_a_peer_that_takes_few_slots_takes_those_first_that_are_far_from_the_model_either_way(hub):
+    holder = Member(hub, 0, 10, "active")
+    holder.swarm.publish(10, {f"slot-{slot}": torch.zeros(3) for slot in range(3)})
+    certify(hub, 10, holder.swarm.versions().values())
     loser = Member(hub, 1, 10, "active")
     loser.swarm.publish(30, {"slot-2": torch.ones(3)})
     loser.swarm.publish(9, {"slot-1": torch.ones(3)})
@@ -287,62 +300,69 @@ def test_whoever_takes_few_slots_takes_those_first_that_are_far_from_the_model_e
 
 
 @pytest.fixture
-def refusing():
-    """A peer that has refused slot-0 of round 14, whose holder has given it up and goes on serving it."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def refusing(hub):
+    """A peer that has refused the certified version of slot-0."""
     heir, liar = Member(hub, 1, 13, "active"), Member(hub, 0, 13, "active")
-    heir.held.has_committed = liar.held.has_committed = True
     for swarm in (heir.swarm, liar.swarm):
         swarm.publish(14, {SHARED: torch.full((5,), 14.0)})
     liar.swarm.publish(14, {"slot-0": torch.full((3,), 666.0)})
+    certify(hub, 14, liar.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
     assert heir.swarm.pull({"slot-0": [peer_id(0)]}, min_round=14, timeout=1.0) == {}
     heir.swarm.refuse("slot-0", {})
     return heir
 
 
-def test_whoever_adopts_a_slot_does_not_take_the_version_that_it_has_refused(refusing):
+def test_a_peer_that_adopts_a_slot_does_not_take_the_version_that_it_has_refused(refusing):
     refusing.held.slots = (1,)
     refusing.anchors.set(VectorName("slot-1"), torch.zeros(3))
     assert torch.equal(refusing.held._hold([0])["slot-0"], torch.full((3,), 13.0))
     assert refusing.swarm.versions()["slot-0"].round == 13
+    assert refusing.held.starts() == {"slot-0": (13, refusing.swarm.versions()["slot-0"].digest)}, "and says so"
 
 
-def test_whoever_catches_up_does_not_take_the_version_that_it_has_refused(refusing):
+def test_a_peer_that_catches_up_does_not_take_the_version_that_it_has_refused(refusing):
     assert "slot-0" not in refusing.held.catch_up([peer_id(0)])
     assert refusing.swarm.versions()["slot-0"].round == 13
 
 
-def test_whoever_catches_up_asks_nobody_whom_the_last_roster_left_out(monkeypatch):
-    """It goes on serving, and says so: what it has made of its slots since is newer than what anybody else has."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def test_a_peer_that_catches_up_asks_none_that_the_last_roster_left_out(hub, monkeypatch):
+    """A banned peer goes on serving, and declares what it serves."""
     behind, honest, liar = (Member(hub, index, 13, "active") for index in range(3))
     honest.swarm.publish(14, {SHARED: torch.full((5,), 14.0)})
     liar.swarm.publish(14, {SHARED: torch.full((5,), 14.0), "slot-0": torch.full((3,), 666.0)})
+    certify(hub, 14, liar.swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
     monkeypatch.setattr(behind.swarm, "seeds", lambda: {"slot-0": [peer_id(2)]})
     behind.held.distrusted = frozenset({peer_id(2)})
-    assert behind.catch_up(min_round=14) == (14, 14.0)
+    assert behind.catch_up() == (14, 14.0)
     assert behind.swarm.versions()["slot-0"].round == 13
 
 
-def test_a_slots_version_is_signed_by_who_made_it():
+def test_a_slots_version_is_signed_by_its_maker(hub):
     """A liar that had a second key sign what it has made would be held to account for none of it."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
     mine, liar, second = (Member(hub, index, 12, "active") for index in range(3))
     slots = {"slot-0": torch.full((3,), 666.0), "moments-slot-0": torch.full((6,), 666.0)}
     second.swarm.publish(13, slots)
+    last = certify(hub, 12)
+    certify(hub, 13, [second.swarm.versions()["slot-0"]])
     liar.swarm.pull({name: [peer_id(2)] for name in slots}, min_round=13, timeout=1.0)
-    anchors = {SHARED: "5" * 16, "slot-0": "5" * 16}
-    fields = {"round": 12, "tokens": 1, "anchors": anchors, "tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
-    roster = Roster([Entry(peer_id=peer_id(1), slots=(0,), **fields), Entry(peer_id=peer_id(0), slots=(), **fields)])
+    roster = Roster([entry(1, (0,), last), entry(0, (), last)], last)
     assert mine.held.fetch(roster, 13, [SHARED], {}) == {}
     assert mine.swarm.versions()["slot-0"].round == 12 and "moments-slot-0" not in mine.swarm.versions()
-    liar.swarm.publish(13, {name: flat - 1 for name, flat in slots.items()})
+    liar.swarm.publish(13, slots)
     assert set(mine.held.fetch(roster, 13, [SHARED], {})) == {"slot-0"}
     assert "moments-slot-0" in mine.swarm.versions(), "which it keeps for the only holder"
 
 
-def test_slots_of_whoever_is_left_out_are_orphans_and_nobody_asks_it():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def test_only_slots_that_the_certificate_has_changed_are_fetched(hub):
+    """Their makers have returned to the version before."""
+    mine, maker = Member(hub, 0, 12, "active"), Member(hub, 1, 13, "active")
+    last = certify(hub, 12, mine.swarm.versions().values())
+    certify(hub, 13)
+    assert mine.held.fetch(Roster([entry(1, (0,), last)], last), 13, [SHARED], {}) == {}
+    assert mine.held.makers == {} and maker.swarm.versions()["slot-0"].round == 13
+
+
+def test_slots_of_a_peer_that_is_left_out_are_orphans_and_no_peer_asks_it(hub):
     peers = [Member(hub, index, 3, "active") for index in range(3)]
     for peer, slots in zip(peers, ((), (0, 2), (1, 3)), strict=True):
         peer.swarm.publish(3, {f"slot-{slot}": torch.full((3,), 3.0) for slot in range(4)})
@@ -355,43 +375,11 @@ def test_slots_of_whoever_is_left_out_are_orphans_and_nobody_asks_it():
     assert mine.held.slots == (1, 3)
 
 
-def test_whoever_has_committed_has_a_vote_and_newcomers_have_one_only_among_themselves():
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    peers = [Member(hub, index, 3, "active") for index in range(4)]
-    assert set(peers[0].held.voters()) == {peer_id(index) for index in range(4)}
-    for peer in peers[:2]:
-        peer.held.has_committed = True
-        peer.held.announce("active")
-    for peer in peers:
-        assert set(peer.held.voters()) == {peer_id(0), peer_id(1)}
-    peers[0].held.leave()
-    assert peers[2].held.voters() == [peer_id(1)]
-
-
-def test_newcomers_do_not_keep_a_peer_from_seeing_that_the_others_have_gone_on():
-    """Three of five have committed round 14; one of the other two sees three newcomers as well."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
-    ahead = [Member(hub, index, 14, "active") for index in range(3)]
-    left = [Member(hub, index, 13, "active", max_slots=0) for index in (3, 4)]
-    newcomers = [Member(hub, index, 13, "active") for index in (5, 6, 7)]
-    for peer in (*ahead, *left):
-        peer.held.has_committed = True
-        peer.held.announce("active")
-    for peer in (*ahead, *left, *newcomers):
-        round = peer.swarm.versions()[SHARED].round
-        peer.swarm.announce(Progress(peer_id=peer.swarm.peer_id, round=round, ends_at=0.0))
-    one = left[0]
-    sync = Synchroniser(one.swarm, tiny_run(), held=one.held, anchors=one.anchors, layout=None)
-    sync.round = 13
-    one.anchors.set(SHARED, one.swarm.load(SHARED))
-    sync.synchronise(RoundWork({}, 0, 1.0, 0.0), starts_at=0.0)
-    assert sync.round == 14 and one.swarm.load(SHARED)[0].item() == 14.0
-
-
-def test_nobody_goes_on_from_an_older_version_of_a_slot_than_the_others_have():
-    """Its holder has died; the one that took its place had not reached those who have what it made last."""
-    hub = MemoryHub("run", matchmaking_seconds=10.0)
+def test_no_peer_goes_on_from_another_version_of_a_slot_than_the_certified_one():
+    """Its holder has died; the peer that took its place had not got what it made last."""
+    hub = MemoryHub("run", matchmaking_seconds=10.0, num_slots=4)
     members = [Member(hub, index, 13, "active", max_slots=int(index == 0)) for index in range(3)]
+    certify(hub, 13, members[1].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
     heir = members[0]
     heir.swarm.publish(9, {"slot-0": torch.full((3,), 9.0)})
     heir.held.resume([0])

@@ -11,7 +11,8 @@ import torch
 from virtual import VOCAB, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import ModelConfig, RoundConfig, RunConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.build import build_initial
 from spes_p2p.training.round_work import StoredVectors

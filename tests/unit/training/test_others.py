@@ -1,4 +1,4 @@
-"""Where a newcomer, or one that has fallen behind, finds its place is not for one other peer to say."""
+"""Certificates say where a newcomer, or a peer that has fallen behind, finds its place; no other peer's word does."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from virtual import peer_id, tiny_run
+from virtual import certify, peer_id, tiny_run
 
 from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import RoundConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
+from tests.support.certificates import changed
 
 FAR = 10**5
 
@@ -49,36 +51,48 @@ class Peer:
         )
         self.sync.round = round
         self.swarm.publish(round, {SHARED: torch.full((5,), float(round))})
-        self.held.has_committed = ends_at is not None
         self.held.announce("active")
         if ends_at is not None:
             self.swarm.announce(Progress(peer_id=self.swarm.peer_id, round=round, ends_at=ends_at))
 
 
-def newcomer_beside_a_liar(round: int = 6, swarm: type[MemorySwarm] = MemorySwarm) -> tuple[Peer, float]:
-    """Return a newcomer among three whose round ends in ten seconds, and one that says to be far ahead."""
-    hub = MemoryHub("run", matchmaking_seconds=1.0)
+def newcomer_beside_liars(round: int = 6, swarm: type[MemorySwarm] = MemorySwarm) -> tuple[Peer, float]:
+    """Return a newcomer among three whose round ends in ten seconds, and some that say to be far ahead, or far on."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0, num_slots=4)
     ends_at = hub.clock.now() + 10.0
-    for index in range(3):
-        Peer(hub, index, ends_at=ends_at)
-    Peer(hub, 3, round=FAR, ends_at=1e10)
-    liar = Peer(hub, 4, ends_at=1e10)
-    assert liar.held.voters() == sorted(peer_id(index) for index in range(5))
+    honest = [Peer(hub, index, ends_at=ends_at) for index in range(3)]
+    for index in (3, 4, 5, 6):
+        Peer(hub, index, round=6 if index == 4 else FAR, ends_at=1e10)
+    certify(hub, 6, honest[0].swarm.versions().values(), voters=[peer_id(index) for index in range(5)])
     return Peer(hub, 9, round=round, swarm=swarm), ends_at
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_one_that_says_to_be_far_ahead_leads_nobody_there(is_late):
-    """Nor does one that says of this round that it lasts for ever."""
-    newcomer, ends_at = newcomer_beside_a_liar(5 if is_late else 6)
+def test_peers_that_say_to_be_far_ahead_lead_no_other_there(is_late):
+    """Nor does a voter that says of this round that it lasts for ever."""
+    newcomer, ends_at = newcomer_beside_liars(5 if is_late else 6)
     vectors, found = newcomer.sync._rejoin()
     assert (newcomer.sync.round, found) == (6, ends_at)
     assert bool(vectors) == is_late
-    assert newcomer.sync._others.are_ahead(5) and not newcomer.sync._others.are_ahead(6)
+
+
+def test_a_round_ends_when_its_certificate_says_not_when_the_others_do():
+    newcomer, ends_at = newcomer_beside_liars()
+    hub = newcomer.swarm._hub
+    hub.bodies[-1] = changed(hub.bodies[-1], ends_at=ends_at - 5.0)
+    assert newcomer.sync._rejoin() == ({}, ends_at - 5.0)
+
+
+def test_peers_without_a_vote_do_not_say_when_a_round_ends():
+    """However many of them there are."""
+    newcomer, ends_at = newcomer_beside_liars()
+    for index in range(20, 30):
+        Peer(newcomer.swarm._hub, index, ends_at=ends_at + 7.0)
+    assert newcomer.sync._others.round_end(6) == ends_at
 
 
 @pytest.mark.parametrize("is_expected", [True, False])
-def test_who_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expected):
+def test_a_peer_that_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expected):
     """The others wait for it; they do not for one whose claim came after the end."""
     hub = MemoryHub("run", matchmaking_seconds=1.0)
     ends_at = hub.clock.now() + 10.0
@@ -95,9 +109,9 @@ def test_who_is_expected_makes_a_step_for_a_round_that_has_just_ended(is_expecte
         assert newcomer.sync._rejoin()[1] is None, "they have gone on without it by now"
 
 
-def test_one_that_has_gone_further_than_all_others_is_not_followed_alone():
-    late, _ = newcomer_beside_a_liar(5)
-    late.held.catch_up(late.held.others(), min_round=7)
+def test_versions_of_a_later_round_than_the_certified_one_are_not_taken():
+    late, _ = newcomer_beside_liars(5)
+    late.held.catch_up(late.held.others())
     assert late.swarm.versions()[SHARED].round == 6
 
 
@@ -105,10 +119,10 @@ class Unreachable(MemorySwarm):
     """A swarm whose other peers have vanished after they have told what they have."""
 
     def pull(self, wanted: Mapping[str, object], **_: object) -> dict[str, str]:  # type: ignore[override]
-        return dict.fromkeys(wanted, "nobody answers")
+        return dict.fromkeys(wanted, "no peer answers")
 
 
-def test_who_cannot_fetch_the_others_state_goes_on_with_its_own():
+def test_a_peer_that_cannot_fetch_the_others_state_goes_on_with_its_own():
     """They may be gone for good, and it may be the last that has the model."""
-    late, _ = newcomer_beside_a_liar(5, Unreachable)
+    late, _ = newcomer_beside_liars(5, Unreachable)
     assert late.sync._catch_up() == {} and late.sync.round == 5

@@ -21,7 +21,8 @@ from spes_p2p.config import MachineConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.monitor.view import sync_share, wall_seconds
 from spes_p2p.peer.life import _hand_over
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Metrics

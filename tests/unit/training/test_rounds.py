@@ -2,20 +2,23 @@
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
 from lanes import sample
-from virtual import VirtualPeer, peer_id, run_virtual, tiny_run
+from virtual import VirtualPeer, certify, peer_id, run_virtual, tiny_run
 
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.fetch_plan import FetchPlan
 from spes_p2p.training.round_work import RoundWork, StoredVectors
+from spes_p2p.training.synchroniser import ATTEMPTS
 from spes_p2p.training.trainer import Trainer
 
 
@@ -115,26 +118,43 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
             assert torch.equal(peer.anchors.weights(name), initial[name] - (initial[name] - replayed[name]))
 
 
-def test_who_was_left_out_and_then_meets_nobody_knows_when_its_next_round_ends():
-    rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
-    peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
-    entry = peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), peer.swarm.now(), [peer.swarm.peer_id]).member
+BY_THE_CLOCK = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
+IDLE = RoundWork({}, 0, 100.0, 0.0)
+
+
+def test_a_peer_that_was_left_out_and_then_meets_no_other_knows_when_its_next_round_ends():
+    peer = run_virtual(tiny_run(round=BY_THE_CLOCK), num_peers=2, max_slots=2)[0]
+    entry = peer.sync._contribution(IDLE, peer.swarm.now()).member
     peer.sync.held.distrusted = frozenset({entry.peer_id})
-    seconds = peer.sync._next_end(RoundResult(Roster([entry])), expected=2) - peer.swarm.now()
-    assert rounds.min_seconds <= seconds <= rounds.max_seconds + rounds.exchange_seconds
+    for roster in (Roster([entry], peer.swarm.last()), Roster()):
+        seconds = peer.sync._next_end(RoundResult(roster)) - peer.swarm.now()
+        assert BY_THE_CLOCK.min_seconds - 1e-6 <= seconds <= BY_THE_CLOCK.max_seconds + BY_THE_CLOCK.exchange_seconds
 
 
-def test_who_has_caught_up_trains_until_the_round_of_the_others_ends(monkeypatch):
+def test_clocks_of_members_without_a_vote_do_not_prolong_a_round():
+    """Otherwise a few new identities would decide when it begins."""
+    peer = run_virtual(tiny_run(round=BY_THE_CLOCK), num_peers=2, max_slots=2)[0]
+    entry = peer.sync._contribution(IDLE, peer.swarm.now()).member
+    late = [
+        entry.model_copy(update={"peer_id": peer_id(20 + index), "ready_at": peer.swarm.now() + 900.0, **SILENT})
+        for index in range(3)
+    ]
+    mine = peer.sync._next_end(RoundResult(Roster([entry], peer.swarm.last())))
+    assert peer.sync._next_end(RoundResult(Roster([entry, *late], peer.swarm.last()))) == mine
+
+
+SILENT = {"tokens_per_second": 0.0}
+
+
+def test_a_peer_that_has_caught_up_trains_until_the_round_of_the_others_ends(monkeypatch):
     """The roster that it missed knows of a round that is over by then."""
-    rounds = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
-    peer = run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0]
+    peer = run_virtual(tiny_run(round=BY_THE_CLOCK), num_peers=2, max_slots=2)[0]
     ends_at = peer.swarm.now() + 1.5
-    missed = RoundResult(
-        Roster([peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), 0.0, []).member]), is_behind=True
-    )
-    monkeypatch.setattr(peer.sync, "_average", lambda *_: missed)
+    certify(peer.swarm._hub, 2, peer.swarm.versions().values())
+    monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
     monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: ({}, ends_at))
-    assert peer.sync.synchronise(RoundWork({}, 0, 100.0, 0.0), starts_at=0.0).ends_at == ends_at
+    update = peer.sync.synchronise(IDLE, starts_at=0.0)
+    assert update.ends_at == ends_at and peer.sync.round == 2
 
 
 @pytest.mark.parametrize("overlap", [0, 1])
@@ -150,10 +170,9 @@ def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_th
     late, committed = peers[2], list[int]()
     commit = late.sync._commit
 
-    def noted(result: RoundResult, work: RoundWork) -> StoredVectors:
-        vectors = commit(result, work)
-        if SHARED in result.committed:
-            committed.append(late.sync.round)
+    def noted(*args: Any) -> StoredVectors:
+        vectors = commit(*args)
+        committed.append(late.sync.round)
         return vectors
 
     def wait_and_live() -> None:
@@ -175,9 +194,11 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     """A round that is dropped under load used to take a line for each slot, and the fetch after it as many."""
     peer = run_virtual(tiny_run(), num_peers=2, max_slots=3)[0]
     slots = [VectorName.of_slot(slot) for slot in range(3)]
-    entry = peer.sync._contribution(RoundWork({}, 0, 100.0, 0.0), 0.0, []).member
     dropped = dict.fromkeys([SHARED, *slots[:2]], "lost a peer") | {slots[2]: "NaN"}
-    peer.sync._commit(RoundResult(Roster([entry]), dropped=dropped), RoundWork({}, 64, 100.0, 1.0))
+    monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: RoundResult(dropped=dropped))
+    monkeypatch.setattr(peer.swarm, "decide", lambda *_: None)
+    monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
+    peer.sync.synchronise(RoundWork({}, 64, 100.0, 1.0), starts_at=0.0)
     round = peer.sync.round + 1
     monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
     peer.sync.held._pull(FetchPlan({slot: ["peer"] for slot in slots}, {}, {}), 1)
@@ -186,6 +207,20 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
         f"round {round}: dropped slot-2: NaN",
         "keeping the old version of slot-0, slot-1, slot-2: no peer has it",
     ]
+
+
+def test_an_attempt_without_a_certificate_is_followed_by_another_and_a_round_is_given_up_after_a_few(monkeypatch):
+    peer = run_virtual(tiny_run(), num_peers=2, max_slots=3)[0]
+    before, attempts = peer.swarm.versions(), list[RoundResult]()
+    monkeypatch.setattr(peer.swarm, "decide", lambda result, *_: attempts.append(result))
+    work = RoundWork({SHARED: peer.anchors.weights(SHARED) + 1}, 64, 100.0, 1.0)
+    monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer.swarm.peer_id})
+    monkeypatch.setattr(peer.sync, "_await_steps", lambda **_: None)
+    monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
+    update = peer.sync.synchronise(work, starts_at=0.0)
+    assert len(attempts) == ATTEMPTS and all(SHARED in result.means for result in attempts)
+    assert peer.sync.round == 3 and peer.swarm.versions() == before and not peer.swarm.residuals()
+    assert all(torch.equal(update.vectors[name], peer.anchors.weights(name)) for name in peer.anchors.names)
 
 
 @pytest.mark.parametrize(("spoiled", "overlap"), sample([(1, 0), (1, 1), (3, 0), (3, 1)], [(1, 0), (3, 1)]))

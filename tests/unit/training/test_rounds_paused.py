@@ -9,7 +9,8 @@ import torch
 from virtual import VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import RoundConfig, RunConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.controls import Intent
 

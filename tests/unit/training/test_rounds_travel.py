@@ -13,7 +13,8 @@ from virtual import VirtualPeer, peer_id, tiny_run
 from spes_p2p.codecs.format import format_of
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecConfig, MergeConfig, OuterConfig, OuterStep, RoundConfig, RunConfig
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.fetch_plan import staleness_bound

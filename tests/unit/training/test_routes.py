@@ -7,21 +7,29 @@ from collections import Counter
 import pytest
 from virtual import peer_id
 
-from spes_p2p.swarm.roster import SHARED, Member, Roster
+from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.training.fetch_plan import moment_sources, preferred, relays, replicas
+from tests.support.certificates import last_body
 
 PEERS = [peer_id(i) for i in range(5)]
+LAST = last_body(PEERS)
 
 
 def member(index: int, uplink: float | None, slots: tuple[int, ...], **changes) -> Member:
-    anchors = {SHARED: "0" * 16} | {f"slot-{slot}": "1" * 16 for slot in slots}
-    settings = {"round": 3, "tokens": 10, "tokens_per_second": 1.0, "ready_at": 0.0, "sync_seconds": 0.0}
-    entry = {**settings, "peer_id": PEERS[index], "slots": slots, "anchors": anchors, "uplink_mbit": uplink, **changes}
+    settings = {
+        "round": LAST.round,
+        "previous": LAST.digest,
+        "tokens": 10,
+        "tokens_per_second": 1.0,
+        "ready_at": 0.0,
+        "sync_seconds": 0.0,
+    }
+    entry = {**settings, "peer_id": PEERS[index], "slots": slots, "uplink_mbit": uplink, **changes}
     return Member(**entry)
 
 
 def chains(*roster: Member) -> dict[str, tuple[str, ...]]:
-    met = Roster(roster)
+    met = Roster(roster, LAST)
     return relays(met, replicas(met.groups, 2, met.uplinks))
 
 
@@ -47,7 +55,7 @@ def test_where_nobody_says_what_it_may_send_nothing_is_passed_on() -> None:
 def test_only_those_who_fetch_a_slot_for_certain_are_counted_on() -> None:
     slow = member(0, 1.0, (0,))
     others = [member(1, 100.0, (1,)), member(2, 100.0, (2,)), member(3, 100.0, (3,), refreshes=True)]
-    behind = member(4, 100.0, (), round=2, anchors={SHARED: "7" * 16})
+    behind = member(4, 100.0, (), previous="7" * 64)
     assert chains(slow, *others, behind) == {"slot-0": sorted_peers(1, 2)}
     assert chains(slow, others[0], others[2]) == {}, "one alone has nobody to pass it on to"
 

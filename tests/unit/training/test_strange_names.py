@@ -1,4 +1,4 @@
-"""Whoever names versions that the run does not have costs nobody anything."""
+"""Names of versions that the run does not have cost the other peers nothing."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from virtual import VirtualPeer, peer_id, tiny_run
+from virtual import VirtualPeer, certify, peer_id, tiny_run
 
-from spes_p2p.sim.swarm import MemoryHub, MemorySwarm
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version, vector_names
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -39,13 +41,12 @@ class Holder:
 
 @pytest.fixture
 def hub() -> MemoryHub:
-    return MemoryHub("run", matchmaking_seconds=1.0)
+    return MemoryHub("run", matchmaking_seconds=1.0, num_slots=4)
 
 
-def entry(peer: str, slots: tuple[int, ...], round: int) -> Member:
-    anchors = {name: "5" * 16 for name in (SHARED, *map(VectorName.of_slot, slots))}
-    fields = {"tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
-    return Member(peer_id=peer, round=round, tokens=1, slots=slots, anchors=anchors, **fields)
+def entry(peer: str, slots: tuple[int, ...], last: Body) -> Member:
+    fields = {"tokens": 1, "tokens_per_second": 1, "ready_at": 0, "sync_seconds": 0}
+    return Member(peer_id=peer, round=last.round, previous=last.digest, slots=slots, **fields)
 
 
 def publish_strange(swarm: MemorySwarm, round: int) -> set[str]:
@@ -59,25 +60,26 @@ def test_a_runs_names_are_those_of_its_slots():
     assert Anchors(tiny_run(), {SHARED: 5, "slot": 3}).vectors().names == vector_names(4)
 
 
-def test_a_slot_that_the_model_lacks_is_not_fetched_whoever_brings_it(hub):
+def test_a_slot_that_the_model_lacks_is_not_fetched_when_a_member_brings_it(hub):
     mine, liar = Holder(hub, 0, 12), Holder(hub, 1, 13)
     publish_strange(liar.swarm, 13)
-    vectors = mine.held.fetch(Roster([entry(liar.swarm.peer_id, (0, 4, STRANGE), 12)]), 13, [SHARED], {})
+    last = certify(hub, 12, mine.swarm.versions().values())
+    certify(hub, 13, [version for version in liar.swarm.versions().values() if version.name == "slot-0"])
+    vectors = mine.held.fetch(Roster([entry(liar.swarm.peer_id, (0, 4, STRANGE), last)], last), 13, [SHARED], {})
     assert set(vectors) == {"slot-0"} == set(mine.held.makers)
     assert mine.swarm.versions().keys() == {SHARED, "slot-0"} and mine.held.stale_rounds == 0
 
 
-def test_whoever_catches_up_leaves_out_what_the_model_lacks(hub):
+def test_a_peer_that_catches_up_leaves_out_what_the_model_lacks(hub):
     liar, mine = Holder(hub, 1, 13), Holder(hub, 0, 12)
+    certify(hub, 13, liar.swarm.versions().values())
     publish_strange(liar.swarm, 13)
-    liar.held.has_committed = True
-    liar.held.announce("active")
     assert set(mine.held.catch_up(mine.held.others())) == {SHARED, "slot-0"}
     assert mine.swarm.versions().keys() == {SHARED, "slot-0"}
 
 
 class Seeded(MemorySwarm):
-    """Hears of seeds, as in a swarm over the network, and notes whom it asks what they have."""
+    """Hears of seeds, as in a swarm over the network, and notes which peers it asks."""
 
     def __init__(self, hub: MemoryHub, peer: str) -> None:
         super().__init__(hub, peer)
@@ -91,7 +93,7 @@ class Seeded(MemorySwarm):
         return super().inventory(peers)
 
 
-def test_whoever_serves_nothing_of_the_run_is_not_asked(hub):
+def test_a_peer_that_serves_nothing_of_the_run_is_not_asked(hub):
     mine = Holder(hub, 0, 12, Seeded)
     mine.held.catch_up([])
     assert mine.swarm.asked == [peer_id(9)]
@@ -104,13 +106,11 @@ class Liar(MemorySwarm):
         member, name = contribution.member, VectorName.of_slot(STRANGE)
         told = {
             "slots": (*member.slots, STRANGE),
-            "slot_rounds": (*member.slot_rounds, member.round),
-            "anchors": {**member.anchors, name: "5" * 16},
         }
         slot = contribution.deltas[VectorName.of_slot(member.slots[0])]
         lie = Contribution(member.model_copy(update=told), {**contribution.deltas, name: slot})
         result = super().average(lie, **when)
-        return replace(result, committed={n: mean for n, mean in result.committed.items() if n != name})
+        return replace(result, means={n: mean for n, mean in result.means.items() if n != name})
 
     def publish(self, round: int, bundles: Mapping[str, Tensor], deltas: Mapping[str, bytes] | None = None):
         strange = {VectorName.of_slot(STRANGE): flat for name, flat in bundles.items() if name.startswith("slot-")}

@@ -1,0 +1,251 @@
+"""Rounds are decided over real streams, without averaging, whatever a stranger sends meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import struct
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from peer_server import RUN_ID, start_of
+
+from spes_p2p.codecs.vectors import digest
+from spes_p2p.swarm.certificate import Certificate, MemberEntry
+from spes_p2p.swarm.consensus import (
+    CERTIFICATES,
+    MAX_MESSAGE_BYTES,
+    MAX_QUIET_BYTES,
+    MAX_RECEIVING_EACH,
+    Consensus,
+    Envelope,
+)
+from spes_p2p.swarm.decision import Certificates, Point, Question
+from spes_p2p.swarm.exchange.protocol import TEXT, Channel, DisconnectedError
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.votes import Rules
+
+pytestmark = pytest.mark.timeout(240)
+
+NAMES = "abc"
+RULES = Rules(min_peers=3, round_seconds=60.0, attempt_seconds=3.0, confirmation_seconds=1.0, shrink_seconds=600.0)
+SECONDS = 30.0
+
+
+class Peer:
+    """A voter of the run."""
+
+    def __init__(self, folder, name, addresses=()):
+        self._folder = folder
+        self.path = folder / name / "consensus" / CERTIFICATES
+        self._name = name
+        self.start(addresses, is_new=True)
+
+    def start(self, addresses, *, is_new=False):
+        voters = tuple(Identity(self._folder / name / "key").peer_id for name in NAMES)
+        self.node = Node(Identity(self._folder / self._name / "key"), RUN_ID, initial_peers=addresses)
+        self.peer_id = self.node.peer_id
+        self.consensus = Consensus(
+            self.node,
+            self.path.parent,
+            start_of(voters),
+            RULES,
+            peers=lambda: voters,
+            is_gone=lambda peer: False,
+            is_new=is_new,
+        )
+
+    def close(self):
+        self.consensus.close()
+        self.node.close()
+
+    def rounds(self):
+        """Return the rounds of the certificates on disk."""
+        return [json.loads(line)["certificate"]["body"]["round"] for line in self.path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("three")
+    peers = [Peer(folder, NAMES[0])]
+    peers += [Peer(folder, name, peers[0].node.addresses()) for name in NAMES[1:]]
+    yield peers
+    for peer in peers:
+        peer.close()
+
+
+@pytest.fixture(scope="module")
+def stranger(three, tmp_path_factory):
+    node = Node(Identity(tmp_path_factory.mktemp("stranger") / "key"), RUN_ID, initial_peers=three[0].node.addresses())
+    yield node
+    node.close()
+
+
+def decide(peers):
+    """Let peers that have averaged the same decide a round; return its body, which is the same on all of them."""
+    last = peers[0].consensus.last()
+    members = [MemberEntry(peer_id=peer, tokens=1, slots=(0,)) for peer in sorted(each.peer_id for each in peers)]
+    shared, slot = digest(f"shared {last.round + 1}".encode()), digest(f"slot {last.round + 1}".encode())
+
+    def confirm(peer):
+        consensus, deadline = peer.consensus, time.monotonic() + 2 * SECONDS
+        while time.monotonic() < deadline:
+            body = consensus.decide(last, consensus.attempt, members, time.time() + 1.0, shared, {0: slot})
+            if body is not None:
+                return body
+        raise AssertionError(f"round {last.round + 1} was not decided")
+
+    with ThreadPoolExecutor(len(peers)) as pool:
+        bodies = list(pool.map(confirm, peers))
+    assert {body.digest for body in bodies} == {bodies[0].digest}
+    assert (bodies[0].shared, bodies[0].slots[0].digest) == (shared, slot)
+    return bodies[0]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        threading.Event().wait(0.02)
+
+
+@contextlib.asynccontextmanager
+async def calling(node, peer):
+    channel = await Channel.open(node, peer.peer_id, peer.consensus._service, SECONDS)
+    with contextlib.closing(channel):
+        yield channel
+
+
+def send(node, peer, data):
+    """Send bytes as one message; return once the peer has hung up."""
+
+    async def deliver():
+        async with calling(node, peer) as channel:
+            with contextlib.suppress(DisconnectedError):
+                await channel.send(TEXT, data)
+                await channel.wait_for_hang_up()
+
+    node.run(deliver(), 2 * SECONDS)
+
+
+@pytest.fixture
+def taken(three, monkeypatch):
+    """Senders of the messages that the first peer's decider gets to see."""
+    senders, take = [], three[0].consensus._take
+
+    def noted(peer, keys, message):
+        senders.append(peer)
+        take(peer, keys, message)
+
+    monkeypatch.setattr(three[0].consensus, "_take", noted)
+    return senders
+
+
+def question(peer):
+    last = peer.consensus.last()
+    return Question(points=(Point(round=last.round, digest=last.digest),))
+
+
+def test_a_round_is_certified_once_most_voters_confirm_the_same(three):
+    bodies = [decide(three) for _ in range(2)]
+    assert bodies[1].round == bodies[0].round + 1 and bodies[1].previous == bodies[0].digest
+    for peer in three:
+        assert peer.rounds() == list(range(1, bodies[1].round + 1)), "one line each, in order"
+        assert peer.consensus.last().digest == bodies[1].digest
+
+
+def test_a_peer_that_starts_again_has_its_chain_and_asks_for_what_it_has_missed(three):
+    known = decide(three)
+    away = three[2]
+    away.close()
+    missed = [decide(three[:2]) for _ in range(2)]
+    assert away.rounds()[-1] == known.round
+    away.start(three[0].node.addresses())
+    assert away.consensus.body_at(known.round).digest == known.digest
+    away.consensus.catch_up(SECONDS)
+    assert away.consensus.last().digest == missed[-1].digest
+    assert away.rounds() == list(range(1, missed[-1].round + 1))
+    assert decide(three).previous == missed[-1].digest, "its vote counts again"
+
+
+def no_message(peer):
+    return Envelope().encode()
+
+
+def two_messages(peer):
+    message = question(peer)
+    return Envelope(question=message, certificates=Certificates(certificates=())).encode()
+
+
+def half_a_message(peer):
+    return Envelope(question=question(peer)).encode()[:-1]
+
+
+def no_json(peer):
+    return b"\xff" * 100
+
+
+def too_long(peer):
+    return Envelope(question=question(peer)).encode().ljust(MAX_QUIET_BYTES + 1)
+
+
+@pytest.mark.parametrize("make", [no_message, two_messages, half_a_message, no_json, too_long])
+def test_a_message_that_is_not_one_is_dropped(three, stranger, taken, caplog, make):
+    decide(three)  # from then on they tell strangers from others
+    with caplog.at_level(logging.INFO, "spes_p2p"):
+        send(stranger, three[0], make(three[0]))
+        wait_until(lambda: "dropped a message of " + stranger.peer_id[-6:] in caplog.text)
+    assert stranger.peer_id not in taken
+    decide(three)
+
+
+def test_nor_is_one_of_a_voter_that_is_too_long(three, taken, caplog):
+    decide(three)
+    message = Envelope(question=question(three[0])).encode()
+    with caplog.at_level(logging.INFO, "spes_p2p"):
+        send(three[1].node, three[0], message.ljust(MAX_MESSAGE_BYTES + 1))
+        wait_until(lambda: "dropped a message of " + three[1].peer_id[-6:] in caplog.text)
+    decide(three)
+
+
+def test_a_certificate_with_forged_signatures_is_not_followed(three, stranger, taken):
+    last = decide(three)
+    forged = last.model_copy(update={"round": last.round + 1, "previous": last.digest, "voters": (stranger.peer_id,)})
+    signatures = {voter: stranger.identity.sign(forged.encode()).decode() for voter in last.voters}
+    certificate = Certificate(body=forged, attempt=0, signatures=signatures)
+    message = Certificates(certificates=(certificate,))
+    send(stranger, three[0], Envelope(keys=(stranger.identity.public_key.decode(),), certificates=message).encode())
+    wait_until(lambda: stranger.peer_id in taken)
+    assert decide(three).previous == last.digest
+
+
+def test_of_one_peer_only_a_few_messages_are_read_at_the_same_time(three, stranger, taken):
+    """They would fill the memory, or keep the others' messages out."""
+    consensus, message = three[0].consensus, Envelope(question=question(three[0])).encode()
+
+    async def stall():
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(MAX_RECEIVING_EACH):
+                channel = await stack.enter_async_context(calling(stranger, three[0]))
+                channel._writer.write(struct.pack("!cI", TEXT, len(message)))  # and nothing more
+                await channel._writer.drain()
+            while consensus._receiving[stranger.peer_id] < MAX_RECEIVING_EACH:
+                await asyncio.sleep(0.02)
+            async with calling(stranger, three[0]) as channel:
+                with contextlib.suppress(DisconnectedError):
+                    await channel.send(TEXT, message)
+                    await channel.wait_for_hang_up()
+            decided = await asyncio.to_thread(decide, three)
+            return decided, list(taken)
+
+    decided, heard = stranger.run(stall(), 3 * SECONDS)
+    assert stranger.peer_id not in heard and set(heard) >= {three[1].peer_id}, "only the others were heard"
+    assert decided.digest == consensus.last().digest
+    wait_until(lambda: not consensus._receiving[stranger.peer_id])
+    send(stranger, three[0], message)
+    wait_until(lambda: stranger.peer_id in taken)
