@@ -419,7 +419,7 @@ class Consensus:
             new = signers(part) - self._told[peer]
             self._told[peer] |= new
             keys = tuple(key for owner in sorted(new) if (key := self._keys.public_key(owner)))
-            self._node.notify(partial(self._send, peer, _encode(part, keys)))
+            self._node.notify(partial(self._send, peer, encoded(part, keys)))
 
     def _send(self, peer: str, data: bytes) -> None:
         """Send bytes in the swarm's thread; nothing waits for them."""
@@ -495,7 +495,8 @@ def _parts(message: Message) -> Iterable[Message]:
     return [Certificates(certificates=tuple(part))]
 
 
-def _encode(message: Message, keys: tuple[str, ...]) -> bytes:
+def encoded(message: Message, keys: tuple[str, ...] = ()) -> bytes:
+    """Return a message as it travels, with the public keys that its receiver may need."""
     return Envelope(keys=keys).model_copy(update={FIELDS[type(message)]: message}).encode()
 
 

@@ -131,15 +131,16 @@ class HeldSlots:
         following = {
             peer
             for peer, record in self._swarm.read(Progress).items()
-            if not last.round or record.certificate == last.digest  # type: ignore[attr-defined]
+            if record.round >= last.round - 1  # type: ignore[attr-defined]
         }
         due = [peer for peer in (active - counted) & following if not self._missed[peer] & (self._missed[peer] - 1)]
         new = strangers(last, due)[: max_strangers(len(last.voters))]  # guard: waits-for-ghosts
         return counted | set(new)
 
     def has_met(self, roster: Roster, expected: Collection[str]) -> None:
-        """Count, for each newcomer, the rosters in a row that it has missed."""
+        """Note which peers a roster leaves out, and count the rosters in a row that each newcomer has missed."""
         met = {member.peer_id for member in roster}
+        self.distrusted = roster.distrusted | (self.distrusted - met)  # one that does not come is not trusted again
         for peer in [peer for peer in self._missed if peer in met]:
             del self._missed[peer]
         self._missed.update(peer for peer in {*self._missed, *expected} - met)
@@ -302,7 +303,8 @@ class HeldSlots:
             mine = self._swarm.versions().get(name)
             if mine is None or (certified and mine.digest != best[1]) or mine.round < best[0]:
                 wanted[name] = preferred(me, name, [peer for peer in having if offers[peer][name].digest == best[1]])
-                digests[name] = best[1]
+                if name.is_weights:
+                    digests[name] = best[1]
         self.lost = frozenset(lost)
         return FetchPlan(wanted, {}, {}), digests
 

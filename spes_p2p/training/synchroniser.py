@@ -32,6 +32,8 @@ REJOIN_SECONDS = 120.0
 SETTLE_SECONDS = 3.0
 """Time between announcing and acting if all peers start together: longer than a record takes to reach everyone."""
 POLL_SECONDS = 0.5
+ENTERING_TRIES = 8
+"""Times that a newcomer asks for the swarm's state: in short rounds the others may have gone on before it has come."""
 ATTEMPTS = 3
 """Attempts at a round after which its work is given up, and the round trained anew."""
 PUNCTUAL = 0.5
@@ -189,7 +191,7 @@ class Synchroniser:
         model = (SHARED, *map(VectorName.of_slot, range(self._run.model.num_experts)))
         if initial and not self.is_late:
             publish_initial(self.swarm, model, initial)
-        self.held.catch_up(self.held.others())
+        self._take_over()
         publish_initial(self.swarm, model, initial)
         self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.load(SHARED))
@@ -199,6 +201,21 @@ class Synchroniser:
         versions = self.swarm.versions()
         names = [name for name in (*model, *sorted(self.held.held_moments())) if name in versions]
         return StateUpdate(self.held.slots, StoredVectors(names, self.held.load))
+
+    def _take_over(self) -> None:
+        """Fetch what the last certificate names; where the others have gone on meanwhile, what the next one names.
+
+        Raises:
+            JoinError: the swarm's state could not be fetched.
+        """
+        for left in reversed(range(ENTERING_TRIES)):
+            try:
+                self.held.catch_up(self.held.others())
+                return
+            except JoinError:
+                if not left or self.swarm.wait(POLL_SECONDS):
+                    raise
+                self.swarm.catch_up()
 
     def meet(self, work: RoundWork) -> StateUpdate:
         """Agree on the end of the first round: the others' current round, or by a roster without deltas.
@@ -264,7 +281,6 @@ class Synchroniser:
         result, staged, body = self._decide(work, began, len(expected), starts_at)
         averaged = self.held.clock()
         if len(result.roster) > 1:
-            self.held.distrusted = result.roster.distrusted
             self.held.has_met(result.roster, expected)
         vectors = StoredVectors()
         own: list[VectorName] = []

@@ -143,7 +143,8 @@ class Teller:
         story.codes[story.victim] = story.peers[story.victim].end(60).code
         for name in story.survivors:
             story.peers[name].wait_for(r"round \d+: 2 peers", after=lines[name])
-        while not self.covered():
+        last = reports(story.peers[story.victim])[-1].round
+        while not self.covered() or any(reports(story.peers[n])[-1].round <= last + 1 for n in story.survivors):
             first = story.peers[story.survivors[0]]
             first.wait_for(REPORT, 4 * LEASE_SECONDS, after=len(first.lines))
 

@@ -73,7 +73,7 @@ def test_the_only_holder_of_a_slot_cannot_spoil_it_for_the_others(undisturbed):
         assert loss_of(peer) < loss_of(undisturbed[0]) + MAX_WORSE
         accused = {(round, who) for round, who in peer.swarm.accused}
         assert accused == {(FROM_ROUND, liar.swarm.peer_id), (FROM_ROUND + 1, liar.swarm.peer_id)}
-        assert liar.swarm.peer_id not in peer.sync.held.trusted(peer.sync.held.claims())
+        assert liar.swarm.peer_id in peer.sync.held.distrusted
     held = {slot for peer in honest for slot in peer.slots}
     assert len(held) == len(honest), "each had room for one slot"
 
