@@ -78,7 +78,8 @@ def test_ghosts_cost_no_round_and_take_no_slot(tmp_path: Path, when: str, count:
         if when == "before the first commit":
             haunt()
         joiner = start("joiner", "--initial-peers", address)
-        joiner.wait_for(r"round \d+: 2 peers")
+        for peer in (founder, joiner):
+            peer.wait_for(r"round \d+: 2 peers")
         if when == "after it":
             haunt()
         seen = len(founder.lines)
@@ -93,6 +94,6 @@ def test_ghosts_cost_no_round_and_take_no_slot(tmp_path: Path, when: str, count:
         for peer in (founder, joiner):
             peer.signal(signal.SIGINT)
             assert peer.end(60).code == 130
+        stack.close()  # first: forks of the ghosts' nodes hold the server's input open
         server.close()
-        stack.close()
         commands.wait_until_gone()
