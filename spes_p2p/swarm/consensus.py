@@ -305,7 +305,7 @@ class Consensus:
             slots: Digests of its slots.
 
         Returns:
-            The body of the round after `last`, or of a later one; None if another attempt has begun.
+            The body of the round after `last`; None if another attempt has begun, or the chain has left `last`.
         """
         with self._changed:
             if self._decider.chain.last.digest == last.digest:
@@ -337,7 +337,7 @@ class Consensus:
             self._decider.come_back()
 
     def hear_of(self, ends: Mapping[str, tuple[int, str]]) -> None:
-        """Learn where other peers' chains end, by round and digest; ask one of them for what is missing here."""
+        """Learn where other peers' chains end, by round and digest; ask a few of them for what is missing here."""
         with self._changed:
             chain = self._decider.chain
             apart = {peer for peer, (round, digest) in ends.items() if digest and not chain.has(round, digest)}
@@ -371,6 +371,7 @@ class Consensus:
                 raise ConfigError(f"there is no certificate of round {round} here; set --resume-round to a later one")
             kept = [each for each in chain.certificates if each.body.round <= round]
             self._file.rewrite(kept)
+            self._num_saved = len(kept)
             self._decider.go_back(kept)
 
     def _follow(self, certificate: Certificate) -> None:
@@ -407,7 +408,7 @@ class Consensus:
                 _, _, action = heapq.heappop(self._due)
                 try:
                     action()
-                except Exception:
+                except Exception:  # one bad message, or a full disk, must not end the thread: the vote is lost
                     log.exception("the consensus has failed to act; it goes on with the next message")
                 self._changed.notify_all()
 
@@ -415,11 +416,11 @@ class Consensus:
         if peer == self.peer_id:
             self.later(0.0, lambda: self._decider.receive(peer, message))
             return
-        for part in _parts(message):
-            new = signers(part) - self._told[peer]
-            self._told[peer] |= new
-            keys = tuple(key for owner in sorted(new) if (key := self._keys.public_key(owner)))
-            self._node.notify(partial(self._send, peer, encoded(part, keys)))
+        message = _shortened(message)
+        new = signers(message) - self._told[peer]
+        self._told[peer] |= new
+        keys = tuple(key for owner in sorted(new) if (key := self._keys.public_key(owner)))
+        self._node.notify(partial(self._send, peer, encoded(message, keys)))
 
     def _send(self, peer: str, data: bytes) -> None:
         """Send bytes in the swarm's thread; nothing waits for them."""
@@ -482,17 +483,17 @@ class Consensus:
         self._decider.receive(peer, message)
 
 
-def _parts(message: Message) -> Iterable[Message]:
-    """Split certificates into messages that are short enough."""
+def _shortened(message: Message) -> Message:
+    """Keep the first certificates that one message can carry, two at least."""
     if not isinstance(message, Certificates) or len(message.certificates) < 2:
-        return [message]
+        return message
     size, part = 0, list[Certificate]()
     for certificate in message.certificates:
         size += 2 * len(certificate.encode())
         if len(part) > 1 and size > MAX_QUIET_BYTES:
             break
         part.append(certificate)
-    return [Certificates(certificates=tuple(part))]
+    return Certificates(certificates=tuple(part))
 
 
 def encoded(message: Message, keys: tuple[str, ...] = ()) -> bytes:

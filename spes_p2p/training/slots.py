@@ -55,7 +55,7 @@ class HeldSlots:
     ) -> None:
         self.slots: tuple[int, ...] = ()
         self.distrusted: frozenset[str] = frozenset()
-        """Peers that the last roster left out: their claims and offers do not count."""
+        """Peers that a roster left out and this peer has not met since: their claims and offers do not count."""
         self.makers: Mapping[VectorName, Sequence[str]] = {}
         """The other peers that made the last round's version of each slot."""
         self.lost: frozenset[VectorName] = frozenset()
