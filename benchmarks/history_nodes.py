@@ -18,11 +18,15 @@ from typing import Any
 from spes_p2p.swarm.certificate import (
     Body,
     Certificate,
+    Certificates,
     Confirmation,
+    GivenUp,
     GiveUp,
     MemberEntry,
+    Message,
     Proof,
     Proposal,
+    Question,
     Vote,
     make_body,
     max_strangers,
@@ -31,7 +35,8 @@ from spes_p2p.swarm.certificate import (
     strangers,
     vote_for,
 )
-from spes_p2p.swarm.decision import Certificates, Chain, Decider, GivenUp, Message, Question
+from spes_p2p.swarm.chain import Chain
+from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.votes import Ballot, Rules
 
 NUM_SLOTS = 4
@@ -54,10 +59,10 @@ class HmacKeys:
     peer_id: str
 
     def sign(self, data: bytes) -> str:
-        return hmac.new(self.peer_id.encode(), data, hashlib.sha256).hexdigest()
+        return hmac.digest(self.peer_id.encode(), data, "sha256").hex()
 
     def is_signed_by(self, peer_id: str, data: bytes, signature: str) -> bool:
-        return hmac.new(peer_id.encode(), data, hashlib.sha256).hexdigest() == signature
+        return hmac.digest(peer_id.encode(), data, "sha256").hex() == signature
 
 
 class Crash(Exception):

@@ -15,9 +15,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
-from functools import cached_property
-from typing import Annotated, ClassVar, Literal, Protocol
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cache, cached_property
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -57,6 +57,15 @@ class Keys(Protocol):
         """Tell whether the signature is that peer's, of this data; False if its public key is unknown."""
 
 
+@cache
+def _encoder() -> json.JSONEncoder:
+    return json.JSONEncoder(sort_keys=True, separators=(",", ":"))
+
+
+def _canonical(content: Mapping[str, Any]) -> bytes:
+    return _encoder().encode(content).encode()
+
+
 class Document(BaseModel):
     """Base of everything that is signed or hashed: strict, frozen, and encoded in one way only."""
 
@@ -64,7 +73,14 @@ class Document(BaseModel):
 
     def encode(self) -> bytes:
         """Return canonical JSON."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
+        return _canonical(self.model_dump(mode="json"))
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False):
+        """Return a copy with some fields changed, and without what was derived from the old ones."""
+        copied = super().model_copy(update=update, deep=deep)
+        for derived in copied.__dict__.keys() - type(self).model_fields.keys():
+            del copied.__dict__[derived]
+        return copied
 
 
 class MemberEntry(Document):
@@ -144,17 +160,18 @@ class Statement(Document):
     peer_id: PeerId
     signature: Signature = ""
 
+    @cached_property
     def signed_part(self) -> bytes:
-        """Return the bytes that are signed: the kind and all fields but the signature."""
-        return self.kind.encode() + b"\n" + self.model_copy(update={"signature": ""}).encode()
+        """The bytes that are signed: the kind and all fields but the signature."""
+        return self.kind.encode() + b"\n" + _canonical(self.model_dump(mode="json") | {"signature": ""})
 
     def signed(self, keys: Keys):
         """Return this statement with its author's signature."""
-        return self.model_copy(update={"signature": keys.sign(self.signed_part())})
+        return self.model_copy(update={"signature": keys.sign(self.signed_part)})
 
     def is_signed(self, keys: Keys) -> bool:
         """Tell whether the author has signed this statement."""
-        return keys.is_signed_by(self.peer_id, self.signed_part(), self.signature)  # guard: statement-signature
+        return keys.is_signed_by(self.peer_id, self.signed_part, self.signature)  # guard: statement-signature
 
 
 class RoundStatement(Statement):
@@ -286,6 +303,31 @@ class Question(Document):
 
 
 Message = Confirmation | Proposal | Vote | GivenUp | Goodbye | Certificates | Question | Proof
+
+
+def signers(message: Message | Statement) -> set[str]:
+    """Return the peers whose signatures a message carries."""
+    match message:
+        case Proposal():
+            statements: Sequence[Statement] = (
+                *(message.vote, *message.confirmations, *message.give_ups, *message.goodbyes),
+                *(each for proof in message.proofs for each in (proof.vote, proof.other)),
+            )
+            return {each.peer_id for each in statements}
+        case GivenUp():
+            return {message.give_up.peer_id} | (signers(message.voted) if message.voted is not None else set())
+        case Certificates():
+            return {
+                peer
+                for each in message.certificates
+                for peer in (*each.signatures, *(goodbye.peer_id for goodbye in each.goodbyes))
+            }
+        case Proof():
+            return {message.vote.peer_id}
+        case Question():
+            return set()
+        case _:
+            return {message.peer_id}
 
 
 # ---------------------------------------------------------------------- what follows from a round

@@ -9,35 +9,39 @@ import itertools
 import logging
 import threading
 import time
+import zlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
-from typing import Annotated
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from hivemind.utils.timed_storage import get_dht_time
 from pydantic import Field, ValidationError
 
 from spes_p2p.errors import ConfigError, ExchangeError, SpesError
-from spes_p2p.fs import sync, write_atomic
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import (
     KNOWN_ROUNDS,
     MAX_MEMBERS,
     Body,
     Certificate,
+    Certificates,
     Confirmation,
     Document,
+    GivenUp,
     Goodbye,
     MemberEntry,
+    Message,
     Proof,
     Proposal,
-    Statement,
+    Question,
     Vote,
     known_peers,
+    signers,
 )
-from spes_p2p.swarm.decision import Certificates, Chain, Decider, GivenUp, Message, Question
+from spes_p2p.swarm.chain import ChainFile, PublicKey
+from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
 from spes_p2p.swarm.p2p.identity import IdentityKeys
 from spes_p2p.swarm.p2p.node import Node
@@ -49,7 +53,7 @@ log = logging.getLogger(__name__)
 FOLDER, CERTIFICATES, BALLOT = "consensus", "certificates.jsonl", "ballot.json"
 MAX_MESSAGE_BYTES = 2**22
 MAX_QUIET_BYTES = 2**16
-"""Largest message of a peer that no certificate knows."""
+"""Largest message of a peer that no certificate knows; both limits count unpacked bytes."""
 SEND_SECONDS = 10.0
 MAX_UNSENT = 32
 """Messages to one peer that are on their way; more are lost, and sent again by a later attempt."""
@@ -60,7 +64,6 @@ MAX_ASKED_AT_ONCE = 2
 """Peers that are asked when records tell of certificates that are missing here."""
 MAX_ASKED = 8
 """Peers that a newcomer asks for certificates."""
-PublicKey = Annotated[str, Field(max_length=1024)]
 
 
 class Envelope(Document):
@@ -88,6 +91,29 @@ class Envelope(Document):
             raise ExchangeError(f"sent {len(found)} messages in one")
         return found[0]
 
+    def pack(self) -> bytes:
+        """Return the bytes that travel: statements of one round repeat each other's fields."""
+        packing = zlib.compressobj(9, zdict=_common())
+        return packing.compress(self.encode()) + packing.flush()
+
+    @classmethod
+    def unpack(cls, data: bytes, most: int) -> Envelope:
+        """Return the envelope in bytes that have travelled, of at most so many when unpacked.
+
+        Raises:
+            ExchangeError: it is damaged, malformed or too long.
+        """
+        unpacking = zlib.decompressobj(zdict=_common())
+        try:
+            text = unpacking.decompress(data, most)  # guard: unpacked-bytes
+            if not unpacking.eof or unpacking.unused_data:
+                raise ExchangeError(f"sent a message that is cut short, or longer than {most} bytes")
+            return cls.model_validate_json(text)
+        except zlib.error as error:
+            raise ExchangeError(f"sent a damaged message: {error}") from error
+        except ValidationError as error:
+            raise ExchangeError(f"sent a malformed message: {problem_of(error)}") from error
+
 
 FIELDS: Mapping[type, str] = {
     Confirmation: "confirmation",
@@ -101,94 +127,12 @@ FIELDS: Mapping[type, str] = {
 }
 
 
-def signers(message: Message | Statement) -> set[str]:
-    """Return the peers whose signatures a message carries."""
-    match message:
-        case Proposal():
-            statements: Sequence[Statement] = (
-                *(message.vote, *message.confirmations, *message.give_ups, *message.goodbyes),
-                *(each for proof in message.proofs for each in (proof.vote, proof.other)),
-            )
-            return {each.peer_id for each in statements}
-        case GivenUp():
-            return {message.give_up.peer_id} | (signers(message.voted) if message.voted is not None else set())
-        case Certificates():
-            return {
-                peer
-                for each in message.certificates
-                for peer in (*each.signatures, *(goodbye.peer_id for goodbye in each.goodbyes))
-            }
-        case Proof():
-            return {message.vote.peer_id}
-        case Question():
-            return set()
-        case _:
-            return {message.peer_id}
-
-
-class Link(Document):
-    """A certificate on disk, with those public keys of its signers that no earlier line has."""
-
-    certificate: Certificate
-    keys: tuple[PublicKey, ...] = ()
-
-
-class ChainFile:
-    """The certificates that a peer follows, on disk: one line each, in order.
-
-    Args:
-        path: The file; its folder exists.
-        keys: Learns the public keys in it.
-    """
-
-    def __init__(self, path: Path, keys: IdentityKeys) -> None:
-        self._path = path
-        self._keys = keys
-        self._saved: set[str] = set()
-
-    def load(self) -> list[Certificate]:
-        """Return the certificates; a last line that was not finished is left out.
-
-        Raises:
-            ConfigError: the file is damaged.
-        """
-        found: list[Certificate] = []
-        try:
-            lines = self._path.read_bytes().splitlines(keepends=True) if self._path.exists() else []
-            for line in lines:
-                if not line.endswith(b"\n"):
-                    break
-                link = Link.model_validate_json(line)
-                self._saved |= {self._keys.learn(key.encode()) for key in link.keys}
-                found.append(link.certificate)
-        except (OSError, ValueError) as error:
-            raise ConfigError(
-                f"cannot read {self._path}: {' '.join(str(error).split())[:200]}; delete it to follow the run anew"
-            ) from error
-        if len(found) < len(lines):
-            self.rewrite(found)
-        return found
-
-    def append(self, certificate: Certificate) -> None:
-        """Add a certificate; durable when this returns."""
-        with self._path.open("ab") as stream:
-            stream.write(self._line(certificate))
-            stream.flush()
-            sync(self._path)
-
-    def rewrite(self, certificates: Iterable[Certificate]) -> None:
-        """Replace all certificates; durable when this returns."""
-        self._saved.clear()
-        with write_atomic(self._path) as stream:
-            for certificate in certificates:
-                stream.write(self._line(certificate))
-        sync(self._path.parent)
-
-    def _line(self, certificate: Certificate) -> bytes:
-        new = signers(Certificates(certificates=(certificate,))) - self._saved
-        self._saved |= new
-        keys = tuple(key for peer in sorted(new) if (key := self._keys.public_key(peer)))
-        return Link(certificate=certificate, keys=keys).encode() + b"\n"
+@cache
+def _common() -> bytes:
+    """Return what most messages contain, so that it need not travel."""
+    documents: tuple[type[Document], ...] = (Body, MemberEntry, *FIELDS)
+    names = [",".join(f'"{name}":' for name in sorted(each.model_fields)) for each in documents]
+    return "".join(names).encode() + Envelope().encode()
 
 
 class Consensus:
@@ -224,7 +168,7 @@ class Consensus:
         self._peers = peers
         self._keys = IdentityKeys(node.identity)
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = ChainFile(directory / CERTIFICATES, self._keys)
+        self._file = ChainFile(directory / CERTIFICATES, start, self._keys)
         self._told: dict[str, set[str]] = defaultdict(set)
         """Owners of the public keys that each peer was told."""
         self._sending: Counter[str] = Counter()
@@ -235,20 +179,17 @@ class Consensus:
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._is_closed = False
-        certificates = self._file.load()
-        self._num_saved = len(certificates)
-        if certificates and certificates[0].body.previous != start.digest:
-            raise ConfigError(f"{directory / CERTIFICATES} is of another run; name another --output")
+        chain = self._file.load()
         ballots = BallotFile(directory / BALLOT)
         self._decider = Decider(
             self._keys,
             self,
-            Chain(start, certificates),
+            chain,
             rules,
             ballots.load(self.now(), is_new=is_new),
             ballots.save,
             on_attempt=lambda attempt: None,
-            on_certificate=self._follow,
+            on_certificate=lambda certificate: self._file.save(self._decider.chain),
         )
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
         node.run(node.p2p.add_binary_stream_handler(self._service, self._receive), SEND_SECONDS)
@@ -366,22 +307,11 @@ class Consensus:
         """Forget all certificates after a round, because the user has chosen to go back to it."""
         with self._changed:
             chain = self._decider.chain
-            body = chain.body_at(round)
-            if body is None:
+            if chain.body_at(round) is None:
                 raise ConfigError(f"there is no certificate of round {round} here; set --resume-round to a later one")
-            kept = [each for each in chain.certificates if each.body.round <= round]
-            self._file.rewrite(kept)
-            self._num_saved = len(kept)
-            self._decider.go_back(kept)
-
-    def _follow(self, certificate: Certificate) -> None:
-        """Write a certificate to disk; rewrite the file where it replaces others."""
-        chain = self._decider.chain
-        if self._num_saved == len(chain.certificates) - 1:
-            self._file.append(certificate)
-        else:
-            self._file.rewrite(chain.certificates)
-        self._num_saved = len(chain.certificates)
+            chain.cut(round)
+            self._file.save(chain)
+            self._decider.go_back()
 
     # ------------------------------------------------------------------ the decider's network
 
@@ -455,7 +385,7 @@ class Consensus:
             try:
                 async with asyncio.timeout(SEND_SECONDS):
                     most = MAX_MESSAGE_BYTES if self._is_known(peer) else MAX_QUIET_BYTES
-                    envelope = _parse(await channel.receive_text(most))
+                    envelope = Envelope.unpack(await channel.receive_text(most), most)
                 message = envelope.message
                 keys = [key.encode() for key in envelope.keys]
                 self.later(0.0, lambda: self._take(peer, keys, message))
@@ -498,11 +428,4 @@ def _shortened(message: Message) -> Message:
 
 def encoded(message: Message, keys: tuple[str, ...] = ()) -> bytes:
     """Return a message as it travels, with the public keys that its receiver may need."""
-    return Envelope(keys=keys).model_copy(update={FIELDS[type(message)]: message}).encode()
-
-
-def _parse(data: bytes) -> Envelope:
-    try:
-        return Envelope.model_validate_json(data)
-    except ValidationError as error:
-        raise ExchangeError(f"sent a malformed message: {problem_of(error)}") from error
+    return Envelope(keys=keys).model_copy(update={FIELDS[type(message)]: message}).pack()

@@ -18,7 +18,6 @@ from spes_p2p.swarm.certificate import (
     ABSENT_ROUNDS,
     MAX_ATTEMPT,
     MAX_MEMBERS,
-    MAX_SENT,
     Body,
     Certificate,
     Certificates,
@@ -41,6 +40,7 @@ from spes_p2p.swarm.certificate import (
     roster_digest,
 )
 from spes_p2p.swarm.certificate_checks import newest_voted
+from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.votes import Ballot, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
@@ -68,60 +68,6 @@ class Network(Protocol):
 
     def is_gone(self, peer: str) -> bool:
         """Tell whether a peer's lease has run out, as far as this peer knows."""
-
-
-class Chain:
-    """The certificates that this peer follows.
-
-    Args:
-        start: The body before the first certificate: the run's genesis, or what a newcomer has skipped to.
-        certificates: What an earlier process has kept, of successive rounds.
-    """
-
-    def __init__(self, start: Body, certificates: Sequence[Certificate] = ()) -> None:
-        self._start = start
-        self.certificates = list(certificates)
-
-    @property
-    def last(self) -> Body:
-        """Body of the newest certificate."""
-        return self.certificates[-1].body if self.certificates else self._start
-
-    def certificate_at(self, round: int) -> Certificate | None:
-        """Return the certificate of a round; None outside the chain."""
-        at = round - self._start.round - 1
-        return self.certificates[at] if 0 <= at < len(self.certificates) else None
-
-    def body_at(self, round: int) -> Body | None:
-        """Return the body of a round; None outside the chain."""
-        found = self.certificate_at(round)
-        return found.body if found is not None else self._start if round == self._start.round else None
-
-    def has(self, round: int, digest: str) -> bool:
-        """Tell whether a body is on this chain."""
-        body = self.body_at(round)
-        return body is not None and body.digest == digest
-
-    def newest(self, count: int) -> list[Body]:
-        """Return the bodies of the last certificates, at most so many."""
-        return [certificate.body for certificate in self.certificates[-count:]]
-
-    def after(self, round: int) -> tuple[Certificate, ...]:
-        """Return the first `MAX_SENT` certificates after a round of the chain."""
-        at = round - self._start.round
-        return tuple(self.certificates[at : at + MAX_SENT])
-
-    def points(self) -> tuple[Point, ...]:
-        """Return the newest point, those 1, 3, 7, ... rounds before it, and the first one."""
-        length = len(self.certificates)
-        back = [2**power - 1 for power in range(length.bit_length() + 1)]
-        bodies = [self.certificates[-1 - step].body for step in back if step < length]
-        return tuple(Point(round=body.round, digest=body.digest) for body in (*bodies, self._start))
-
-    def add(self, certificate: Certificate) -> None:
-        """Append a certificate; drop those of its round and later, which are of another branch."""
-        del self.certificates[certificate.body.round - self._start.round - 1 :]
-        self.certificates.append(certificate)
 
 
 class Decider:
@@ -174,9 +120,8 @@ class Decider:
         self._open_round()
         self._ask_next()
 
-    def go_back(self, certificates: Sequence[Certificate]) -> None:
-        """Follow only these certificates, the first ones of the chain, and open the round after them."""
-        self.chain.certificates[:] = certificates
+    def go_back(self) -> None:
+        """Open the round after the last certificate of the chain, which was cut."""
         self.voter.switch(self.chain.last)
         self._open_round()
 
@@ -216,7 +161,9 @@ class Decider:
         for guilty in last.voters:
             if guilty in self.proofs:  # an earlier message may have been lost
                 self._send_voters(self.proofs[guilty])
-        if attempt and not (self._is_proposer and self._propose_again()):
+        if attempt and self._is_proposer and self._propose_again():
+            self._later(self._attempt_seconds, self._give_up)  # its votes may be lost, and nothing else ends it
+        elif attempt:
             self._on_attempt(attempt)
 
     def _later(self, seconds: float, action: Callable[[], None]) -> None:
@@ -228,6 +175,10 @@ class Decider:
                 action()
 
         self._network.later(seconds, act)
+
+    @property
+    def _attempt_seconds(self) -> float:
+        return self._rules.attempt_seconds * min(1 + self.attempt / 2, MAX_SLOWER)
 
     @property
     def _is_proposer(self) -> bool:
@@ -289,7 +240,7 @@ class Decider:
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
         ).signed(self._keys)
         self._network.send(last.proposer(attempt), self._own)
-        self._later(self._rules.attempt_seconds * min(1 + attempt / 2, MAX_SLOWER), self._give_up)
+        self._later(self._attempt_seconds, self._give_up)
         self._later(self._rules.confirmation_seconds / 2, self._give_up_dead)
 
     def _take_confirmation(self, sender: str, confirmation: Confirmation) -> None:
@@ -480,6 +431,10 @@ class Decider:
             if body.previous == last.digest:
                 if not self.voter.learn(certificate, self._is_away):
                     self._follow(certificate)
+            elif body.round > last.round + 1:
+                # A single one is the newest, and this peer asks for what it has missed.
+                if len(message.certificates) > 1 and not self.voter.skip(certificate):
+                    self._follow(certificate)
             elif self._is_preferred(certificate):
                 log.warning("round %d: following the preferred branch of a fork", body.round)
                 self._follow(certificate, is_other=True)
@@ -505,7 +460,7 @@ class Decider:
         return was_down if peer == self._keys.peer_id else was_down and self._network.is_gone(peer)
 
     def _follow(self, certificate: Certificate, *, is_other: bool = False) -> None:
-        self.chain.add(certificate)
+        self.chain.add(certificate, self.voter.skips)
         self._on_certificate(certificate)
         if is_other:
             self.voter.switch(certificate.body)

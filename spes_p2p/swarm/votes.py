@@ -32,6 +32,7 @@ from spes_p2p.swarm.certificate_checks import (
     check_certificate,
     check_give_up,
     check_proposal,
+    check_skip,
     leaving_voters,
     removed_voters,
 )
@@ -306,6 +307,19 @@ class Voter:
         self._follow(body)
         return ""
 
+    def skips(self, certificate: Certificate, trusted: Body) -> bool:
+        """Tell whether more than half of a body's voters have signed a later certificate."""
+        return not check_skip(certificate, trusted, self._keys)  # guard: signed-skip
+
+    def skip(self, certificate: Certificate) -> str:
+        """Go on to the round after a much later certificate; return why it is refused, or ""."""
+        if not self.skips(certificate, self.last):
+            return "too few of the voters that this peer knows have signed it"
+        if self.may_vote and self._has_signed(certificate):
+            self._bar("a later round has this peer's vote, which its ballot does not know")
+        self.switch(certificate.body)
+        return ""
+
     def switch(self, body: Body) -> None:
         """Go over to another branch, whose certificates are on disk and end with this body.
 
@@ -418,5 +432,5 @@ class Statements:
                 assert isinstance(vote, Vote)
                 return Proof(vote=vote, other=other)
         if len(made) < MAX_KEPT:
-            made[statement.signed_part()] = statement  # signing again gives another signature
+            made[statement.signed_part] = statement  # signing again gives another signature
         return None

@@ -9,13 +9,14 @@ import logging
 import struct
 import threading
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from peer_server import RUN_ID, start_of
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.certificate import Certificate, MemberEntry
+from spes_p2p.swarm.certificate import Certificate, Certificates, MemberEntry, Point, Question
 from spes_p2p.swarm.consensus import (
     CERTIFICATES,
     MAX_MESSAGE_BYTES,
@@ -24,7 +25,6 @@ from spes_p2p.swarm.consensus import (
     Consensus,
     Envelope,
 )
-from spes_p2p.swarm.decision import Certificates, Point, Question
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel, DisconnectedError
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
@@ -174,27 +174,37 @@ def test_a_peer_that_starts_again_has_its_chain_and_asks_for_what_it_has_missed(
 
 
 def no_message(peer):
-    return Envelope().encode()
+    return Envelope().pack()
 
 
 def two_messages(peer):
     message = question(peer)
-    return Envelope(question=message, certificates=Certificates(certificates=())).encode()
+    return Envelope(question=message, certificates=Certificates(certificates=())).pack()
 
 
 def half_a_message(peer):
-    return Envelope(question=question(peer)).encode()[:-1]
+    return Envelope(question=question(peer)).pack()[:-1]
+
+
+def not_packed(peer):
+    return Envelope(question=question(peer)).encode()
 
 
 def no_json(peer):
-    return b"\xff" * 100
+    return zlib.compress(b"\xff" * 100)
 
 
 def too_long(peer):
-    return Envelope(question=question(peer)).encode().ljust(MAX_QUIET_BYTES + 1)
+    return Envelope(question=question(peer)).pack().ljust(MAX_QUIET_BYTES + 1)
 
 
-@pytest.mark.parametrize("make", [no_message, two_messages, half_a_message, no_json, too_long])
+def too_long_unpacked(peer):
+    return zlib.compress(Envelope(question=question(peer)).encode().ljust(MAX_QUIET_BYTES + 1))
+
+
+@pytest.mark.parametrize(
+    "make", [no_message, two_messages, half_a_message, not_packed, no_json, too_long, too_long_unpacked]
+)
 def test_a_message_that_is_not_one_is_dropped(three, stranger, taken, caplog, make):
     decide(three)  # from then on they tell strangers from others
     with caplog.at_level(logging.INFO, "spes_p2p"):
@@ -206,7 +216,7 @@ def test_a_message_that_is_not_one_is_dropped(three, stranger, taken, caplog, ma
 
 def test_nor_is_one_of_a_voter_that_is_too_long(three, taken, caplog):
     decide(three)
-    message = Envelope(question=question(three[0])).encode()
+    message = Envelope(question=question(three[0])).pack()
     with caplog.at_level(logging.INFO, "spes_p2p"):
         send(three[1].node, three[0], message.ljust(MAX_MESSAGE_BYTES + 1))
         wait_until(lambda: "dropped a message of " + three[1].peer_id[-6:] in caplog.text)
@@ -219,14 +229,14 @@ def test_a_certificate_with_forged_signatures_is_not_followed(three, stranger, t
     signatures = {voter: stranger.identity.sign(forged.encode()).decode() for voter in last.voters}
     certificate = Certificate(body=forged, attempt=0, signatures=signatures)
     message = Certificates(certificates=(certificate,))
-    send(stranger, three[0], Envelope(keys=(stranger.identity.public_key.decode(),), certificates=message).encode())
+    send(stranger, three[0], Envelope(keys=(stranger.identity.public_key.decode(),), certificates=message).pack())
     wait_until(lambda: stranger.peer_id in taken)
     assert decide(three).previous == last.digest
 
 
 def test_of_one_peer_only_a_few_messages_are_read_at_the_same_time(three, stranger, taken):
     """They would fill the memory, or keep the others' messages out."""
-    consensus, message = three[0].consensus, Envelope(question=question(three[0])).encode()
+    consensus, message = three[0].consensus, Envelope(question=question(three[0])).pack()
 
     async def stall():
         async with contextlib.AsyncExitStack() as stack:

@@ -2,6 +2,7 @@
 
 import json
 import random
+import zlib
 
 import pytest
 from hypothesis import given
@@ -145,6 +146,19 @@ def test_an_envelope_holds_one_message():
     for many in (Envelope(), Envelope(vote=vote, confirmation=confirmation)):
         with pytest.raises(ExchangeError, match="messages in one"):
             _ = many.message
+
+
+def test_an_envelope_is_unpacked_up_to_its_limit():
+    round = Round()
+    envelope = Envelope(confirmation=round.confirm(VOTERS[0]))
+    size = len(envelope.encode())
+    assert len(envelope.pack()) < size
+    assert Envelope.unpack(envelope.pack(), size) == envelope
+    for wrong in (envelope.pack()[:-1], envelope.pack() + b"x", envelope.encode(), zlib.compress(b"{}x")):
+        with pytest.raises(ExchangeError, match=r"cut short|damaged|malformed"):
+            Envelope.unpack(wrong, size)
+    with pytest.raises(ExchangeError, match=f"longer than {size - 1} bytes"):
+        Envelope.unpack(envelope.pack(), size - 1)
 
 
 @pytest.mark.parametrize("signature", ["", "=", "AAAA", "A" * 1024])

@@ -4,10 +4,13 @@ import random
 
 import pytest
 
+from benchmarks import history_nodes
 from benchmarks.history_nodes import NUM_SLOTS, Liar, Node, Twice, World
-from spes_p2p.swarm import decision
-from spes_p2p.swarm.certificate import Confirmation, Goodbye, Proposal, Vote, genesis
-from spes_p2p.swarm.decision import Certificates, Chain, GivenUp
+from spes_p2p.errors import ConfigError
+from spes_p2p.swarm.certificate import Certificates, Confirmation, GivenUp, Goodbye, Proposal, Question, Vote, genesis
+from spes_p2p.swarm.certificate_checks import check_skip
+from spes_p2p.swarm.chain import Chain, ChainFile
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from tests.support.certificates import PEERS, Round, digest
 
 START = genesis("run", PEERS[0], digest("manifest"), NUM_SLOTS)
@@ -51,7 +54,7 @@ def test_a_dead_proposer_costs_its_attempts_only(seed):
 
 
 def test_a_peer_that_was_away_for_long_takes_over_all_that_it_has_missed(monkeypatch, seed):
-    monkeypatch.setattr(decision, "MAX_SENT", 4)
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_SENT", 4)
     world = swarm(seed)
     away = world.nodes[PEERS[2]]
     away.crash(400.0)
@@ -142,6 +145,24 @@ def test_a_proposal_that_a_give_up_does_not_state_replaces_none(seed):
     assert {each.body.digest for each in sent if isinstance(each, Proposal)} == {real.body.digest}
 
 
+def test_a_body_that_is_proposed_again_in_vain_is_given_up(seed):
+    """No result of this peer ends the attempt: it did not average."""
+    world = swarm(seed)
+    node = world.nodes[world.nodes[PEERS[0]].last.proposer(1)]
+    round = Round(node.last)
+    real = round.propose(body=round.body(ends_at=world.now + 5))
+    others = [peer for peer in round.last.voters if peer != node.peer_id]
+    for peer in others:
+        world.nodes[peer].crash(1000.0)
+    sent = []
+    node.send = lambda peer, message: sent.append(message)
+    for peer in others:
+        node.decider.receive(peer, GivenUp(give_up=round.give_up(peer, 0, real), voted=real))
+    assert any(isinstance(message, Proposal) for message in sent)
+    world.run(world.now + 2 * history_nodes.RULES.attempt_seconds)
+    assert any(isinstance(message, GivenUp) and message.give_up.attempt == 1 for message in sent)
+
+
 def test_a_proof_against_a_stranger_is_not_kept(seed):
     decider = swarm(seed).nodes[PEERS[0]].decider
     round = Round(decider.chain.last)
@@ -158,12 +179,16 @@ def test_questions_of_two_branches_end(seed):
     sent = []
     node.send = lambda peer, message: sent.append(message)
     other = Chain(START, [Round(START).certify(Round(START).body(ends_at=9.0), PEERS[:1])])
-    node.decider.receive(PEERS[1], decision.Question(points=other.points()))
+    node.decider.receive(PEERS[1], Question(points=other.points()))
     assert [type(message) for message in sent] == [Certificates]
     assert sent[0].certificates[0].body.round == 1
 
 
 # ---------------------------------------------------------------------- the chain
+
+
+def never(certificate, body):
+    return False
 
 
 @pytest.mark.parametrize("start", [0, 7])
@@ -173,7 +198,7 @@ def test_a_chain_names_its_newest_point_some_before_it_and_its_start(start, leng
     chain = Chain(first)
     for _ in range(length):
         round = Round(chain.last, PEERS[:1])
-        chain.add(round.certify(round.body(), PEERS[:1]))
+        chain.add(round.certify(round.body(), PEERS[:1]), never)
     points = chain.points()
     assert [point.round for point in points] == [
         *(start + length - back for back in (0, 1, 3, 7) if back < length),
@@ -188,8 +213,91 @@ def test_a_certificate_of_a_past_round_replaces_what_came_after_it():
     chain = Chain(START)
     for _ in range(3):
         round = Round(chain.last, PEERS[:1])
-        chain.add(round.certify(round.body(), PEERS[:1]))
+        chain.add(round.certify(round.body(), PEERS[:1]), never)
     round = Round(chain.body_at(1), PEERS[:1])
     other = round.certify(round.body(ends_at=9.0), PEERS[:1])
-    chain.add(other)
+    chain.add(other, never)
     assert chain.last == other.body and len(chain.certificates) == 2
+
+
+def proven(chain, keys):
+    """Tell whether each certificate of a chain extends the last one, or is signed by more than half of its voters."""
+    bodies = [chain.start, *(each.body for each in chain.certificates)]
+    return all(
+        certificate.body.previous == body.digest or not check_skip(certificate, body, keys)
+        for body, certificate in zip(bodies[:-1], chain.certificates, strict=True)
+    )
+
+
+def test_a_long_run_keeps_few_certificates_and_a_newcomer_follows_it_from_its_genesis(monkeypatch, seed):
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_RECENT", 8)
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_SENT", 4)
+    world = swarm(seed, 6)
+    world.run(250)
+    founder = world.nodes[PEERS[0]]
+    founder.decider.leave()
+    founder.is_dead = True
+    founder.crash(0.0)
+    late = PEERS[10]
+    world.nodes[late] = Node(world, late, START)
+    world.nodes[late].start()
+    world.run(500)
+    heads_now = [node.last.round for node in world.nodes.values() if node.is_up]
+    assert min(heads_now) > 40 and max(heads_now) - min(heads_now) <= 1
+    for node in world.nodes.values():
+        chain = node.decider.chain
+        assert proven(chain, node.keys)
+        assert node.is_dead or len(chain) < 20 < chain.last.round
+
+
+def test_a_peer_that_was_away_skips_what_the_others_do_not_keep_and_votes_again(monkeypatch, seed):
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_RECENT", 8)
+    world = swarm(seed, 5)
+    world.run(100)
+    away = world.nodes[PEERS[2]]
+    away.crash(200.0)
+    known = away.last.round
+    world.run(500)
+    chain = away.decider.chain
+    assert chain.last.round > known + 20 and proven(chain, away.keys)
+    assert away.peer_id in chain.last.voters and away.decider.voter.may_vote
+
+
+@pytest.mark.parametrize("signers", [1, 2])
+def test_what_too_few_known_voters_have_signed_is_not_skipped_to(seed, signers):
+    node = swarm(seed).nodes[PEERS[0]]
+    last = node.last
+    later = Round(last.model_copy(update={"round": last.round + 20, "voters": PEERS[20:25]}))
+    first = later.certify(later.body(), (*last.voters[:signers], *PEERS[20:25]))
+    later = Round(first.body, PEERS[20:25])
+    second = later.certify(later.body(), PEERS[20:25])
+    node.decider.receive(PEERS[1], Certificates(certificates=(first, second)))
+    assert node.decider.chain.last == last
+
+
+def test_nothing_is_skipped_for_a_single_certificate(seed):
+    node = swarm(seed).nodes[PEERS[0]]
+    last = node.last
+    later = Round(last.model_copy(update={"round": last.round + 20}))
+    newest = later.certify(later.body(), last.voters)
+    node.decider.receive(PEERS[1], Certificates(certificates=(newest,)))
+    assert node.decider.chain.last == last
+    node.decider.receive(PEERS[1], Certificates(certificates=(newest, newest)))
+    assert node.decider.chain.last == newest.body
+
+
+def test_a_thinned_chain_comes_back_from_disk(tmp_path, monkeypatch, seed):
+    monkeypatch.setattr("spes_p2p.swarm.chain.MAX_RECENT", 8)
+    world = swarm(seed)
+    chain = world.nodes[PEERS[0]].decider.chain
+    file = ChainFile(tmp_path / "chain", START, IdentityKeys(Identity(tmp_path / "key")))
+    for _ in range(40):
+        file.save(chain)
+        world.run(world.now + 6)
+    file.save(chain)
+    again = ChainFile(tmp_path / "chain", START, IdentityKeys(Identity(tmp_path / "key"))).load()
+    assert again.certificates == chain.certificates and again.last == chain.last and again.last.round > 20
+    assert [again.body_at(round) for round in range(50)] == [chain.body_at(round) for round in range(50)]
+    other = START.model_copy(update={"previous": digest("another")})
+    with pytest.raises(ConfigError, match="of another run"):
+        ChainFile(tmp_path / "chain", other, IdentityKeys(Identity(tmp_path / "key"))).load()
