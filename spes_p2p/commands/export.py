@@ -93,8 +93,8 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         guests = guest_list(swarm, manifest)
         swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests)
         sizes = anchors.bundle_numel()
-        show_download(swarm, 4 * (sizes[SHARED] + run.model.num_experts * sizes["slot"]))
-        view = SwarmView(run.model.num_experts, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+        show_download(swarm, 4 * (sizes[SHARED] + run.model.num_slots * sizes["slot"]))
+        view = SwarmView(run.model.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
         swarm.catch_up()
         for attempt in range(1, ATTEMPTS + 1):
             claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))

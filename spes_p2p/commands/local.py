@@ -125,10 +125,10 @@ ENOUGH_TOKENS = 0.95
 def main(config: ExperimentConfig) -> int:
     """Run the experiment; return the exit code."""
     config = _resumed(config) if config.resume else _with_data(config)
-    num_experts = config.run.model.num_experts
-    slots = config.max_slots or min(-(-2 * num_experts // config.peers), num_experts)
-    if slots > num_experts:
-        raise ConfigError(f"max_slots={slots} exceeds model.num_experts={num_experts}; set it to {num_experts} or less")
+    num_slots = config.run.model.num_slots
+    slots = config.max_slots or min(-(-2 * num_slots // config.peers), num_slots)
+    if slots > num_slots:
+        raise ConfigError(f"max_slots={slots} exceeds the run's {num_slots} slots; lower it, or leave it out")
     check_machine(config.run, config)
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
     _prepare_corpus(config)
@@ -264,7 +264,7 @@ class Experiment:
     def _start_peer(self, index: int, extra: Sequence[str]) -> Child:
         output = self._folder(index)
         arguments = [
-            *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots)),
+            *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots or "auto")),
             *("--threads", "1", "--device", "cpu", "--data-seed", str(index), "--host", "127.0.0.1"),
             "--yes",  # the run is this user's own
             "--alone",  # on one machine no peer is cut off: one that does not answer is dead

@@ -195,7 +195,7 @@ def _watch(
     page: Page | None,
 ) -> Ending:
     rounds, facts = manifest.config.round, _facts(manifest)
-    view = SwarmView(manifest.config.model.num_experts, rounds.total, absence_seconds=rounds.heartbeat_seconds)
+    view = SwarmView(manifest.config.model.num_slots, rounds.total, absence_seconds=rounds.heartbeat_seconds)
     view = replace(view, now=swarm.now())
     path = output / METRICS_FILE
     known: Mapping[str, Any] = {}
@@ -318,7 +318,7 @@ def _facts(manifest: Manifest) -> Mapping[str, Any]:
         "founder": manifest.founder,
         "software": manifest.software,
         "total_rounds": run.round.total,
-        "num_slots": run.model.num_experts,
+        "num_slots": run.model.num_slots,
         "vocab_size": manifest.vocab_size,
         "config": run.model_dump(mode="json"),
     }

@@ -82,7 +82,7 @@ def _claimed(config: PlanConfig, size: ModelSize, setup: Setup, memory: int, hos
         return slots_that_fit(size, setup, memory, host)
     if config.max_slots > size.num_slots:
         raise ConfigError(
-            f"--slots {config.max_slots} exceeds model.num_experts={size.num_slots}; set it to {size.num_slots} or less"
+            f"--slots {config.max_slots} exceeds the run's {size.num_slots} slots; lower it, or leave it out"
         )
     return config.max_slots
 
@@ -90,6 +90,11 @@ def _claimed(config: PlanConfig, size: ModelSize, setup: Setup, memory: int, hos
 def _most(size: ModelSize, setup: Setup, memory: int, host: int | None) -> str:
     there = f"a {'GPU' if setup.on_gpu else 'machine'} with {memory / 1e9:.3g} GB free"
     try:
-        return f"{there} can train {slots_that_fit(size, setup, memory, host)} of {size.num_slots} slots at most"
+        fitting = slots_that_fit(size, setup, memory, host)
+        return (
+            f"{there} can train {fitting} of {size.num_slots} slots at most"
+            if size.num_slots
+            else f"{there} can train it"
+        )
     except ConfigError as error:
         return f"{there} can train none: {error}"

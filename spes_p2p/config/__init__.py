@@ -32,6 +32,7 @@ from spes_p2p.config.machine import (
     sequences_at_once,
 )
 from spes_p2p.config.run import (
+    DENSE_FAMILIES,
     MAX_LEASE_SECONDS,
     MAX_PEER_TOKENS,
     MAX_START_SLOTS,
@@ -57,6 +58,7 @@ from spes_p2p.config.run import (
 )
 
 __all__ = [
+    "DENSE_FAMILIES",
     "EIGHT_BIT",
     "MAX_ADDRESSES",
     "MAX_LEASE_SECONDS",

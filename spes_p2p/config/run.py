@@ -80,7 +80,7 @@ class StartConfig(Frozen):
     head_dim: Annotated[int, Field(ge=2, le=2**12)] | None = None
     """Width of a head; by default `hidden_size / num_heads`."""
     dense_intermediate_size: Annotated[int, Field(ge=1, le=2**18)] | None = None
-    """Of Qwen3-MoE's config: the width of layers without experts, which no run has."""
+    """Of Qwen3-MoE's config: the width of layers without experts, which no such run has."""
     attention_bias: bool = False
     clip_qkv: PositiveFloat | None = None
     initializer_range: PositiveFloat = 0.02
@@ -90,8 +90,8 @@ class StartConfig(Frozen):
     pad_token_id: TokenId | None = None
     shared: Digest
     """SHA-256 of the shared parameters' version of round 0."""
-    slots: Annotated[list[Digest], Field(min_length=1, max_length=MAX_START_SLOTS)]
-    """SHA-256 of each slot's version of round 0."""
+    slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
+    """SHA-256 of each slot's version of round 0; none of a dense model."""
 
     @model_validator(mode="after")
     def _check_tokens(self) -> StartConfig:
@@ -101,25 +101,29 @@ class StartConfig(Frozen):
         return self
 
 
-class ModelConfig(Frozen):
-    """Shape of the mixture-of-experts model, in the stock Hugging Face classes' terms."""
+DENSE_FAMILIES = ("llama", "qwen3", "gemma")
+"""Families without experts: such a run has no slots, and peers train and average all of the model."""
 
-    family: Literal["olmoe", "qwen3_moe", "mixtral"] = "olmoe"
-    """Which stock `transformers` architecture to build."""
+
+class ModelConfig(Frozen):
+    """Shape of the model, in the stock Hugging Face classes' terms."""
+
+    family: Literal["olmoe", "qwen3_moe", "mixtral", "llama", "qwen3", "gemma"] = "olmoe"
+    """Which stock `transformers` architecture to build: the first three are mixtures of experts, the others dense."""
     hidden_size: Annotated[int, Field(ge=1, le=2**16)] = 128
     """Width D of the residual stream."""
     num_layers: Annotated[int, Field(ge=1, le=1024)] = 4
-    """Decoder layers, each with one expert module."""
+    """Decoder layers."""
     num_heads: Annotated[int, Field(ge=1, le=1024)] = 4
     """Attention heads; must divide `hidden_size`."""
     num_kv_heads: Annotated[int, Field(ge=1, le=1024)] = 4
     """Key/value heads; must divide `num_heads`."""
     intermediate_size: Annotated[int, Field(ge=1, le=2**18)] = 128
-    """Width of one expert's SwiGLU."""
-    num_experts: Annotated[int, Field(ge=1, le=4096)] = 16
-    """Experts E per layer; slot e is expert e of every layer."""
-    top_k: Annotated[int, Field(ge=1, le=4096)] = 2
-    """Experts each token is routed to."""
+    """Width of one expert's SwiGLU, or of a dense layer's."""
+    num_experts: Annotated[int, Field(ge=0, le=4096)] = 16
+    """Experts E per layer; slot e is expert e of every layer. 0 in dense families, and only there."""
+    top_k: Annotated[int, Field(ge=0, le=4096)] = 2
+    """Experts each token is routed to; 0 in dense families, and only there."""
     norm_topk_prob: bool = True
     """Renormalise the top-k router probabilities (Mixtral always does)."""
     tie_embeddings: bool = True
@@ -127,12 +131,23 @@ class ModelConfig(Frozen):
     rope_theta: PositiveFloat = 10_000.0
     """Base of the rotary position embedding."""
     norm_eps: PositiveFloat | None = None
-    """Epsilon of the RMS norms; by default the family's: 1e-6 of `qwen3_moe`, 1e-5 of the others. SPES uses 1e-6."""
+    """Epsilon of the RMS norms; by default the family's: 1e-5 of `olmoe` and `mixtral`, 1e-6 of the others. SPES uses
+    1e-6."""
     init_cutoff: Annotated[float, Field(ge=1, le=100, allow_inf_nan=False)] | None = None  # guard: init-cutoff
     """Largest initial weight, in standard deviations of 0.02; larger ones are drawn again. By default none are. SPES
     uses 3."""
     start: CliSuppress[StartConfig | None] = None
     """The checkpoint that the run starts from; by default none: weights are drawn. `spes peer --from` sets it."""
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the model has no experts, and the run no slots."""
+        return self.family in DENSE_FAMILIES
+
+    @property
+    def num_slots(self) -> int:
+        """Number of the run's slots."""
+        return self.num_experts
 
     @property
     def head_dim(self) -> int:
@@ -147,6 +162,12 @@ class ModelConfig(Frozen):
     def _check_shapes(self) -> ModelConfig:
         if self.start is not None:
             self._check_start(self.start)
+        for name in ("num_experts", "top_k"):
+            if (getattr(self, name) == 0) != self.is_dense:  # guard: dense-shape
+                raise ValueError(
+                    f"model.{name}={getattr(self, name)} does not go with model.family={self.family}; set it to "
+                    f"{'0: a dense model has no experts' if self.is_dense else '1 or more'}"
+                )
         if self.top_k > self.num_experts:
             raise ValueError(
                 f"model.top_k={self.top_k} exceeds model.num_experts={self.num_experts}; "

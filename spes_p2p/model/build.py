@@ -15,12 +15,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import (
+    GemmaConfig,
+    GemmaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -197,6 +203,9 @@ FAMILIES: dict[str, tuple[type[PretrainedConfig], type[PreTrainedModel]]] = {
     "olmoe": (OlmoeConfig, OlmoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "gemma": (GemmaConfig, GemmaForCausalLM),
 }
 
 
@@ -226,12 +235,9 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
         "num_attention_heads": model.num_heads,
         "num_key_value_heads": model.num_kv_heads,
         "intermediate_size": model.intermediate_size,
-        "num_experts_per_tok": model.top_k,
         "max_position_embeddings": sequence_length,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_theta},
         "tie_word_embeddings": model.tie_embeddings,
-        "output_router_logits": False,
-        "router_aux_loss_coef": 0.0,
         "pad_token_id": None,
         "bos_token_id": None,
         "eos_token_id": None,
@@ -246,10 +252,17 @@ def hf_config(model: ModelConfig, vocab_size: int, sequence_length: int) -> Pret
 
 
 def _family_fields(model: ModelConfig) -> dict[str, Any]:
-    """Return the fields that the families name differently."""
+    """Return the fields that only some families have, or that they name differently."""
+    if model.is_dense:
+        return {"head_dim": model.head_dim}
+    fields: dict[str, Any] = {
+        "num_experts_per_tok": model.top_k,
+        "output_router_logits": False,
+        "router_aux_loss_coef": 0.0,
+    }
     if model.family == "mixtral":
-        return {"num_local_experts": model.num_experts, "head_dim": model.head_dim, "sliding_window": None}
-    fields: dict[str, Any] = {"num_experts": model.num_experts, "norm_topk_prob": model.norm_topk_prob}
+        return fields | {"num_local_experts": model.num_experts, "head_dim": model.head_dim, "sliding_window": None}
+    fields |= {"num_experts": model.num_experts, "norm_topk_prob": model.norm_topk_prob}
     if model.family == "qwen3_moe":
         fields |= {
             "moe_intermediate_size": model.intermediate_size,
@@ -353,8 +366,10 @@ def outline(model: ModelConfig, vocab_size: int, sequence_length: int) -> SlotMo
 def _banks(
     module: PreTrainedModel, claimed: Sequence[int], storage: str, kernel: str, target: torch.device
 ) -> dict[str, ExpertBank]:
-    """Return an empty bank for each experts module, by its name."""
+    """Return an empty bank for each experts module, by its name; none in a dense model."""
     stock = _stock_experts(module)
+    if not stock:
+        return {}
     shapes = [tuple(getattr(next(iter(stock.values())), name).shape[1:]) for name in WEIGHT_NAMES]
     chosen = choose_kernel(kernel, target, shapes)
     return {name: ExpertBank(experts, claimed, storage, chosen) for name, experts in stock.items()}
@@ -394,7 +409,7 @@ def check_build(model: ModelConfig, storage: str, kernel: str) -> None:
         ConfigError: `storage` or `kernel` is unknown or cannot be used here.
     """
     FrozenStore(storage)
-    if kernel != "auto":
+    if kernel != "auto" and not model.is_dense:
         width, inner = model.hidden_size, model.intermediate_size
         kernel_named(kernel, torch.device("cpu"), [(2 * inner, width), (width, inner)])
 

@@ -124,7 +124,7 @@ def _groups(num_bytes: Mapping[int | None, int]) -> list[list[int | None]]:
 
 def _on_disk(model_type: str, slot: int | None, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors in fp32 under the names of stock checkpoints, where each expert's matrices are tensors."""
-    block, (gate, up, down) = ON_DISK[model_type]
+    block, (gate, up, down) = ON_DISK.get(model_type, (IN_MEMORY, MATRICES))
     for name, tensor in tensors.items():
         stored = name.replace(f".{IN_MEMORY}.", f".{block}.")
         if slot is None:

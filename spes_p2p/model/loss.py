@@ -156,7 +156,7 @@ class TrainingLoss(nn.Module):
             self.module,
             tokens_BS1,
             train=self.train_config,
-            top_k=self.slot_model.config.num_experts_per_tok,
+            top_k=getattr(self.slot_model.config, "num_experts_per_tok", 0),
             claimed=self.slot_model.claimed,
             claimed_factor=claimed_factor,
             routed_E=self.routed_E,
@@ -178,11 +178,11 @@ def causal_lm_loss(
     Each part is a mean over targets, so that microbatches, weighted by their `num_targets`, add up to the batch.
 
     Args:
-        module: Hugging Face mixture-of-experts model.
+        module: Hugging Face model; a dense one has no router, and no losses of it.
         tokens_BS1: `[B, S + 1]`; the first S are the input, the last S the targets. Marked ones (`data/windows.py`) are
             no targets.
         train: Precision and loss coefficients.
-        top_k: As in `balance_loss`, like `claimed`, `claimed_factor` and `routed_E`.
+        top_k: As in `balance_loss`, like `claimed`, `claimed_factor` and `routed_E`; 0 of a dense model.
         claimed: Experts that this peer trains.
         claimed_factor: Multiplies the counts of `claimed`.
         routed_E: Accumulates the number of tokens that chose each expert.
@@ -192,7 +192,8 @@ def causal_lm_loss(
         torch.autocast(tokens_BS1.device.type, torch.bfloat16, enabled=train.precision == "bf16"),
         _head_in_chunks(module, tokens_BS1, train.precision) as is_chunked,
     ):
-        output = module(**inputs, output_router_logits=True, use_cache=False)
+        options = {"output_router_logits": True} if top_k else {}
+        output = module(**inputs, **options, use_cache=False)
     output_z = None
     if is_chunked:
         cross_entropy, partition_T = _mean_of_chunks(output.logits, learned_BS)
@@ -201,6 +202,10 @@ def causal_lm_loss(
         cross_entropy, output_z = _cross_entropy_and_z(output.logits, tokens_BS1, learned_BS)
     else:
         cross_entropy = _cross_entropy(output.logits, tokens_BS1, learned_BS)
+    if not top_k:
+        none = cross_entropy.new_zeros(())
+        total = cross_entropy if output_z is None else cross_entropy + train.output_z_loss * output_z
+        return LossParts(total, cross_entropy.detach(), none, none)
     balance = balance_loss(
         output.router_logits,
         top_k,

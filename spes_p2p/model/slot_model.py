@@ -1,4 +1,4 @@
-"""The model as shared parameters and expert slots.
+"""The model as shared parameters and expert slots; a dense model has no slots.
 
 Shape legend: E experts, O output features, I input features of one expert's weight.
 """
@@ -30,18 +30,17 @@ class SlotModel:
 
     Args:
         module: The model with its banks in place; DDP wraps it, and it generates text.
-        banks: The banks by their name within `module`.
+        banks: The banks by their name within `module`; none in a dense model.
 
     Attributes:
         config: The model's stock configuration.
-        num_slots: Experts per layer.
+        num_slots: Experts per layer; 0 of a dense model.
     """
 
     def __init__(self, module: PreTrainedModel, banks: Mapping[str, ExpertBank]) -> None:
-        assert banks, "a model without experts has no slots"
         self.module = module
         self.config: PretrainedConfig = module.config
-        self.num_slots = next(iter(banks.values())).num_experts
+        self.num_slots = next((bank.num_experts for bank in banks.values()), 0)
         self._banks = dict(banks)
         # A partial, so that a deep copy of the module guards itself.
         module.save_pretrained = functools.partial(_save_pretrained, module)  # type: ignore[method-assign]
@@ -49,7 +48,7 @@ class SlotModel:
     @property
     def claimed(self) -> tuple[int, ...]:
         """Trained slots, ascending."""
-        return next(iter(self._banks.values())).claimed
+        return next((bank.claimed for bank in self._banks.values()), ())
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
         """Return every parameter outside the experts by its stock name, tied ones once."""

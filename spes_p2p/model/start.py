@@ -1,4 +1,4 @@
-"""Starts a run from a Hugging Face checkpoint of a mixture of experts: its settings, and its weights slot by slot.
+"""Starts a run from a Hugging Face checkpoint: its settings, and its weights slot by slot.
 
 Shape legend: E experts, O output features, I input features of one expert's weight.
 """
@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from spes_p2p.config import MAX_START_SLOTS, ModelConfig, RopeConfig, StartConfig
+from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, StartConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import FAMILIES, hf_config
-from spes_p2p.model.export import IN_MEMORY, ON_DISK
+from spes_p2p.model.export import IN_MEMORY, MATRICES, ON_DISK
 from spes_p2p.model.frozen import GATE_UP
 from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
 from spes_p2p.model.slot_model import SlotModel
@@ -50,7 +50,8 @@ def model_of(source: Path) -> ModelConfig:
     _check_family(source, config)
     fields = config.to_dict()
     is_mixtral, is_qwen = config.model_type == "mixtral", config.model_type == "qwen3_moe"
-    num_experts = config.num_local_experts if is_mixtral else config.num_experts
+    is_dense = config.model_type in DENSE_FAMILIES
+    num_experts = 0 if is_dense else config.num_local_experts if is_mixtral else config.num_experts
     if num_experts > MAX_START_SLOTS:
         raise ConfigError(
             f"{source} has {num_experts} experts per layer, and a run has {MAX_START_SLOTS} slots at most; give "
@@ -78,7 +79,7 @@ def model_of(source: Path) -> ModelConfig:
             num_kv_heads=config.num_key_value_heads,
             intermediate_size=fields["moe_intermediate_size" if is_qwen else "intermediate_size"],
             num_experts=num_experts,
-            top_k=config.num_experts_per_tok,
+            top_k=0 if is_dense else config.num_experts_per_tok,
             norm_topk_prob=fields.get("norm_topk_prob", True),
             tie_embeddings=config.tie_word_embeddings,
             rope_theta=(config.rope_parameters or {})["rope_theta"],
@@ -98,10 +99,7 @@ def _check_family(source: Path, config: PretrainedConfig) -> None:
     names = [cls.__name__ for _, cls in FAMILIES.values()]
     architecture = (config.architectures or ["a model without a name"])[0]
     if config.model_type not in FAMILIES or FAMILIES[config.model_type][1].__name__ != architecture:
-        raise ConfigError(
-            f"{source} holds {architecture}; give --from one of {', '.join(names)} (`spes upcycle` makes one of a "
-            f"dense model)"
-        )
+        raise ConfigError(f"{source} holds {architecture}; give --from one of {', '.join(names)}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{source} holds quantised weights; give --from the checkpoint that they were made of")
     window = getattr(config, "sliding_window", None)
@@ -147,7 +145,7 @@ class StartWeights:
     def __init__(self, source: Path, model: SlotModel, stack: ExitStack) -> None:
         self._files = SafetensorFiles(source, stack)
         self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
-        self._block, self._matrices = ON_DISK[model.config.model_type]
+        self._block, self._matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
         for name, shape in self._shapes[None].items():
             self._files.check(self._stored(name), shape)
         for name, (num_out, num_in) in self._shapes["slot"].items():

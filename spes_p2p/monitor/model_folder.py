@@ -145,7 +145,7 @@ class ModelFolder:
                 f"with --keep-last and --keep-every)"
             )
         base = max(of_round, key=lambda source: sum(each.version.round == round for each in source.values()))
-        names = [VectorName.of_slot(slot) for slot in range(self.manifest.config.model.num_experts)]
+        names = [VectorName.of_slot(slot) for slot in range(self.manifest.config.model.num_slots)]
         chosen = {SHARED: base[SHARED]}
         for name in names:
             if found := [source[name] for source in (base, *self._sources) if name in source]:
@@ -348,15 +348,17 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
     tokens, losses, reporters = _history(source, exported.round, held_out)
     contributors = sorted(source.authors(exported.round) | reporters)
     model, rounds = run.model, run.round
+    kind = "dense model" if model.is_dense else "mixture of experts"
+    experts = f"{model.num_experts} experts per layer, {model.top_k} per token, " if model.num_experts else ""
     lines = [
         "---",
         "library_name: transformers",
         "pipeline_tag: text-generation",
         "tags:",
-        "- mixture-of-experts",
+        *(["- mixture-of-experts"] if model.num_experts else []),
         "- spes_p2p",
         "---",
-        f"# Round {exported.round} of a mixture of experts that volunteers pretrain together",
+        f"# Round {exported.round} of a {kind} that volunteers train together",
         "",
         f"- Run: {_code(manifest.run_id)}, manifest {_code(manifest.digest)}",
         f"- Founder: {_code(manifest.founder)}, with spes_p2p {_code(manifest.software)}",
@@ -364,10 +366,10 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
         f"- Tokens: {tokens}",
         f"- Data: {_data(manifest)}",
         *(f"- {loss}" for loss in losses),
-        f"- Model: {model.family}, {params_text(exported.num_params)} parameters, {model.num_experts} experts per "
-        f"layer, {model.top_k} per token, sequences of {run.data.sequence_length} tokens",
+        f"- Model: {model.family}, {params_text(exported.num_params)} parameters, {experts}sequences of "
+        f"{run.data.sequence_length} tokens",
         "- Weights: fp32, as the peers published them, verified by SHA-256",
-        f"- Slots (expert e of every layer): {_slots(exported, model.num_experts)}",
+        *([f"- Slots (expert e of every layer): {_slots(exported, model.num_slots)}"] if model.num_slots else []),
         f"- Exported by spes_p2p {__version__}",
         "",
         "```python",

@@ -181,9 +181,9 @@ def _round_line(view: SwarmView, number: int) -> str:
         f"{summary.num_peers} peers",
         f"{summary.tokens_per_second:,.0f} tokens/s",
         f"loss {number_or_dash(summary.loss)}",
-        f"coverage {_coverage(view)}",
+        *_coverage(view),
         *_staleness(summary),
-        *(f"{peer.short_id}: {slot_ranges(peer.slots)}" for peer in view.active[:MAX_CONSOLE_PEERS]),
+        *(f"{peer.short_id}: {slot_ranges(peer.slots)}" for peer in view.active[:MAX_CONSOLE_PEERS] if view.num_slots),
     ]
     return "  ".join(map(printable, parts))
 
@@ -198,7 +198,7 @@ def render(run_id: str, view: SwarmView) -> Group:
         f"{newest.tokens_per_second:,.0f} tokens/s" if newest else "",
         f"loss {number_or_dash(newest.loss)}" if newest else "",
         "held-out {1:.4f} (round {0})".format(*max(view.held_out.items())) if view.held_out else "held-out -",
-        f"coverage {_coverage(view)}",
+        *_coverage(view),
         *(_staleness(newest) if newest else ()),
     ]
     table = Table(box=box.SIMPLE_HEAD)
@@ -231,6 +231,7 @@ def _staleness(summary: RoundSummary) -> list[str]:
     return [f"slots up to {summary.stale_rounds} rounds old"] if summary.stale_rounds else []
 
 
-def _coverage(view: SwarmView) -> str:
+def _coverage(view: SwarmView) -> list[str]:
+    """Return how many slots have a holder; nothing where the run has none."""
     orphans = f", orphans {slot_ranges(view.orphans[:16])}" if view.orphans and view.active else ""
-    return f"{view.num_covered}/{view.num_slots}{orphans}"
+    return [f"coverage {view.num_covered}/{view.num_slots}{orphans}"] if view.num_slots else []

@@ -298,8 +298,12 @@ def _enter(
     declare_manifest(swarm, manifest)
     run_id = manifest.run_id
     log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
-    log.info("this peer is %s and trains up to %d of %d slots", swarm.peer_id, max_slots, run.model.num_experts)
-    _say_cost(swarm, size, max_slots, setup, config)
+    num_slots = min(max_slots, run.model.num_slots)
+    what = (
+        f"trains up to {num_slots} of {run.model.num_slots} slots" if run.model.num_slots else "trains all of the model"
+    )
+    log.info("this peer is %s and %s", swarm.peer_id, what)
+    _say_cost(swarm, size, num_slots, setup, config)
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
     data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
@@ -327,7 +331,8 @@ def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
     """
     free = free_memory_bytes()
     if config.max_slots == "auto":
-        return min(slots_that_fit(size, replace(setup, on_gpu=False), free), MAX_CLAIMED)
+        fitting = slots_that_fit(size, replace(setup, on_gpu=False), free)
+        return min(max(fitting, 1), MAX_CLAIMED)  # where there are no slots, 0 would say that this peer leaves
     limits = (ANY_MEMORY, free) if setup.on_gpu else (free, None)
     if not fits(size, config.max_slots, setup, *limits):  # guard: chosen-slots
         raise ConfigError(f"max_slots={config.max_slots}: {shortage(size, config.max_slots, setup, *limits)}")
@@ -375,10 +380,9 @@ def _check_choices(config: PeerConfig, run: RunConfig) -> None:
     check_attention(config.attention, group.device)
     if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
         check_build(run.model, config.storage or run.frozen_storage, config.kernel)
-    if config.max_slots != "auto" and config.max_slots > run.model.num_experts:
+    if config.max_slots != "auto" and config.max_slots > run.model.num_slots:
         raise ConfigError(
-            f"max_slots={config.max_slots} exceeds model.num_experts={run.model.num_experts}; "
-            f"set it to {run.model.num_experts} or less"
+            f"max_slots={config.max_slots} exceeds the run's {run.model.num_slots} slots; lower it, or leave it out"
         )
     if config.max_slots != "auto" and config.max_slots > MAX_CLAIMED:
         raise ConfigError(

@@ -22,6 +22,8 @@ from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
 
 WIDE = 4
 """Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
+NORMALISED = ("olmoe", "qwen3_moe", "qwen3")
+"""Families that normalise queries and keys."""
 NARROW = {"fp32": 4, "bf16": 2}
 LOGITS_BYTES = 2**28
 """Most memory for logits and their gradients; microbatches with more have them computed in chunks."""
@@ -120,7 +122,7 @@ class Activations:
         # Each norm's input, normalised input and output; autocast rounds the output for every module that takes it.
         norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
         attention = narrow * (2 * query_width + 2 * key_width)  # queries, keys, values and the output
-        if model.family != "mixtral":  # queries and keys are normalised
+        if model.family in NORMALISED:  # queries and keys are normalised
             attention += (WIDE + narrow) * (query_width + key_width)
         if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
             scores = WIDE if self.precision == "fp32" else WIDE + narrow
@@ -129,6 +131,8 @@ class Activations:
             attention += narrow * self.sequence_length + 2 * narrow * (query_width - key_width)
         router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
         experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
+        if model.is_dense:  # gate, its activation, up and their product, which plain modules keep
+            experts = 4 * narrow * model.intermediate_size
         return norms + attention + router + experts
 
     def _rounded_weights(self) -> int:
@@ -136,6 +140,7 @@ class Activations:
             return 0
         model, width = self.model, self.model.hidden_size
         layer = 2 * width * (model.head_dim * model.num_heads + _key_width(model)) + model.num_experts * width
+        layer += 3 * width * model.intermediate_size if model.is_dense else 0
         num_layers = 1 if self.checkpointing else model.num_layers
         return NARROW[self.precision] * (num_layers * layer + self.vocab_size * width)
 
@@ -479,18 +484,19 @@ def slots_that_fit(size: ModelSize, setup: Setup, memory_bytes: int, host_bytes:
         host_bytes: With GPUs, memory of the host; None sets no limit.
 
     Raises:
-        ConfigError: not even one slot fits; tells what is missing, and a remedy.
+        ConfigError: not even one slot fits, or a dense model; tells what is missing, and a remedy.
     """
-    fitting = [k for k in range(1, size.num_slots + 1) if fits(size, k, setup, memory_bytes, host_bytes)]
+    least = min(1, size.num_slots)
+    fitting = [k for k in range(least, size.num_slots + 1) if fits(size, k, setup, memory_bytes, host_bytes)]
     if not fitting:
-        raise ConfigError(shortage(size, 1, setup, memory_bytes, host_bytes))
+        raise ConfigError(shortage(size, least, setup, memory_bytes, host_bytes))
     return max(fitting)
 
 
 def shortage(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> str:
     """Return by how much `claimed` slots do not fit, and what to set instead, in one line."""
     memory = peer_memory(size, claimed, setup)
-    slots = "1 slot" if claimed == 1 else f"{claimed} slots"
+    slots = {0: "the model", 1: "1 slot"}.get(claimed, f"{claimed} slots")
     missing = memory.device_bytes - memory_bytes
     where, needed, there = "", memory.device_bytes, memory_bytes
     if missing <= 0 and host_bytes is not None:

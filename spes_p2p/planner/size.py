@@ -60,6 +60,7 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
     """
     shared = list(_shared_tensors(model, model.embedding_rows(vocab_size)))
     slot = [2 * model.intermediate_size * model.hidden_size, model.intermediate_size * model.hidden_size]
+    slot = [] if model.is_dense else slot
     return ModelSize(
         shared_params=sum(numel * count for _, numel, count in shared),
         slot_params=model.num_layers * sum(slot),
@@ -79,17 +80,20 @@ def _shared_tensors(model: ModelConfig, num_rows: int) -> Iterator[tuple[Kind, i
     yield "table", num_rows * width, 1 if model.tie_embeddings else 2
     yield "matrix", width * query_width, 2 * layers  # queries and output
     yield "matrix", width * key_width, 2 * layers  # keys and values
-    yield "matrix", model.num_experts * width, layers  # routers
+    if model.is_dense:
+        yield "matrix", model.intermediate_size * width, 3 * layers  # gate, up and down
+    else:
+        yield "matrix", model.num_experts * width, layers  # routers
     yield "vector", width, 2 * layers + 1  # norms
     if model.start is not None and model.start.attention_bias:
         yield "vector", query_width, layers
         yield "vector", key_width, 2 * layers
         yield "vector", width, layers
-    # OLMoE normalises queries and keys over all heads at once, Qwen3 within each head, Mixtral not at all.
+    # OLMoE normalises queries and keys over all heads at once, Qwen3 within each head, the others not at all.
     if model.family == "olmoe":
         yield "vector", query_width, layers
         yield "vector", key_width, layers
-    elif model.family == "qwen3_moe":
+    elif model.family in ("qwen3_moe", "qwen3"):
         yield "vector", head_width, 2 * layers
 
 

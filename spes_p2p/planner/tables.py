@@ -10,20 +10,27 @@ from spes_p2p.planner.memory import PeerMemory, Setup
 from spes_p2p.planner.size import ModelSize
 from spes_p2p.planner.traffic import RoundTraffic, star_traffic, training_seconds, transfer_seconds
 
-NAMES = {"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"}
+NAMES = {
+    **{"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"},
+    **{"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma"},
+}
 
 
 def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, vocab_size: int) -> Iterator[str]:
     """Yield the model's shape and size, and the part of it that the peer trains."""
     model, tokenizer = run.model, run.data.tokenizer
+    inner = f"{model.num_experts} experts of width {model.intermediate_size} with {model.top_k} active"
+    inner = f"dense, of inner width {model.intermediate_size}" if model.is_dense else inner
     yield (
-        f"{NAMES[model.family]}: {model.num_layers} layers of width {model.hidden_size}, {model.num_experts} experts "
-        f"of width {model.intermediate_size} with {model.top_k} active, "
+        f"{NAMES[model.family]}: {model.num_layers} layers of width {model.hidden_size}, {inner}, "
         f"vocabulary {vocab_size}{', tied' if model.tie_embeddings else ''}"
     )
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
         yield f"  (the vocabulary is data.vocab_size; {tokenizer} is not on this machine, and a run takes its size)"
     active = size.shared_params + model.top_k * size.slot_params
+    if not size.num_slots:
+        yield f"  {params_text(size.total_params)} parameters, of which every peer trains all by {setup.optimizer}"
+        return
     yield (
         f"  {params_text(size.total_params)} parameters, {params_text(active)} active: "
         f"{params_text(size.shared_params)} shared, {size.num_slots} slots of {params_text(size.slot_params)}"

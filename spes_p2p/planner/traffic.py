@@ -76,6 +76,8 @@ def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
         num_peers: Peers in the round, N.
         copies: Fewest peers that should hold a slot.
     """
+    if not covered:
+        return 0
     least, more = divmod(claims, covered)
     wanted = min(copies, num_peers)
     return (covered - more) * max(0, wanted - least) + more * max(0, wanted - least - 1)

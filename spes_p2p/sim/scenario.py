@@ -83,7 +83,7 @@ class Scenario(Frozen):
     peers: PositiveInt = 4
     """Virtual peers, including those that join later."""
     max_slots: PositiveInt | list[PositiveInt] = 8
-    """Slots that a peer can train: one number for all peers, or one for each."""
+    """Slots that a peer can train: one number for all peers, or one for each; of no effect in a run without slots."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Seed of the peers' data orders and ids; `run.seed` is the seed of the initial weights."""
     speeds: PositiveFloat | list[PositiveFloat] = 1000.0
@@ -138,11 +138,11 @@ class Scenario(Frozen):
             value = getattr(self, name)
             if isinstance(value, list) and value and len(value) != self.peers:
                 raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")
+        num_slots = self.run.model.num_slots
         for slots in self.max_slots if isinstance(self.max_slots, list) else [self.max_slots]:
-            if slots > self.run.model.num_experts:
+            if num_slots and slots > num_slots:
                 raise ValueError(
-                    f"max_slots={slots} exceeds run.model.num_experts={self.run.model.num_experts}; "
-                    f"set it to {self.run.model.num_experts} or less"
+                    f"max_slots={slots} exceeds run.model.num_experts={num_slots}; set it to {num_slots} or less"
                 )
         return self
 
@@ -192,9 +192,9 @@ class Scenario(Frozen):
                     f"let it begin before"
                 )
         for held in self.slots:
-            if sorted(set(held)) != held or (held and held[-1] >= self.run.model.num_experts):
+            if sorted(set(held)) != held or (held and held[-1] >= self.run.model.num_slots):
                 raise ValueError(
-                    f"slots={held} of a peer; list each once, ascending, up to {self.run.model.num_experts - 1}"
+                    f"slots={held} of a peer; list each once, ascending, up to {self.run.model.num_slots - 1}"
                 )
         if not self.founders:
             raise ValueError("every peer joins later, so there is no peer to join; let one start without an event")

@@ -259,7 +259,7 @@ class _Simulation:
             self._clock,
             founder=self._peer_id(scenario.founders[0]),
             min_peers=rounds.min_peers,
-            num_slots=self._run.model.num_experts,
+            num_slots=self._run.model.num_slots,
             shrink_seconds=rounds.shrink_seconds,
         )
         self._peers: dict[int, VirtualPeer] = {}

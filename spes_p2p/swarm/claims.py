@@ -46,7 +46,7 @@ def allocate(run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Co
 
     Args:
         run_id: Seeds the hashes, so that different runs burden different peers.
-        num_slots: Experts per layer.
+        num_slots: Number of the run's slots; 0 of a dense model.
         claims: Unexpired claims by peer id.
         fixed: Peers that are expected to change nothing; others act in their place.
     """
@@ -62,7 +62,7 @@ def level(run_id: str, num_slots: int, claims: Mapping[str, Claim]) -> Allocatio
     """Return the slots that each peer should hold for an even coverage; a peer exchanges only a share of its slots."""
     held = {peer: _known(claim.slots, num_slots) for peer, claim in claims.items()}
     counts = coverage(held, num_slots)
-    if max(counts) - min(counts) < 2:
+    if not counts or max(counts) - min(counts) < 2:
         return held
     table = _Table(run_id, num_slots, claims)
     _exchange(table, lambda peer, slot: table.has_more_to_move(peer))
@@ -84,6 +84,8 @@ def rotate(run_id: str, num_slots: int, claims: Mapping[str, Claim], turn: int) 
     table = _Table(run_id, num_slots, claims)
     size = max(1, num_slots // MOVED_SHARE)
     order = sorted(range(num_slots), key=lambda slot: table.lot("turn", slot))
+    if not order:
+        return table.allocation()
     drawn = [order[(turn * size + index) % num_slots] for index in range(size)]
     taken = set()
     for slot in drawn:
@@ -214,7 +216,7 @@ def _exchange(table: _Table, may_give: Callable[[str, int], bool], most: int | N
         most: Largest number of holders of a slot that is worth an exchange; None for any number.
     """
     counts = [len(holders) for holders in table.holders]
-    has_exchanged = max(counts) - min(counts) >= 2
+    has_exchanged = max(counts, default=0) - min(counts, default=0) >= 2
     lots = [table.lot("level", slot) for slot in range(len(counts))] if has_exchanged else []
     while has_exchanged:
         order = sorted(range(len(lots)), key=lambda slot: (len(table.holders[slot]), lots[slot]))

@@ -66,7 +66,7 @@ class Manifest(BaseModel):
 
     def genesis(self) -> Body:
         """Return the body from which the run's certificates begin."""
-        return genesis(self.run_id, self.founder, self.digest, self.config.model.num_experts)
+        return genesis(self.run_id, self.founder, self.digest, self.config.model.num_slots)
 
 
 def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> None:

@@ -32,7 +32,7 @@ class Anchors:
         self._kept = run.kept_moments
         self._codecs = run.codecs
         self._numels = dict(numels)
-        self._num_slots = run.model.num_experts
+        self._num_slots = run.model.num_slots
         self._initial: Mapping[str, str] = {str(name): digest for name, digest in start_digests(run).items()}
         self._weights: dict[VectorName, Tensor] = {}
         self._momenta: dict[VectorName, Tensor] = {}

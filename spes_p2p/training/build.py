@@ -112,7 +112,7 @@ class DrawnBundles(Mapping[VectorName, Tensor]):
     """
 
     def __init__(self, run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> None:
-        self._names = (SHARED, *map(VectorName.of_slot, range(run.model.num_experts)))
+        self._names = (SHARED, *map(VectorName.of_slot, range(run.model.num_slots)))
         self._weights = InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
         self._layouts = layouts
         self._sizes = anchors.bundle_numel()
@@ -214,7 +214,7 @@ def with_digests(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
     finally:
         bundles.close()
     assert run.model.start is not None
-    slots = [digests[VectorName.of_slot(slot)] for slot in range(run.model.num_experts)]
+    slots = [digests[VectorName.of_slot(slot)] for slot in range(run.model.num_slots)]
     start = run.model.start.model_copy(update={"shared": digests[SHARED], "slots": slots})
     return run.model_copy(update={"model": run.model.model_copy(update={"start": start})})
 
@@ -229,7 +229,7 @@ class WholeModel:
     """
 
     def __init__(self, run: RunConfig, vocab_size: int, device: torch.device | None = None) -> None:
-        self._num_slots = run.model.num_experts
+        self._num_slots = run.model.num_slots
         self._starts_from_checkpoint = run.model.start is not None
         self._model = build_slot_model(
             run.model,

@@ -68,7 +68,7 @@ class HeldSlots:
         self._anchors = anchors
         self._max_slots = max_slots
         self._chosen_slots = max_slots
-        self._num_slots = run.model.num_experts
+        self._num_slots = run.model.num_slots
         self._names = vector_names(self._num_slots)
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"

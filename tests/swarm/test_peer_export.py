@@ -210,6 +210,34 @@ def test_a_run_starts_from_an_upcycled_checkpoint_and_another_from_its_export(wo
     assert_equal_start(world.folder / "again", world.folder / "a-2", world.folder / "again-0")
 
 
+def test_peers_train_a_dense_checkpoint_together(world: World) -> None:
+    """It has no slots: `shared` is the whole model, for joiners, the monitor and the export."""
+    dense = write_dense(world.folder / "dense", world.corpus)
+    rounds = {"mode": "steps", "steps": 5, "total": 3, "min_peers": 2}
+    file = world.folder / "run.yaml"
+    data = {"source": "files", "sequence_length": 16, "held_out_fraction": 0.3}
+    file.write_text(yaml.safe_dump({"run": {"round": rounds, "data": data}}))
+    peers = {"a": world.start("peer", "a", "--config", file, "--from", dense, "--keep-last", "99")}
+    wait_for(peers["a"], "others join with")
+    join = ["--initial-peers", world.address("a")]
+    refused = world.start("peer", "c", *join, "--max-slots", "1").end(SECONDS)
+    assert refused.code == 2 and "max_slots=1 exceeds the run's 0 slots; lower it, or leave it out" in refused.stderr
+    peers["b"] = world.start("peer", "b", *join, "--keep-last", "99")
+    monitor = world.start("monitor", "monitor", *join).end(SECONDS)
+    assert monitor.code == 0, monitor.stderr
+    assert "round 3/3  2 peers" in monitor.stdout and "coverage" not in monitor.stdout
+    for name, peer in peers.items():
+        assert peer.end(SECONDS).code == 0, peer.stderr()
+        assert "round 3: 2 peers" in peer.stderr() and "trains all of the model" in peer.stderr()
+        assert_equal_start(world.folder / name, dense, world.folder / f"{name}-0")
+        export(world.folder / name, world.folder / f"{name}-3")
+        assert_equal(world.folder / f"{name}-3", world.folder / "monitor" / "model")
+    model = AutoModelForCausalLM.from_pretrained(world.folder / "a-3")
+    assert type(model) is LlamaForCausalLM and model.config.max_position_embeddings == 128
+    before, after = tensors_in(dense), tensors_in(world.folder / "a-3")
+    assert all(not torch.equal(before[name], after[name]) for name in before), "all of it is trained"
+
+
 def assert_equal_start(peer: Path, checkpoint: Path, output: Path) -> None:
     """Check that a peer's round 0 is a checkpoint, in fp32."""
     export(peer, output, 0)

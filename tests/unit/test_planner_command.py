@@ -134,7 +134,7 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_says_what_would() -> None:
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--slots", "99"], "--slots 99 exceeds model.num_experts=32; set it to 32 or less"),
+        (["--slots", "99"], "--slots 99 exceeds the run.s 32 slots; lower it, or leave it out"),
         (["--slots", "0"], "max_slots=.*greater than"),
         (["--memory-gb", "nan"], "memory_gb=.*finite"),
         (["--device", "cuda", "--max-slots", "auto"], "set --memory-gb, or --slots"),

@@ -308,3 +308,21 @@ def test_a_scenario_survives_json(folder: Path) -> None:
 def test_a_scenario_that_cannot_be_is_refused(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         scenario(folder, **changes)
+
+
+@pytest.mark.parametrize("family", sample(["llama", "qwen3", "gemma"], ["llama"]))
+def test_peers_train_a_dense_model_as_shared_alone(folder: Path, family: str) -> None:
+    """One that joins late has it, too, and the model learns."""
+    dense = TINY["model"] | {"family": family, "num_experts": 0, "top_k": 0}
+    settings = {**TINY, "model": dense, "round": {**TINY["round"], "total": 4}}
+    result = simulate(
+        Scenario(
+            **{"run": settings, "text": [folder / "corpus.jsonl"], "peers": 3, "threads": 1, "evaluate_rounds": 1},
+            **{"max_slots": 8, "events": [Event(peer=2, kind="join", round=2)]},
+        ),
+        cache=folder / "cache",
+    )
+    assert_members_agree(result)
+    assert rounds_of(result, 0) == rounds_of(result, 1) == [1, 2, 3, 4] and rounds_of(result, 2)[-1] == 4
+    assert all(list(digests) == ["shared"] for digests in result.digests.values()) and not any(result.slots)
+    assert result.evaluations[-1].loss < result.evaluations[0].loss

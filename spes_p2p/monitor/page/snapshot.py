@@ -205,6 +205,8 @@ def model_line(run: Mapping[str, Any]) -> str:
         return ""
     parts = ("family", "num_layers", "hidden_size", "num_experts", "top_k")
     family, *rest = (printable(model.get(part, "?"), MAX_QUOTE_CHARS) for part in parts)
+    if model.get("num_experts") == 0:
+        return "{}, {} layers of width {}, dense".format(family, *rest[:2])
     return "{}, {} layers of width {}, {} experts per layer, {} per token".format(family, *rest)
 
 

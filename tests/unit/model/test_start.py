@@ -14,9 +14,12 @@ from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
     MixtralConfig,
     OlmoeConfig,
     PreTrainedModel,
+    Qwen3Config,
     Qwen3MoeConfig,
 )
 
@@ -35,20 +38,28 @@ from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
 VOCAB, ROWS, SEQUENCE, EXPERTS = 300, 320, 24, 4
-COMMON: dict[str, Any] = {
+DENSE: dict[str, Any] = {
     "vocab_size": ROWS,  # more than the tokenizer's entries
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "num_experts_per_tok": 2,
     "max_position_embeddings": 64,
     "initializer_range": 0.2,
     "rms_norm_eps": 3e-6,
     "bos_token_id": 3,
     "eos_token_id": 5,
     "pad_token_id": None,
+}
+COMMON = DENSE | {"num_experts_per_tok": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
 }
 YARN = {
     "rope_type": "yarn",
@@ -73,7 +84,11 @@ CONFIGS = {
         tie_word_embeddings=True,
     ),
     "mixtral": MixtralConfig(**COMMON, num_local_experts=EXPERTS, head_dim=24, sliding_window=None),
+    "llama": LlamaConfig(**DENSE, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**DENSE, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**DENSE, head_dim=24),
 }
+MIXTURES = ("olmoe", "qwen3_moe", "mixtral")
 families = pytest.mark.parametrize("family", sorted(CONFIGS))
 
 
@@ -118,7 +133,9 @@ def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_pat
         model = outline(run.model, VOCAB, SEQUENCE)
         weights = StartWeights(source, model, stack)
         assert sum(tensor.numel() for tensor in weights.read(None).values()) == size.shared_params
-        assert sum(tensor.numel() for tensor in weights.read(1).values()) == size.slot_params
+        for slot in range(model.num_slots):
+            assert sum(tensor.numel() for tensor in weights.read(slot).values()) == size.slot_params
+        assert model.num_slots == (EXPERTS if family in MIXTURES else 0)
         assert save_checkpoint(model, tmp_path / "again", weights.read) == size.total_params
     before, after = (AutoModelForCausalLM.from_pretrained(each).eval() for each in (source, tmp_path / "again"))
     ids_BT = tokens(2, SEQUENCE)
@@ -137,7 +154,7 @@ def test_logits_and_every_field_of_the_configuration_are_the_checkpoints(tmp_pat
 def test_a_checkpoint_in_several_files_of_bf16_gives_the_same_start_as_one_file(tmp_path: Path, family: str) -> None:
     model = stock(family).bfloat16()
     model.save_pretrained(tmp_path / "one")
-    model.save_pretrained(tmp_path / "several", max_shard_size="40KB")
+    model.save_pretrained(tmp_path / "several", max_shard_size="15KB")
     assert len(list((tmp_path / "several").glob("*.safetensors"))) > 3
     assert started(tmp_path / "one") == started(tmp_path / "several")
 
@@ -171,13 +188,14 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
         optimizer.zero_grad()
         expected.append(float(loss))
 
+    slots = range(run.model.num_slots)
     model = build_slot_model(
-        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=0, claimed=range(EXPERTS), storage="fp32"
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=0, claimed=slots, storage="fp32"
     )
     with ExitStack() as stack:
         weights = StartWeights(source, model, stack)
         model.load_shared(weights.read(None))
-        for slot in range(EXPERTS):
+        for slot in slots:
             model.load_slot(slot, weights.read(slot))
     trainer = Trainer(model, train, Batches(batches), ProcessGroup("cpu"))
     losses = [trainer.step(1e-3).loss for _ in batches]
@@ -261,6 +279,11 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
         ("mixtral", {"eos_token_id": [5, 6]}, "eos_token_id"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "config.json"),
         ("olmoe", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
+        ("llama", {"mlp_bias": True}, "sets mlp_bias=True"),
+        ("llama", {"pretraining_tp": 2}, "sets pretraining_tp=2"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "window of 8 tokens"),
+        ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention=True"),
+        ("gemma", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "holds Gemma2ForCausalLM"),
         ("olmoe", {"rms_norm_eps": -1.0}, "norm_eps"),
         ("olmoe", {"attention_dropout": 0.1}, "sets attention_dropout=0.1"),
         ("mixtral", {"router_jitter_noise": 0.1}, "sets router_jitter_noise=0.1"),
@@ -312,10 +335,27 @@ def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(
         ("olmoe", {"rope": {"rope_type": "llama3", "factor": 2.0}}, "rope_type=llama3 needs original_max"),
         ("olmoe", {"head_dim": 64}, "head_dim=64 is no setting of olmoe"),
         ("mixtral", {"attention_bias": True}, "attention_bias=True is no setting of mixtral"),
+        ("llama", {}, "names 4 slots, but model.num_experts=0"),
+        ("gemma", {"slots": [], "clip_qkv": 1.0}, "clip_qkv=1.0 is no setting of gemma"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(family: str, start: dict[str, Any], message: str) -> None:
     """Without these checks transformers would end a joiner with an error of its own."""
+    experts = {"num_experts": EXPERTS if family in MIXTURES else 0, "top_k": 2 if family in MIXTURES else 0}
     whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": ["1" * 64] * EXPERTS}
     with pytest.raises(ValidationError, match=re.escape(message)):
-        ModelConfig.model_validate({"family": family, "num_experts": EXPERTS, "start": whole | start})
+        ModelConfig.model_validate({"family": family, **experts, "start": whole | start})
+
+
+@pytest.mark.parametrize(
+    ("shape", "message"),
+    [
+        ({"family": "llama"}, "model.num_experts=16 does not go with model.family=llama; set it to 0"),
+        ({"family": "gemma", "num_experts": 0}, "model.top_k=2 does not go with model.family=gemma; set it to 0"),
+        ({"family": "olmoe", "num_experts": 0, "top_k": 0}, "model.num_experts=0 does not go with model.family=olmoe"),
+        ({"family": "mixtral", "top_k": 0}, "model.top_k=0 does not go with model.family=mixtral; set it to 1 or"),
+    ],
+)
+def test_a_dense_family_has_no_experts_and_a_mixture_has_some(shape: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        ModelConfig.model_validate(shape)

@@ -5,7 +5,7 @@ import time
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.swarm.claims import MOVED_SHARE, allocate, coverage, level
+from spes_p2p.swarm.claims import MOVED_SHARE, allocate, coverage, level, rotate
 from spes_p2p.swarm.records import Claim
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGHJKLM"]
@@ -137,3 +137,10 @@ def test_a_thousand_peers_are_allocated_in_less_than_a_second():
     assert time.process_time() - began < 1.0
     settled = {peer: claim(peer, slots, fresh[peer].max_slots) for peer, slots in allocation.items()}
     assert allocate("run", 128, settled) == allocation
+
+
+def test_a_run_without_slots_allocates_nothing():
+    """So it is for a dense model, however many slots peers say that they could train."""
+    claims = {peer: claim(peer, (), 3) for peer in PEERS[:2]}
+    nothing = {peer: () for peer in claims}
+    assert allocate("run", 0, claims) == level("run", 0, claims) == rotate("run", 0, claims, 1) == nothing

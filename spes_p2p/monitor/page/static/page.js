@@ -167,6 +167,7 @@ let slotAt = null;
 
 function showCoverage(changes, isWhole) {
   const strip = at("coverage"), total = data.run.get("slots"), me = data.run.get("me");
+  at("slots").hidden = total === 0;  // a dense model has none
   if (strip.children.length !== total) {
     strip.replaceChildren(...Array.from({ length: total }, () => element("i")));
     strip.classList.toggle("few", total <= 32);
