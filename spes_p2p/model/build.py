@@ -191,7 +191,10 @@ def _leave_undrawn(module: PreTrainedModel) -> None:
     drawing = _Drawing(module, 0, None)
     for name, child in drawing.outside_experts():
         if any(True for _ in child.parameters(recurse=False)):
-            child.to_empty(device="cpu", recurse=False)
+            if any(True for _ in child.buffers(recurse=False)):  # Gemma's embedding has its scale in one
+                drawing.draw(name, child)
+            else:
+                child.to_empty(device="cpu", recurse=False)
             for weight in child.parameters(recurse=False):
                 nn.init.constant_(weight, math.nan)
         else:

@@ -190,7 +190,7 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
 
     slots = range(run.model.num_slots)
     model = build_slot_model(
-        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=0, claimed=slots, storage="fp32"
+        run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=slots, storage="fp32"
     )
     with ExitStack() as stack:
         weights = StartWeights(source, model, stack)
