@@ -296,6 +296,17 @@ class Liar(Node):
     is_honest = False
 
 
+class Idle(Liar):
+    """Comes to each meeting and does nothing there."""
+
+    def average(self, last: Body, attempt: int, members: tuple[MemberEntry, ...]) -> None:
+        pass
+
+    def send(self, peer: str, message: Message) -> None:
+        if isinstance(message, Question):
+            super().send(peer, message)
+
+
 class Silent(Liar):
     """Neither leads nor proposes, and tells nothing of its chain."""
 

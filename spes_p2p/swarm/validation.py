@@ -21,6 +21,8 @@ log = logging.getLogger(__name__)
 MAX_SUBKEY_BYTES = 1024
 MAX_SIGNATURE_BYTES = 512
 CLOCK_SKEW_SECONDS = 5.0
+MAX_VALID = 8192
+"""Valid records that are remembered, 2.5 KB each at most."""
 
 
 class RecordValidator(RecordValidatorBase):
@@ -42,6 +44,8 @@ class RecordValidator(RecordValidatorBase):
         self._run_id = run_id
         self._matchmaking = DHTID.generate(source=f"{matchmaking_prefix(run_id)}.0b").to_bytes()
         self._signer = RSASignatureValidator(identity.private_key)
+        self._valid: dict[DHTRecord, None] = {}
+        """Records that have passed, those checked last at the end: each is checked again whenever it is read."""
 
     @property
     def subkey(self) -> bytes:
@@ -49,6 +53,8 @@ class RecordValidator(RecordValidatorBase):
         return self._signer.local_public_key
 
     def validate(self, record: DHTRecord) -> bool:
+        if record in self._valid:  # a record that is valid stays so until it expires
+            return True
         try:
             self._check(record)
         except RecordError as error:
@@ -58,6 +64,9 @@ class RecordValidator(RecordValidatorBase):
             # Bytes from any peer must not crash the DHT node.
             log.debug("refused a record of %s that broke the validator: %r", _signer_of(record), error)
             return False
+        self._valid[record] = None
+        while len(self._valid) > MAX_VALID:  # guard: many-valid
+            del self._valid[next(iter(self._valid))]
         return True
 
     def sign_value(self, record: DHTRecord) -> bytes:

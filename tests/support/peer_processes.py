@@ -20,7 +20,8 @@ import psutil
 import yaml
 
 from spes_p2p.swarm.certificate import Body
-from spes_p2p.swarm.consensus import CERTIFICATES, Link
+from spes_p2p.swarm.chain import Link
+from spes_p2p.swarm.consensus import CERTIFICATES
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_PROCESSES_MARK"

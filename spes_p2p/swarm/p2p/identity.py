@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 from pathlib import Path
@@ -116,6 +117,7 @@ def _create(path: Path) -> None:
         raise ConfigError(f"cannot write identity {path}: {error.strerror}; choose a writable --output") from error
 
 
+@functools.lru_cache(MAX_KEYS)
 def peer_id_of(public_key: bytes) -> str:
     """Return the libp2p peer id (base58) that belongs to an OpenSSH-encoded RSA public key.
 

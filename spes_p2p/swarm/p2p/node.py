@@ -41,6 +41,8 @@ DHT_SECONDS = 15.0
 MAX_CONTACTS = 4
 MAX_DIALS = 16
 """Peers dialled at once; the watchdog's next check dials others."""
+MAX_DECODED = 8192
+"""Decoded records that are remembered."""
 _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
 """hivemind's error where a newcomer's clock differs from an initial peer's."""
 T = TypeVar("T")
@@ -222,6 +224,12 @@ def check_port(host: str, port: int) -> int:
             return probe.getsockname()[1]
     except OSError as error:
         raise ConfigError(f"cannot listen on {where}: {error.strerror}; choose another --host or --port") from error
+
+
+@functools.lru_cache(MAX_DECODED)
+def _decoded(kind: type[Record], value: bytes) -> Record:
+    """Decode a record; they are read every few seconds, and most are as they were."""
+    return kind.decode(value)
 
 
 def is_loopback(address: str) -> bool:
@@ -459,7 +467,7 @@ class Node:
             if found is None or not isinstance(found.value, dict):
                 continue
             for subkey, item in found.value.items():
-                records[owner_of(subkey)] = kind.decode(item.value)
+                records[owner_of(subkey)] = _decoded(kind, item.value)
         return records
 
     def _run_in_dht(self, work: Callable[[DHT, DHTNode], Coroutine[Any, Any, T]]) -> T:

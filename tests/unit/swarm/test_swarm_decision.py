@@ -5,7 +5,7 @@ import random
 import pytest
 
 from benchmarks import history_nodes
-from benchmarks.history_nodes import NUM_SLOTS, Liar, Node, Twice, World
+from benchmarks.history_nodes import NUM_SLOTS, Idle, Liar, Node, Twice, World
 from spes_p2p.errors import ConfigError
 from spes_p2p.swarm.certificate import Certificates, Confirmation, GivenUp, Goodbye, Proposal, Question, Vote, genesis
 from spes_p2p.swarm.certificate_checks import check_skip
@@ -83,6 +83,24 @@ def test_a_voter_that_signs_twice_is_out_within_two_rounds_and_stays_out(seed):
     bodies = [each.body for each in world.nodes[PEERS[0]].chain]
     later = [body for body in bodies if body.round > world.proven_at[PEERS[2]] + 2]
     assert later and all(PEERS[2] not in body.voters and PEERS[2] in body.banned for body in later)
+
+
+# ---------------------------------------------------------------------- identities that cost nothing
+
+
+@pytest.mark.parametrize("num", [3, 5, 8])
+def test_as_many_idle_identities_as_honest_peers_in_each_meeting_stop_no_round(seed, num):
+    """From the first meeting on: there is no certificate before it that would tell them apart."""
+    world = swarm(seed, 2 * num, dict.fromkeys(PEERS[num : 2 * num], Idle))
+    world.run(400)
+    honest = [world.nodes[peer] for peer in PEERS[:num]]
+    rounds = min(node.last.round for node in honest)
+    assert rounds > 20 and len({node.decider.chain.body_at(rounds).digest for node in honest}) == 1
+    bodies = [each.body for each in honest[0].chain]
+    idle = {*PEERS[num : 2 * num]}
+    assert not any(idle & {*body.voters, *body.candidates} for body in bodies)
+    assert set(bodies[-1].voters) == {*PEERS[:num]}
+    assert attempts(world) == {0}, "each round is decided at once"
 
 
 # ---------------------------------------------------------------------- what liars send

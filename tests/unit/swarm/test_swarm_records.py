@@ -48,6 +48,29 @@ def test_a_peers_own_record_is_accepted_by_others(identities):
     assert accepts(mallory, signed(alice, claim_of(alice)))
 
 
+def test_a_record_that_was_valid_is_not_checked_again_unless_anything_has_changed(identities, monkeypatch):
+    """A thousand claims are read every few seconds, and each check verifies a signature."""
+    alice, _ = identities
+    validator, checked = RecordValidator("run", alice), []
+    check = RecordValidator._check
+    monkeypatch.setattr(RecordValidator, "_check", lambda self, record: (checked.append(record), check(self, record)))
+    record = signed(alice, claim_of(alice))
+    assert validator.validate(record) and validator.validate(dataclasses.replace(record)) and checked == [record]
+    for name in ("key", "subkey", "value"):
+        wrong = dataclasses.replace(record, **{name: getattr(record, name)[:-1] + b"?"})
+        assert not validator.validate(wrong) and not validator.validate(wrong) and checked[-2:] == [wrong, wrong]
+    assert not validator.validate(dataclasses.replace(record, expiration_time=record.expiration_time + 1))
+
+
+def test_the_valid_records_that_are_remembered_are_bounded(identities, monkeypatch):
+    alice, _ = identities
+    monkeypatch.setattr("spes_p2p.swarm.validation.MAX_VALID", 3)
+    validator = RecordValidator("run", alice)
+    records = [signed(alice, claim_of(alice, since=float(since))) for since in range(5)]
+    assert all(map(validator.validate, records))
+    assert list(validator._valid) == records[-3:]
+
+
 def test_a_record_about_another_peer_is_refused(identities):
     alice, mallory = identities
     assert not accepts(alice, signed(mallory, claim_of(alice)))
