@@ -10,6 +10,7 @@ A guard whose removal no test notices is untested.
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
 import os
 import re
@@ -189,7 +190,7 @@ def removed_from(source: str, line: int, remove: str | tuple[str, str]) -> str:
     Raises:
         DataError: the line holds nothing to remove, or several candidates.
     """
-    statement = _statement_at(ast.parse(source), line)
+    statement = _statement_at(_parse(source), line)
     if isinstance(remove, tuple):
         start, end = _span(statement, source)
         if body := getattr(statement, "body", None):
@@ -221,6 +222,12 @@ def _replaced_once(text: str, old: str, new: str) -> str:
     if text.count(old) != 1:
         raise DataError(f"the marked code holds {old!r} {text.count(old)} times; it must occur once")
     return text.replace(old, new)
+
+
+@functools.cache
+def _parse(source: str) -> ast.Module:
+    """Return a file's syntax tree; a file has many guards, and a test file many of their tests."""
+    return ast.parse(source)
 
 
 def _statement_at(tree: ast.Module, line: int) -> _Statement:
@@ -346,9 +353,14 @@ def faults_of(guard: Guard, markers: Markers, root: Path = ROOT) -> Iterator[str
             yield f"{guard.id}: there is no test {test}"
 
 
-def _functions(file: Path) -> set[str]:
-    tree = ast.parse(file.read_text(encoding="utf-8")) if file.exists() else ast.Module([], [])
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+def _functions(file: Path) -> frozenset[str]:
+    return _functions_in(file.read_text(encoding="utf-8")) if file.exists() else frozenset()
+
+
+@functools.cache
+def _functions_in(source: str) -> frozenset[str]:
+    nodes = ast.walk(_parse(source))
+    return frozenset(node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
 
 
 def not_missed(guards: Sequence[Guard]) -> list[Guard]:

@@ -44,8 +44,11 @@ class RandomTokens:
 
 
 def tiny_run(**changes) -> RunConfig:
-    """A run of a tiny model, in mode `steps` unless changed."""
-    model = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    """A run of a tiny model, in mode `steps` unless changed.
+
+    It has one layer; that a slot is an expert of every layer is shown by the model's tests and the golden runs.
+    """
+    model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     fields = {
         "model": ModelConfig(**model, num_experts=4, top_k=2),
         "data": DataConfig(sequence_length=16, vocab_size=VOCAB),

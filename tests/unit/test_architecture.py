@@ -6,6 +6,7 @@ Every rule is a function of a tree's root, so that it is itself tested on small 
 from __future__ import annotations
 
 import ast
+import functools
 import io
 import tokenize
 from collections.abc import Callable, Iterator
@@ -102,7 +103,13 @@ class Module:
 
     @property
     def tree(self) -> ast.Module:
-        return ast.parse(self.source, str(self.path))
+        return parse(self.source, str(self.path))
+
+
+@functools.cache
+def parse(source: str, path: str) -> ast.Module:
+    """Return a file's syntax tree, which several rules walk."""
+    return ast.parse(source, path)
 
 
 def modules(root: Path, *houses: str) -> Iterator[Module]:

@@ -137,7 +137,7 @@ def test_a_checkpoints_setting_far_out_of_its_range_is_refused_by_name(section: 
 
 
 @given(document=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=settings().max_examples, deadline=None)
 def test_a_checkpoints_settings_anywhere_in_their_range_are_refused_or_make_a_model(document: st.DataObject) -> None:
     family = document.draw(st.sampled_from(["olmoe", "qwen3_moe", "mixtral"]))
     shape = {"family": family, "hidden_size": 16, "num_layers": 1, "num_experts": 2}
@@ -177,7 +177,7 @@ def loop() -> Any:
 
 
 @given(document=documents(), speed=st.sampled_from([0.0, 1e-300, 1.0, 1e12]))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=2 * settings().max_examples, deadline=None)
 def test_settings_anywhere_in_their_range_are_refused_by_name_or_can_be_used(
     identity: Identity, loop: asyncio.AbstractEventLoop, document: dict[str, Any], speed: float
 ) -> None:

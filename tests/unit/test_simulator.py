@@ -16,7 +16,7 @@ from spes_p2p.config import RunConfig
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.planner.size import model_size
-from spes_p2p.sim.simulator import Attack, Event, Scenario, SimulationResult, simulate
+from spes_p2p.sim.simulator import Attack, Evaluation, Event, Scenario, SimulationResult, simulate
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 
@@ -54,10 +54,18 @@ def assert_members_agree(result: SimulationResult) -> None:
             assert report.shared_digest == result.digests[report.round]["shared"][:16]
 
 
-@pytest.mark.full  # the golden runs `plain` and `by-time` show with every commit that runs repeat themselves
-@pytest.mark.parametrize("mode", ["steps", "tokens"])
-def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode: str) -> None:
-    settings = {"round": {"mode": mode, "tokens": 1500, "min_seconds": 1.0}, "speeds": [64.0, 100.0, 150.0]}
+@pytest.fixture(scope="module")
+def plain(folder: Path) -> tuple[SimulationResult, list[Evaluation]]:
+    """A run in which nothing happens, and its evaluations as they were reported."""
+    seen: list[Evaluation] = []
+    return simulate(scenario(folder, evaluate_rounds=1), cache=folder / "cache", on_evaluation=seen.append), seen
+
+
+@pytest.mark.full  # golden runs show with every commit that runs repeat themselves, with overlap too
+@pytest.mark.parametrize(("mode", "overlap"), [("steps", 0), ("tokens", 0), ("steps", 2), ("tokens", 2)])
+def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode: str, overlap: int) -> None:
+    round = {"mode": mode, "tokens": 1500, "min_seconds": 1.0, "overlap": overlap}
+    settings = {"round": round, "speeds": [64.0, 100.0, 150.0]}
     first, again, other = (run(folder, seed=seed, **settings) for seed in (3, 3, 4))
     assert first.digests == again.digests and first.reports == again.reports
     assert first.evaluations == again.evaluations
@@ -67,14 +75,10 @@ def test_equal_scenarios_give_equal_digests_and_others_do_not(folder: Path, mode
 
 
 @pytest.mark.parametrize("mode", sample(["steps", "tokens"], ["tokens"]))
-def test_overlapped_rounds_repeat_themselves_and_their_model_is_measured_by_what_is_in_it(
-    folder: Path, mode: str
-) -> None:
+def test_the_model_of_overlapped_rounds_is_measured_by_what_is_in_it(folder: Path, mode: str) -> None:
     """Not by the steps that peers have made since."""
     round = {"mode": mode, "tokens": 1500, "min_seconds": 1.0, "overlap": 2, "total": 4}
-    first, again = (run(folder, round=round, speeds=[64.0, 100.0, 150.0], evaluate_rounds=1) for _ in range(2))
-    assert first.digests == again.digests and first.reports == again.reports
-    assert first.evaluations == again.evaluations
+    first = run(folder, round=round, speeds=[64.0, 100.0, 150.0], evaluate_rounds=1)
     assert_members_agree(first)
     for evaluation in first.evaluations:
         tokens = [sum(report.tokens for report in own[: evaluation.round]) for own in first.reports]
@@ -82,8 +86,8 @@ def test_overlapped_rounds_repeat_themselves_and_their_model_is_measured_by_what
     assert all(report.waited_seconds is not None for own in first.reports for report in own)
 
 
-def test_all_versions_of_all_rounds_are_accounted_for(folder: Path) -> None:
-    result = run(folder)
+def test_all_versions_of_all_rounds_are_accounted_for(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
+    result, _ = plain
     assert sorted(result.digests) == [1, 2, 3]
     for digests in result.digests.values():
         assert {"shared", *(f"slot-{slot}" for slot in range(4))} <= set(digests)
@@ -152,14 +156,13 @@ def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder: Path) -> N
     assert_members_agree(result)
 
 
-def test_when_everybody_is_gone_the_last_committed_round_is_measured(folder: Path) -> None:
-    """Between two evaluations, too: as a run that ends there by plan."""
-    steady = run(folder, round={"total": 2}, evaluate_rounds=1)
-    for kind in ("kill", "leave"):
-        events = [Event(peer=peer, kind=kind, round=2) for peer in range(3)]
-        result = run(folder, round={"total": 9}, evaluate_rounds=5, events=events)
-        assert [evaluation.round for evaluation in result.evaluations] == [2] and sorted(result.digests) == [1, 2]
-        assert result.evaluations[0].tokens_per_peer == steady.evaluations[1].tokens_per_peer, "no work of round 3"
+@pytest.mark.parametrize("kind", sample(["kill", "leave"], ["kill"]))  # the next test has peers that leave
+def test_when_everybody_is_gone_the_last_committed_round_is_measured(folder: Path, kind: str) -> None:
+    """Between two evaluations, too, by the work of rounds 1 and 2 alone."""
+    events = [Event(peer=peer, kind=kind, round=2) for peer in range(3)]
+    result = run(folder, round={"total": 9}, evaluate_rounds=5, events=events)
+    assert [evaluation.round for evaluation in result.evaluations] == [2] and sorted(result.digests) == [1, 2]
+    assert result.evaluations[0].tokens_per_peer == 2 * 5 * STEP_TOKENS, "no work of round 3"
 
 
 def test_the_model_that_all_have_left_is_the_one_that_is_measured(folder: Path) -> None:
@@ -216,14 +219,15 @@ def test_a_run_that_diverges_ends_and_says_so(folder: Path, peers: int) -> None:
 
 
 @pytest.mark.parametrize("kind", sample(["sign_flip", "scale", "stale"], ["scale"]))
-def test_attacks_begin_when_they_should_and_change_what_they_should(folder: Path, kind: str) -> None:
-    plain, attacked = (
-        run(folder, attacks=attacks) for attacks in ([], [Attack(peer=1, kind=kind, from_round=1, groups="shared")])
-    )
-    assert attacked.digests[1] == plain.digests[1]
-    assert attacked.digests[2]["shared"] != plain.digests[2]["shared"]
+def test_attacks_begin_when_they_should_and_change_what_they_should(
+    folder: Path, plain: tuple[SimulationResult, list[Evaluation]], kind: str
+) -> None:
+    honest, _ = plain
+    attacked = run(folder, attacks=[Attack(peer=1, kind=kind, from_round=1, groups="shared")])
+    assert attacked.digests[1] == honest.digests[1]
+    assert attacked.digests[2]["shared"] != honest.digests[2]["shared"]
     assert {n: d for n, d in attacked.digests[2].items() if n != "shared"} == {
-        n: d for n, d in plain.digests[2].items() if n != "shared"
+        n: d for n, d in honest.digests[2].items() if n != "shared"
     }
     assert_members_agree(attacked)
 
@@ -235,8 +239,8 @@ def test_one_peer_is_solo_training_and_costs_no_traffic(folder: Path) -> None:
     assert result.bytes_in == result.bytes_out == [0]
 
 
-def test_what_is_received_was_sent(folder: Path) -> None:
-    result = run(folder)
+def test_what_is_received_was_sent(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
+    result, _ = plain
     assert sum(result.bytes_in) == sum(result.bytes_out) > 0
 
 
@@ -250,14 +254,16 @@ def test_an_all_reduce_costs_each_member_its_share_of_the_vector_both_ways(folde
         assert count == pytest.approx(3 * 2 * (2 / 3) * num_bytes, abs=3 * 5)
 
 
-def test_evaluations_are_reported_as_they_are_made(folder: Path) -> None:
-    seen: list = []
-    result = simulate(scenario(folder, evaluate_rounds=1), cache=folder / "cache", on_evaluation=seen.append)
+def test_evaluations_are_reported_as_they_are_made(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
+    result, seen = plain
     assert seen == list(result.evaluations) and [e.round for e in seen] == [1, 2, 3]
 
 
-def test_settings_are_chosen_on_other_text_than_is_reported(folder: Path) -> None:
-    reported, tuning = (run(folder, split=split) for split in ("held_out", "tuning"))
+def test_settings_are_chosen_on_other_text_than_is_reported(
+    folder: Path, plain: tuple[SimulationResult, list[Evaluation]]
+) -> None:
+    reported, _ = plain
+    tuning = run(folder, split="tuning")
     assert reported.digests == tuning.digests
     assert reported.evaluations[-1].loss != tuning.evaluations[-1].loss
 

@@ -1,6 +1,7 @@
 """Random histories with certificates: no fork, nothing lost, no run that stands; and faults where a rule is missing."""
 
 import pytest
+from lanes import sample
 
 from benchmarks import histories
 from benchmarks.histories import LIES, history
@@ -14,7 +15,7 @@ MOST = 30
 """Histories within which a broken rule must show."""
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", sample(range(24), range(8)))  # each lie once; more of them are statistics
 def test_a_history_ends_on_one_branch_with_all_that_was_certified(monkeypatch, seed):
     lies = [lie for lie in LIES if lie]
     monkeypatch.setattr(histories, "LIES", (lies[seed % len(lies)],))

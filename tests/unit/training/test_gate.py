@@ -22,12 +22,12 @@ from spes_p2p.training import loss_gate as gate_module
 from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, PROBE_TOKENS, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 
-PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
+PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 8
 
 
 def run_of(slots: int = PEERS):
     """A run in which each of six peers holds one slot alone."""
-    model = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    model = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     return tiny_run(
         model=ModelConfig(**model, num_experts=slots, top_k=2),
         round=RoundConfig(

@@ -88,12 +88,13 @@ def slow_down(peer: VirtualPeer, wait: Callable[[], object]) -> None:
 # ---------------------------------------------------------------------- whole runs
 
 
+@pytest.mark.full  # statistics; a golden run with overlap shows with each commit that runs repeat
 @pytest.mark.parametrize(
     ("mode", "delay", "optimizer", "cost"),
     [
-        pytest.param("steps", 1, "mean", 0.02, marks=pytest.mark.full),
-        pytest.param("tokens", 2, "mean", 0.03, marks=pytest.mark.full),
-        pytest.param("steps", 9, "mean", 0.05, marks=pytest.mark.full),
+        ("steps", 1, "mean", 0.02),
+        ("tokens", 2, "mean", 0.03),
+        ("steps", 9, "mean", 0.05),
         ("tokens", 1, "nesterov", 0.1),
     ],
 )

@@ -74,7 +74,8 @@ def check_others(peers: list[VirtualPeer]) -> None:
     assert [report.round for report in peers[0].reports] == list(range(1, TOTAL + 1))
 
 
-@pytest.mark.parametrize("times", [BY_STEPS, BY_TOKENS], ids=["steps", "tokens"])
+# Full: rounds of fixed steps, where the pause is not in the round's length; the next test pauses in those.
+@pytest.mark.parametrize("times", [pytest.param(BY_STEPS, marks=pytest.mark.full), BY_TOKENS], ids=["steps", "tokens"])
 def test_a_pause_within_the_lease_costs_the_others_no_round_and_no_time(times: dict) -> None:
     run = tiny_run(round=RoundConfig(**{**TIMES, **times, "lease_seconds": 600.0}))
     peers, owner = live(run, lambda peers: 3 <= peers[2].sync.round < 6)

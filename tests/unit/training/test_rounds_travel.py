@@ -135,7 +135,8 @@ def test_the_slots_of_a_slow_holder_are_passed_on_by_those_who_fetch_them():
 
 
 def test_routed_tokens_are_counted_over_layers_and_once():
-    peer = VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    run = tiny_run(model=tiny_run().model.model_copy(update={"num_layers": 2}))
+    peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
     peer.trainer.load(peer.initial())
     for _ in range(2):
         peer.trainer.step(1e-3)
