@@ -51,8 +51,8 @@ def test_what_the_fuzzers_begin_with_is_sound(targets):
 
 
 def test_no_decoder_raises_what_nobody_reckons_with(targets, seed):
-    assert not throw(targets, 2000, random.Random(seed))
-    assert not draw(targets, 160, seed)
+    assert not throw(targets, 600, random.Random(seed))  # `python -m benchmarks.fuzz` goes on in the full lane
+    assert not draw(targets, 48, seed)
 
 
 def test_a_decoder_that_does_is_found_and_named():

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_PROCESSES_MARK"
 """Environment variable that all descendants inherit: it finds them even where they were orphaned."""
 
-MODEL = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+MODEL = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
 TINY = {
     "model": {**MODEL, "num_experts": 4, "top_k": 2},
     "data": {"source": "files", "sequence_length": 16, "vocab_size": 300, "held_out_fraction": 0.3},

@@ -53,20 +53,22 @@ def test_a_dead_p2pd_is_noticed_within_15_seconds(four):
     assert seconds < 2 * 15
 
 
-def test_a_record_counts_as_stored_only_if_another_peer_took_it(four, tmp_path):
+def test_a_record_counts_as_stored_only_if_another_peer_took_it(tmp_path):
     alone = Node(Identity(tmp_path / "alone"), "run")
     try:
         assert not alone.store(progress(alone), 60.0)
         assert alone.read(Progress)[alone.peer_id].round == 1  # a later peer finds it
     finally:
         alone.close()
-    among = Node(Identity(tmp_path / "among"), "run", initial_peers=four[0].addresses)
+    others = start_swarm(tmp_path, 1)
+    among = Node(Identity(tmp_path / "among"), "run", initial_peers=others[0].addresses)
     try:
         assert among.store(progress(among), 60.0)
-        with frozen(four):
+        with frozen(others):
             assert not among.store(progress(among), 70.0)
     finally:
         among.close()
+        close_all(others)
 
 
 def progress(node):

@@ -21,6 +21,7 @@ from exchange_cluster import (
     serving,
     signed,
 )
+from lanes import sample
 
 from spes_p2p.swarm.exchange import exchange
 from spes_p2p.swarm.exchange.protocol import BUSY, DATA, END, TEXT
@@ -142,9 +143,15 @@ BAD_ANSWERS = {
     "BUSY for ever after the offer": lambda rogue, good: after_offer(fine(rogue, good), (BUSY,)),
 }
 """How a rogue may answer a request for slot-1 of round 3, given its identity and the right bytes."""
+COMMIT_ANSWERS = {
+    *("a flipped bit", "too few bytes", "a message beyond the end", "zeros without end", "zeros, slower and slower"),
+    *("another name", "an older round", "no signature", "garbage", "an endless message", "a larger vector", "NaN"),
+    *("nothing new, which is not so", "a delta that leads elsewhere", "silence amid the bytes", "BUSY for ever"),
+}
+"""One of each check. Full: more that the same checks refuse."""
 
 
-@pytest.mark.parametrize("case", BAD_ANSWERS)
+@pytest.mark.parametrize("case", sample(BAD_ANSWERS, COMMIT_ANSWERS))
 def test_a_bad_answer_is_refused_by_name_and_the_next_peer_asked(trio, monkeypatch, seed, case):
     puller, honest, rogue = trio
     monkeypatch.setattr(exchange, "CHUNK_SECONDS", 1.0 if case.startswith("silence") else 20.0)

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from exchange_cluster import open_swarm
+from lanes import sample
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
@@ -130,7 +131,7 @@ def test_of_a_founders_manifests_the_newest_counts_whoever_offers_an_older_one(o
         check_newest(thief, old)
 
 
-@pytest.mark.parametrize("names_founder", [True, False])
+@pytest.mark.parametrize("names_founder", sample([True, False], [True]))  # full: another line of the same refusal
 def test_a_peer_that_has_had_a_newer_manifest_takes_no_older_one_after_a_restart(open_peer, tmp_path, names_founder):
     thief, founder = open_peer(), open_peer()
     old = found(founder, b"the old tokenizer")

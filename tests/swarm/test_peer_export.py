@@ -15,7 +15,6 @@ import pytest
 import torch
 import yaml
 from forked_commands import Ended, Forked, ForkServer
-from lanes import sample
 from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
 from safetensors.torch import load_file
 from torch import Tensor
@@ -91,7 +90,9 @@ def assert_equal(first: Path, second: Path) -> None:
     assert [name for name in ours if not torch.equal(ours[name], theirs[name])] == []
 
 
-@pytest.mark.parametrize("storage", sample(["fp32", "nf4"], commit=["nf4"]))
+# Full: its parts have tests of their own with every commit, `test_model_folder` and `test_monitor`.
+@pytest.mark.full
+@pytest.mark.parametrize("storage", ["fp32", "nf4"])
 def test_a_peers_folder_gives_the_monitors_model_of_the_same_round(world: World, storage: str) -> None:
     """Also where its memory holds the others' slots in four bits: what it keeps of them on disk is what they sent."""
     rounds = {"mode": "steps", "steps": 5, "total": TOTAL, "min_peers": 2}

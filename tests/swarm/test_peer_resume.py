@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -107,9 +108,13 @@ def test_a_lone_peer_that_is_killed_arrives_bit_for_bit_where_an_undisturbed_one
     assert states[0]["round"] == TOTAL and states[0]["data"] == states[1]["data"]
 
 
+# Full: the story of `test_peer_life` has a kill, and peers that all stopped and went on together, with every commit.
+@pytest.mark.full
 def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_round(world: World, seed: int) -> None:
-    """One of them has lost its `shared` besides, wherever it was kept: the others have it. Each reports the next round,
-    the one that comes last without tokens perhaps."""
+    """One of them has lost its `shared` besides, wherever it was kept: the others have it.
+
+    Two of the three may make the next round before the third has come; soon all three make one.
+    """
     rounds = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 0.8, "total": 500}
     rounds |= {"lease_seconds": 6.0, "heartbeat_seconds": 1.0, "min_peers": 3}
     file = write_settings(world.folder / "all.yaml", round=rounds)
@@ -129,7 +134,12 @@ def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_roun
     again["all-a"].wait_for("others join with")
     join = ["--resume", "--initial-peers", world.address("all-a"), "--max-slots", "2"]
     again |= {name: world.start(name, *join) for name in ("all-b", "all-c")}
-    reports = {name: peer.wait_for(REPORT).groups() for name, peer in again.items()}
+    for peer in again.values():
+        peer.wait_for(r"round \d+: 3 peers")
     kill(*again.values())
-    assert {number for number, _, _ in reports.values()} == {str(newest + 1)}, (chains, reports)
-    assert {(members, digest) for _, members, digest in reports.values()} == {("3", reports["all-a"][2])}
+    reports = defaultdict(set)
+    for peer in again.values():
+        for number, members, digest in (found.groups() for found in peer.matches(REPORT)):
+            reports[int(number)].add((members, digest))
+    assert min(reports) == newest + 1, (chains, reports)
+    assert all(len(told) == 1 for told in reports.values()), reports

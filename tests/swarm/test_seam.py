@@ -138,6 +138,7 @@ def test_more_than_half_of_the_voters_commit_a_round(four, seed):
     assert all(set(result.committed) == {"shared", "slot-0"} for result in real)
 
 
+@pytest.mark.full  # it waits for twelve seconds; unit tests count confirmations with every commit
 def test_half_of_the_voters_commit_nothing_until_the_others_come(four, seed):
     generator = torch.Generator().manual_seed(seed)
     items = [contribution(peer.peer_id, generator, slots=(0,)) for peer in four]
