@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Linters, types and tests. Without arguments: the commit lane, what every change must pass, about thirteen minutes on two
-# cores. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, long fuzzing and
+# Linters, types and tests. Without arguments: the commit lane, what every change must pass, at most twelve minutes on two
+# cores, a cold installation included. `--all`: the full lane, some hours, adds the tests marked `full`, 200 kills, five newcomers, long fuzzing and
 # the removal of every guard. Each lane lists what failed, and appends its result to the JSON list in the file
 # $SPES_LANE_LOG, if that is set.
 # Other arguments go to pytest, and nothing else runs: scripts/run_tests.sh tests/unit/optim -k merge
@@ -11,6 +11,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 export HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+unset PYTHONDONTWRITEBYTECODE  # each of hundreds of processes would compile what it imports
 python=${SPES_VENV:-.venv}/bin/python
 lane=commit
 marks="not full"
@@ -59,21 +60,22 @@ os.replace(new, file)
 PYTHON
 }
 
-# mypy computes on one core; the unit tests beside it leave both idle whenever a process of theirs starts or waits.
-"$python" -m mypy spes_p2p benchmarks monitor peers scripts >"$mypy_output" 2>&1 &
+# mypy takes the time that the tests leave: real peers mostly wait.
+nice -n 19 "$python" -m mypy spes_p2p benchmarks monitor peers scripts >"$mypy_output" 2>&1 &
 mypy_pid=$!
 stage "ruff check" "$python" -m ruff check .
 stage "ruff format" "$python" -m ruff format --check .
 # No unit test shares much with its file's others, so a worker that has none left takes some of the other's.
 stage "unit tests" tests tests/unit -n 2 --dist worksteal
-stage "mypy" finish_mypy
 if [ "$lane" = full ]; then
     # Peers that die or lie need the processors to themselves.
+    stage "mypy" finish_mypy
     stage "chaos tests" tests tests/chaos
 fi
 # Peers mostly wait, so two files of these run at once; a file's tests share their peers. Files run in order of their
 # names: in xdist's own order the long files, which hold few tests, come last, when one worker has nothing left to do.
 stage "real-peer tests" tests tests --ignore=tests/unit --ignore=tests/chaos -n 2 --dist loadfile --no-loadscope-reorder
+if [ "$lane" = commit ]; then stage "mypy" finish_mypy; fi
 if [ "$lane" = full ]; then
     stage "kills and newcomers" "$python" benchmarks/elastic.py --only kills newcomer
     stage "long fuzzing" "$python" -m benchmarks.fuzz

@@ -96,12 +96,12 @@ def test_nodes_without_numbers_have_their_host_names():
     assert place_of({"SLURM_GPUS_ON_NODE": "4"}, on_gpu=False).num_ranks == 1
 
 
+@pytest.mark.full  # what they refuse is tested above with every commit, and how a command ends in `test_cli`
 @pytest.mark.parametrize(
     ("command", "variables"),
     [
         (["peer", "--run-id", "r"], {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1"}),
-        # Ends like the peer's, through the same entry point; what it refuses is tested above with every commit.
-        pytest.param(["cluster", "--run-id", "r", "--shared", "shared"], {"WORLD_SIZE": "4"}, marks=pytest.mark.full),
+        (["cluster", "--run-id", "r", "--shared", "shared"], {"WORLD_SIZE": "4"}),
     ],
 )
 def test_the_commands_say_so_in_one_line_and_write_nothing(command, variables, tmp_path):

@@ -70,6 +70,7 @@ def installed(wheel: Path, tmp_path: Path) -> Path:
     return environment / "bin"
 
 
+@pytest.mark.full  # what a change could leave out of the wheel, the test above finds with every commit
 def test_an_installed_wheel_works_outside_a_checkout_with_an_empty_home(installed: Path, tmp_path: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
