@@ -11,17 +11,18 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
 import logging
 import random
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks import history_nodes
 from benchmarks.history_nodes import NUM_SLOTS, HmacKeys, Node, World, hashed
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import write_json, write_page
+from benchmarks.tables import markdown_table
 from spes_p2p.swarm.certificate import MAX_VOTERS, Message, genesis
 from spes_p2p.swarm.consensus import encoded
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
@@ -94,22 +95,17 @@ def main() -> None:
     logging.disable(logging.WARNING)
     where = Circumstances.now(load_average(), None)
     rows = [measure(size) for size in SIZES]
-    lines = [
-        "# Bytes of a round's decision",
-        "",
-        f"Counted, not timed; {where.date}, commit {where.commit}, {where.cpu}.",
-        "",
-        "| peers | voters | sent by a peer, mean | most, the proposer | received, mean | most |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: |",
-    ]
+    lines = []
     for row in rows:
         figures = [row[f"{how}_kb_{way}"] for way in ("sent", "received") for how in ("mean", "most")]
-        lines.append(f"| {row['peers']} | {row['voters']} | " + " | ".join(f"{kb:.1f} KB" for kb in figures) + " |")
-    (RESULTS / "certificate_bytes.md").write_text("\n".join(lines) + "\n")
-    (RESULTS / "certificate_bytes.json").write_text(
-        json.dumps({"circumstances": asdict(where), "rows": rows}, indent=1) + "\n"
+        lines.append((f"{row['peers']}", f"{row['voters']}", *(f"{kb:.1f} KB" for kb in figures)))
+    head = ("peers", "voters", "sent by a peer, mean", "most, the proposer", "received, mean", "most")
+    table = markdown_table(head, lines)
+    write_page(
+        RESULTS / "certificate_bytes.md", where, "Bytes of a round's decision", f"Counted, not timed.\n\n{table}"
     )
-    print("\n".join(lines))
+    write_json(RESULTS / "certificate_bytes.json", where, rows=rows)
+    print(table)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ idle, training lacks so much.
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import time
@@ -24,6 +23,7 @@ import torch
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import write_json
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.vectors import to_bytes
@@ -227,14 +227,13 @@ def main(config: CheckpointingConfig) -> int:
     lost = measure(config)
     found = list(rows(lost))
     say(markdown_table(HEAD, [row.cells for row in found]))
-    document = {
+    figures = {
         "rows": [row._asdict() for row in found],
         "saved": [asdict(round) for round in lost.saved],
         "unsaved": [asdict(round) for round in lost.unsaved],
         "saves_cpu_seconds": list(lost.saves),
-        "circumstances": asdict(Circumstances.now(load_before, None)),
     }
-    config.output.write_text(json.dumps(document, indent=1) + "\n")
+    write_json(config.output, Circumstances.now(load_before, None), **figures)
     return 0
 
 

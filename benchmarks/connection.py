@@ -8,13 +8,11 @@ measures from the end of that; then it kills the p2pd of a fifth with SIGKILL.
 
 from __future__ import annotations
 
-import json
 import random
 import secrets
 import statistics
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +21,7 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import write_json
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import say
@@ -57,10 +56,8 @@ def main(config: ConnectionConfig) -> int:
         "seed": seed,
         "heal": summary(healing, HEAL_SECONDS),
         "death": summary(deaths, DEATH_SECONDS),
-        "circumstances": asdict(Circumstances.now(load_before, None)),
     }
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / "connection.json").write_text(json.dumps(measured, indent=1) + "\n")
+    write_json(config.output / "connection.json", Circumstances.now(load_before, None), **measured)
     for what, name in (("heal", "two halves find each other"), ("death", "p2pd's death is noticed")):
         row = measured[what]
         say(f"{name}: median {row['median']:.1f} s, at most {row['maximum']:.1f} s of {row['repeats']}")

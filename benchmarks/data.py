@@ -16,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,14 @@ from tokenizers import Tokenizer
 
 from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
-from benchmarks.tables import HEAD, Row, markdown_table
+from benchmarks.records import say_rows, write_rows
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, DataConfig, ModelConfig, PositiveInt, RunConfig, TrainConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.sources import documents
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
-from spes_p2p.presentation import say
 from spes_p2p.training.build import build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -76,20 +75,9 @@ def main(config: DataBenchmarkConfig) -> int:
     """Measure, write and say; return 1 if a figure was not reached."""
     load_before = load_average()
     with tempfile.TemporaryDirectory(prefix="data-") as name:
-        found = []
-        for row in rows(config, Path(name)):
-            say("  ".join(cell for cell in row.cells if cell))
-            found.append(row)
+        found = say_rows(rows(config, Path(name)))
     circumstances = Circumstances.now(load_before, None)
-    document = {"circumstances": asdict(circumstances), "load_after": load_average()}
-    document["rows"] = [row._asdict() for row in found]
-    config.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    where = (
-        f"{circumstances.date}, {circumstances.cpu}, {circumstances.cores} cores, commit {circumstances.commit}, load "
-        f"average {load_before:.1f} before and {document['load_after']:.1f} after"
-    )
-    table = markdown_table(HEAD, [row.cells for row in found])
-    config.output.with_suffix(".md").write_text(f"# Own data\n\n{where}\n\n{table}")
+    write_rows(config.output, circumstances, "Own data", found, load_after=load_average())
     return 0 if all(row.is_reached is not False for row in found) else 1
 
 

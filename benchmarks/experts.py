@@ -10,12 +10,11 @@ for under autocast its grouped_mm computes in fp32.
 
 from __future__ import annotations
 
-import json
 import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -24,6 +23,7 @@ from pydantic_settings import SettingsConfigDict
 from torch import LongTensor, Tensor, nn
 
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import write_json
 from benchmarks.stock import default_stock_model, stock_step
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
@@ -284,14 +284,9 @@ def main(config: ExpertsConfig) -> int:
     say("\n" + markdown_table(HEAD, [row.cells for row in rows]))
     if config.output is not None:
         slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")
-        document = {
-            "device": device_name,
-            "pairs": config.pairs,
-            "figures": [dict(zip(HEAD, row.cells, strict=True)) for row in rows],
-            "circumstances": asdict(circumstances),
-        }
         path = config.output / f"experts-{slug}.json"
-        path.write_text(json.dumps(document, indent=1) + "\n")
+        figures = [dict(zip(HEAD, row.cells, strict=True)) for row in rows]
+        write_json(path, circumstances, device=device_name, pairs=config.pairs, figures=figures)
         say(f"written to {path}")
     return 0
 

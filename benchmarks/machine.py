@@ -44,6 +44,14 @@ class Circumstances:
     load_before: float
     command: tuple[str, ...] | None
 
+    @property
+    def where(self) -> str:
+        """They as a line of a page, without Python and packages."""
+        return (
+            f"{self.date}, {self.cpu}, {self.cores} cores, {self.memory_gib:g} GiB, commit {self.commit}, "
+            f"load average {self.load_before:.2f} before"
+        )
+
     @classmethod
     def now(cls, load_before: float, command: Sequence[str] | None) -> Circumstances:
         """Return this machine's, at this moment."""

@@ -8,12 +8,11 @@ It needs Chromium. `--write` puts the table into docs/page.md and the numbers in
 from __future__ import annotations
 
 import asyncio
-import json
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -25,6 +24,7 @@ from benchmarks.cluster import ROOT
 from benchmarks.guards import PASSED, run_tests
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.page_views import peer_id, views
+from benchmarks.records import write_json
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
@@ -114,13 +114,11 @@ class Shown:
 def measure() -> dict[str, Any]:
     """Return all figures."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
-    load = load_average()
     figures: dict[str, Any] = {"browser": asyncio.run(_in_browser()), "viewers": asyncio.run(_viewers())}
     for name, tests in (("refused", REFUSALS), ("axe", AXE), ("markup", MARKUP)):
         with tempfile.TemporaryDirectory() as folder:
             ended = run_tests(ROOT, [tests], TEST_SECONDS, Path(folder))
         figures[name] = {"passed": ended.code == PASSED, "tests": ended.tests}
-    figures["circumstances"] = asdict(Circumstances.now(load, None))
     return figures
 
 
@@ -296,6 +294,7 @@ async def take_pictures() -> None:
 
 def main(config: PageConfig) -> int:
     """Measure and print; return the exit code."""
+    load_before = load_average()
     figures = measure()
     table = list(rows(figures))
     text = markdown_table(HEAD, [row.cells for row in table])
@@ -303,10 +302,9 @@ def main(config: PageConfig) -> int:
     if config.pictures:
         asyncio.run(take_pictures())
     if config.write:
-        RESULTS.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-        where = figures["circumstances"]
-        said = f"{where['date']}, {where['cores']} cores of {where['cpu']}, load {where['load_before']:.1f}"
-        fill(DOCUMENT, "PAGE", f"{text}\n{said}, commit {where['commit']}.\n")
+        circumstances = Circumstances.now(load_before, None)
+        write_json(RESULTS, circumstances, **figures)
+        fill(DOCUMENT, "PAGE", f"{text}\n{circumstances.where}.\n")
     return 0
 
 

@@ -8,9 +8,7 @@ The held-out losses are those that
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -19,12 +17,12 @@ from pydantic_settings import SettingsConfigDict
 from benchmarks import memory
 from benchmarks.experts import module_rows, step_rows
 from benchmarks.machine import Circumstances, load_average
-from benchmarks.tables import HEAD, Row, markdown_table
+from benchmarks.records import say_rows, write_rows
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point, read_yaml
 from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import model_size
-from spes_p2p.presentation import say
 from spes_p2p.sim.sweep.report import Spread
 from spes_p2p.sim.sweep.results import finished_runs
 from spes_p2p.sim.sweep.settings import load_sweep
@@ -53,17 +51,9 @@ def main(config: PeerBenchmarkConfig) -> int:
     """Measure and print; return the exit code."""
     load_before = load_average()
     torch.set_num_threads(1)
-    found = []
-    for row in rows(config):
-        say("  ".join(cell for cell in row.cells if cell))
-        found.append(row)
+    found = say_rows(rows(config))
     if config.output is not None:
-        circumstances = Circumstances.now(load_before, None)
-        document = {"figures": [row._asdict() for row in found], "circumstances": asdict(circumstances)}
-        config.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        where = f"{circumstances.date}, {circumstances.cpu}, {circumstances.cores} cores, commit {circumstances.commit}"
-        table = markdown_table(HEAD, [row.cells for row in found])
-        config.output.with_suffix(".md").write_text(f"# A peer's memory and speed\n\n{where}\n\n{table}")
+        write_rows(config.output, Circumstances.now(load_before, None), "A peer's memory and speed", found)
     return 0
 
 

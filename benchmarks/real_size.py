@@ -9,14 +9,13 @@ divided among them. Peers are ended, and the row says so, when the machine has l
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -28,12 +27,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
-from benchmarks.tables import HEAD, Row, markdown_table
+from benchmarks.records import say_rows, write_rows
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, ModelConfig, TrainConfig
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
-from spes_p2p.presentation import say
 
 SHAPE = ROOT / "configs" / "spes_1b.yaml"
 VOCABULARY, SEQUENCE, ROUNDS, STEPS = 8192, 128, 5, 2
@@ -222,17 +221,9 @@ def main(config: RealSizeConfig) -> int:
     for name in config.only:
         shutil.rmtree(config.work, ignore_errors=True)
         config.work.mkdir(parents=True)
-        for row in ROWS[name](config.work.resolve()):
-            say("  ".join(cell for cell in row.cells if cell))
-            found.append(row)
+        found += say_rows(ROWS[name](config.work.resolve()))
     if config.output is not None:
-        circumstances = Circumstances.now(load_before, None)
-        document = {"figures": [row._asdict() for row in found], "circumstances": asdict(circumstances)}
-        config.output.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-        where = f"{circumstances.date}, {circumstances.cpu}, {circumstances.cores} cores, commit {circumstances.commit}"
-        where += f", load {load_before:.1f} before"
-        table = markdown_table(HEAD, [row.cells for row in found])
-        config.output.with_suffix(".md").write_text(f"# Peers of real size\n\n{where}\n\n{table}")
+        write_rows(config.output, Circumstances.now(load_before, None), "Peers of real size", found)
     return 0
 
 

@@ -8,10 +8,8 @@ rounds, from the end of the first to the end of the last: training, averaging, v
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -19,6 +17,7 @@ import torch
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import write_json
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
@@ -104,8 +103,7 @@ def main(config: SpeedConfig) -> int:
     say(f"median of {len(ratios)} pairs: ratio {wall:.3f}, by CPU seconds {cpu:.3f}")
     if config.output is not None:
         measured = {"ratio": wall, "cpu_ratio": cpu, "pairs": [ratio._asdict() for ratio in ratios]}
-        circumstances = asdict(Circumstances.now(load_before, None))
-        config.output.write_text(json.dumps(measured | {"circumstances": circumstances}, indent=1) + "\n")
+        write_json(config.output, Circumstances.now(load_before, None), **measured)
     return 0
 
 

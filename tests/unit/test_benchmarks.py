@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,10 @@ import torch
 
 from benchmarks.accounts import account, local_steps, observed_seconds
 from benchmarks.baselines import Together
+from benchmarks.machine import Circumstances
+from benchmarks.records import write_rows
 from benchmarks.stock import default_stock_model, pace_in_window, stock_step
+from benchmarks.tables import Row
 from spes_p2p.config import ModelConfig, RunConfig, TrainConfig
 from spes_p2p.errors import DataError
 from spes_p2p.model.loss import balance_loss, causal_lm_loss
@@ -168,3 +172,15 @@ def test_a_stock_step_trains_the_same_targets_with_transformers_own_loss_and_ker
     loss = stock_step(module, torch.optim.SGD(module.parameters(), lr=0.1), tokens_BT1, run)  # type: ignore[arg-type]
     assert loss == pytest.approx(float(entropy + 0.1 * pooled), abs=1e-4)
     assert any(not torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+
+
+def test_what_a_benchmark_leaves_says_where_and_when(tmp_path):
+    circumstances = Circumstances.now(0.25, None)
+    write_rows(tmp_path / "new" / "figures", circumstances, "Figures", [Row("a figure", "1 s", "2 s", True)], seed=7)
+    document = json.loads((tmp_path / "new" / "figures.json").read_text())
+    assert document["circumstances"] == asdict(circumstances) and document["seed"] == 7
+    assert [Row(**figure) for figure in document["figures"]] == [Row("a figure", "1 s", "2 s", True)]
+    page = (tmp_path / "new" / "figures.md").read_text()
+    assert page.startswith("# Figures\n\n") and "| a figure | 1 s | 2 s | yes |" in page
+    for part in (circumstances.date, circumstances.cpu, circumstances.commit, "load average 0.25"):
+        assert part in page
