@@ -243,7 +243,8 @@ def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: i
     adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if ranks.accelerator is not None:
         adapter.accelerator = ranks.accelerator
-        adapter._rank, adapter._world_size = ranks.rank, ranks.num_ranks
+        adapter._rank = ranks.rank
+        adapter._world_size = ranks.num_ranks
     return adapter
 
 

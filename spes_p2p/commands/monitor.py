@@ -221,8 +221,7 @@ def _watch(
             *(swarm, rounds, archive, sinks.update, view),
             save=partial(_save, output),
             evaluated=tasks.start if tasks is not None else None,
-            evaluate_every=settings.evaluate_every,
-            poll_seconds=settings.poll_seconds,
+            settings=settings,
         ).run()
     except Terminated:
         return Ending.TERMINATED

@@ -324,7 +324,8 @@ class _Joiner:
             self._write(0, chunk)
             left -= len(chunk)
         self._write(1, rows_D.tobytes())
-        self._tokens, self._documents = int(rows_D["end"][-1]), self._documents + len(rows_D)
+        self._tokens = int(rows_D["end"][-1])
+        self._documents += len(rows_D)
 
     def _write(self, which: int, data: bytes) -> None:
         self._streams[which].write(data)
@@ -347,7 +348,8 @@ class _Joiner:
                 documents_sha256=digests[1],
             )
         )
-        self._streams, self._hashes = [], [hashlib.sha256(), hashlib.sha256()]
+        self._streams = []
+        self._hashes = [hashlib.sha256(), hashlib.sha256()]
         self._tokens = self._documents = 0
 
 

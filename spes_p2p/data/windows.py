@@ -73,7 +73,7 @@ class PackedWindows:
 
     Args:
         file: The tokens.
-        sequence_length: T.
+        sequence_length: T, the tokens of a window.
         is_separate: Whether the first token of a document is marked.
 
     Raises:
@@ -119,7 +119,7 @@ class DocumentWindows:
         tokens_N: The tokens.
         spans_S2: First token and number of tokens of each span, window after window.
         stops_W: For each window, the spans up to its end.
-        sequence_length: T.
+        sequence_length: T, the tokens of a window.
         is_separate: Whether the first token of each span behind another is marked.
     """
 

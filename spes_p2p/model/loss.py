@@ -386,7 +386,7 @@ class ChunkedHead(torch.autograd.Function):
         """Return each token's cross entropy and log-partition `[T]` in fp32.
 
         Args:
-            ctx: Autograd's.
+            ctx: Keeps what `backward` needs.
             hidden_TD: What the head reads.
             weight_VD: The head's weight.
             targets_T: Each token's target, an entry of the vocabulary.
@@ -398,7 +398,8 @@ class ChunkedHead(torch.autograd.Function):
         nats, partitions = zip(*(_losses_of_chunk(*chunk, rounded_VD) for chunk in chunks), strict=True)
         partition_T = torch.cat(partitions)
         ctx.save_for_backward(rounded_TD, rounded_VD, targets_T, partition_T)
-        ctx.num_rows, ctx.dtypes = num_rows, (hidden_TD.dtype, weight_VD.dtype)
+        ctx.num_rows = num_rows
+        ctx.dtypes = hidden_TD.dtype, weight_VD.dtype
         return torch.cat(nats), partition_T
 
     @staticmethod

@@ -145,7 +145,9 @@ class StartWeights:
     def __init__(self, source: Path, model: SlotModel, stack: ExitStack) -> None:
         self._files = SafetensorFiles(source, stack)
         self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
-        self._block, self._matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
+        block, matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
+        self._block = block
+        self._matrices = matrices
         for name, shape in self._shapes[None].items():
             self._files.check(self._stored(name), shape)
         for name, (num_out, num_in) in self._shapes["slot"].items():

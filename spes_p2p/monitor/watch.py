@@ -13,7 +13,7 @@ from enum import Enum
 import torch
 from torch import LongTensor
 
-from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.loss import greedy_continuation, held_out_loss
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
@@ -225,8 +225,7 @@ class Watch:
         save: Writes the model of a round as a checkpoint, and its held-out loss with it.
         evaluated: Is told each round whose model has been evaluated, except the first and the last, in the thread that
             uses the archive.
-        evaluate_every: Rounds between evaluations.
-        poll_seconds: Interval of reading the records.
+        settings: The monitor's: rounds between evaluations, and the interval of reading the records.
     """
 
     def __init__(
@@ -239,8 +238,7 @@ class Watch:
         *,
         save: Callable[[int, float | None], None],
         evaluated: Callable[[int], None] | None = None,
-        evaluate_every: int = 1,
-        poll_seconds: float = 1.0,
+        settings: MonitorConfig,
     ) -> None:
         self._swarm = swarm
         self._rounds = rounds
@@ -248,8 +246,8 @@ class Watch:
         self._show = show
         self._save = save
         self._evaluated = evaluated
-        self._evaluate_every = evaluate_every
-        self._poll_seconds = poll_seconds
+        self._evaluate_every = settings.evaluate_every
+        self._poll_seconds = settings.poll_seconds
         self.view = view
         self._archived = 0 if 0 in view.held_out else -1
         self._job: Future[_Taken] | None = None

@@ -222,7 +222,8 @@ class Controls:
             return
         before, self._effective = self._effective, shown
         if shown.trains:
-            self._held_since, self._place = None, ""
+            self._held_since = None
+            self._place = ""
         elif self._held_since is None:
             self._held_since = time.monotonic()
         if shown.state != before.state:

@@ -162,10 +162,8 @@ def _train(
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, vocab_size, sync, trainer)
-        gate, run_id = LossGate(trainer, group, public_text(text, run.data.sequence_length)), admission.manifest.run_id
-        loop = TrainingLoop(
-            *(run, trainer, group, sync), gate=gate, checkpoint=checkpoint, run_id=run_id, controls=controls
-        )
+        gate = LossGate(trainer, group, public_text(text, run.data.sequence_length))
+        loop = TrainingLoop(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, controls=controls)
         loop.open(initial, saved)
         if sync is not None and config.resume_round not in (None, sync.round) and not loop.is_ended:
             log.warning("--resume-round %d: the other peers go on from %d; stop all", config.resume_round, sync.round)

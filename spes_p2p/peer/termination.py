@@ -58,7 +58,9 @@ class Termination:
 
     def __enter__(self) -> Termination:
         _forks_let_go()
-        self._read, self._write = os.pipe()
+        read, write = os.pipe()
+        self._read = read
+        self._write = write
         os.set_blocking(self._write, False)
         self._wakeup = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         self._handler = signal.signal(signal.SIGTERM, self._interrupt)
@@ -75,7 +77,8 @@ class Termination:
 
     def prepare(self, hand_over: Callable[[float], None], seconds: float) -> None:
         """Set how this peer hands over, in the seconds that it is given, `seconds` at most."""
-        self._hand_over, self._seconds = hand_over, seconds
+        self._hand_over = hand_over
+        self._seconds = seconds
 
     def hand_over(self) -> None:
         """Hand over once; return at the end of it, in whichever thread it goes on."""
@@ -124,7 +127,8 @@ class Termination:
         now, is_first = time.monotonic(), not math.isfinite(self._due)
         self.is_asked = True
         if is_first:
-            self._first_at, self._due = now, now + self._grace
+            self._first_at = now
+            self._due = now + self._grace
         elif now < self._first_at + SAME_SECONDS:
             return math.inf
         else:

@@ -54,7 +54,7 @@ class Activations:
     Assumes experts in an `ExpertBank`.
 
     Attributes:
-        model: Shapes.
+        model: Shapes of the model.
         vocab_size: Width of the logits.
         sequences: Sequences of one microbatch.
         sequence_length: Tokens per sequence.

@@ -55,7 +55,7 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
     """Count parameters from the configured shapes, without building the model.
 
     Args:
-        model: Shapes.
+        model: Shapes of the model.
         vocab_size: Entries of the tokenizer.
     """
     shared = list(_shared_tensors(model, model.embedding_rows(vocab_size)))

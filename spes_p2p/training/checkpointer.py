@@ -27,7 +27,6 @@ class Checkpointer:
 
     Args:
         checkpoint: Where to; None saves nothing.
-        run_id: The run's name.
         trainer: This rank's share of the training.
         group: The peer's ranks.
         sync: The leader's connection to the swarm; None on other ranks.
@@ -36,13 +35,11 @@ class Checkpointer:
     def __init__(
         self,
         checkpoint: PeerCheckpoint | None,
-        run_id: str,
         trainer: Trainer,
         group: ProcessGroup,
         sync: Synchroniser | None,
     ) -> None:
         self._checkpoint = checkpoint
-        self._run_id = run_id
         self._trainer = trainer
         self._group = group
         self._sync = sync
@@ -70,7 +67,7 @@ class Checkpointer:
             return
         swarm = self._sync.swarm
         versions = tuple(swarm.versions().values())
-        state = PeerState(self._run_id, round, self._trainer.slots, steps, total_tokens, data, versions)
+        state = PeerState(self._sync.held.run_id, round, self._trainer.slots, steps, total_tokens, data, versions)
         tensors = {f"{MOMENTS}{name}": tensor for name, tensor in moments.items()}
         tensors |= {f"{RESIDUALS}{name}": tensor for name, tensor in swarm.residuals().items()}
         tensors |= {f"{RANDOM}{name}": tensor for name, tensor in self._random_state().items()}

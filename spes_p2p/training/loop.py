@@ -49,7 +49,6 @@ class TrainingLoop:
         sync: The leader's connection to the swarm; None on other ranks.
         gate: Judges the slots that others publish; None accepts all.
         checkpoint: Where the leader saves the peer's state after each round; None saves nothing.
-        run_id: The run's name, for the checkpoint.
         controls: The owner's controls, on the leader; None lets the peer train.
         start: Starts work beside the training; in virtual time for a virtual peer.
     """
@@ -63,7 +62,6 @@ class TrainingLoop:
         *,
         gate: LossGate | None = None,
         checkpoint: PeerCheckpoint | None = None,
-        run_id: str = "run",
         controls: Controls | None = None,
         start: Callable[[Callable[[], Correction]], Task[Correction]] = ThreadTask,
     ) -> None:
@@ -72,7 +70,7 @@ class TrainingLoop:
         self._group = group
         self._sync = sync
         self._gate = gate
-        self._checkpointer = Checkpointer(checkpoint, run_id, trainer, group, sync)
+        self._checkpointer = Checkpointer(checkpoint, trainer, group, sync)
         self._controls = controls
         self._start = start
         self._on_round: Callable[[Metrics], None] | None = None

@@ -70,6 +70,7 @@ class HeldSlots:
         self._chosen_slots = max_slots
         self._num_slots = run.model.num_slots
         self._names = vector_names(self._num_slots)
+        self.run_id = run_id
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
         self._since = swarm.now()

@@ -224,7 +224,7 @@ def lone_peer(
         if metrics.round == until:
             raise Interrupted
 
-    rounds = TrainingLoop(run, trainer, group, sync, checkpoint=kept, run_id="run")
+    rounds = TrainingLoop(run, trainer, group, sync, checkpoint=kept)
     rounds.open(initial, saved)
     with contextlib.suppress(Interrupted):
         rounds.run(report)

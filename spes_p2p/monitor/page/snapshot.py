@@ -55,7 +55,7 @@ class Own:
         uptime_seconds: Since the page was started.
         memory_bytes: Resident memory of this process and its children.
         sent_bytes: Since the peer's start.
-        received_bytes: Likewise.
+        received_bytes: Since the peer's start.
         reachability: In words.
     """
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import pytest
 
-from spes_p2p.config import RoundConfig
+from spes_p2p.config import MonitorConfig, RoundConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.monitor.view import Sample, SwarmView
 from spes_p2p.monitor.watch import Ending, Watch, plan_pull
@@ -122,8 +122,7 @@ class Scene:
             *(self.swarm, rounds, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
             save=lambda round, loss: self.saved.append(round),
             evaluated=self.told.append,
-            evaluate_every=every,
-            poll_seconds=0.0,
+            settings=MonitorConfig(run_id="run", initial_peers=["/"], evaluate_every=every, poll_seconds=1e-9),
         )
 
     def advance(self, polls: int) -> None:

@@ -449,7 +449,7 @@ def test_moments_of_a_slot_that_fell_to_a_peer_since_its_checkpoint_are_those_it
     kept = after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq"))
     assert kept.abs().sum() > 0
     sync = SimpleNamespace(swarm=SimpleNamespace(versions=lambda: versions, restore_residuals=lambda residuals: None))
-    Checkpointer(None, "run", after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors, {}), update)
+    Checkpointer(None, after, ProcessGroup("cpu"), sync).restore(Saved(state, tensors, {}), update)
     assert torch.equal(after.moments(VectorName.of_slot(3), ("exp_avg", "exp_avg_sq")), kept)
     assert torch.equal(
         after.moments(VectorName.of_slot(0), ("exp_avg",)), before.moments(VectorName.of_slot(0), ("exp_avg",))
@@ -503,7 +503,7 @@ def test_a_save_of_a_round_that_is_kept_waits_for_the_one_before():
     """Otherwise a slow disk would leave out the very round that is to be kept."""
     waited = []
     checkpoint = SimpleNamespace(is_kept=lambda round: round == 4, wait=lambda seconds: waited.append(seconds))
-    checkpointer = Checkpointer(checkpoint, "run", make_trainer(), ProcessGroup("cpu"), None)  # type: ignore[arg-type]
+    checkpointer = Checkpointer(checkpoint, make_trainer(), ProcessGroup("cpu"), None)  # type: ignore[arg-type]
     for round in (3, 4):
         checkpointer.save(round, 1, 1, {}, is_last=False)
     assert waited[0] == 0 and waited[1] > 0

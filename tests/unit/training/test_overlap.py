@@ -406,7 +406,7 @@ def test_a_checkpoint_is_of_the_round_that_was_committed_not_of_the_steps_since(
     peer, states, reports = alone(overlapping(2)), list[PeerState](), list[Metrics]()
     checkpoint = PeerCheckpoint(tmp_path, tmp_path)
     checkpoint.save = lambda state, tensors: states.append(state)  # type: ignore[method-assign]
-    peer.loop._checkpointer = Checkpointer(checkpoint, "run", peer.trainer, ProcessGroup("cpu"), peer.sync)
+    peer.loop._checkpointer = Checkpointer(checkpoint, peer.trainer, ProcessGroup("cpu"), peer.sync)
     peer.loop.run(reports.append)
     assert len(states) == len(reports)
     for number, (report, state) in enumerate(zip(reports, states, strict=True), 1):
