@@ -175,7 +175,7 @@ BAD = {
     "bad variable": Bad(flags(), "port='x'", "--help", {"SPES_PORT": "x"}),
     "run id with a dot": Bad(flags("--run-id", "a.b"), "run_id='a.b'", "--help"),
     "top_k above experts": Bad(flags("--run.model.top-k", "5"), "model.top_k=5", "4 or less"),
-    "slots above experts": Bad(flags("--max-slots", "5"), "max_slots=5", "4 or less"),
+    "slots above experts": Bad(flags("--max-slots", "5"), "max_slots=5", "lower it"),
     "heads do not divide": Bad(flags("--run.model.num-heads", "3"), "model.num_heads=3", "divisor"),
     "heads of odd width": Bad(flags("--run.model.num-heads", "16"), "model.num_heads=16", "choose another"),
     "vocabulary without room": Bad(flags("--run.data.vocab-size", "9"), "data.vocab_size=9", "257"),
@@ -310,7 +310,7 @@ def test_a_run_of_another_founder_is_refused_and_nothing_stays_written(world: Wo
 JOINERS_BAD = {
     "no text": ([], "data.source=files", "--text"),
     "absent text": (["--text", "absent.txt"], "absent.txt", "existing"),
-    "slots above experts": (["--text", "corpus.jsonl", "--max-slots", "5"], "max_slots=5", "4 or less"),
+    "slots above experts": (["--text", "corpus.jsonl", "--max-slots", "5"], "max_slots=5", "lower it"),
     "narrow gradients": (["--text", "corpus.jsonl", "--gradients", "bf16"], "gradients=bf16", "set inner_optimizer"),
 }
 """Flags, with files of the world's folder, and what is said of them."""
@@ -366,7 +366,7 @@ EXPERIMENT = {
     "small corpus": (text("small.txt", b"a word or two"), "tokens", "give more text"),
     "empty corpus": (text("empty.txt", b""), "empty.txt", "leave it out"),
     "absent corpus": (flags("--text", "absent.txt"), "absent.txt", "existing"),
-    "slots above experts": (flags("--max-slots", "5"), "max_slots=5", "4 or less"),
+    "slots above experts": (flags("--max-slots", "5"), "max_slots=5", "lower it"),
     "no peers": (flags("--peers", "0"), "peers='0'", "--help"),
     "text and dataset": (flags("--text", "a", "--dataset", "b"), "--dataset", "drop one"),
     "resume of nothing": (flags("--resume"), "output", "drop --resume"),
