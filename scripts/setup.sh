@@ -85,7 +85,12 @@ echo "setup.sh: installing into $venv; the first time takes some minutes" >&2
 "$python" -m pip --version >/dev/null 2>&1 || create
 
 list=$(echo $extras | tr ' ' ,)
-show_progress "$python" -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt \
+show_progress "$python" -m pip install --disable-pip-version-check --progress-bar off --no-compile -c constraints.txt \
     -e ".${list:+[$list]}" || fail "pip could not install the requirements; its last lines stand above"
+# pip would compile each file of each package, for a minute on one core. This compiles what the commands import.
+show_progress env -u PYTHONDONTWRITEBYTECODE "$python" -c '
+import importlib, spes_p2p.__main__ as program
+for _, module, _ in program.COMMANDS.values():
+    importlib.import_module(module)' || fail "what is installed cannot be imported; delete $venv and run again"
 { stamp; echo $extras; } > "$stamp_file.new"
 mv "$stamp_file.new" "$stamp_file"

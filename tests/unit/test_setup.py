@@ -48,6 +48,13 @@ def build_editable(folder, config_settings=None, metadata_directory=None):
     return "tiny-1-py3-none-any.whl"
 """
 
+COMMANDS = """
+import os
+if os.path.exists("unimportable"):
+    raise ImportError("no such library")
+COMMANDS = {"local": ("", "backend", "")}
+"""
+
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
@@ -55,13 +62,16 @@ def project(tmp_path: Path) -> Path:
     shutil.copy(ROOT / "scripts" / "setup.sh", tmp_path / "scripts")
     (tmp_path / "pyproject.toml").write_text(PROJECT)
     (tmp_path / "backend.py").write_text(BACKEND)
+    (tmp_path / "spes_p2p").mkdir()
+    (tmp_path / "spes_p2p" / "__main__.py").write_text(COMMANDS)
     (tmp_path / "constraints.txt").touch()
     return tmp_path
 
 
 def setup(project: Path, *extras: str) -> tuple[int, list[tuple[float, str]]]:
     """Return the exit code, and the lines with the time at which each came."""
-    variables = {**{k: v for k, v in os.environ.items() if not k.startswith(("SPES_", "PIP_"))}, "PIP_NO_INDEX": "1"}
+    variables = {k: v for k, v in os.environ.items() if not k.startswith(("SPES_", "PIP_", "PYTHONPATH"))}
+    variables["PIP_NO_INDEX"] = "1"
     process = subprocess.Popen(
         ["./scripts/setup.sh", *extras], cwd=project, env=variables, stderr=subprocess.PIPE, text=True
     )
@@ -98,3 +108,14 @@ def test_an_installation_that_fails_says_why_and_is_tried_again(project: Path) -
     assert "pip could not install" in lines[-1][1]
     (project / "broken").unlink()
     assert setup(project)[0] == 0
+
+
+@pytest.mark.full
+def test_the_installation_compiles_what_commands_import_and_says_if_they_cannot(project: Path) -> None:
+    (project / "unimportable").touch()
+    code, lines = setup(project)
+    assert code == 2 and any("no such library" in line for _, line in lines)
+    assert "cannot be imported; delete .venv" in lines[-1][1]
+    (project / "unimportable").unlink()
+    assert setup(project)[0] == 0
+    assert list((project / "__pycache__").glob("backend.*.pyc"))
