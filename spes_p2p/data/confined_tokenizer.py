@@ -1,4 +1,4 @@
-"""A run's tokenizer, which a stranger may have written, in a process of its own with limited memory and time."""
+"""A run's tokenizer and chat template, which a stranger may have written, in a process with limited memory and time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import json
 import os
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,14 @@ import numpy as np
 
 import spes_p2p
 from spes_p2p.data import tokenizer_child as child
+from spes_p2p.data.chat import MAX_ADDED, MAX_GROWTH
 from spes_p2p.data.tokenizer_document import MAX_PAYLOAD_BYTES
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import write_atomic
 
 WALL_FACTOR = 10.0
 """Most seconds of waiting for one second of processor time that a batch may take."""
+COUNTS = struct.Struct("<II")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")
 _FOREVER = 10**30
 """`model_max_length` of a tokenizer without one, as transformers writes it."""
@@ -40,15 +43,17 @@ class ConfinedTokenizer:
         payload: The document, as `tokenizer_bytes` makes it.
         directory: Folder for an ordinary tokenizer; made if absent, once the document is found sound.
         max_entries: Words of the run's model.
+        template: The run's chat template; empty if it has none.
 
     Raises:
-        DataError: the document is refused, or ended the child.
+        DataError: the document or the template is refused, or ended the child.
         ConfigError: `directory` cannot be written.
     """
 
-    def __init__(self, payload: bytes, directory: Path, max_entries: int) -> None:
+    def __init__(self, payload: bytes, directory: Path, max_entries: int, template: str = "") -> None:
         self.digest = hashlib.sha256(payload).hexdigest()
         """SHA-256 of the document, in hex."""
+        self.template = template
         self._payload = payload
         self._max_entries = max_entries
         self._directory = directory
@@ -80,6 +85,34 @@ class ConfinedTokenizer:
                 raise DataError(f"the run's tokenizer makes {num_ids} ids of {lengths.sum()} bytes; leave this run")
             return np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
 
+    def encode_records(self, records: Sequence[Mapping[str, Any]]) -> list[np.ndarray | str]:
+        """Return the ids of each record, uint32 as `Chat.encode` makes them, or why it has none.
+
+        Args:
+            records: A batch of conversations, pairs of prompt and completion, or texts.
+
+        Raises:
+            DataError: the tokenizer or the template has ended its process, or makes far more of it than there is.
+        """
+        if self._child is None:
+            self._start()
+        encoded = [json.dumps(record, ensure_ascii=False).encode() for record in records]
+        lengths = np.array([len(record) for record in encoded], "<u4")
+        message = COUNTS.pack(child.RENDER, len(encoded)) + b"".join([lengths.tobytes(), *encoded])
+        with self._answering(len(message)) as process:
+            self._send(process, message)
+            num_ids, num_bytes = child.HEADER.unpack(self._receive(process, child.HEADER.size))
+            most = self._most_ids(MAX_GROWTH * lengths + MAX_ADDED)
+            if num_ids > most or num_bytes > 8 * child.MAX_SAID_CHARACTERS * (1 + len(records)):  # guard: chat-answer
+                raise DataError(f"the run's chat template makes {num_ids} ids of {lengths.sum()} bytes; leave this run")
+            ids = np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
+            said = json.loads(self._receive(process, num_bytes))
+        counts = [each for each in said if isinstance(each, int)]
+        if len(said) != len(records) or sum(counts) != len(ids):  # guard: chat-counts
+            raise DataError("the run's chat template broke its process; leave this run")
+        parts = iter(np.split(ids, np.cumsum(counts)[:-1]))
+        return [next(parts) if isinstance(each, int) else str(each) for each in said]
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a few ids, 64 KiB at most.
 
@@ -100,7 +133,7 @@ class ConfinedTokenizer:
         """Write an ordinary tokenizer folder."""
         directory.mkdir(parents=True, exist_ok=True)
         for file in self._directory.iterdir():
-            if file.suffix == ".json":
+            if file.suffix in (".json", ".jinja"):
                 shutil.copyfile(file, directory / file.name)
 
     def close(self) -> None:
@@ -129,7 +162,9 @@ class ConfinedTokenizer:
         )
         weakref.finalize(self, _end, self._child)
         with self._answering(0) as process:
-            self._send(process, child.HEADER.pack(len(self._payload), self._max_entries) + self._payload)
+            template = self.template.encode()
+            document = child.HEADER.pack(len(self._payload), self._max_entries) + self._payload
+            self._send(process, document + child.HEADER.pack(len(template), 0) + template)
             assert process.stdout is not None
             line = process.stdout.readline(2**16)
             about = json.loads(line) if line.endswith(b"\n") else self._died(process)
@@ -179,10 +214,9 @@ class ConfinedTokenizer:
         config |= {"model_max_length": _FOREVER}
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
-            for name, content in (
-                ("tokenizer.json", text),
-                ("tokenizer_config.json", json.dumps(config, indent=2).encode()),
-            ):
+            files = {"tokenizer.json": text, "tokenizer_config.json": json.dumps(config, indent=2).encode()}
+            files |= {"chat_template.jinja": self.template.encode()} if self.template else {}
+            for name, content in files.items():
                 with write_atomic(self._directory / name) as stream:
                     stream.write(content)
         except OSError as error:

@@ -1,9 +1,9 @@
 """A process that does nothing but tokenise with a run's tokenizer: `python -m spes_p2p.data.tokenizer_child`.
 
-It reads the document and then batches of texts from its standard input and writes ids to its standard output, or ids
-and writes text. Memory
-and processor time are limited by the kernel, so a hostile tokenizer ends this process and not the peer. Nothing is
-opened after the start: files can be neither written nor, with the descriptors used up, read.
+It reads the document and the chat template, and then batches of texts or conversations from its standard input and
+writes ids to its standard output, or ids and writes text. Memory and processor time are limited by the kernel, so a
+hostile tokenizer or template ends this process and not the peer. Nothing is opened after the start: files can be
+neither written nor, with the descriptors used up, read.
 """
 
 from __future__ import annotations
@@ -18,14 +18,22 @@ from typing import BinaryIO
 
 import numpy as np
 
-from spes_p2p.data.tokenizer_document import open_document
+from spes_p2p.data.chat import Chat
+from spes_p2p.data.tokenizer_document import OpenDocument, open_document
 from spes_p2p.errors import DataError
 
 HEADER = struct.Struct("<QQ")
-"""Before the document: its bytes, and the run's vocabulary. Before ids: their number, and 0."""
+"""Before the document and the template: the document's bytes, and the run's vocabulary; then the template's bytes, and
+0. Before ids: their number, and of conversations the bytes of what is said of each."""
 COUNT = struct.Struct("<I")
+RENDER = 2**32 - 2
+"""In place of a number of texts: a number of conversations follows, their bytes, and each as JSON."""
+RENDER_SECONDS = 10.0
+"""Processor time of a batch of conversations, apart from that of their text."""
 DECODE = 2**32 - 1
 """In place of a number of texts: a header with the number of ids, and ids to decode, follow."""
+MAX_SAID_CHARACTERS = 600
+"""Most characters of why a conversation has no ids."""
 MAX_DECODED_BYTES = 2**16
 """Most bytes of text that ids are decoded to; the rest is cut off."""
 BASE_BYTES, BYTES_PER_DOCUMENT_BYTE, BYTES_PER_TEXT_BYTE = 2**30, 48, 512
@@ -34,11 +42,11 @@ BASE_SECONDS, TEXT_BYTES_PER_SECOND = 60.0, 20_000
 """Processor time of a batch: honest tokenizers read 500,000 bytes of text in a second."""
 
 
-def _limit(num_document_bytes: int, num_text_bytes: int) -> None:
+def _limit(num_document_bytes: int, num_text_bytes: int, base_seconds: float) -> None:
     """Set what the next batch may take."""
     memory = BASE_BYTES + BYTES_PER_DOCUMENT_BYTE * num_document_bytes + BYTES_PER_TEXT_BYTE * num_text_bytes
     used = resource.getrusage(resource.RUSAGE_SELF)
-    seconds = used.ru_utime + used.ru_stime + BASE_SECONDS + num_text_bytes / TEXT_BYTES_PER_SECOND
+    seconds = used.ru_utime + used.ru_stime + base_seconds + num_text_bytes / TEXT_BYTES_PER_SECOND
     resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))  # guard: tokenizer-memory
     resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))  # guard: tokenizer-time
 
@@ -51,25 +59,74 @@ def _read(stream: BinaryIO, num_bytes: int) -> bytes:
     return data
 
 
+def _read_all(source: BinaryIO, count: int, num_document_bytes: int, base_seconds: float) -> list[bytes]:
+    """Read a batch, once it is known what it may take."""
+    lengths = np.frombuffer(_read(source, 4 * count), "<u4")
+    _limit(num_document_bytes, int(lengths.sum()), base_seconds)
+    return [_read(source, length) for length in lengths.tolist()]
+
+
+def _start(source: BinaryIO, sink: BinaryIO) -> tuple[Chat, OpenDocument, int] | None:
+    """Read document and template, and say what is in them; None if they are refused."""
+    num_bytes, max_entries = HEADER.unpack(_read(source, HEADER.size))
+    _limit(num_bytes, 0, BASE_SECONDS)
+    payload = _read(source, num_bytes)
+    template_bytes, _ = HEADER.unpack(_read(source, HEADER.size))
+    template = _read(source, template_bytes).decode()
+    try:
+        document = open_document(payload, "the run's tokenizer", max_entries)
+        chat = Chat(template, document.special, document.backend, document.eos_token_id)
+    except DataError as error:
+        sink.write((json.dumps({"error": str(error)}) + "\n").encode())
+        return None
+    end = document.eos_token_id
+    about = {"entries": document.backend.get_vocab_size(), "eos_token_id": end, "special": document.special}
+    text = document.text.encode("utf-8", "surrogatepass")
+    sink.write((json.dumps({**about, "bytes": len(text)}) + "\n").encode() + text)
+    sink.flush()
+    return chat, document._replace(text=""), num_bytes
+
+
+def _decode(document: OpenDocument, ids: np.ndarray, sink: BinaryIO) -> None:
+    decoded = document.backend.decode(ids.tolist(), skip_special_tokens=False).encode("utf-8", "replace")
+    sink.write(HEADER.pack(len(decoded[:MAX_DECODED_BYTES]), 0) + decoded[:MAX_DECODED_BYTES])
+
+
+def _encode(document: OpenDocument, texts: list[bytes], sink: BinaryIO) -> None:
+    encodings = document.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
+    parts = [[*encoding.ids, document.eos_token_id] for encoding in encodings]
+    ids = np.fromiter((token for part in parts for token in part), "<u4", sum(map(len, parts)))
+    sink.write(HEADER.pack(len(ids), 0))
+    sink.write(ids.tobytes())
+
+
+def _render(chat: Chat, records: list[bytes], sink: BinaryIO) -> None:
+    """Write the ids of conversations, and for each its number of ids, or why it has none."""
+    parts, said = [np.empty(0, "<u4")], list[int | str]()
+    for record in records:
+        try:
+            ids = chat.encode(json.loads(record))
+        except DataError as error:
+            said.append(str(error)[:MAX_SAID_CHARACTERS])
+        else:
+            parts.append(ids)
+            said.append(len(ids))
+    ids, report = np.concatenate(parts), json.dumps(said).encode()
+    sink.write(HEADER.pack(len(ids), len(report)))
+    sink.write(ids.astype("<u4").tobytes() + report)
+    gc.collect()  # templates leave cycles behind
+
+
 def main() -> None:
     """Answer until the input ends."""
     gc.disable()  # it would look at the millions of lists of a large document again and again
     source, sink = sys.stdin.buffer, sys.stdout.buffer
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a core file would hold the volunteer's text
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    num_bytes, max_entries = HEADER.unpack(_read(source, HEADER.size))
-    _limit(num_bytes, 0)
-    try:
-        document = open_document(_read(source, num_bytes), "the run's tokenizer", max_entries)
-    except DataError as error:
-        sink.write((json.dumps({"error": str(error)}) + "\n").encode())
+    if (started := _start(source, sink)) is None:
         return
-    backend, end = document.backend, document.eos_token_id
-    about = {"entries": backend.get_vocab_size(), "eos_token_id": end, "special": document.special}
-    text = document.text.encode("utf-8", "surrogatepass")
-    sink.write((json.dumps({**about, "bytes": len(text)}) + "\n").encode() + text)
-    sink.flush()
-    del document, text
+    chat, document, num_bytes = started
+    gc.freeze()
     os.closerange(3, 256)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
     while True:
@@ -77,18 +134,13 @@ def main() -> None:
         if count == DECODE:
             num_ids, _ = HEADER.unpack(_read(source, HEADER.size))
             given = np.frombuffer(_read(source, 4 * num_ids), "<u4")
-            _limit(num_bytes, 4 * num_ids)
-            decoded = backend.decode(given.tolist(), skip_special_tokens=False).encode("utf-8", "replace")
-            sink.write(HEADER.pack(len(decoded[:MAX_DECODED_BYTES]), 0) + decoded[:MAX_DECODED_BYTES])
-            sink.flush()
-            continue
-        lengths = np.frombuffer(_read(source, 4 * count), "<u4")
-        _limit(num_bytes, int(lengths.sum()))
-        texts = [_read(source, length).decode() for length in lengths.tolist()]
-        parts = [[*encoding.ids, end] for encoding in backend.encode_batch_fast(texts, add_special_tokens=False)]
-        ids = np.fromiter((token for part in parts for token in part), "<u4", sum(map(len, parts)))
-        sink.write(HEADER.pack(len(ids), 0))
-        sink.write(ids.tobytes())
+            _limit(num_bytes, 4 * num_ids, BASE_SECONDS)
+            _decode(document, given, sink)
+        elif count == RENDER:
+            (count,) = COUNT.unpack(_read(source, COUNT.size))
+            _render(chat, _read_all(source, count, num_bytes, RENDER_SECONDS), sink)
+        else:
+            _encode(document, _read_all(source, count, num_bytes, BASE_SECONDS), sink)
         sink.flush()
 
 

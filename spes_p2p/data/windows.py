@@ -1,7 +1,9 @@
 """Windows: sequences of one length, cut from a corpus's documents and put together in one of four ways (`packing`).
 
-A window holds T inputs and, shifted by one, T targets: T + 1 numbers, int64. A number below 0 is marked: its token id
-is `~number`, and it begins a document, so nothing in front of it predicts it. Padding is documents of one token 0.
+A window holds T inputs and, shifted by one, T targets: T + 1 numbers, int64. A number below 0 is marked, and no target.
+Above `CONTEXT / 2` its token id is `~number`, and it begins a document, so nothing in front of it predicts it. Below,
+its id is `number - CONTEXT`: it is read but not learned, as a question of which only the answer is. Padding is
+documents of one token 0.
 
 Shape legend: B windows of a batch, T tokens of a sequence, N tokens of a corpus, D documents, S spans of tokens that
 lie together and belong to one document, W windows.
@@ -30,6 +32,9 @@ from spes_p2p.fs import cache_folder, locked, write_atomic
 log = logging.getLogger(__name__)
 
 PADDING = ~0
+CONTEXT = -(2**32)
+HIDDEN = 2**31
+"""Bit of a file's uint32 token that is read but not learned; no vocabulary has so many entries."""
 BUFFER_DOCUMENTS = 2**18
 """Documents that `best_fit` sorts at a time; more need more memory, and hardly save padding."""
 SCAN_TOKENS = 2**22
@@ -45,11 +50,14 @@ class TokenFile(NamedTuple):
             shards, their part.
         key: Digest of tokenizer, corpus and settings; equal keys mean equal tokens.
         end_of_text: The id after each document of text. Token shards know their documents without it.
+        ends_D: Where each document ends, of files that say so: those of conversations, whose tokens may have the bit
+            `HIDDEN`.
     """
 
     tokens_N: np.ndarray | TokenPart
     key: str
     end_of_text: int | None = None
+    ends_D: np.ndarray | None = None
 
 
 class Windows(Protocol):
@@ -84,7 +92,7 @@ class PackedWindows:
         self._file = file
         self._sequence_length = sequence_length
         self._is_separate = is_separate
-        self._ends_D: np.ndarray | None = None
+        self._ends_D = file.ends_D
         if is_separate and isinstance(file.tokens_N, TokenPart):
             lengths = [np.empty(0, np.int64), *_document_lengths(file)]
             self._ends_D = np.cumsum(np.concatenate(lengths))
@@ -95,10 +103,10 @@ class PackedWindows:
     def gather(self, indices_B: np.ndarray) -> LongTensor:
         first_B = np.asarray(indices_B) * self._sequence_length
         rows = _read(self._file.tokens_N, first_B, np.full(len(first_B), self._sequence_length + 1))
-        windows_BT1 = np.stack([row.astype(np.int64) for row in rows])
+        windows_BT1 = np.stack([_numbers(row) for row in rows])
         if self._is_separate:
             begins_BT = self._begins(first_B, windows_BT1)
-            windows_BT1[:, 1:][begins_BT] = ~windows_BT1[:, 1:][begins_BT]
+            windows_BT1[:, 1:][begins_BT] = ~_ids(windows_BT1[:, 1:][begins_BT])
         return cast(LongTensor, torch.from_numpy(windows_BT1))
 
     def _begins(self, first_B: np.ndarray, windows_BT1: np.ndarray) -> np.ndarray:
@@ -150,9 +158,9 @@ class DocumentWindows:
             position = 0
             for _ in range(first, stop):
                 ids = next(pieces)
-                row_T1[position : position + len(ids)] = ids
+                row_T1[position : position + len(ids)] = _numbers(ids)
                 if position and self._is_separate:
-                    row_T1[position] = ~row_T1[position]
+                    row_T1[position] = ~_ids(row_T1[position])
                 position += len(ids)
         return cast(LongTensor, torch.from_numpy(windows_BT1))
 
@@ -171,6 +179,8 @@ def windows_of(file: TokenFile, data: DataConfig, *, cache: Path | None, part: P
         DataError: token shards do not say where documents end, and `data` asks for them.
     """
     length, is_separate = data.sequence_length, data.are_separate
+    if file.ends_D is not None and data.separate_documents is None:
+        is_separate = True  # conversations
     if data.packing == "pack":
         return PackedWindows(file, length, is_separate=is_separate)
     if cache is None:
@@ -216,6 +226,19 @@ def _map(file: Path) -> np.ndarray:
     return np.memmap(file, np.int64, mode="r") if file.stat().st_size else np.empty(0, np.int64)
 
 
+def _numbers(ids_N: np.ndarray) -> np.ndarray:
+    """Return a file's tokens as a window's numbers, int64."""
+    numbers_N = ids_N.astype(np.int64)
+    if ids_N.dtype.itemsize == 4:
+        numbers_N[numbers_N >= HIDDEN] += CONTEXT - HIDDEN
+    return numbers_N
+
+
+def _ids(numbers: np.ndarray) -> np.ndarray:
+    """Return the ids of numbers that begin no document."""
+    return np.where(numbers < 0, numbers - CONTEXT, numbers)
+
+
 def _read(tokens_N: np.ndarray | TokenPart, first_S: np.ndarray, count_S: np.ndarray) -> Iterable[np.ndarray]:
     """Return the ids of each span."""
     if isinstance(tokens_N, TokenPart):
@@ -231,16 +254,21 @@ def lay_out(file: TokenFile, sequence_length: int, packing: Packing) -> Iterator
 
     A document of L tokens is cut every T tokens, where the one at the cut is the last target before it and the first
     input behind it, so that every token but the first is a target once. `trunc` keeps the first piece only. `overflow`
-    gives each piece a window. `best_fit` puts pieces together. Documents of one token have no target and are left out.
+    gives each piece a window. `best_fit` puts pieces together. Documents of one token have no target and are left out, and so are the
+    pieces of conversations of which nothing is learned.
 
     Raises:
         DataError: token shards do not say where documents end.
     """
     position = num_spans = 0
+    learned_N1 = _num_learned(file)
     for lengths_D in _buffers(_document_lengths(file)):
         starts_D = position + np.cumsum(lengths_D) - lengths_D
         position += int(lengths_D.sum())
         spans_S2 = _pieces(starts_D, lengths_D, sequence_length, only_first=packing == "trunc")
+        if learned_N1 is not None:
+            first_S, count_S = spans_S2.T
+            spans_S2 = spans_S2[learned_N1[first_S + count_S] > learned_N1[first_S + 1]]
         if not len(spans_S2):
             continue
         if packing == "best_fit":
@@ -251,6 +279,13 @@ def lay_out(file: TokenFile, sequence_length: int, packing: Packing) -> Iterator
             stops_W = num_spans + np.arange(1, len(spans_S2) + 1)
         num_spans += len(spans_S2)
         yield spans_S2, stops_W
+
+
+def _num_learned(file: TokenFile) -> np.ndarray | None:
+    """Return the learned tokens in front of each token of a file of conversations, `[N + 1]`; None of text."""
+    if file.ends_D is None or isinstance(file.tokens_N, TokenPart):
+        return None
+    return np.concatenate([[0], np.cumsum(file.tokens_N < HIDDEN)])
 
 
 def best_fit(count_S: np.ndarray, capacity: int) -> np.ndarray:
@@ -313,6 +348,9 @@ def _document_lengths(file: TokenFile) -> Iterator[np.ndarray]:
     """Yield the lengths of documents in order; in text, one ends at each end-of-text token."""
     if isinstance(file.tokens_N, TokenPart):
         yield from file.tokens_N.document_lengths()
+        return
+    if file.ends_D is not None:
+        yield np.diff(file.ends_D, prepend=0)
         return
     if file.end_of_text is None:
         raise DataError("the text's tokenizer has no end-of-text token; set data.packing=pack")

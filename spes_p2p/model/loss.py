@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import LongTensor, Tensor, nn
 
 from spes_p2p.config import TrainConfig
+from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
 from spes_p2p.model.build import FAMILIES
 from spes_p2p.model.slot_model import SlotModel
@@ -238,13 +239,13 @@ def model_inputs(module: nn.Module, tokens_BS1: Tensor) -> tuple[dict[str, Tenso
         module: Hugging Face model.
         tokens_BS1: Marked as in `data/windows.py`.
     """
-    begins_BS1 = tokens_BS1 < 0
-    if not begins_BS1.any():
+    learned_BS = tokens_BS1[:, 1:] >= 0
+    if not (tokens_BS1 < 0).any():
         return {"input_ids": tokens_BS1[:, :-1]}, None
-    ids_BS = torch.where(begins_BS1, ~tokens_BS1, tokens_BS1)[:, :-1]
-    learned_BS = ~begins_BS1[:, 1:]
+    begins_BS1 = (tokens_BS1 < 0) & (tokens_BS1 > CONTEXT // 2)
+    ids_BS = token_ids(tokens_BS1)[:, :-1]
     # Behind padding and documents of one token nothing is learned, so what they see makes no difference.
-    if not (begins_BS1[:, 1:-1] & learned_BS[:, 1:]).any():
+    if not (begins_BS1[:, 1:-1] & ~begins_BS1[:, 2:]).any():
         return {"input_ids": ids_BS}, learned_BS
     index_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
     starts_BS = torch.where(begins_BS1[:, :-1], index_S, 0).cummax(dim=1).values
@@ -252,6 +253,12 @@ def model_inputs(module: nn.Module, tokens_BS1: Tensor) -> tuple[dict[str, Tenso
     if "flash" in str(getattr(module.config, "_attn_implementation", None)):
         inputs = {name: tensor_BS.reshape(1, -1) for name, tensor_BS in inputs.items()}
     return inputs, learned_BS
+
+
+def token_ids(tokens: Tensor) -> Tensor:
+    """Return the ids of tokens that may be marked as in `data/windows.py`."""
+    ids = torch.where(tokens > CONTEXT // 2, ~tokens, tokens - CONTEXT)
+    return torch.where(tokens < 0, ids, tokens)
 
 
 def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:

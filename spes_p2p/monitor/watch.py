@@ -10,12 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-import torch
 from torch import LongTensor
 
 from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
 from spes_p2p.errors import DataError, ExchangeError
-from spes_p2p.model.loss import greedy_continuation, held_out_loss
+from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
@@ -196,8 +195,7 @@ class Archive:
         """Continue the beginning of the first held-out sequence, greedily; None without held-out text."""
         if not self._batches or self._decode is None:
             return None
-        marked_T = self._batches[0][0]
-        tokens_T = torch.where(marked_T < 0, ~marked_T, marked_T)
+        tokens_T = token_ids(self._batches[0][0])
         split = min(PROMPT_TOKENS, len(tokens_T) // 2)
         prompt_T, truth_T = tokens_T[:split], tokens_T[split : split + SAMPLE_TOKENS]
         text = greedy_continuation(self._model.module, prompt_T, num_tokens=len(truth_T), seconds=SAMPLE_SECONDS)
