@@ -76,5 +76,5 @@ def views(num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: 
         text = "return the list of names that a module exports\n    for name in names:"
         sample = Sample("def names(module):\n    ", text[: 8 + number], '"""Names of a module."""')
         if number % 5 == 0:
-            view = view.evaluated(number, 3.35 + 5.0 * math.exp(-number / 58), sample)
+            view = view.evaluated(number, 3.35 + 5.0 * math.exp(-number / 58), (sample,))
         yield view

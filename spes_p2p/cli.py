@@ -55,6 +55,8 @@ CLAUSE = re.compile(r"[.;:] ")
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 MAX_TRACEBACK_CHARS = 20_000
+MAX_SHOWN_CHARS = 200
+"""Of a value in an error."""
 
 
 def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
@@ -210,7 +212,9 @@ def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | 
         return f"{where} is missing; {remedy}"
     if problem["type"] == "value_error":
         return message
-    return f"{where}={problem['input']!r}: {message[0].lower()}{message[1:]}; see {see}"
+    shown = repr(problem["input"])
+    shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
+    return f"{where}={shown}: {message[0].lower()}{message[1:]}; see {see}"
 
 
 def _first_problem(error: ValidationError) -> tuple[ErrorDetails, str]:

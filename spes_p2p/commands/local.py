@@ -20,9 +20,10 @@ import yaml
 from pydantic import ValidationError
 
 from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, explain
-from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, OwnData, RunConfig, check_machine
+from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.config.machine import SEED_SECONDS
+from spes_p2p.data.conversations import founding
 from spes_p2p.data.packing import held_out_batches, train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
@@ -118,6 +119,8 @@ START_SECONDS = 180.0
 POLL_SECONDS = 0.5
 RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.jsonl"
+OWN_PATHS = ("text", "data")
+"""What of the user's own the peers and the monitor read."""
 ENOUGH_TOKENS = 0.95
 """Share of the tokens asked for below which the experiment says that they are fewer."""
 
@@ -150,7 +153,7 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     except OSError as error:
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
     run = RunConfig.model_validate(kept.pop("run"))
-    own = {name: [Path(path) for path in kept.pop(name, [])] for name in OwnData.model_fields}
+    own = {name: [Path(path) for path in kept.pop(name, [])] for name in OWN_PATHS}
     chosen = _chosen(config) | ({"max_slots": config.max_slots} if config.max_slots else {})
     return config.model_copy(update={**kept, **chosen, **own, "run": run, "peers": run.round.min_peers})
 
@@ -178,6 +181,7 @@ def _prepare_corpus(config: ExperimentConfig) -> None:
     """Train the tokenizer and tokenise once, before N peers would; nothing is written yet if the corpus is bad."""
     data, cache = config.corpus(config.run.data), config.cache.expanduser()
     tokenizer = resolve_tokenizer(data, config.text, cache)
+    data = founding(data, tokenizer)
     if data.source != "hub":
         train_source(data, tokenizer, paths=config.text, cache=cache, order_seed=0)
         held_out_batches(data, tokenizer, paths=config.text, cache=cache, num_sequences=8, batch_size=8, seed=0)
@@ -282,6 +286,7 @@ class Experiment:
             *("--cache", str(self._config.cache), "--threads", "1", "--yes"),
             *(["--wandb"] if self._config.wandb else []),
             *(["--resume"] if self._config.resume else []),
+            *(["--skip-unusable"] if self._config.skip_unusable else []),
         ]
         return self._spawn("monitor", "monitor", arguments, on_terminal=True)
 
@@ -312,13 +317,13 @@ class Experiment:
 
 def _own(config: ExperimentConfig) -> dict[str, list[str]]:
     """Return the text and token shards by flag; patterns stay as they are."""
-    own = {name: getattr(config, name) for name in OwnData.model_fields}
+    own = {name: getattr(config, name) for name in OWN_PATHS}
     return {name: [str(path.expanduser().absolute()) for path in paths] for name, paths in own.items()}
 
 
 def _chosen(config: ExperimentConfig) -> dict[str, Any]:
-    """Return what was chosen about the machine, and about its checkpoints."""
-    fields = (*MachineConfig.model_fields, *KeptRounds.model_fields)
+    """Return what was chosen about the machine, about its checkpoints, and about its data."""
+    fields = (*MachineConfig.model_fields, *KeptRounds.model_fields, "skip_unusable")
     choices = {name: getattr(config, name) for name in fields if name in config.model_fields_set}
     return {name: value for name, value in choices.items() if value is not None}
 

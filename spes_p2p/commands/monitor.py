@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import LongTensor
@@ -18,8 +18,10 @@ from torch import LongTensor
 from spes_p2p.cli import EXIT_INTERRUPTED, Terminated
 from spes_p2p.commands.evaluate import task_groups
 from spes_p2p.config.commands import MonitorConfig
+from spes_p2p.data.chat_rows import conversation_files
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
-from spes_p2p.data.packing import held_out_batches
+from spes_p2p.data.conversations import Prompt, held_out_prompts
+from spes_p2p.data.packing import held_out_batches, probe_windows
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, read_events, replay
@@ -48,6 +50,8 @@ MODEL_DIRECTORY, IDENTITY_FILE = "model", "identity.key"
 TENSORBOARD_DIRECTORY = "tensorboard"
 RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, CONSENSUS, TASKS_DIRECTORY)
 EVALUATION_BATCH = 8
+REPLIES = 3
+"""Held-out conversations whose first reply is written at each evaluation."""
 EXIT_CODES = {
     Ending.FINISHED: 0,
     Ending.VANISHED: 1,
@@ -132,8 +136,10 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         asked = seen is not None and seen.digest == manifest.digest
         reads_data = settings.held_out_sequences > 0
         ask_to_read(manifest, len(document), yes=settings.yes or asked, reads_data=reads_data)
-        tokenizer = ConfinedTokenizer(document, output / VERSIONS / "tokenizer", manifest.vocab_size)
-        archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer), tokenizer.decode)
+        template = manifest.config.data.chat_template or ""
+        tokenizer = ConfinedTokenizer(document, output / VERSIONS / "tokenizer", manifest.vocab_size, template)
+        prompts = partial(_prompts, settings, manifest, tokenizer)
+        archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer), tokenizer.decode, prompts)
         guests = guest_list(swarm, manifest)
         start = manifest.genesis()
         swarm.enter(manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests)
@@ -293,10 +299,12 @@ def _held_out(
     if not settings.held_out_sequences:
         return list
     if run.data.source == "files" and not settings.text and not settings.shards:
-        raise ConfigError(
-            f"run {manifest.run_id!r} trains on files; name text with --text, or token shards with --data, whose "
-            f"held-out part it evaluates on, or pass --held-out-sequences 0"
-        )
+        if run.data.probe is None:
+            raise ConfigError(
+                f"run {manifest.run_id!r} trains on files; name text with --text, or conversations or token shards "
+                f"with --data, whose held-out part it evaluates on, or pass --held-out-sequences 0"
+            )
+        return lambda: _probe(settings, manifest, tokenizer)
     corpus = settings.corpus(run.data)
     return lambda: held_out_batches(
         corpus,
@@ -307,6 +315,21 @@ def _held_out(
         batch_size=EVALUATION_BATCH,
         seed=run.seed,
     )
+
+
+def _probe(settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedTokenizer) -> Sequence[LongTensor]:
+    """Return the run's public probe in batches."""
+    windows_BT1 = probe_windows(manifest.config.data, tokenizer, settings.held_out_sequences)
+    return [] if windows_BT1 is None else cast(Sequence[LongTensor], windows_BT1.split(EVALUATION_BATCH))
+
+
+def _prompts(settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedTokenizer) -> Sequence[Prompt]:
+    """Return the beginnings of held-out conversations, or of the probe's, for replies of the model; none of text."""
+    data = manifest.config.data
+    if not data.chat_template or data.source != "files" or settings.text:
+        return []
+    rows = conversation_files(settings.shards)
+    return [] if settings.shards and rows is None else held_out_prompts(settings.corpus(data), tokenizer, rows, REPLIES)
 
 
 def _facts(manifest: Manifest) -> Mapping[str, Any]:

@@ -136,16 +136,19 @@ class OwnData(Frozen):
     text: list[Path] = []
     """Text, jsonl or parquet files or folders. They serve where the run's data source is `files`."""
     data: list[Path] = []
-    """Token shards instead of text: a folder, files, a pattern, or a manifest or `file_list.txt` of `spes tokenize`.
-    Formats: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS."""
+    """Conversations, or token shards, instead of text. Conversations are JSON or parquet with `messages`, `prompt` and
+    `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or a
+    manifest or `file_list.txt` of `spes tokenize`: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS."""
+    skip_unusable: bool = False
+    """Leave out conversations that cannot be used, and count them. By default the first one ends the command."""
 
     @property
     def shards(self) -> list[Path]:
-        """This machine's token shards."""
+        """This machine's token shards, or conversations."""
         return self.data
 
     def corpus(self, data: DataConfig) -> DataConfig:
-        """Return the run's data settings with this machine's token shards; those that a founder names are dropped.
+        """Return the run's data settings with this machine's token shards or conversations, in place of the founder's.
 
         Raises:
             ConfigError: the run does not train on files, or text and shards are both given.
@@ -158,7 +161,8 @@ class OwnData(Frozen):
             raise ConfigError(
                 f"this run trains on token shards with fingerprint {data.fingerprint}; name them with --data PATH"
             )
-        return data.model_copy(update={"paths": self.shards})  # guard: founder-paths
+        skips = self.skip_unusable or data.skip_unusable
+        return data.model_copy(update={"paths": self.shards, "skip_unusable": skips})  # guard: founder-paths
 
 
 class NamedRun(Frozen):
@@ -264,7 +268,7 @@ class PeerConfig(VolunteerConfig, NamedRun):
 
     @property
     def shards(self) -> list[Path]:
-        """This machine's token shards; the founder's may be in the run's settings."""
+        """This machine's token shards or conversations; the founder's may be in the run's settings."""
         return self.data or (self.run.data.paths if self.run is not None else [])
 
 

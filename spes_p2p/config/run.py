@@ -231,6 +231,10 @@ def _tokenizer_name(value: str) -> str:
     return value
 
 
+MAX_TEMPLATE_CHARACTERS, MAX_PROBE_CHARACTERS = 2**15, 2**14
+"""Of what a manifest carries of conversations; the whole of it has at most 64 KiB."""
+
+
 class DataConfig(Frozen):
     """What the run learns from, and how text becomes sequences."""
 
@@ -239,7 +243,8 @@ class DataConfig(Frozen):
     `files`: text that each peer names with --text, or token shards that it names with --data; `hub`: a public data set
     of the Hugging Face hub, streamed."""
     paths: Annotated[list[Path], Field(max_length=4096)] = []
-    """For `files`: token shards, for the founder, as with --data. They stay on its machine: others name their own."""
+    """For `files`: token shards or conversations, for the founder, as with --data. They stay on its machine: others
+    name their own."""
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     """For `files`: the fingerprint of the token shards that every peer must have, as `spes tokenize` prints it; none
     lets each peer train on shards of its own."""
@@ -248,7 +253,17 @@ class DataConfig(Frozen):
     split: Annotated[str, Field(max_length=64), AfterValidator(_split)] = "train"
     """For `hub`: the split to stream."""
     text_field: Annotated[str, Field(max_length=128), AfterValidator(_column)] = "text"
-    """Column that holds the text in jsonl, parquet and hub datasets."""
+    """Column that holds the text in jsonl, parquet and hub datasets. Of conversations (--data) `messages`, or `prompt`
+    and `completion`, come first, unless another column is set here."""
+    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None  # guard: template-size
+    """Jinja template that makes text of conversations, or a file with one, for the founder; by default that of the
+    tokenizer, and a plain one if it has none. The manifest carries it."""
+    probe: Annotated[str, Field(max_length=MAX_PROBE_CHARACTERS)] | None = None  # guard: public-probe
+    """File of a few public conversations, for the founder, which the manifest carries: all peers' loss gates measure
+    them, and monitors without conversations of their own. By default each peer measures its own."""
+    skip_unusable: bool = False
+    """Leave out conversations that cannot be used, and count them, as with --skip-unusable. By default the first one
+    ends the peer."""
     tokenizer: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_tokenizer_name)] | None = None
     """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use."""
     vocab_size: Annotated[int, Field(ge=1, le=2**24)] = 4096

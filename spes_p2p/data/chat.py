@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 from spes_p2p.errors import DataError
 
 HIDDEN = 2**31
-"""Bit of an id that is read but not learned; `windows.py` has it, too."""
+"""Bit of an id that is read but not learned; no vocabulary has so many entries."""
 MAX_ADDED, MAX_GROWTH = 2**15, 8
 """Most characters of a rendered conversation: so many, and so many times its own."""
 MAX_REASON = 200
@@ -41,7 +41,7 @@ class Chat:
 
     def __init__(self, template: str, special: Mapping[str, str], backend: Tokenizer, end_of_text: int) -> None:
         self._template = template
-        self._special = dict(special)
+        self._special: dict[str, Any] = dict(special)
         self._backend = backend
         self._end = end_of_text
         self._has_marks = _MARKS.search(template) is not None
@@ -119,29 +119,33 @@ class Chat:
 
         with_marks = self._has_marks and not prompts
         try:
-            texts, spans = render_jinja_template(
+            rendered: Any = render_jinja_template(
                 conversations=[messages],  # type: ignore[list-item]
                 chat_template=self._template,
                 return_assistant_tokens_mask=with_marks,
                 add_generation_prompt=prompts,
                 **self._special,
             )
-            text = str(texts[0])
+            text = str(rendered[0][0])
         # A stranger's template can raise anything: errors of Jinja, of Python's operators, or MemoryError.
         except Exception as error:
             raise DataError(f"the chat template fails: {_reason(error)}") from error
         most = MAX_ADDED + MAX_GROWTH * sum(len(str(value)) for message in messages for value in message.values())
         if len(text) > most:  # guard: template-growth
-            raise DataError(f"the chat template makes {len(text)} characters of it, at most {most}; correct the template")
-        return text, spans[0] if with_marks else []
+            raise DataError(
+                f"the chat template makes {len(text)} characters of it, at most {most}; correct the template"
+            )
+        return text, rendered[1][0] if with_marks else []
 
     def _compile(self) -> None:
+        import jinja2.debug  # noqa: F401 - Jinja imports it at an error, when no file can be opened any more
         from transformers.utils.chat_template_utils import _compile_jinja_template
 
         try:
             _compile_jinja_template(self._template)
         except Exception as error:  # a malformed template raises errors of Jinja, and of the parser of Python
-            where = f", line {error.lineno}" if isinstance(getattr(error, "lineno", None), int) else ""
+            line = getattr(error, "lineno", None)
+            where = f", line {line}" if isinstance(line, int) else ""
             raise DataError(
                 f"the run's chat template is malformed{where}: {_reason(error)}; correct data.chat_template"
             ) from error

@@ -22,10 +22,21 @@ import torch
 from torch import LongTensor, Tensor
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.chat_rows import conversation_files
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
+from spes_p2p.data.conversations import conversation_file, probe_file
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.shards import TokenShards
-from spes_p2p.data.sources import Document, Part, corpus_identity, documents, in_held_out_part, is_in, row_text
+from spes_p2p.data.sources import (
+    WRITTEN_TOGETHER,
+    Document,
+    Part,
+    corpus_identity,
+    documents,
+    in_held_out_part,
+    is_in,
+    row_text,
+)
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
 from spes_p2p.data.windows import TokenFile, Windows, windows_of
 from spes_p2p.errors import DataError
@@ -43,8 +54,6 @@ _MIN_SHARDS = 64
 _BATCH_CHARACTERS = 2**20
 _TOKENISING_SECONDS = 4 * 3600.0
 _LAYOUT_VERSION = 1
-# Parts written in one pass over the corpus; if the last file of a group exists, all of them do.
-_WRITTEN_TOGETHER: tuple[tuple[Part, ...], ...] = (("held_out", "train"), ("tuning", "reported"))
 
 
 def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
@@ -69,12 +78,14 @@ def token_file(
             another tokenizer, or not those that the run names.
     """
     if data.paths:
+        if (rows := conversation_files(data.paths)) is not None:
+            return conversation_file(data, tokenizer, rows, cache=cache, part=part)
         return _shards_part(data, tokenizer, cache, part)
     dtype = token_dtype(tokenizer)
     identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus_identity(data, paths)}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
     folder = cache_folder(cache, "tokens")
-    together = next(parts for parts in _WRITTEN_TOGETHER if part in parts)
+    together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     files = {name: folder / f"{key}.{name}.bin" for name in together}
     if not files[together[-1]].exists():
         with locked(folder / key, _TOKENISING_SECONDS):
@@ -146,12 +157,17 @@ def _map(file: Path, dtype: np.dtype) -> np.ndarray:
     return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
 
 
-def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str) -> DataError:
+def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str, fewest: int = MIN_WINDOWS) -> DataError:
     """Return the error for a corpus that is too small."""
     return DataError(
-        f"the {part} text has {num_tokens} tokens, less than {MIN_WINDOWS} sequences of {sequence_length}; "
+        f"the {part} text has {num_tokens} tokens, less than {fewest} sequences of {sequence_length}; "
         f"{remedy}, or lower data.sequence_length"
     )
+
+
+def _min_windows(file: TokenFile) -> int:
+    """Return the fewest windows of a corpus: a volunteer's conversations may be few."""
+    return MIN_WINDOWS if file.ends_D is None else 1
 
 
 def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -343,8 +359,9 @@ class WindowSource:
     def __init__(self, file: TokenFile, windows: Windows, data: DataConfig, order_seed: int):
         self._windows = windows
         self._num_windows = len(windows)
-        if self._num_windows < MIN_WINDOWS:
-            raise _too_small("training", len(file.tokens_N), data.sequence_length, "give more text")
+        if self._num_windows < _min_windows(file):
+            remedy = "give more text" if file.ends_D is None else "give more conversations"
+            raise _too_small("training", len(file.tokens_N), data.sequence_length, remedy, _min_windows(file))
         self._identity = {
             "tokens": file.key,
             "sequence_length": data.sequence_length,
@@ -454,13 +471,27 @@ def held_out_batches(
         file = token_file(data, tokenizer, paths=paths, cache=cache, part=part)
         windows = windows_of(file, data, cache=cache, part=part)
     found = len(windows)
-    if found < min(MIN_WINDOWS, num_sequences):
+    if found < min(_min_windows(file), num_sequences):
         remedy = "give more text, raise data.held_out_fraction"
-        raise _too_small("held-out", len(file.tokens_N), data.sequence_length, remedy)
+        raise _too_small("held-out", len(file.tokens_N), data.sequence_length, remedy, _min_windows(file))
     chosen = np.arange(min(found, num_sequences))
     if found > num_sequences and data.source != "hub":
         chosen = np.sort(np.random.default_rng(seed % 2**64).choice(found, num_sequences, replace=False))
     return window_batches(windows, chosen, batch_size)
+
+
+def probe_windows(data: DataConfig, tokenizer: AnyTokenizer, num_sequences: int) -> LongTensor | None:
+    """Return the first sequences of the run's public probe, `[B, T + 1]`; None if the run has none.
+
+    Raises:
+        DataError: the probe cannot be used.
+    """
+    if (file := probe_file(data, tokenizer)) is None:
+        return None
+    windows = windows_of(file, data, cache=None, part="held_out")
+    if not len(windows):
+        raise _too_small("run's data.probe", len(file.tokens_N), data.sequence_length, "its founder gives more rows", 1)
+    return windows.gather(np.arange(min(len(windows), num_sequences)))
 
 
 def window_batches(windows: Windows, indices: np.ndarray, batch_size: int) -> list[LongTensor]:

@@ -13,7 +13,8 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO
 
@@ -47,6 +48,8 @@ class Range(NamedTuple):
 
 OnBad = Callable[[DataError], None]
 """Takes the error of a row that is then left out."""
+Take = Callable[..., Any]
+"""Makes something of a row and, as `where`, its place, or raises DataError."""
 
 
 def read_file(
@@ -64,7 +67,7 @@ def read_file(
     Raises:
         DataError: the file is unreadable, malformed, not UTF-8, has no document, or lacks `text_field`.
     """
-    rows = _Rows(path, text_field, on_bad)
+    rows = _Rows(path, [text_field], partial(checked_text, text_field=text_field), on_bad)
     num_documents = 0
     with _explained(path):
         refuse_tokens(path)
@@ -74,6 +77,23 @@ def read_file(
                 yield index, text
     if not num_documents and part is None and not rows.num_bad:
         raise DataError(f"{path} holds no text; leave it out")
+
+
+def read_rows(path: Path, columns: Sequence[str], take: Take, on_bad: OnBad | None = None) -> Iterator[Any]:
+    """Yield what `take` makes of each row of one file of JSON or parquet.
+
+    Args:
+        path: JSON lines, a JSON array or parquet by suffix; `.gz` or `.zst` behind it.
+        columns: Columns to read of parquet, of those that it has.
+        take: Makes something of a row and its place, such as `FILE line 3`.
+        on_bad: Called with the error of a row that cannot be used; by default such a row ends the reading.
+
+    Raises:
+        DataError: the file is unreadable, malformed, not UTF-8, or `take` raises it.
+    """
+    with _explained(path):
+        for _, item in _Rows(path, columns, take, on_bad).read(None):
+            yield item
 
 
 def ranges(path: Path, max_bytes: int) -> list[Range | None]:
@@ -154,18 +174,20 @@ class _Rows:
 
     Args:
         path: The file.
-        text_field: Column of the text.
+        columns: Columns to read of parquet, of those that it has.
+        take: What to make of a row.
         on_bad: As in `read_file`.
     """
 
-    def __init__(self, path: Path, text_field: str, on_bad: OnBad | None) -> None:
+    def __init__(self, path: Path, columns: Sequence[str], take: Take, on_bad: OnBad | None) -> None:
         self._path = path
-        self._text_field = text_field
+        self._columns = columns
+        self._take = take
         self._on_bad = on_bad
         self.num_bad = 0
 
-    def read(self, part: Range | None) -> Iterator[tuple[int | None, str]]:
-        """Yield index and text."""
+    def read(self, part: Range | None) -> Iterator[tuple[int | None, Any]]:
+        """Yield index, and text or what is made of a row."""
         name = Path(self._path.stem) if self._path.suffix.lower() in COMPRESSED else self._path
         suffix = name.suffix.lower()
         if suffix in PARQUET:
@@ -182,7 +204,7 @@ class _Rows:
                 _refuse_list(self._path, head)
                 yield from _pieces(io.TextIOWrapper(stream, encoding="utf-8"), part)
 
-    def _lines(self, stream: BinaryIO, part: Range | None) -> Iterator[tuple[int, str]]:
+    def _lines(self, stream: BinaryIO, part: Range | None) -> Iterator[tuple[int, Any]]:
         """Yield the rows of the lines that begin within the part."""
         position = number = 0
         if part is not None and part.start:
@@ -202,7 +224,7 @@ class _Rows:
             position += len(line)
             number += 1
 
-    def _array(self, stream: TextIO) -> Iterator[tuple[int, str]]:
+    def _array(self, stream: TextIO) -> Iterator[tuple[int, Any]]:
         """Yield the rows of one JSON array, which is never in memory as a whole."""
         decoder = json.JSONDecoder()
         buffer, at, index = stream.read(_CHUNK_BYTES).lstrip()[1:], 0, 0
@@ -225,17 +247,17 @@ class _Rows:
             yield from self._row(index, row, f"{self._path} element {index}")
             index += 1
 
-    def _parquet(self, part: Range | None) -> Iterator[tuple[int, str]]:
+    def _parquet(self, part: Range | None) -> Iterator[tuple[int, Any]]:
         from pyarrow import ArrowException  # slow to import
 
         try:
             with _parquet_file(self._path) as file:
                 names = file.schema_arrow.names
-                if self._text_field not in names:
-                    checked_text(dict.fromkeys(names), self._text_field, str(self._path))
+                columns = [column for column in self._columns if column in names]
+                if not columns:
+                    self._take(dict.fromkeys(names), where=str(self._path))
                 groups = range(file.num_row_groups)[slice(*part) if part else slice(None)]
                 index = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
-                columns = [self._text_field]
                 for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, row_groups=groups, columns=columns):
                     for row in batch.to_pylist():
                         yield from self._row(index, row, f"{self._path} row {index}")
@@ -243,10 +265,10 @@ class _Rows:
         except ArrowException as error:
             raise _unreadable(self._path, error) from error
 
-    def _row(self, index: int, row: Any, where: object) -> Iterator[tuple[int, str]]:
-        """Yield a row's text, or nothing if the row cannot be used and `on_bad` takes its error."""
+    def _row(self, index: int, row: Any, where: object) -> Iterator[tuple[int, Any]]:
+        """Yield what is made of a row, or nothing if the row cannot be used and `on_bad` takes its error."""
         try:
-            text = checked_text(row, self._text_field, where)
+            text = self._take(row, where=where)
         except DataError as error:
             self._bad(error, None)
         else:

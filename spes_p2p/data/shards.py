@@ -119,7 +119,7 @@ def shards_tokenizer(paths: Sequence[Path]) -> tuple[bytes, str] | None:
         ConfigError: as `locate`.
         DataError: the file is not the manifest's, or manifests have different ones.
     """
-    manifests = {path: read_manifest(path) for path in locate(paths) if _is_manifest(path)}
+    manifests = {path: read_manifest(path) for path in locate(paths) if is_manifest(path)}
     if not manifests:
         return None
     if len({manifest.tokenizer_sha256 for manifest in manifests.values()}) > 1:
@@ -171,13 +171,15 @@ def _expanded(path: Path) -> Iterator[Path]:
     elif (index := Path(f"{path}.idx")).is_file():  # Megatron's users name the prefix
         yield index
     else:
-        raise ConfigError(f"{path} does not exist; give --data token shards: a folder, files, or a manifest")
+        raise ConfigError(
+            f"{path} does not exist; give --data conversations, or token shards: a folder, files, or a manifest"
+        )
 
 
 def _in_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder's manifests, or else its shards, and refuse files that are neither."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
-    if manifests := [path for path in files if _is_manifest(path)]:
+    if manifests := [path for path in files if is_manifest(path)]:
         yield from manifests
         return
     num_found = 0
@@ -208,7 +210,7 @@ def _of_file(path: Path) -> Iterator[Path]:
         if not path.exists():
             raise DataError(f"{path} does not exist, but its .bin does; fetch it as well")
         yield path
-    elif path.suffix in (".npy", ".ds", ".idx") or _is_manifest(path) or is_mds_index(path):
+    elif path.suffix in (".npy", ".ds", ".idx") or is_manifest(path) or is_mds_index(path):
         yield path
     elif path.suffix in (".txt", ".lst"):
         yield from _of_list(path)
@@ -233,7 +235,7 @@ def _of_list(path: Path) -> Iterator[Path]:
         yield from _of_file(file)
 
 
-def _is_manifest(path: Path) -> bool:
+def is_manifest(path: Path) -> bool:
     if not path.name.endswith(MANIFEST):
         return False
     with path.open("rb") as stream:
@@ -266,7 +268,7 @@ class TokenShards:
         self.shards: list[Shard] = []
         self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
         for path in locate(paths):
-            self.shards += self._of_manifest(path) if _is_manifest(path) else open_shards(path, vocab_size, cache)
+            self.shards += self._of_manifest(path) if is_manifest(path) else open_shards(path, vocab_size, cache)
         for number, shard in enumerate(self.shards):
             self._check_sample(number, shard)
 

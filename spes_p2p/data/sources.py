@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.chat_rows import Unusable, conversation_files, records
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.readers import checked_text, read_file
 from spes_p2p.errors import ConfigError, DataError
@@ -28,6 +29,10 @@ _CORPUS_VERSION = 1
 
 Part = Literal["train", "held_out", "tuning", "reported"]
 """A share of the documents: `train` and `held_out` split all documents, `tuning` and `reported` the held-out ones."""
+
+
+WRITTEN_TOGETHER: tuple[tuple[Part, ...], ...] = (("held_out", "train"), ("tuning", "reported"))
+"""Parts written in one pass over the corpus; if the last file of a group exists, all of them do."""
 
 
 class Document(NamedTuple):
@@ -50,6 +55,9 @@ def documents(data: DataConfig, paths: Sequence[Path] = ()) -> Iterator[Document
     """
     if data.source == "embedded":
         yield from _embedded()
+    elif data.source == "files" and (rows := conversation_files(data.paths)):
+        for record in records(rows, data, Unusable() if data.skip_unusable else None):
+            yield Document(record.where, record.text)
     elif data.source == "files":
         for path, name in _files_of(data, paths):
             for index, text in read_file(path, data.text_field):
@@ -135,9 +143,12 @@ def _files_of(data: DataConfig, paths: Sequence[Path]) -> list[tuple[Path, str]]
     """
     if data.source == "embedded":
         return _embedded_files()
+    if (rows := conversation_files(data.paths)) is not None:
+        return [(path, path.name) for path in rows]
     if not paths:
         raise ConfigError(
-            "this run trains on files (data.source=files); name yours with --text PATH ..., or token shards with --data"
+            "this run trains on files (data.source=files); name yours with --text PATH ..., or conversations or token "
+            "shards with --data"
         )
     return corpus_files(paths)
 

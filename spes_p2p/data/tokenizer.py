@@ -14,6 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.chat_rows import conversation_files
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.shards import shards_tokenizer
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
@@ -91,7 +92,7 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
     """
     if data.tokenizer is not None:
         return load_tokenizer(data.tokenizer)
-    if data.paths:
+    if data.paths and conversation_files(data.paths) is None:
         if (kept := shards_tokenizer(data.paths)) is None:
             raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
         return _decode(kept[0], "the tokenizer beside the shards")

@@ -24,6 +24,7 @@ import torch
 from torch import LongTensor
 
 from spes_p2p.config import DataConfig, Packing
+from spes_p2p.data.chat import HIDDEN
 from spes_p2p.data.shards import TokenPart
 from spes_p2p.data.sources import Part
 from spes_p2p.errors import DataError
@@ -33,8 +34,6 @@ log = logging.getLogger(__name__)
 
 PADDING = ~0
 CONTEXT = -(2**32)
-HIDDEN = 2**31
-"""Bit of a file's uint32 token that is read but not learned; no vocabulary has so many entries."""
 BUFFER_DOCUMENTS = 2**18
 """Documents that `best_fit` sorts at a time; more need more memory, and hardly save padding."""
 SCAN_TOKENS = 2**22
@@ -254,8 +253,8 @@ def lay_out(file: TokenFile, sequence_length: int, packing: Packing) -> Iterator
 
     A document of L tokens is cut every T tokens, where the one at the cut is the last target before it and the first
     input behind it, so that every token but the first is a target once. `trunc` keeps the first piece only. `overflow`
-    gives each piece a window. `best_fit` puts pieces together. Documents of one token have no target and are left out, and so are the
-    pieces of conversations of which nothing is learned.
+    gives each piece a window. `best_fit` puts pieces together. Documents of one token have no target and are left
+    out, and so are the pieces of conversations of which nothing is learned.
 
     Raises:
         DataError: token shards do not say where documents end.

@@ -292,7 +292,9 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
     return nats / num_tokens
 
 
-def greedy_continuation(module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float) -> list[int]:
+def greedy_continuation(
+    module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, end: int | None = None
+) -> list[int]:
     """Return the most likely tokens after a prompt, one after the other, in evaluation mode.
 
     Args:
@@ -300,6 +302,7 @@ def greedy_continuation(module: nn.Module, prompt_T: Tensor, *, num_tokens: int,
         prompt_T: Token ids `[T]`, at least one.
         num_tokens: Tokens to return.
         seconds: Time after which it returns those that it has.
+        end: Token after which nothing follows.
     """
     device, was_training = next(module.parameters()).device, module.training
     module.eval()
@@ -309,6 +312,8 @@ def greedy_continuation(module: nn.Module, prompt_T: Tensor, *, num_tokens: int,
             while tokens_1T.shape[1] < len(prompt_T) + num_tokens and time.monotonic() < deadline:
                 logits_V = module(input_ids=tokens_1T, use_cache=False).logits[0, -1]
                 tokens_1T = torch.cat([tokens_1T, logits_V.argmax()[None, None]], dim=1)
+                if tokens_1T[0, -1] == end:
+                    break
     finally:
         module.train(was_training)
     return tokens_1T[0, len(prompt_T) :].tolist()

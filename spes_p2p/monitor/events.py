@@ -50,7 +50,8 @@ class EventLog:
                 events.append(_event("round", view, _round_fields(view, number)))
         for number in sorted(view.samples.keys() - self._samples):
             self._samples.add(number)
-            events.append(_event("sample", view, {"round": number, **view.samples[number]._asdict()}))
+            samples = view.samples[number]
+            events += [_event("sample", view, {"round": number, **sample._asdict()}) for sample in samples]
         for number in sorted(view.held_out.keys() - self._evaluations):
             self._evaluations.add(number)
             fields = {"round": number, "loss": view.held_out[number], "total_tokens": view.tokens_until(number)}
@@ -182,7 +183,7 @@ class _History:
         self._members: dict[str, PeerView] = {}
         self._reports: dict[tuple[int, str], Metrics] = {}
         self._held_out: dict[int, float] = {}
-        self._samples: dict[int, Sample] = {}
+        self._samples: dict[int, tuple[Sample, ...]] = {}
 
     def apply(self, event: Event) -> None:
         self._now = event["time"]
@@ -199,7 +200,8 @@ class _History:
             case "evaluation":
                 self._held_out[event["round"]] = math.nan if event["loss"] is None else event["loss"]
             case "sample":
-                self._samples[event["round"]] = Sample(*(str(event[name]) for name in Sample._fields))
+                sample = Sample(*(str(event[name]) for name in Sample._fields))
+                self._samples[event["round"]] = (*self._samples.get(event["round"], ()), sample)
 
     def view(self, start: SwarmView) -> SwarmView:
         newest = {peer: report for (_, peer), report in sorted(self._reports.items())}

@@ -238,9 +238,10 @@ class _Tokenizer:
     def __init__(self, source: ModelFolder) -> None:
         self._document = source.document(TOKENIZER)
         self._max_entries = source.manifest.vocab_size
+        self._template = source.manifest.config.data.chat_template or ""
 
     def save_pretrained(self, directory: Path) -> None:
-        ConfinedTokenizer(self._document, directory, self._max_entries).close()
+        ConfinedTokenizer(self._document, directory, self._max_entries, self._template).close()
 
 
 # ---------------------------------------------------------------------- reading
@@ -423,7 +424,7 @@ def _data(manifest: Manifest) -> str:
     data = manifest.config.data
     sources = {
         "embedded": "the Python standard library's source and documentation",
-        "files": "text of the peers' own",
+        "files": "text or conversations of the peers' own",
         "hub": f"data set {_code(data.name or '')}, split {_code(data.split)}",
     }
     start = manifest.config.model.start

@@ -55,7 +55,7 @@ class Sample(NamedTuple):
     """How the swarm's model continues the beginning of its first held-out sequence.
 
     Attributes:
-        prompt: The beginning, the same in every round.
+        prompt: The beginning, the same in every round; of a conversation all before its first reply.
         text: The model's continuation.
         truth: What follows in the held-out text.
     """
@@ -143,7 +143,7 @@ class SwarmView:
     peers: Mapping[str, PeerView] = field(default_factory=dict)
     reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
     held_out: Mapping[int, float] = field(default_factory=dict)
-    samples: Mapping[int, Sample] = field(default_factory=dict)
+    samples: Mapping[int, tuple[Sample, ...]] = field(default_factory=dict)
 
     @cached_property
     def active(self) -> tuple[PeerView, ...]:
@@ -212,11 +212,11 @@ class SwarmView:
             return self.totals[number]
         return max((total for known, total in self.totals.items() if known <= number), default=0)
 
-    def evaluated(self, number: int, loss: float, sample: Sample | None = None) -> SwarmView:
-        """Return the view with the swarm's held-out loss after round `number`, and a sample of its text."""
-        samples = self.samples if sample is None else {**self.samples, number: sample}
+    def evaluated(self, number: int, loss: float, samples: tuple[Sample, ...] = ()) -> SwarmView:
+        """Return the view with the swarm's held-out loss after round `number`, and samples of its text."""
+        samples_by_round = {**self.samples, number: samples} if samples else self.samples
         held_out = dict(sorted({**self.held_out, number: loss}.items()))
-        return _with_known_rounds(replace(self, held_out=held_out, samples=samples), self, ())
+        return _with_known_rounds(replace(self, held_out=held_out, samples=samples_by_round), self, ())
 
 
 def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:

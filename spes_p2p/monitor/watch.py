@@ -10,9 +10,11 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
 
-from torch import LongTensor
+import torch
+from torch import LongTensor, Tensor
 
 from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
+from spes_p2p.data.conversations import Prompt
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
@@ -30,13 +32,14 @@ log = logging.getLogger(__name__)
 VANISHED_LEASES = 2
 """Lease times without a single claim after which the swarm counts as gone."""
 RETRY_SECONDS = 5.0
-PROMPT_TOKENS, SAMPLE_TOKENS = 24, 40
+PROMPT_TOKENS, SAMPLE_TOKENS, REPLY_TOKENS = 24, 40, 64
+LOGGED_CHARACTERS = 200
 SAMPLE_SECONDS = 10.0
 """Longest time for one sample; the slower the model, the shorter its text."""
 
 
-_Taken = tuple[int, float | None, Sample | None]
-"""Round of the archive, its held-out loss and its sample."""
+_Taken = tuple[int, float | None, tuple[Sample, ...]]
+"""Round of the archive, its held-out loss and its samples."""
 
 
 class Ending(Enum):
@@ -139,6 +142,7 @@ class Archive:
         held_out: Makes the held-out batches `[B, T + 1]` when the first evaluation needs them; an empty list
             evaluates nothing.
         decode: Turns tokens into text, for samples; None takes no samples.
+        prompts: Makes the beginnings of conversations to reply to; without any, samples continue held-out text.
 
     Attributes:
         anchors: Sizes of the run's versions, and how a published delta advances one; holds no values.
@@ -151,8 +155,11 @@ class Archive:
         manifest: Manifest,
         held_out: Callable[[], Sequence[LongTensor]] = list,
         decode: Callable[[list[int]], str] | None = None,
+        prompts: Callable[[], Sequence[Prompt]] = list,
     ) -> None:
         self._swarm = swarm
+        self._make_prompts = prompts
+        self._prompts: Sequence[Prompt] | None = None
         self._run = manifest.config
         self._held_out = held_out
         self._decode = decode
@@ -191,20 +198,39 @@ class Archive:
             self._batches = self._held_out()
         return held_out_loss(self._model.module, self._batches) if self._batches else None
 
-    def sample(self) -> Sample | None:
-        """Continue the beginning of the first held-out sequence, greedily; None without held-out text."""
+    def samples(self) -> tuple[Sample, ...]:
+        """Reply to the beginnings of conversations, or continue the first held-out sequence, greedily."""
         if not self._batches or self._decode is None:
-            return None
-        tokens_T = token_ids(self._batches[0][0])
-        split = min(PROMPT_TOKENS, len(tokens_T) // 2)
-        prompt_T, truth_T = tokens_T[:split], tokens_T[split : split + SAMPLE_TOKENS]
-        text = greedy_continuation(self._model.module, prompt_T, num_tokens=len(truth_T), seconds=SAMPLE_SECONDS)
+            return ()
         try:
-            return Sample(*(self._decode(tokens) for tokens in (prompt_T.tolist(), text, truth_T.tolist())))
+            if self._prompts is None:
+                self._prompts = self._make_prompts()
+            return tuple(map(self._reply, self._prompts)) or (self._continuation(self._batches[0][0]),)
         except DataError as error:
             log.warning("no samples of this run's text: %s", error)
             self._decode = None
-            return None
+            return ()
+
+    def _continuation(self, marked_T: Tensor) -> Sample:
+        assert self._decode is not None
+        tokens_T = token_ids(marked_T)
+        split = min(PROMPT_TOKENS, len(tokens_T) // 2)
+        prompt_T, truth_T = tokens_T[:split], tokens_T[split : split + SAMPLE_TOKENS]
+        text = greedy_continuation(self._model.module, prompt_T, num_tokens=len(truth_T), seconds=SAMPLE_SECONDS)
+        return Sample(*(self._decode(tokens) for tokens in (prompt_T.tolist(), text, truth_T.tolist())))
+
+    def _reply(self, prompt: Prompt) -> Sample:
+        assert self._decode is not None
+        ids = greedy_continuation(
+            self._model.module,
+            torch.tensor(prompt.ids),
+            num_tokens=min(REPLY_TOKENS, self._run.data.sequence_length - len(prompt.ids)),
+            seconds=SAMPLE_SECONDS,
+            end=prompt.end_of_text,
+        )
+        reply = Sample(self._decode(prompt.ids), self._decode(ids), prompt.truth)
+        log.info("round %d: %s -> %s", self.round, reply.prompt[-LOGGED_CHARACTERS:], reply.text[:LOGGED_CHARACTERS])
+        return reply
 
 
 class Watch:
@@ -312,7 +338,7 @@ class Watch:
             self._save(self._archive.round, loss)
         elif self._archive.round > 0 and self._evaluated is not None:
             self._evaluated(self._archive.round)
-        return self._archive.round, loss, self._archive.sample()
+        return self._archive.round, loss, self._archive.samples()
 
     def _collect(self) -> int:
         """Take the job's result if there is one; return the newest archived round."""
@@ -320,14 +346,14 @@ class Watch:
             return self._archived
         job, self._job = self._job, None
         try:
-            number, loss, sample = job.result()
+            number, loss, samples = job.result()
         except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
             self._retry_at = time.monotonic() + RETRY_SECONDS
             log.warning("%s; trying again in %.0f s", str(error) or "peers took too long", RETRY_SECONDS)
             return self._archived
         self._archived = number
         if loss is not None and number not in self.view.held_out:
-            self.view = self.view.evaluated(number, loss, sample)
+            self.view = self.view.evaluated(number, loss, samples)
             self._show(self.view)
         return self._archived
 

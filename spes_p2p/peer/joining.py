@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import logging
 import sys
 import threading
@@ -18,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, ModelConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.data.conversations import founding
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
@@ -30,6 +32,8 @@ from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
+    MANIFEST,
+    MAX_BYTES,
     Manifest,
     check_founder,
     check_newest,
@@ -55,6 +59,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 SAY_SECONDS = 5.0
+MANIFEST_ROOM = 2048
+"""Bytes of a manifest beside the run's settings, more than it takes."""
 ANY_MEMORY = 2**60
 """In place of a GPU's memory, which is not known yet."""
 
@@ -200,6 +206,7 @@ def why_unreachable(host: str | None, port: int) -> str:
 
 def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
+    run = _on_files(config, run)
     cache, corpus = config.cache.expanduser(), config.corpus(run.data)
     if (source := config.start_from) is None:
         tokenizer = resolve_tokenizer(corpus, config.text, cache)
@@ -211,12 +218,37 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
         tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
+    corpus = founding(corpus, tokenizer)
+    # What is the founder's own is of no use to others.
+    chosen = {name: getattr(corpus, name) for name in ("chat_template", "probe", "packing")}
+    run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
+    _check_size(run)
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
     if source is not None:  # last, because it reads all weights
         run = with_digests(run, len(tokenizer), source)
-    data = run.data.model_copy(update={"paths": []})  # the founder's own, of no use to others
-    return run.model_copy(update={"data": data}), tokenizer
+    return run, tokenizer
+
+
+def _on_files(config: PeerConfig, run: RunConfig) -> RunConfig:
+    """Return the settings of a run on files, if the founder names some and no other source."""
+    if not config.shards or "source" in run.data.model_fields_set:
+        return run
+    return run.model_copy(update={"data": run.data.model_copy(update={"source": "files"})})
+
+
+def _check_size(run: RunConfig) -> None:
+    """Refuse settings that no peer would fetch.
+
+    Raises:
+        ConfigError: with them the manifest is too large.
+    """
+    num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
+    if num_bytes > MAX_BYTES[MANIFEST]:
+        raise ConfigError(
+            f"the run's manifest would have {num_bytes} bytes, at most {MAX_BYTES[MANIFEST]}; shorten "
+            f"data.chat_template or data.probe"
+        )
 
 
 def kept(config: PeerConfig) -> Kept:

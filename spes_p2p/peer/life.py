@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import LongTensor, Tensor
 
 from spes_p2p.cli import EXIT_INTERRUPTED
 from spes_p2p.config import PeerConfig, RoundConfig, RunConfig
 from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
-from spes_p2p.data.packing import TokenSource, train_sources
+from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
 from spes_p2p.peer.controls import Controls, limited
@@ -32,7 +32,7 @@ from spes_p2p.swarm.records import Archived
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Saved, checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
-from spes_p2p.training.loss_gate import LossGate, public_text
+from spes_p2p.training.loss_gate import LossGate, probe_sequences, public_text
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -149,7 +149,7 @@ def _train(
         if admission is None:  # the leader has found the run finished
             return
         run, vocab_size = admission.manifest.config, admission.manifest.vocab_size
-        text = _source(config, run, vocab_size)
+        text, probe_BT1 = _source(config, run, vocab_size)
         trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config)
         keep_output()
         swarm = joined[0] if joined else None
@@ -162,7 +162,7 @@ def _train(
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, public_text(text, run.data.sequence_length))
+        gate = LossGate(trainer, group, probe_BT1)
         loop = TrainingLoop(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, controls=controls)
         loop.open(initial, saved)
         if sync is not None and config.resume_round not in (None, sync.round) and not loop.is_ended:
@@ -215,22 +215,23 @@ def _initial(
     return partial(build_initial, run, vocab_size, sync, trainer) if run.model.start is None else None
 
 
-def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> Callable[[int], TokenSource]:
-    """Return what makes the training data of a seed."""
-    tokenizer = _tokenizer(config, vocab_size)
+def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callable[[int], TokenSource], LongTensor]:
+    """Return what makes the training data of a seed, and the sequences that the loss gate measures."""
+    tokenizer = _tokenizer(config, vocab_size, run.data.chat_template or "")
     corpus = config.corpus(run.data)
     source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
+    probe_BT1 = probe_windows(run.data, tokenizer, probe_sequences(run.data.sequence_length))
     if run.data.source != "hub":
         tokenizer.close()  # all text is tokenised now
-    return source
+    return source, probe_BT1 if probe_BT1 is not None else public_text(source, run.data.sequence_length)
 
 
-def _tokenizer(config: PeerConfig, vocab_size: int) -> ConfinedTokenizer:
+def _tokenizer(config: PeerConfig, vocab_size: int, template: str) -> ConfinedTokenizer:
     """Rebuild the run's tokenizer from the version that this machine has verified."""
     found = sorted((config.output / "versions").glob("tokenizer.*.bin"))
     if not found:
         raise DataError(f"no tokenizer in {config.output / 'versions'}; join again with --overwrite")
-    return ConfinedTokenizer(found[0].read_bytes(), config.output / "tokenizer", vocab_size)
+    return ConfinedTokenizer(found[0].read_bytes(), config.output / "tokenizer", vocab_size, template)
 
 
 def _synchroniser(

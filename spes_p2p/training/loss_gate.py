@@ -43,6 +43,11 @@ MAX_LONGER = 30.0
 a round later, by way of `shared`."""
 
 
+def probe_sequences(sequence_length: int) -> int:
+    """Return the number of sequences of T tokens to measure."""
+    return max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size
+
+
 def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> LongTensor:
     """Return the sequences that all peers of a run measure, `[B, T + 1]`.
 
@@ -50,9 +55,7 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
         source: Makes the run's training sequences in the order of a seed, as `train_sources` returns it.
         sequence_length: Tokens per sequence, T.
     """
-    return source(PROBE_SEED).next_batch(
-        max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size
-    )
+    return source(PROBE_SEED).next_batch(probe_sequences(sequence_length))
 
 
 class LossGate:

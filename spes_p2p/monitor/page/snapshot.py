@@ -329,9 +329,13 @@ def _shown_peers(view: SwarmView, own: Own | None) -> list[PeerView]:
 def _samples(view: SwarmView) -> dict[str, Any]:
     if not view.samples:
         return {}
-    newest = view.samples[max(view.samples)]
-    texts = {str(number): view.samples[number].text for number in thinned(sorted(view.samples), MAX_SAMPLES)}
-    return {name: _text(text) for name, text in {"prompt": newest.prompt, "truth": newest.truth, **texts}.items()}
+    texts: dict[str, str] = {}
+    for index, newest in enumerate(view.samples[max(view.samples)]):
+        more = f".{index}" if index else ""  # of several conversations
+        texts |= {f"prompt{more}": newest.prompt, f"truth{more}": newest.truth}
+        for number in thinned(sorted(view.samples), MAX_SAMPLES):
+            texts |= {f"{number}{more}": sample.text for sample in view.samples[number][index : index + 1]}
+    return {name: _text(text) for name, text in texts.items()}
 
 
 def _text(text: str) -> str:

@@ -77,7 +77,7 @@ def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_
     seen = history()
     own = Own(peer_id(1), stage=HOSTILE, why=HOSTILE, reachability=HOSTILE, sent_bytes=10)
     bad = seen[-2]
-    bad = bad.evaluated(43, 3.0, Sample(HOSTILE, HOSTILE, HOSTILE))
+    bad = bad.evaluated(43, 3.0, (Sample(HOSTILE, HOSTILE, HOSTILE),))
     peers = dict(bad.peers) | {HOSTILE: replace(bad.peers[peer_id(0)], peer_id=HOSTILE, state=HOSTILE)}  # type: ignore[arg-type]
     run = {"run_id": HOSTILE, "config": {"model": {"family": HOSTILE, "num_layers": HOSTILE}}}
     more = {"facts": {HOSTILE: HOSTILE}, "baselines": {HOSTILE: [(0, 6.0), (10**6, 5.0)]}}

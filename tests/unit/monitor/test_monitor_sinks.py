@@ -45,7 +45,11 @@ def feed(sinks: Sinks, views: list[SwarmView]) -> SwarmView:
         view = replace(new, held_out=view.held_out, samples=view.samples)
         sinks.update(view)
         number = view.published
-        view = view.evaluated(number, 5.5 - number / 2, Sample("def ", f"text {number}", "truth"))
+        view = view.evaluated(
+            number,
+            5.5 - number / 2,
+            (Sample("def ", f"text {number}", "truth"), Sample("? ", f"reply {number}", "yes")),
+        )
         sinks.update(view)
         sinks.update(view)
     sinks.close()
@@ -68,7 +72,7 @@ def kinds(path: Path) -> dict[str, int]:
 def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     view = feed(jsonl(path), small_history(3))
-    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
+    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "sample": 8, "report": 6, "round": 3}
     again, facts = replay(path)
     assert facts["run_id"] == "run"
     assert again.reports == view.reports and again.held_out == view.held_out and again.samples == view.samples
@@ -80,7 +84,7 @@ def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
     feed(jsonl(path), views[:3])
     start, _ = replay(path, empty_view())
     feed(jsonl(path, start), views)
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 8, "report": 6, "round": 3}
 
 
 def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
@@ -90,7 +94,7 @@ def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
     start, _ = replay(path, empty_view())
     assert 2 not in start.held_out
     feed(jsonl(path, start), views)
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "sample": 3, "report": 4, "round": 2}
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "sample": 6, "report": 4, "round": 2}
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"kind": "report", "time": 1.0}', '{"kind": "round", "time": 1}'])
@@ -309,4 +313,4 @@ def test_a_full_disk_ends_no_watch_and_leaves_no_half_event(tmp_path: Path, capl
         sinks.add("metrics.jsonl", lambda: next(opened, None) or JsonlSink(path, FACTS, 0.0))
         feed(sinks, views)
     assert "No space left" in caplog.text
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 8, "report": 6, "round": 3}

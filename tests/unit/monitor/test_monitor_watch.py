@@ -77,8 +77,8 @@ class ScriptedArchive:
         self.evaluated.append(self.round)
         return 6.0 - self.round
 
-    def sample(self) -> Sample:
-        return Sample("def ", f"text {self.round}", "truth")
+    def samples(self) -> tuple[Sample, ...]:
+        return (Sample("def ", f"text {self.round}", "truth"),)
 
 
 class ScriptedWatchdog:

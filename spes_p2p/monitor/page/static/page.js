@@ -26,7 +26,7 @@ const HELP = {
   phases: "Seconds of a round at the median peer, by what it did. Matchmaking is waiting for each other.",
   peers_chart: "Peers that reported each round.",
   mine: "Tokens that this machine trained in each committed round, and the megabytes that it sent.",
-  samples: "The model of each evaluated round continues the beginning of a held-out text, with its most likely token each time.",
+  samples: "The model of each evaluated round continues the beginning of a held-out text, or replies to the first turn of held-out conversations, with its most likely token each time.",
   peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging.",
   controls: "What you have asked of this machine. An empty field is the default; a change takes effect within one step, the number of slots with the next round, the upload rate with the next start.",
   events: "What happened, newest first, in this device's time.",
@@ -386,16 +386,24 @@ function showEvents() {
 
 function showSamples() {
   at("samples").hidden = !data.samples.has("prompt");
-  const sample = (head, text) => {
-    const made = element("p");
-    made.append(element("b", head), element("span", data.samples.get("prompt") || ""), text);
-    return made;
-  };
-  const rounds = [...data.samples.keys()].map(Number).filter(Number.isInteger).sort((a, b) => b - a);
-  const [newest, ...older] = rounds.map((number) => sample(`the model of round ${number}`, data.samples.get(String(number))));
-  const more = element("details");
-  more.append(element("summary", "of earlier rounds"), ...older);
-  at("texts").replaceChildren(sample("the text itself", data.samples.get("truth") || ""), newest || "", ...(older.length ? [more] : []));
+  const shown = [];
+  for (let index = 0; ; index += 1) {
+    const end = index ? `.${index}` : ""; // of several conversations
+    const prompt = data.samples.get(`prompt${end}`);
+    if (prompt === undefined) break;
+    const sample = (head, text) => {
+      const made = element("p");
+      made.append(element("b", head), element("span", prompt), text);
+      return made;
+    };
+    const of = (number) => data.samples.get(`${number}${end}`);
+    const rounds = [...data.samples.keys()].map(Number).filter(Number.isInteger).filter((number) => of(number) !== undefined).sort((a, b) => b - a);
+    const [newest, ...older] = rounds.map((number) => sample(`the model of round ${number}`, of(number)));
+    const more = element("details");
+    more.append(element("summary", "of earlier rounds"), ...older);
+    shown.push(sample("the text itself", data.samples.get(`truth${end}`) || ""), newest || "", ...(older.length ? [more] : []));
+  }
+  at("texts").replaceChildren(...shown);
 }
 
 // ------------------------------------------------------------------ balloons
