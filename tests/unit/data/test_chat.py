@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from conversations import conversations, write_lines
+from pydantic import ValidationError
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data import tokenizer_child as child
@@ -326,6 +327,12 @@ def test_the_public_probe_is_in_the_manifest_and_all_peers_measure_the_same(bpe,
     bpe.chat_template = None
 
 
+@pytest.mark.parametrize("setting", ["chat_template", "probe"])
+def test_a_manifests_template_and_probe_are_short(setting):
+    with pytest.raises(ValidationError, match="at most"):
+        DataConfig.model_validate({setting: "{" + "x" * 2**15})
+
+
 def test_prompts_are_held_out_first_turns(bpe, chats, confined):
     data = data_of(chats)
     prompts = held_out_prompts(data, confined(), [chats], 3)
@@ -341,7 +348,7 @@ def test_rows_and_shards_are_told_apart(chats, tmp_path):
     assert conversation_files([tmp_path / "*.jsonl"]) == [chats]
     assert conversation_files([tmp_path / "shards.npy"]) is None and conversation_files([]) is None
     (tmp_path / "000000.npy").write_bytes(b"")
-    with pytest.raises(DataError, match="chats.jsonl with conversations and .*000000.npy"):
+    with pytest.raises(DataError, match=r"chats.jsonl with conversations and .*000000.npy"):
         conversation_files([tmp_path])
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.monitor.events import Event, JsonlSink, replay
+from spes_p2p.monitor.page.snapshot import PageState, Snapshots
 from spes_p2p.monitor.sinks import ConsoleSink, Sink, SinkError, Sinks, render
 from spes_p2p.monitor.view import Sample, SwarmView, fold, short_id
 from spes_p2p.swarm.names import slot_ranges
@@ -45,11 +46,7 @@ def feed(sinks: Sinks, views: list[SwarmView]) -> SwarmView:
         view = replace(new, held_out=view.held_out, samples=view.samples)
         sinks.update(view)
         number = view.published
-        view = view.evaluated(
-            number,
-            5.5 - number / 2,
-            (Sample("def ", f"text {number}", "truth"), Sample("? ", f"reply {number}", "yes")),
-        )
+        view = view.evaluated(number, 5.5 - number / 2, (Sample("def ", f"text {number}", "truth"),))
         sinks.update(view)
         sinks.update(view)
     sinks.close()
@@ -72,7 +69,7 @@ def kinds(path: Path) -> dict[str, int]:
 def test_jsonl_holds_one_line_per_event_and_replays_to_the_same_view(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     view = feed(jsonl(path), small_history(3))
-    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "sample": 8, "report": 6, "round": 3}
+    assert kinds(path) == {"run": 1, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
     again, facts = replay(path)
     assert facts["run_id"] == "run"
     assert again.reports == view.reports and again.held_out == view.held_out and again.samples == view.samples
@@ -84,7 +81,7 @@ def test_a_resumed_watch_repeats_no_line(tmp_path: Path) -> None:
     feed(jsonl(path), views[:3])
     start, _ = replay(path, empty_view())
     feed(jsonl(path, start), views)
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 8, "report": 6, "round": 3}
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
 
 
 def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
@@ -94,7 +91,7 @@ def test_a_line_cut_short_by_a_crash_is_written_anew(tmp_path: Path) -> None:
     start, _ = replay(path, empty_view())
     assert 2 not in start.held_out
     feed(jsonl(path, start), views)
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "sample": 6, "report": 4, "round": 2}
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 3, "sample": 3, "report": 4, "round": 2}
 
 
 @pytest.mark.parametrize("line", ["nonsense", "[]", '{"kind": "report", "time": 1.0}', '{"kind": "round", "time": 1}'])
@@ -283,6 +280,19 @@ def test_a_sink_that_fails_is_dropped_with_one_warning_and_takes_all_it_missed_w
     ] * 2
 
 
+def test_several_replies_of_a_round_are_events_of_their_own_and_come_back(tmp_path: Path) -> None:
+    path, replies = tmp_path / "metrics.jsonl", tuple(Sample(f"{n}? ", f"reply {n}", "yes") for n in range(3))
+    view = empty_view().evaluated(0, 5.0, replies)
+    sinks = jsonl(path)
+    sinks.update(view)
+    sinks.update(view)
+    sinks.close()
+    assert [event["text"] for event in events(path) if event["kind"] == "sample"] == ["reply 0", "reply 1", "reply 2"]
+    assert replay(path)[0].samples == {0: replies}
+    shown = Snapshots().of(PageState(view, FACTS))["samples"]
+    assert shown["prompt.2"] == "2? " and shown["0"] == "reply 0" and shown["0.1"] == "reply 1"
+
+
 def test_a_sink_that_does_not_open_again_is_asked_for_quietly_and_named_in_the_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -313,4 +323,4 @@ def test_a_full_disk_ends_no_watch_and_leaves_no_half_event(tmp_path: Path, capl
         sinks.add("metrics.jsonl", lambda: next(opened, None) or JsonlSink(path, FACTS, 0.0))
         feed(sinks, views)
     assert "No space left" in caplog.text
-    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 8, "report": 6, "round": 3}
+    assert kinds(path) == {"run": 2, "membership": 2, "evaluation": 4, "sample": 4, "report": 6, "round": 3}
