@@ -161,8 +161,8 @@ class OwnData(Frozen):
             raise ConfigError(
                 f"this run trains on token shards with fingerprint {data.fingerprint}; name them with --data PATH"
             )
-        skips = self.skip_unusable or data.skip_unusable
-        return data.model_copy(update={"paths": self.shards, "skip_unusable": skips})  # guard: founder-paths
+        data = data.model_copy(update={"skip_unusable": self.skip_unusable or data.skip_unusable})
+        return data.model_copy(update={"paths": self.shards})  # guard: founder-paths
 
 
 class NamedRun(Frozen):
