@@ -372,7 +372,7 @@ def _trained(config: ExperimentConfig) -> str:
     rounds = config.run.round
     asked = rounds.total * rounds.tokens
     said = f"\ntrained    {tokens:,} tokens in {rounds.total} rounds"
-    if rounds.mode == "tokens" and tokens < ENOUGH_TOKENS * asked:
+    if rounds.mode == "tokens" and not rounds.samples and tokens < ENOUGH_TOKENS * asked:
         return (
             f"{said}, {tokens / asked:.0%} of the {asked:,} that its settings ask for; this machine was busy, or too "
             f"slow for round.max_seconds={rounds.max_seconds:g}: expect a higher loss\n"

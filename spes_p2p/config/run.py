@@ -28,7 +28,7 @@ MAX_LEASE_SECONDS = 600.0
 MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
 Storage = Literal["fp32", "bf16", "int8", "nf4"]
-OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon"]
+OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"]
 CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
 Packing = Literal["pack", "best_fit", "overflow", "trunc"]
 
@@ -303,11 +303,13 @@ class TrainConfig(Frozen):
     """Sequences per optimizer step of one peer, over all its ranks and microbatches."""
     optimizer: OptimizerName = "adamw"
     """Inner optimizer; a machine may put `adamw8bit` for `adamw`, or the reverse, with --inner-optimizer. `muon` takes
-    AdamW's learning rates, `lion8bit` a third to a tenth of them; `lamb`'s are shares of a tensor's norm."""
+    AdamW's learning rates, `lion8bit` a third to a tenth of them, `sgd` 10 to 1,000 times them; `lamb`'s are shares of
+    a tensor's norm."""
     lr: Rate = 2e-3
     """Peak learning rate."""
     beta1: Decay = 0.9
-    """Decay of the first moment; Muon's momentum, Lion's mix of momentum and gradient."""
+    """Decay of the first moment; the momentum of Muon and SGD, which has none at 0, and Lion's mix of momentum and
+    gradient."""
     beta2: Decay = 0.95
     """Decay of the second moment; of Lion's momentum."""
     eps: PositiveFloat = 1e-8
@@ -350,6 +352,8 @@ class RoundConfig(Frozen):
     `steps`: each peer makes `steps` local steps."""
     tokens: Annotated[int, Field(ge=1, le=2**44)] = 98_304
     """Tokens the swarm trains in one round."""
+    samples: Annotated[int, Field(ge=1, le=2**40)] | None = None
+    """Sequences the swarm trains in one round of mode `tokens`, in place of `tokens`, whatever is learned of each."""
     steps: Annotated[int, Field(ge=1, le=2**20)] = 25
     """Local steps per round in mode `steps`."""
     min_seconds: TrainingSeconds = 5.0
@@ -388,6 +392,11 @@ class RoundConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_times(self) -> RoundConfig:
+        if self.samples is not None and self.mode == "steps":
+            raise ValueError(
+                f"round.samples={self.samples} ends rounds of mode tokens, not of mode steps; drop it, or set "
+                f"round.mode=tokens"
+            )
         if self.min_seconds > self.max_seconds:
             raise ValueError(
                 f"round.min_seconds={self.min_seconds} exceeds round.max_seconds={self.max_seconds}; swap them"
@@ -487,15 +496,22 @@ class RunConfig(Frozen):
         where none are and others keep copies, all of the holder's own."""
         return self.averaged_moments or self._moments("both" if self.round.copies > 1 else "local")
 
+    @property
+    def round_tokens(self) -> int:
+        """Tokens that the swarm trains in one round of mode `tokens`: with `round.samples`, all of their sequences."""
+        return self.round.samples * self.data.sequence_length if self.round.samples else self.round.tokens
+
     def _moments(self, choice: Literal["both", "second", "local"]) -> tuple[str, ...]:
         kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
-        return kinds[:1] if self.train.optimizer == "lion8bit" else kinds
+        if self.train.optimizer == "sgd" and not self.train.beta1:
+            return ()
+        return kinds[:1] if self.train.optimizer in ("lion8bit", "sgd") else kinds
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
         train = self.train
         total = train.schedule_rounds or self.round.total
-        if self.outer.moments == "second" and train.optimizer in ("lion8bit", "muon"):
+        if self.outer.moments == "second" and train.optimizer in ("lion8bit", "muon", "sgd"):
             raise ValueError(
                 f"outer.moments=second, but train.optimizer={train.optimizer} keeps no second moment of an expert; "
                 f"set outer.moments to both or local"

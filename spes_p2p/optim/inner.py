@@ -111,6 +111,26 @@ class Lamb(torch.optim.Optimizer):
         return (state["exp_avg"] / (1 - beta1**step)).div_(root).add_(param, alpha=group["weight_decay"])
 
 
+class DecayingSGD(torch.optim.SGD):
+    """SGD whose weight decay is decoupled, as AdamW's is: torch's goes through the momentum, which late moments cannot.
+
+    Source: SGDW, Algorithm 1 (https://arxiv.org/abs/1711.05101), with torch's momentum.
+    """
+
+    def __init__(self, params: Any, decay: float, **settings: Any) -> None:
+        super().__init__(params, **settings)
+        self._decay = decay
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step every parameter that has a gradient."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.mul_(1 - group["lr"] * self._decay)
+        super().step()
+
+
 class Rule:
     """A torch optimizer, with access to the state that it keeps of one parameter.
 
@@ -297,6 +317,7 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
     settings: dict[str, Any] = {"lr": train.lr, "betas": tuple(decays.values()), "weight_decay": train.weight_decay}
     both = {kind: kind for kind in (*MOMENTS, "step")}
     none: list[dict[str, Any]] = [{"params": []}]
+    options: dict[str, Any]
     if name == "lamb":
         return (Rule(Lamb(none, {"eps": train.eps, **settings}), both, decays),)
     first, step = {"exp_avg": "state1", "exp_avg_absmax": "absmax1"}, {"step": "step"}
@@ -308,10 +329,14 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
         optimizer = _blockwise("Lion8bit", name, device)(none, **settings)
         # Lion's step weighs its momentum by beta1, but the momentum decays by beta2.
         return (BlockwiseRule(optimizer, first | step, {"exp_avg": train.beta2}, is_biased=False),)
+    if name == "sgd":
+        kinds = {"exp_avg": "momentum_buffer"} if train.beta1 else {}
+        sgd = DecayingSGD(none, train.weight_decay, lr=train.lr, momentum=train.beta1)
+        return (Rule(sgd, kinds, decays, is_biased=False),)
     adamw = Rule(torch.optim.AdamW(none, eps=train.eps, fused=True, **settings), both, decays)
     if name != "muon":
         return (adamw,)
-    options: dict[str, Any] = {"lr": train.lr, "momentum": train.beta1, "weight_decay": train.weight_decay}
+    options = {"lr": train.lr, "momentum": train.beta1, "weight_decay": train.weight_decay}
     muon = torch.optim.Muon(none, adjust_lr_fn="match_rms_adamw", **options)  # so that train.lr keeps its meaning
     return (MuonRule(muon, {"exp_avg": "momentum_buffer"}, {"exp_avg": train.beta1}, is_biased=False), adamw)
 

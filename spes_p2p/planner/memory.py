@@ -246,7 +246,7 @@ class Setup:
 
 FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
 """Bytes per frozen parameter; int8 and nf4 have an fp32 scale per block, nf4's of 64."""
-MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, "lamb": 2, "muon": 2}
+MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, "lamb": 2, "muon": 2, "sgd": 1}
 """Moments per parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
 EIGHT_BIT_BYTES = 1 + 4 / 256
 """Bytes of an 8-bit moment, with an fp32 scale per block of 256."""
@@ -352,7 +352,7 @@ def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> 
     """Return the bytes of an inner optimizer's state for all trained parameters.
 
     Per parameter: 8 for AdamW and LAMB; for 8-bit AdamW 2 + 8/256 in tensors of 4096 elements or more, else 8; half of
-    that for 8-bit Lion; for Muon 4 in matrices of attention, routers and experts, else 8.
+    that for 8-bit Lion; 4 for SGD; for Muon 4 in matrices of attention, routers and experts, else 8.
     """
     trained = size.trained_params(claimed)
     if optimizer == "muon":

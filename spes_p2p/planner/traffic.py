@@ -160,5 +160,5 @@ def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -
     """
     if run.round.mode == "steps":
         return run.round.steps * run.train.batch_size * run.data.sequence_length / tokens_per_second
-    seconds = run.round.tokens / (num_peers * tokens_per_second)
+    seconds = run.round_tokens / (num_peers * tokens_per_second)
     return min(max(seconds, run.round.min_seconds), run.round.max_seconds)

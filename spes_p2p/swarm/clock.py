@@ -20,15 +20,18 @@ MIN_SPREAD = 1 / 4
 """Smallest deviation, as a share of the median: a steady link slows down when newcomers begin to download."""
 
 
-def round_end(config: RoundConfig, members: Iterable[Member], clocks: Iterable[Member] | None = None) -> float:
+def round_end(
+    config: RoundConfig, tokens: int, members: Iterable[Member], clocks: Iterable[Member] | None = None
+) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
-    The swarm should reach `config.tokens` by then, if every member trains at its last speed once most members have
+    The swarm should reach `tokens` by then, if every member trains at its last speed once most members have
     synchronised; no sooner than `min_seconds` and no later than `max_seconds` after that. The median decides when that
     is, so that one member's clock or word cannot delay all others, and one member's speed cannot hurry them.
 
     Args:
         config: The run's round settings.
+        tokens: The run's `round_tokens`, of the kind whose speed members state.
         members: The roster, identical on all members.
         clocks: Those of them whose clocks count; by default all.
     """
@@ -36,7 +39,7 @@ def round_end(config: RoundConfig, members: Iterable[Member], clocks: Iterable[M
     times = members if clocks is None else clocks
     start = statistics.median_high(member.ready_at + member.sync_seconds for member in times)
     rate = sum(fair_speeds([member.tokens_per_second for member in members])) or FALLBACK_TOKENS_PER_SECOND
-    return start + min(max(config.tokens / rate, config.min_seconds), config.max_seconds)
+    return start + min(max(tokens / rate, config.min_seconds), config.max_seconds)
 
 
 def fair_speeds(speeds: Sequence[float]) -> list[float]:

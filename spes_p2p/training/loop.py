@@ -77,7 +77,7 @@ class TrainingLoop:
         self._pending: PendingSync | None = None
         self._round = 0
         self._total_tokens = 0
-        self._tokens_per_second = 0.0
+        self._tokens_per_second = self._places_per_second = 0.0
         self._round_started = 0.0  # DHT time
         self._round_ends = 0.0  # DHT time
         self._last_report = self._trainer.clock()
@@ -110,7 +110,8 @@ class TrainingLoop:
             self._total_tokens = saved.state.total_tokens
             self._checkpointer.restore(saved, update)
         is_late = self._group.from_leader(lambda: self._sync is not None and self._sync.is_late)
-        self._tokens_per_second = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
+        speeds = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
+        self._tokens_per_second, self._places_per_second = speeds
         if saved is None:
             self._checkpointer.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
 
@@ -143,6 +144,7 @@ class TrainingLoop:
             vectors={},
             tokens=0,
             tokens_per_second=self._tokens_per_second,
+            places_per_second=self._places_per_second,
             seconds=0.0,
             steps=self._trainer.steps,
             total_tokens=self._total_tokens,
@@ -211,7 +213,10 @@ class TrainingLoop:
         if self._pending is not None:
             self._land(self._pending)
         seconds = self._trainer.clock() - began - self._halted_seconds
-        self._tokens_per_second = tokens / seconds if steps else self._tokens_per_second
+        if steps:
+            self._tokens_per_second = tokens / seconds
+            places = steps * self._run.train.batch_size * self._run.data.sequence_length
+            self._places_per_second = places / seconds
         self._total_tokens += tokens
         if steps and not tokens:
             log.warning(
@@ -229,6 +234,7 @@ class TrainingLoop:
             vectors=self._trainer.all_vectors(),
             tokens=tokens,
             tokens_per_second=speed,
+            places_per_second=self._places_per_second if speed else 0.0,
             seconds=seconds,
             moments=self._trainer.all_moments(self._run.kept_moments, averaged),
             routed=self._trainer.routed_tokens(),

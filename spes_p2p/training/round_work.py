@@ -21,6 +21,7 @@ class RoundWork:
         vectors: Flat fp32 parameters of `shared` and the held slots as they are now; empty if nothing was trained.
         tokens: Tokens trained.
         tokens_per_second: Speed of this peer.
+        places_per_second: The same with all tokens of its sequences, learned or not.
         seconds: Time spent training.
         moments: Flat optimizer moments of the same names, where the run averages or publishes them.
         routed: Tokens routed to each slot, over all layers; slots without tokens are left out.
@@ -36,6 +37,7 @@ class RoundWork:
     tokens: int
     tokens_per_second: float
     seconds: float
+    places_per_second: float = 0.0
     moments: Mapping[VectorName, Tensor] = field(default_factory=dict)
     routed: Mapping[int, int] = field(default_factory=dict)
     loss: float | None = None

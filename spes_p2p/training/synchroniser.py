@@ -375,7 +375,7 @@ class Synchroniser:
             tokens=clamp_tokens(work.tokens, work.tokens_per_second, work.seconds),
             slots=tuple(slot for slot in self.held.slots if VectorName.of_slot(slot) in usable),
             starts=dict(self.held.starts()),
-            tokens_per_second=work.tokens_per_second,
+            tokens_per_second=work.places_per_second if self._run.round.samples else work.tokens_per_second,
             ready_at=began,
             sync_seconds=self._sync_seconds,
             uplink_mbit=self._machine.uplink_mbit,
@@ -448,7 +448,7 @@ class Synchroniser:
         if not members:
             announced = self._others.round_end(self.round)
             return self._bounded(announced or self.swarm.now() + self._run.round.min_seconds)
-        ends_at = round_end(self._run.round, counted or members, members)
+        ends_at = round_end(self._run.round, self._run.round_tokens, counted or members, members)
         # A synchronisation that took much longer than the last ones must not eat the next round.
         return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
 

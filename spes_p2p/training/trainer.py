@@ -236,22 +236,24 @@ class Trainer:
             loss += parts.cross_entropy.item() * share
         return loss
 
-    def calibrate(self, *, measures: bool = True) -> float:
-        """Return the tokens per second of forward and backward, leaving model and data order as they were.
+    def calibrate(self, *, measures: bool = True) -> tuple[float, float]:
+        """Return the learned tokens, and all tokens, per second of forward and backward; model and data order stay.
 
         Args:
-            measures: If False, only warm up, and return 0.
+            measures: If False, only warm up, and return zeros.
         """
         state = self.data.state_dict()
         self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
-        started, tokens = self.clock(), 0
+        started, tokens, places = self.clock(), 0, 0
         for _ in range(CALIBRATION_STEPS if measures else 0):
             tokens_BT1 = self.data.next_batch(self._train.batch_size)
             self._backward(tokens_BT1, 1.0)
             tokens += num_targets(tokens_BT1)
+            places += tokens_BT1[:, 1:].numel()
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
-        return tokens / (self.clock() - started) if measures else 0.0
+        seconds = self.clock() - started
+        return (tokens / seconds, places / seconds) if measures else (0.0, 0.0)
 
     def loss_on(self, tokens_BT1: LongTensor) -> float:
         """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training; on all ranks."""

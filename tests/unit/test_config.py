@@ -118,6 +118,7 @@ def test_a_warm_up_that_reaches_into_the_decay_is_refused_with_the_remedy(warmup
         ("muon", "both", ("exp_avg", "exp_avg_sq")),
         ("lion8bit", "both", ("exp_avg",)),
         ("lion8bit", "local", ()),
+        ("sgd", "both", ("exp_avg",)),
         ("adamw8bit", "local", ()),
     ],
 )

@@ -121,6 +121,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_setting_is_drawn_but_texts() -> None:
     known = {(section, name) for section, cls in sections(RunConfig).items() for name in cls.model_fields}
     texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
+    texts |= {("data", "chat_template"), ("data", "probe")}
     nested = {("outer", "slots"), ("model", "start"), *(("", name) for name in sections(RunConfig) if name)}
     assert known - set(RANGES) == texts | nested
     of_start = {("start", name) for name in StartConfig.model_fields} | {("rope", n) for n in RopeConfig.model_fields}
@@ -277,7 +278,7 @@ def rounds(run: RunConfig, identity: Identity, speed: float) -> None:
         sync_seconds=min(run.round.averaging_seconds, 3600.0),
     )
     assert Member.decode(peer, member.model_dump_json()) == member and member.tokens == tokens
-    ends_at = round_end(run.round, [member])
+    ends_at = round_end(run.round, run.round_tokens, [member])
     assert now <= ends_at <= now + 3600 + run.round.max_seconds + 1
     assert datetime.datetime.fromtimestamp(ends_at, datetime.UTC)
     for place in (0.0, 0.5, last - 0.5, float(last)):

@@ -140,3 +140,5 @@ def test_training_takes_what_the_rounds_mode_says() -> None:
     tokens = {"round": {"mode": "tokens", "tokens": 8000, "min_seconds": 5, "max_seconds": 60}}
     run = RunConfig.model_validate(tokens)
     assert [training_seconds(run, 4, speed) for speed in (100.0, 1000.0, 1.0)] == [20.0, 5.0, 60.0]
+    samples = {"round": tokens["round"] | {"samples": 80}, "data": {"sequence_length": 100}}
+    assert training_seconds(RunConfig.model_validate(samples), 4, 200.0) == 10.0

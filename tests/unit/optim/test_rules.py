@@ -135,6 +135,30 @@ def test_muon_makes_torchs_steps_on_matrices_and_adamws_on_the_rest(seed: int) -
     assert_same(params, reference, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_sgd_makes_torchs_steps_but_for_the_decoupled_decay(seed: int, momentum: float) -> None:
+    """SGDW, Algorithm 1; without momentum, torch's own steps."""
+    params, reference = draw(seed), draw(seed)
+    train = TRAIN.model_copy(update={"beta1": momentum, "optimizer": "sgd"})
+    optimizer = InnerOptimizer(params, {}, train)
+    sgd = torch.optim.SGD(reference.values(), lr=1e-2, momentum=momentum)
+    stock = draw(seed)
+    coupled = torch.optim.SGD(stock.values(), lr=1e-2, weight_decay=TRAIN.weight_decay)
+    for number in range(4):
+        step(optimizer, params, number)
+        for key, gradient in gradients(number).items():
+            reference[key].data.mul_(1 - 1e-2 * TRAIN.weight_decay)
+            reference[key].grad = stock[key].grad = gradient
+        sgd.step()
+        coupled.step()
+    assert_same(params, reference, rtol=0, atol=0)
+    if not momentum:
+        assert_same(params, stock, rtol=1e-5, atol=1e-6)
+    kinds = ("exp_avg",) if momentum else ()
+    assert optimizer.kinds == RunConfig(train=train).averaged_moments == kinds
+    assert {name.rsplit("/")[-1] for name in optimizer.state_tensors()} == set(kinds)
+
+
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 def test_muon_leaves_embeddings_head_and_norms_to_adamw(family: str, tie: bool) -> None:
@@ -180,15 +204,17 @@ def test_moments_of_adamws_kin_are_adamws_own(seed: int, name: OptimizerName) ->
             torch.testing.assert_close(actual[key], tensor, rtol=1e-5, atol=atol, msg=key)
 
 
-@pytest.mark.parametrize("name", ["lion8bit", "muon"])
+@pytest.mark.parametrize("name", ["lion8bit", "muon", "sgd"])
 def test_a_momentum_counts_as_the_first_moment_and_as_it_is(seed: int, name: OptimizerName) -> None:
     params = draw(seed)
-    optimizer = inner(params, name)
+    optimizer = InnerOptimizer(params, {}, TRAIN.model_copy(update={"weight_decay": 0.0}), name)
     for number in range(2):
         step(optimizer, params, number)
     first, second = optimizer.moments("shared", ["exp_avg", "exp_avg_sq"])
     beta = TRAIN.beta2 if name == "lion8bit" else TRAIN.beta1
-    expected = (1 - beta) * (beta * gradients(0)["small"] + gradients(1)["small"])
+    expected = beta * gradients(0)["small"] + gradients(1)["small"]
+    if name != "sgd":  # whose momentum is a sum
+        expected = (1 - beta) * expected
     torch.testing.assert_close(first["small"], expected)
     assert not second["small"].any(), "there is none"
 

@@ -7,12 +7,14 @@ from typing import Any
 import pytest
 import torch
 from lanes import sample
+from pydantic import ValidationError
 from virtual import VirtualPeer, certify, peer_id, run_virtual, tiny_run
 
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.clock import round_end
 from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Roster
@@ -76,7 +78,7 @@ def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.
 @pytest.mark.parametrize(
     ("optimizer", "moments"),
     sample(
-        [("adamw", "second"), *((name, "both") for name in ("adamw", "adamw8bit", "lion8bit", "lamb", "muon"))],
+        [("adamw", "second"), *((name, "both") for name in ("adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"))],
         commit=[("adamw", "second"), ("adamw8bit", "both"), ("muon", "both")],
     ),
 )
@@ -124,6 +126,32 @@ def test_a_round_is_the_token_weighted_mean_of_what_the_members_trained():
 
 BY_THE_CLOCK = RoundConfig(mode="tokens", tokens=2000, min_seconds=0.2, max_seconds=2, total=1)
 IDLE = RoundWork({}, 0, 100.0, 0.0)
+
+
+def test_a_round_of_samples_ends_when_the_swarm_has_read_so_many_sequences():
+    """Whatever is learned of each: the speed that a peer states counts all tokens of its sequences."""
+    run = tiny_run(round=BY_THE_CLOCK.model_copy(update={"samples": 40, "min_seconds": 0.01, "max_seconds": 50}))
+    peer = run_virtual(run, num_peers=1, max_slots=4)[0]
+    work = RoundWork({}, 0, tokens_per_second=5.0, places_per_second=64.0, seconds=1.0)
+    entry = peer.sync._contribution(work, peer.swarm.now()).member
+    ends_at = round_end(run.round, run.round_tokens, [entry])
+    assert ends_at - entry.ready_at - entry.sync_seconds == pytest.approx(40 * 16 / 64)
+    plain = peer.sync._run.model_copy(update={"round": BY_THE_CLOCK})
+    peer.sync._run = plain
+    assert peer.sync._contribution(work, 0.0).member.tokens_per_second == 5.0
+
+
+def test_rounds_of_samples_are_rounds_of_as_many_tokens_where_all_are_learned():
+    changed = {"tokens": 10**9, "samples": 125}
+    runs = [BY_THE_CLOCK, BY_THE_CLOCK.model_copy(update=changed)]
+    first, second = (run_virtual(tiny_run(round=rounds), num_peers=2, max_slots=2)[0] for rounds in runs)
+    assert [report.tokens for report in first.reports] == [report.tokens for report in second.reports]
+    assert torch.equal(first.anchors.weights(SHARED), second.anchors.weights(SHARED))
+
+
+def test_samples_go_with_rounds_that_end_by_the_clock():
+    with pytest.raises(ValidationError, match=r"round.samples=8 ends rounds of mode tokens.*set round.mode=tokens"):
+        RoundConfig(mode="steps", samples=8)
 
 
 def test_a_peer_that_was_left_out_and_then_meets_no_other_knows_when_its_next_round_ends():

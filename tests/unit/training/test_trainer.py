@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from virtual import VOCAB, RandomTokens, tiny_run
 
 from spes_p2p.config import MachineConfig, ModelConfig, TrainConfig
-from spes_p2p.data.windows import PADDING
+from spes_p2p.data.windows import CONTEXT, PADDING
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.planner import memory
@@ -189,11 +189,49 @@ def test_a_step_whose_gradient_is_not_finite_changes_nothing_and_counts_no_token
     assert broken.step(1e-2).tokens == BATCH * 16
 
 
+class Conversations(RandomTokens):
+    """Of each sequence some tokens are read and not learned, and some sequences end in padding; one learns nothing."""
+
+    def next_batch(self, num_sequences):
+        ids_BT1 = super().next_batch(num_sequences)
+        generator = torch.Generator().manual_seed(self._position)
+        for row, number in enumerate(torch.randint(0, 16, (num_sequences,), generator=generator).tolist()):
+            ids_BT1[row, : number + 1] += CONTEXT
+            ids_BT1[row, max(number + 2, 12 + row % 4) :] = PADDING
+        ids_BT1[0, 1:] = ids_BT1[0, 1:].where(ids_BT1[0, 1:] < 0, ids_BT1[0, 1:] + CONTEXT)
+        return ids_BT1
+
+
+def test_microbatches_of_1_4_and_8_learn_the_same_of_conversations(seed):
+    """At equal tokens; a mean over microbatches, each of which is a mean, would weigh a short reply more."""
+    learnt, losses, tokens = {}, {}, {}
+    for micro in (1, 4, 8):
+        one = trainer(TRAIN, seed, claimed=[0, 2], micro=micro)
+        one.data = Conversations(seed, 16)
+        steps = [one.step(1e-2) for _ in range(6)]
+        learnt[micro], losses[micro] = state(one), [step.loss for step in steps]
+        tokens[micro] = sum(step.tokens for step in steps)
+    assert 0 < tokens[1] == tokens[4] == tokens[8] < 6 * BATCH * 16 / 2
+    for micro in (1, 4):
+        assert losses[micro] == pytest.approx(losses[8], rel=1e-4)
+        for name, tensor in learnt[8].items():
+            torch.testing.assert_close(learnt[micro][name], tensor, rtol=1e-3, atol=1e-4, msg=str(name))
+
+
 def test_calibrating_leaves_model_and_data_order_as_they_were(seed):
     measured, plain = trainer(TRAIN, seed, claimed=[0]), trainer(TRAIN, seed, claimed=[0])
-    assert measured.calibrate() > 0 and measured.calibrate(measures=False) == 0
+    tokens_per_second, all_per_second = measured.calibrate()
+    assert 0 < tokens_per_second == all_per_second and measured.calibrate(measures=False) == (0, 0)
     assert measured.step(1e-2) == plain.step(1e-2)
     assert all(torch.equal(state(measured)[name], tensor) for name, tensor in state(plain).items())
+
+
+def test_the_speed_in_sequences_counts_what_is_not_learned(seed):
+    ticks = iter(range(100))
+    measured = trainer(TRAIN, seed, claimed=[0])
+    measured.data, measured.clock = Conversations(seed, 16), lambda: float(next(ticks))
+    tokens_per_second, all_per_second = measured.calibrate()
+    assert all_per_second == 2 * BATCH * 16 and 0 < tokens_per_second < all_per_second / 2
 
 
 def test_a_released_slot_is_not_trained_any_more_and_an_adopted_one_is(seed):
@@ -216,7 +254,7 @@ def test_a_batch_that_does_not_split_over_the_ranks_is_refused_with_the_remedy(m
         Trainer(model, run.train, RandomTokens(0, 16), ProcessGroup("cpu"))
 
 
-@pytest.mark.parametrize("name", sample(["adamw8bit", "lion8bit", "lamb", "muon"], ["adamw8bit"]))  # full: other names
+@pytest.mark.parametrize("name", sample(["adamw8bit", "lion8bit", "lamb", "muon", "sgd"], ["adamw8bit"]))  # full: other names
 def test_a_machines_optimizer_is_the_one_that_it_names(name, seed):
     one, other = trainer(TRAIN, seed, claimed=[0], inner_optimizer=name), trainer(TRAIN, seed, claimed=[0])
     by_run = trainer(TRAIN.model_copy(update={"optimizer": name}), seed, claimed=[0])
