@@ -17,7 +17,7 @@ from spes_p2p.commands.evaluate import load_checkpoint
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.model.loss import held_out_loss
-from spes_p2p.optim.inner import learning_rate
+from spes_p2p.optim.schedule import learning_rate
 from spes_p2p.presentation import say
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer

@@ -32,7 +32,7 @@ from spes_p2p.swarm.records import Archived
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Saved, checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
-from spes_p2p.training.loss_gate import LossGate, probe_sequences, public_text
+from spes_p2p.training.loss_gate import MAX_PROBE_PARTS, LossGate, probe_sequences, public_text
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -220,7 +220,7 @@ def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callab
     tokenizer = _tokenizer(config, vocab_size, run.data.chat_template or "")
     corpus = config.corpus(run.data)
     source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
-    probe_BT1 = probe_windows(run.data, tokenizer, probe_sequences(run.data.sequence_length))
+    probe_BT1 = probe_windows(run.data, tokenizer, MAX_PROBE_PARTS * probe_sequences(run.data.sequence_length))
     if run.data.source != "hub":
         tokenizer.close()  # all text is tokenised now
     return source, probe_BT1 if probe_BT1 is not None else public_text(source, run.data.sequence_length)

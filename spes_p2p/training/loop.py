@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
-from spes_p2p.optim.inner import rate_of_step
+from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved

@@ -2,7 +2,8 @@
 
 A group of five or more audits its members' deltas (`swarm/averaging/audit.py`). No other peer sees the delta of a slot
 with one holder, and with two or three holders only its length is bounded; so each peer measures the result. All peers
-use the same public text, and each trusts only its own measurement. docs/trust.md explains the constants.
+use the same public text (on files of their own: their own, or the probe of the founder), and each trusts only its own
+measurement. docs/trust.md explains the constants.
 """
 
 from __future__ import annotations
@@ -11,11 +12,14 @@ import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import cast
 
+import torch
 from torch import LongTensor, Tensor
 
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ExchangeError
+from spes_p2p.model.loss import num_targets
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.round_work import StoredVectors
@@ -28,6 +32,8 @@ PROBE_SEQUENCES = 2
 """Fewest sequences of the run's training text to measure."""
 PROBE_TOKENS = 1024
 """Fewest tokens to measure."""
+MAX_PROBE_PARTS = 8
+"""Most times as many sequences, where few of their tokens are learned."""
 PROBE_SEED = 0
 """Seed of the data order that the probe's sequences come from."""
 MAX_WORSE = 0.1
@@ -55,7 +61,12 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
         source: Makes the run's training sequences in the order of a seed, as `train_sources` returns it.
         sequence_length: Tokens per sequence, T.
     """
-    return source(PROBE_SEED).next_batch(probe_sequences(sequence_length))
+    sequences, count = source(PROBE_SEED), probe_sequences(sequence_length)
+    parts = [sequences.next_batch(count)]
+    # Of conversations, a sequence teaches little.
+    while sum(map(num_targets, parts)) < PROBE_TOKENS // 2 and len(parts) < MAX_PROBE_PARTS:  # guard: probe-targets
+        parts.append(sequences.next_batch(count))
+    return cast(LongTensor, torch.cat(parts))
 
 
 class LossGate:

@@ -22,8 +22,8 @@ from pydantic import BaseModel, ValidationError
 from spes_p2p.config import Frozen, MachineConfig, ModelConfig, RopeConfig, RunConfig, StartConfig, check_machine
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import outline
-from spes_p2p.optim.inner import rate_of_step
 from spes_p2p.optim.outer import merge_alpha
+from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.peer.joining import disk_bytes
 from spes_p2p.planner.memory import Setup, peer_memory, shortage, slots_that_fit
 from spes_p2p.planner.size import model_size

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.config import TrainConfig
-from spes_p2p.optim.inner import learning_rate
+from spes_p2p.optim.schedule import learning_rate
 
 
 def test_warms_up_linearly_then_follows_the_cosine_to_the_final_ratio() -> None:

@@ -11,6 +11,7 @@ import torch
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import ModelConfig, RoundConfig
+from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import ExchangeError
 from spes_p2p.planner.size import model_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
@@ -301,6 +302,25 @@ def test_who_catches_up_takes_what_the_others_have_taken():
 def test_the_public_text_is_long_enough_to_measure_by(length, sequences):
     probe_BT1 = public_text(lambda seed: RandomTokens(seed, length), length)
     assert probe_BT1.shape == (sequences, length + 1) and sequences * length >= PROBE_TOKENS
+
+
+class Replies(RandomTokens):
+    """Of each sequence the last tokens are learned."""
+
+    def __init__(self, seed: int, length: int, learned: int) -> None:
+        super().__init__(seed, length)
+        self._learned = learned
+
+    def next_batch(self, num_sequences: int) -> torch.Tensor:
+        tokens = super().next_batch(num_sequences)
+        tokens[:, : -self._learned] += CONTEXT
+        return tokens
+
+
+@pytest.mark.parametrize(("learned", "sequences"), [(64, 16), (32, 16), (16, 32), (1, 128)])
+def test_of_sequences_that_teach_little_more_are_measured(learned, sequences):
+    probe_BT1 = public_text(lambda seed: Replies(seed, 64, learned), 64)
+    assert len(probe_BT1) == sequences
 
 
 def test_a_slot_that_no_training_makes_so_long_is_refused_whatever_its_loss(monkeypatch):
