@@ -62,7 +62,7 @@ def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> L
         sequence_length: Tokens per sequence, T.
     """
     sequences, count = source(PROBE_SEED), probe_sequences(sequence_length)
-    parts = [sequences.next_batch(count)]
+    parts: list[Tensor] = [sequences.next_batch(count)]
     # Of conversations, a sequence teaches little.
     while sum(map(num_targets, parts)) < PROBE_TOKENS // 2 and len(parts) < MAX_PROBE_PARTS:  # guard: probe-targets
         parts.append(sequences.next_batch(count))

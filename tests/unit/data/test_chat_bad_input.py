@@ -8,6 +8,7 @@ import re
 
 import pytest
 from conversations import conversations, write_lines
+from lanes import sample
 
 from spes_p2p.cli import entry_point
 from spes_p2p.commands.local import main
@@ -123,7 +124,8 @@ def refusal(tmp_path, tokenizer, monkeypatch, capsys):
     return of
 
 
-@pytest.mark.parametrize("case", ROWS)
+# Full: the other mistakes of each kind; each is a command of some seconds.
+@pytest.mark.parametrize("case", sample([*ROWS], ["no messages", "an empty reply", "an empty completion", "no JSON"]))
 def test_a_bad_row_is_named_with_its_line(refusal, tmp_path, case):
     row, says = ROWS[case]
     path = write_lines(tmp_path / "chats.jsonl", GOOD)
@@ -133,7 +135,7 @@ def test_a_bad_row_is_named_with_its_line(refusal, tmp_path, case):
     assert "chats.jsonl line 31" in error and says.replace("\\", "") in error, error
 
 
-@pytest.mark.parametrize("case", FILES)
+@pytest.mark.parametrize("case", sample([*FILES], ["a truncated gz", "binary"]))
 def test_a_bad_file_is_named(refusal, tmp_path, case):
     name, content, says = FILES[case]
     (tmp_path / name).write_bytes(content)
@@ -141,7 +143,7 @@ def test_a_bad_file_is_named(refusal, tmp_path, case):
     assert name in error and says in error, error
 
 
-@pytest.mark.parametrize("case", FLAGS)
+@pytest.mark.parametrize("case", sample([*FLAGS], ["a malformed template", "a template that grows"]))
 def test_a_bad_choice_is_named(refusal, tmp_path, case):
     flags, says = FLAGS[case]
     error = refusal(write_lines(tmp_path / "chats.jsonl", GOOD), "--run.data.held-out-fraction", "0.3", *flags)
