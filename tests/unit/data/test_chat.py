@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from spes_p2p.data.sources import documents, is_held_out
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, train_bpe
 from spes_p2p.data.windows import CONTEXT, windows_of
 from spes_p2p.errors import DataError
+from spes_p2p.model.loss import model_inputs
 
 HEAD = "{{ '<|im_start|>' + message.role + '\n' }}"
 END = "{{ message.content + eos_token + '\n' }}"
@@ -227,6 +229,31 @@ def test_every_learned_token_is_a_target_once_behind_its_own_conversation(bpe, c
     else:
         assert found == sorted(expected)
     assert all(any(number >= 0 for number in row[1:]) for row in rows) or packing == "pack"
+
+
+@pytest.mark.parametrize("packing", ["best_fit", "pack"])
+def test_conversations_in_one_sequence_do_not_see_each_other(bpe, chats, tmp_path, packing):
+    """Each begins a document, from which positions start anew; also in a run whose text is joined."""
+    data = data_of(chats, packing=packing, sequence_length=256)
+    file = token_file(data, bpe, paths=(), cache=tmp_path / "cache", part="train")
+    windows = windows_of(file, data, cache=None, part="train")
+    rows_BT1 = windows.gather(np.arange(len(windows)))
+    inputs, learned_BS = model_inputs(SimpleNamespace(config=None), rows_BT1)
+    assert torch.equal(learned_BS, rows_BT1[:, 1:] >= 0)
+    starts = {tuple((file.tokens_N[end : end + 4] & (HIDDEN - 1)).tolist()) for end in [0, *file.ends_D[:-1].tolist()]}
+    num_begun = 0
+    for ids, positions, row in zip(*(inputs[key] for key in ("input_ids", "position_ids")), rows_BT1, strict=True):
+        for at in torch.nonzero((row[1:-4] < 0) & (row[1:-4] > CONTEXT // 2)).flatten().tolist():
+            if row[at + 2] > CONTEXT // 2 and row[at + 2] < 0:
+                continue  # padding
+            assert (
+                positions[at + 1 : at + 5].tolist() == [0, 1, 2, 3] and tuple(ids[at + 1 : at + 5].tolist()) in starts
+            )
+            num_begun += 1
+    assert num_begun > 100
+    blind = data.model_copy(update={"separate_documents": False, "packing": "pack"})
+    rows_BT1 = windows_of(file, blind, cache=None, part="train").gather(np.arange(4))
+    assert not ((rows_BT1 < 0) & (rows_BT1 > CONTEXT // 2)).any(), "unless the founder says so"
 
 
 def test_conversations_are_held_out_whole_by_their_text(bpe, chats, tmp_path):
