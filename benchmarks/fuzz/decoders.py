@@ -16,7 +16,9 @@ from hivemind.dht.validation import DHTRecord
 from hivemind.p2p import PeerID
 
 from benchmarks.fuzz.decoder import Decoder
-from spes_p2p.config import RunConfig
+from spes_p2p.config import DataConfig, RunConfig
+from spes_p2p.config.run import MAX_PROBE_CHARACTERS
+from spes_p2p.data.conversations import probe_records
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.averaging.matchmaking import read_roster
 from spes_p2p.swarm.certificate import genesis
@@ -94,6 +96,7 @@ def decoders(folder: Path) -> list[Decoder]:
         Decoder("answer", Answer.parse, refusals, [{"state": "whole", "version": version.model_dump_json()}]),
         Decoder("manifest", lambda data: read_manifest(lambda _: data), refusals, [json.loads(manifest.encode())]),
         Decoder("checkpoint", lambda data: decode_state(data, RUN), (SpesError, ValueError), [json.loads(state)]),
+        Decoder("public probe", _read_probe, refusals, [{"messages": [{"role": "assistant", "content": "x"}]}]),
         Decoder("what is gathered", _Gathering(me), (), [[None, 0, msgpack.packb([2, entry])]], is_packed=True),
         Decoder("DHT message", ShallowSerializer.loads, refusals, [[b"subkey", [1.5, {"a": None}]]], is_packed=True),
         Decoder("DHT value", _Storing(me), (), [records(me.peer_id)[1].encode()], is_packed=True),
@@ -102,6 +105,11 @@ def decoders(folder: Path) -> list[Decoder]:
 
 def _json(model: Any) -> Any:
     return json.loads(model.model_dump_json())
+
+
+def _read_probe(data: bytes) -> None:
+    """Read a manifest's conversations, each on a line."""
+    probe_records(DataConfig(probe=data.decode("utf-8", "replace")[:MAX_PROBE_CHARACTERS]))
 
 
 class _Gathering:

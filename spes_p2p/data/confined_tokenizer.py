@@ -107,11 +107,12 @@ class ConfinedTokenizer:
                 raise DataError(f"the run's chat template makes {num_ids} ids of {lengths.sum()} bytes; leave this run")
             ids = np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
             said = json.loads(self._receive(process, num_bytes))
-        counts = [each for each in said if isinstance(each, int)]
+        said = said if isinstance(said, list) else []
+        counts = [each for each in said if isinstance(each, int) and each >= 0]
         if len(said) != len(records) or sum(counts) != len(ids):  # guard: chat-counts
             raise DataError("the run's chat template broke its process; leave this run")
         parts = iter(np.split(ids, np.cumsum(counts)[:-1]))
-        return [next(parts) if isinstance(each, int) else str(each) for each in said]
+        return [next(parts) if isinstance(each, int) and each >= 0 else str(each) for each in said]
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of a few ids, 64 KiB at most.
