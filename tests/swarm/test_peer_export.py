@@ -20,9 +20,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from spes_p2p.commands.upcycle import upcycle
 from spes_p2p.config.commands import UpcycleSettings
 from spes_p2p.data.tokenizer import train_bpe
-from spes_p2p.model.upcycling import upcycle
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import DOCUMENTS
