@@ -246,8 +246,9 @@ class DataConfig(Frozen):
     """For `files`: token shards or conversations, for the founder, as with --data. They stay on its machine: others
     name their own."""
     fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """For `files`: the fingerprint of the token shards that every peer must have, as `spes tokenize` prints it; none
-    lets each peer train on shards of its own."""
+    """For `files`: the fingerprint of the token shards that every peer must have, as `spes tokenize` prints it. The
+    peers then share the data: each sequence is trained once an epoch, by one of them. None lets each peer train on
+    shards of its own."""
     name: Annotated[str, Field(max_length=290), AfterValidator(_hub_name)] | None = None
     """For `hub`: the data set, `owner/name` or `owner/name:config`."""
     split: Annotated[str, Field(max_length=64), AfterValidator(_split)] = "train"
@@ -289,6 +290,11 @@ class DataConfig(Frozen):
             if getattr(self, name) and self.source != "files":
                 raise ValueError(f"data.{name} needs data.source=files, not {self.source}; set it, or drop data.{name}")
         return self
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all peers have the same data, of which each window is trained once an epoch."""
+        return self.fingerprint is not None
 
     @property
     def are_separate(self) -> bool:

@@ -27,6 +27,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import conversation_file, probe_file
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.shards import TokenShards
+from spes_p2p.data.shared import MIN_WINDOWS, SharedSource
 from spes_p2p.data.sources import (
     WRITTEN_TOGETHER,
     Document,
@@ -45,8 +46,6 @@ from spes_p2p.fs import cache_folder, locked, write_atomic
 Item = TypeVar("Item")
 log = logging.getLogger(__name__)
 
-MIN_WINDOWS = 8
-"""Fewest windows of a corpus: an epoch must be more than about one batch."""
 BLOCK_DOCUMENTS = 1024
 BLOCK_CHARACTERS = 8 * 2**20
 # Below this many shards, all peers would read the same text in about the same order; parquet can be cut into more.
@@ -418,7 +417,7 @@ def train_source(
         tokenizer: The run's tokenizer.
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
-        order_seed: Seed of the order, different on each peer.
+        order_seed: Seed of the order, different on each peer; shared data have one order for all.
 
     Raises:
         ConfigError: `paths` is empty with the source `files`, or `cache` cannot be written.
@@ -434,7 +433,10 @@ def train_sources(
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
     file = token_file(data, tokenizer, paths=paths, cache=cache, part="train")
-    return partial(WindowSource, file, windows_of(file, data, cache=cache, part="train"), data)
+    windows = windows_of(file, data, cache=cache, part="train")
+    if data.is_shared:
+        return lambda order_seed: SharedSource(file, windows, data)  # one order for all peers
+    return partial(WindowSource, file, windows, data)
 
 
 def held_out_batches(

@@ -19,6 +19,7 @@ from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
+from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
 from spes_p2p.peer.controls import Controls, limited
@@ -32,7 +33,7 @@ from spes_p2p.swarm.records import Archived
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Saved, checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
-from spes_p2p.training.loss_gate import MAX_PROBE_PARTS, LossGate, probe_sequences, public_text
+from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer

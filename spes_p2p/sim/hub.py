@@ -6,6 +6,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import RoundResult
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_SLOTS, Claim, Record
 from spes_p2p.swarm.roster import Member, Roster
@@ -110,6 +112,9 @@ class MemoryHub:
         self._confirmations: dict[str, Confirmation] = {}
         self._decided: set[str] = set()
         """Peers that have a result of this attempt, or have given it up."""
+        self._ended: set[str] = set()
+        self._averaged: Callable[[], None] = lambda: None
+        """Decides on the last roster of this attempt once all of its members have a result, or have ended."""
         self._gave_up: set[str] = set()
 
     def copy(self, flat_N: Tensor, digest: str) -> Tensor:
@@ -154,6 +159,17 @@ class MemoryHub:
         """Count a peer as there again."""
         self._gone.discard(peer)
 
+    def end(self, peer: str) -> None:
+        """Wait for no result of a peer that has ended, perhaps between averaging and the decision."""
+        self._ended.add(peer)
+        self._averaged()
+        self._follow_quorum()
+
+    def enter(self, peer: str) -> None:
+        """Take a peer's part in rounds from now on, also if it has ended before."""
+        self._ended.discard(peer)
+        self.found(peer)
+
     def decide(
         self,
         peer: str,
@@ -162,6 +178,7 @@ class MemoryHub:
         result: RoundResult,
         digests: Mapping[VectorName, str],
         ends_at: float,
+        ledger: Ledger | None = None,
     ) -> Body | None:
         """Decide on a round once all members of a roster have confirmed their results; None if too few voters agree.
 
@@ -177,15 +194,16 @@ class MemoryHub:
                     previous=last.digest,
                     attempt=attempt,
                     peer_id=peer,
-                    roster=roster_digest(members),
+                    roster=roster_digest(members, ledger),
                     shared=digests[SHARED],
                     slots=slots,
                 )
             else:
                 self._gave_up.add(peer)
             self._decided.add(peer)
-            if members and {member.peer_id for member in members} <= self._decided:
-                self._certify(last, members, ends_at)
+            if members:
+                self._averaged = partial(self._certify, last, members, ends_at, ledger)
+                self._averaged()
             self._follow_quorum()
         shrinks_at = self.clock.now() + self._shrink_seconds
         while self.bodies[-1].digest == last.digest and self.attempt == attempt:
@@ -205,8 +223,10 @@ class MemoryHub:
         gone = [peer for peer in last.voters if peer in self._gone]
         return gone if len(last.voters) > len(gone) >= len(last.voters) / 2 else []
 
-    def _certify(self, last: Body, members: Sequence[MemberEntry], ends_at: float) -> None:
-        roster, absent = roster_digest(members), self._absent(last)
+    def _certify(self, last: Body, members: Sequence[MemberEntry], ends_at: float, ledger: Ledger | None) -> None:
+        if not {member.peer_id for member in members} <= self._decided | self._ended:
+            return
+        roster, absent = roster_digest(members, ledger), self._absent(last)
         gone = [peer for peer in last.voters if peer in self._gone]
         body = make_body(
             last,
@@ -214,6 +234,7 @@ class MemoryHub:
             [each for each in self._confirmations.values() if each.roster == roster],
             ends_at=ends_at,
             min_peers=self._min_peers,
+            ledger=ledger,
             removed=[] if absent else gone[: max_leaving(len(last.voters))],
             shrunk=absent,
         )
@@ -235,6 +256,7 @@ class MemoryHub:
         self.attempt = attempt
         self._confirmations.clear()
         self._decided.clear()
+        self._averaged = lambda: None
         self._gave_up.clear()
         self.clock.notify_all()
 

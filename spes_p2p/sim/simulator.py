@@ -12,13 +12,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import LongTensor, Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
+from spes_p2p.data.shared import DealtSource
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import SimulationError
@@ -72,6 +73,17 @@ class PacedTokens:
         tokens_BT1 = self._source.next_batch(num_sequences)
         self._spend(tokens_BT1[:, 1:].numel())
         return tokens_BT1
+
+    def deal(self, ranges: Sequence[range]) -> None:
+        cast(DealtSource, self._source).deal(ranges)
+
+    @property
+    def num_drawn(self) -> int:
+        return cast(DealtSource, self._source).num_drawn
+
+    @property
+    def is_exhausted(self) -> bool:
+        return cast(DealtSource, self._source).is_exhausted
 
     def state_dict(self) -> dict[str, Any]:
         return self._source.state_dict()

@@ -22,6 +22,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Record
 from spes_p2p.swarm.roster import Member
@@ -60,7 +61,7 @@ class MemorySwarm:
         self._closed = False
         self._refused = RefusedVersions()
         hub.bytes_out[peer_id] = 0
-        hub.found(peer_id)
+        hub.enter(peer_id)
 
     def now(self) -> float:
         return self.clock.now()
@@ -130,8 +131,14 @@ class MemorySwarm:
         self._check_progress(contribution, result)
         return result
 
-    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
-        return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at)
+    def decide(
+        self,
+        result: RoundResult,
+        digests: Mapping[VectorName, str],
+        ends_at: float,
+        ledger: Ledger | None = None,
+    ) -> Body | None:
+        return self._hub.decide(self.peer_id, *self._open, result, digests, ends_at, ledger)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged
@@ -312,6 +319,7 @@ class MemorySwarm:
         """Leave: stop renewing and serving. Records live on for a lease, as in a real swarm."""
         if not self._closed:
             self._closed = True
+            self._hub.end(self.peer_id)
             self._stop_serving()
             self.clock.notify_all()
 

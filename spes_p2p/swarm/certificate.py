@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
 
 PROTOCOL = "c1"
@@ -72,8 +73,8 @@ class Document(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def encode(self) -> bytes:
-        """Return canonical JSON."""
-        return _canonical(self.model_dump(mode="json"))
+        """Return canonical JSON; fields that are None are left out."""
+        return _canonical(self.model_dump(mode="json", exclude_none=True))
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False):
         """Return a copy with some fields changed, and without what was derived from the old ones."""
@@ -130,6 +131,8 @@ class Body(Document):
     """By slot."""
     shrunk: tuple[PeerId, ...] = Field(default=(), max_length=MAX_VOTERS)
     """Voters that were absent for so long that the rest, no majority, went on without them."""
+    ledger: Ledger | None = None
+    """Which data are trained, if all peers share them; None at the run's start."""
 
     @cached_property
     def digest(self) -> str:
@@ -187,7 +190,7 @@ class Confirmation(RoundStatement):
     kind: ClassVar[str] = "confirmation"
 
     roster: Digest
-    """`roster_digest` of the attempt's members."""
+    """`roster_digest` of the attempt's members, and of the ledger that follows from what they have trained."""
     shared: Digest
     """Digest of the version of `shared` that the member would commit."""
     slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
@@ -359,9 +362,12 @@ def genesis(run: str, founder: str, manifest_digest: str, num_slots: int) -> Bod
     )
 
 
-def roster_digest(members: Iterable[MemberEntry]) -> str:
-    """Return the SHA-256 of a roster, in hex."""
-    return hashlib.sha256(b"\n".join(member.encode() for member in members)).hexdigest()
+def roster_digest(members: Iterable[MemberEntry], ledger: Ledger | None = None) -> str:
+    """Return the SHA-256 of a roster, and of the ledger that its members make, in hex."""
+    lines = [member.encode() for member in members]
+    if ledger is not None:  # guard: ledger-confirmed
+        lines.append(ledger.model_dump_json().encode())
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()
 
 
 def decide_slots(
@@ -445,6 +451,7 @@ def make_body(
     *,
     ends_at: float,
     min_peers: int,
+    ledger: Ledger | None = None,
     removed: Collection[str] = (),
     guilty: Collection[str] = (),
     shrunk: Sequence[str] = (),
@@ -474,6 +481,7 @@ def make_body(
         shared=digest,
         slots=decide_slots(last, members, confirmations),
         shrunk=tuple(shrunk),
+        ledger=ledger,
     )
 
 

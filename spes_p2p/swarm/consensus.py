@@ -43,6 +43,7 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.chain import ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.p2p.identity import IdentityKeys
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import PROTOCOL
@@ -234,6 +235,7 @@ class Consensus:
         ends_at: float,
         shared: str,
         slots: Mapping[int, str],
+        ledger: Ledger | None = None,
     ) -> Body | None:
         """Give the decider this peer's results of an attempt; wait for a certificate, or for another attempt.
 
@@ -244,13 +246,14 @@ class Consensus:
             ends_at: DHT time at which the next round's training should end.
             shared: Digest of `shared`; empty if this peer has no result.
             slots: Digests of its slots.
+            ledger: Which data are trained after the round, if peers share them.
 
         Returns:
             The body of the round after `last`; None if another attempt has begun, or the chain has left `last`.
         """
         with self._changed:
             if self._decider.chain.last.digest == last.digest:
-                self._decider.averaged(attempt, members, ends_at, shared, slots)
+                self._decider.averaged(attempt, members, ends_at, shared, slots, ledger)
             self._changed.wait_for(
                 lambda: (
                     self._is_closed

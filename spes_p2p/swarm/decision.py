@@ -41,6 +41,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.certificate_checks import newest_voted
 from spes_p2p.swarm.chain import Chain
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.votes import Ballot, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
@@ -151,6 +152,7 @@ class Decider:
         last = self.chain.last
         self.attempt = attempt
         self._members: tuple[MemberEntry, ...] = ()
+        self._ledger: Ledger | None = None
         self._ends_at = 0.0
         self._own: Confirmation | None = None
         self._confirmations: dict[str, Confirmation] = {}
@@ -210,6 +212,7 @@ class Decider:
         ends_at: float,
         shared: str = "",
         slots: Mapping[int, str] | None = None,
+        ledger: Ledger | None = None,
     ) -> None:
         """Take this peer's results of an attempt.
 
@@ -220,11 +223,13 @@ class Decider:
             shared: Digest of the version of `shared` that this peer would commit; empty if its averaging failed, so
                 that it gives the attempt up at once.
             slots: The same for its slots.
+            ledger: Which data are trained after the round, if peers share them.
         """
         last = self.chain.last
         if attempt != self.attempt:
             return
         self._members = tuple(members)
+        self._ledger = ledger
         self._ends_at = ends_at
         if not shared:
             self._give_up()
@@ -235,7 +240,7 @@ class Decider:
             previous=last.digest,
             attempt=attempt,
             peer_id=self._keys.peer_id,
-            roster=roster_digest(members),
+            roster=roster_digest(members, ledger),
             shared=shared,
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
         ).signed(self._keys)
@@ -261,7 +266,7 @@ class Decider:
 
     def _of_roster(self) -> list[Confirmation]:
         """Return the members' confirmations of the roster."""
-        roster = roster_digest(self._members)
+        roster = roster_digest(self._members, self._ledger)
         made = (self._confirmations.get(member.peer_id) for member in self._members)
         return [each for each in made if each is not None and each.roster == roster]
 
@@ -280,6 +285,7 @@ class Decider:
             confirmations,
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
+            ledger=self._ledger,
             removed=removed,
             guilty=guilty,
             shrunk=absent,

@@ -25,6 +25,7 @@ from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import CodecKind, Version
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, AnyName, VectorName, slot_ranges
 from spes_p2p.swarm.p2p.node import Node
@@ -265,11 +266,17 @@ class HivemindSwarm:
             return alone(entry, last, vectors)
         return attempt
 
-    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
+    def decide(
+        self,
+        result: RoundResult,
+        digests: Mapping[VectorName, str],
+        ends_at: float,
+        ledger: Ledger | None = None,
+    ) -> Body | None:
         last, attempt = self._open
         slots = {name.slot: digest for name, digest in digests.items() if name.slot is not None}
         entries = result.roster.entries if result.roster else ()
-        return self.consensus.decide(last, attempt, entries, ends_at, digests.get(SHARED, ""), slots)
+        return self.consensus.decide(last, attempt, entries, ends_at, digests.get(SHARED, ""), slots, ledger)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
+from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.records import Archived, Metrics, Record
 from spes_p2p.swarm.roster import Member, Roster
@@ -93,13 +94,20 @@ class Swarm(Protocol):
             starts_at: DHT time from which the roster may be complete with fewer.
         """
 
-    def decide(self, result: RoundResult, digests: Mapping[VectorName, str], ends_at: float) -> Body | None:
+    def decide(
+        self,
+        result: RoundResult,
+        digests: Mapping[VectorName, str],
+        ends_at: float,
+        ledger: Ledger | None = None,
+    ) -> Body | None:
         """Confirm what this peer would commit, and wait until the round is decided.
 
         Args:
             result: Of the last `average`.
             digests: Digests of the versions that follow from its means; empty if it brought none of `shared`.
             ends_at: DHT time at which the next round's training should end.
+            ledger: Which data are trained after the round, if peers share them.
 
         Returns:
             The body of the round's certificate; None if another attempt at the round has begun.

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.controls import Controls, Decision, Intent, decide
+from spes_p2p.training.dealer import Draws
 from spes_p2p.training.loss_gate import LossGate
 from spes_p2p.training.overlap import Correction, PendingSync, Task, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup, give_back_freed
@@ -75,6 +77,7 @@ class TrainingLoop:
         self._start = start
         self._on_round: Callable[[Metrics], None] | None = None
         self._pending: PendingSync | None = None
+        self._draws = Draws(run, trainer.data, group, sync.dealer if sync is not None else None)
         self._round = 0
         self._total_tokens = 0
         self._tokens_per_second = self._places_per_second = 0.0
@@ -177,6 +180,11 @@ class TrainingLoop:
     def _is_over(self) -> bool:
         return self._round >= self._run.round.total
 
+    @property
+    def _training_round(self) -> int:
+        """The round that this peer trains."""
+        return self._round + 1 + (self._pending is not None)
+
     # ------------------------------------------------------------------ training
 
     def _train(self) -> RoundWork | None:
@@ -188,7 +196,13 @@ class TrainingLoop:
         began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
         self._round_started = self._now()
         self.begun_rounds += 1
+        dealt = self._draws.deal(self._training_round)
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
+            if self._draws.dealt is not dealt:  # what was trained since the last one has been given up
+                tokens, weighted_loss, dealt = 0, 0.0, self._draws.dealt
+            if self._draws.are_exhausted:
+                self._await_end()
+                break
             act = self._act(done, steps)
             if act in ("stand aside", "end"):
                 self._stand_aside(is_ended=act == "end")
@@ -212,6 +226,8 @@ class TrainingLoop:
                 self._land_if_due(self._pending)
         if self._pending is not None:
             self._land(self._pending)
+        if self._draws.dealt is not dealt:
+            tokens, weighted_loss = 0, 0.0
         seconds = self._trainer.clock() - began - self._halted_seconds
         if steps:
             self._tokens_per_second = tokens / seconds
@@ -244,11 +260,24 @@ class TrainingLoop:
             data=self._trainer.data.state_dict(),
             ended=self._trainer.clock(),
             waited_seconds=self._waited_seconds,
+            dealt=self._draws.dealt,
+            drawn=self._draws.num_drawn,
         )
         self.brought_steps = self._trainer.steps
         self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         return work
+
+    def _await_end(self) -> None:
+        """Wait for the round's end, where it has a time that is known: no data are left to this peer until then."""
+
+        def of_leader() -> bool:
+            assert self._sync is not None
+            log.info("round %d: all batches that were dealt to this peer are trained", self._round + 1)
+            return self._sync.swarm.wait(max(0.0, self._round_ends - self._now()))
+
+        if self._run.round.mode == "tokens" and self._pending is None:
+            self._group.from_leader(of_leader)
 
     # ------------------------------------------------------------------ the owner's controls
 
@@ -401,7 +430,7 @@ class TrainingLoop:
         """Start the synchronisation; until it lands, nothing else here touches the leader's synchroniser."""
         task, sync, starts_at = None, self._sync, self._round_ends
         if sync is not None:
-            task = self._start(lambda: Correction.of(sync.synchronise(work, starts_at=starts_at), work))
+            task = self._start(partial(_correction, sync, work, starts_at))
             # The next round is taken to last as long as this one until its end is known.
             self._round_ends = self._now() + max(0.0, starts_at - self._round_started)
         self._pending = PendingSync(work, self._run.round.overlap, task)
@@ -430,6 +459,10 @@ class TrainingLoop:
         self._trainer.load_moments_late(moments, own, pending.optimizer_steps)
         if self._round > before:
             self._conclude(pending.work, pending.work.waited_seconds, ended=pending.work.ended)
+        if self._draws.dealt is not None and self._group.from_leader(
+            lambda: self._sync is not None and not _keeps_draws(self._sync, pending.work)
+        ):
+            self._draws.deal(self._training_round)
         self._halted_seconds += self._trainer.clock() - began
 
     # ------------------------------------------------------------------ saving and reporting
@@ -453,6 +486,21 @@ class TrainingLoop:
         self._sync.swarm.report(report)
         if self._on_round is not None:
             self._on_round(report)
+
+
+def _correction(sync: Synchroniser, work: RoundWork, starts_at: float) -> Correction:
+    """Synchronise, and return what that changes; without the steps made meanwhile, if their data do not count."""
+    update = sync.synchronise(work, starts_at=starts_at)
+    return Correction.of(update, work) if _keeps_draws(sync, work) else Correction(update, {}, {}, {})
+
+
+def _keeps_draws(sync: Synchroniser, work: RoundWork) -> bool:
+    """Tell whether what is trained beside a synchronisation can count.
+
+    Where peers share data and this one has not committed the round, it is given up: the next delta would contain draws
+    of two deals.
+    """
+    return work.dealt is None or sync.stats.num_committed > 0  # guard: given-up-draws
 
 
 def _metrics(

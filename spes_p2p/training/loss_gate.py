@@ -18,6 +18,7 @@ import torch
 from torch import LongTensor, Tensor
 
 from spes_p2p.data.packing import TokenSource
+from spes_p2p.data.shared import MAX_PROBE_PARTS, PROBE_TOKENS, probe_sequences
 from spes_p2p.errors import ExchangeError
 from spes_p2p.model.loss import num_targets
 from spes_p2p.swarm.names import VectorName
@@ -28,12 +29,6 @@ from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 
-PROBE_SEQUENCES = 2
-"""Fewest sequences of the run's training text to measure."""
-PROBE_TOKENS = 1024
-"""Fewest tokens to measure."""
-MAX_PROBE_PARTS = 8
-"""Most times as many sequences, where few of their tokens are learned."""
 PROBE_SEED = 0
 """Seed of the data order that the probe's sequences come from."""
 MAX_WORSE = 0.1
@@ -47,11 +42,6 @@ MEMORY_ROUNDS = 8
 MAX_LONGER = 30.0
 """Factor by which a slot's vector may grow beyond its smallest remembered length. The loss may show a scaled delta only
 a round later, by way of `shared`."""
-
-
-def probe_sequences(sequence_length: int) -> int:
-    """Return the number of sequences of T tokens to measure."""
-    return max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size
 
 
 def public_text(source: Callable[[int], TokenSource], sequence_length: int) -> LongTensor:

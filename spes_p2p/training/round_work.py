@@ -14,6 +14,33 @@ from spes_p2p.swarm.names import VectorName
 
 
 @dataclass(frozen=True)
+class Dealt:
+    """The batches of shared data that a peer may train in a round.
+
+    Attributes:
+        round: The round.
+        source: Digest of the body that it was dealt from.
+        ranges: The batches, in the order in which they are trained.
+        spare: The spare range that they are; None if they are this peer's own.
+    """
+
+    round: int
+    source: str
+    ranges: tuple[range, ...]
+    spare: int | None
+
+    def words(self, drawn: int) -> str:
+        """Return the first batches, as they are logged: first and last of each range."""
+        words = []
+        for each in self.ranges:
+            some = each[:drawn]
+            drawn -= len(some)
+            if some:
+                words.append(f"{some[0]}-{some[-1]}")
+        return ", ".join(words) or "none"
+
+
+@dataclass(frozen=True)
 class RoundWork:
     """Local training since the anchors.
 
@@ -31,6 +58,8 @@ class RoundWork:
         data: State of the token source.
         ended: Second of this peer's clock at which training ended.
         waited_seconds: Time for which training stood still until the previous synchronisation had ended.
+        dealt: The range of shared data that was trained; None if peers do not share data.
+        drawn: Batches of it that were trained.
     """
 
     vectors: Mapping[VectorName, Tensor]
@@ -46,6 +75,8 @@ class RoundWork:
     data: Mapping[str, Any] = field(default_factory=dict)
     ended: float = 0.0
     waited_seconds: float = 0.0
+    dealt: Dealt | None = None
+    drawn: int = 0
 
 
 class StoredVectors(Mapping[VectorName, Tensor]):

@@ -22,6 +22,7 @@ from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.checkpoint import rollback_alone
+from spes_p2p.training.dealer import Dealer
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
 from spes_p2p.training.slots import HeldSlots, active_of
 
@@ -165,6 +166,8 @@ class Synchroniser:
         self._sync_seconds = 0.0
         self._expected_since = 0.0
         self._others = ProgressTracker(swarm, held)
+        self.dealer = Dealer(swarm, run, held) if run.data.is_shared else None
+        """Deals the data, if peers share them."""
 
     # ------------------------------------------------------------------ joining
 
@@ -332,7 +335,8 @@ class Synchroniser:
             if not any(member.tokens for member in (*result.roster, contribution.member)):
                 return result, Staged(), None  # they meet to agree when their first round ends
             tried.append((result, self._stage(result)))
-            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result))
+            ledger = self.dealer.ledger(result.roster) if self.dealer is not None else None
+            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result), ledger)
             starts_at = self.swarm.now()
         shared = body.shared if body is not None else ""
         decided = [each for each in tried if each[1].digests.get(SHARED) == shared]
@@ -382,6 +386,9 @@ class Synchroniser:
             refreshes=self._machine.refresh_slots is not None,
         )
         own = work.vectors or {name: self.anchors.weights(name) for name in self.anchors.names}
+        if self.dealer is not None:
+            said = self.dealer.said(self.round + 1, member.tokens, work.dealt, work.drawn)
+            member = member.model_copy(update=said)
         deltas = {
             name: self.anchors.contribution(name, vector, work.moments.get(name), self.round + 1)
             for name, vector in own.items()

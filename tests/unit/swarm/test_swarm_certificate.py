@@ -38,12 +38,16 @@ from spes_p2p.swarm.certificate_checks import (
     newest_voted,
 )
 from spes_p2p.swarm.consensus import Envelope
+from spes_p2p.swarm.ledger import Ledger, Stream, without
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from tests.support.certificates import MIN_PEERS, PEERS, Round, changed, digest, last_body
 
 VOTERS = PEERS[:5]
 NEW = PEERS[50:]
 KEYS = Round().key(VOTERS[0])
+
+
+LEDGER = Ledger(streams=(without(Stream(), [(0, 3), (5, 9)]),))
 
 
 def fault(round: Round, proposal) -> str:
@@ -317,6 +321,22 @@ def test_a_body_has_a_voter():
     )
     lied = changed(round.body(), voters=(NEW[0],))
     assert "does not follow" in fault(round, round.propose(body=lied, goodbyes=(round.goodbye(PEERS[0]),)))
+
+
+def test_a_proposer_cannot_change_what_the_members_have_trained():
+    """The members confirm the ledger with their roster, so a body with another one has no confirmation."""
+    round = Round(ledger=LEDGER)
+    assert not fault(round, round.propose()) and round.body().ledger == LEDGER
+    other = LEDGER.model_copy(update={"streams": (Stream(next=10),)})
+    for ledger in (other, None):
+        assert "not of its roster" in fault(round, round.propose(body=round.body(ledger=ledger)))
+
+
+def test_a_body_without_shared_data_has_the_digest_that_it_had_before_there_were_ledgers():
+    body = Round().body()
+    assert b"ledger" not in body.encode() and Body.model_validate_json(body.encode()) == body
+    shared = Round(ledger=LEDGER).body()
+    assert shared.digest != body.digest and Body.model_validate_json(shared.encode()) == shared
 
 
 # ---------------------------------------------------------------------- what must not be certified

@@ -11,6 +11,7 @@ import torch
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import ModelConfig, RoundConfig
+from spes_p2p.data.shared import PROBE_TOKENS
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import ExchangeError
 from spes_p2p.planner.size import model_size
@@ -20,7 +21,7 @@ from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training import loss_gate as gate_module
-from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, PROBE_TOKENS, LossGate, public_text
+from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 
 PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 8

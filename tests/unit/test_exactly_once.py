@@ -1,0 +1,45 @@
+"""Peers that share data train each window once an epoch, whatever becomes of them; see `benchmarks/exactly_once.py`."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks import exactly_once
+from benchmarks.exactly_once import Outcome, history, settings
+
+KINDS = {
+    "tokens": {},
+    "steps, overlap": {"mode": "steps", "steps": 6, "overlap": 2},
+    "overlap": {"overlap": 1},
+    "steps": {"mode": "steps", "steps": 6},
+}
+
+
+def assert_exact(found: Outcome) -> None:
+    print(found)
+    assert (found.twice, found.never, found.misstated) == (0, 0, 0)
+    assert found.max_ledger_bytes < 1000
+
+
+COMMIT_LANE = list(KINDS)[:2]
+FULL_LANE = [pytest.param(kind, marks=pytest.mark.full) for kind in list(KINDS)[2:]]
+
+
+@pytest.mark.parametrize("kind", [*COMMIT_LANE, *FULL_LANE])
+def test_no_window_counts_twice_or_never_while_peers_come_and_go(kind, seed, monkeypatch):
+    """Four peers, of which two are replaced, are all killed and go on."""
+    monkeypatch.setattr(exactly_once, "NUM_WINDOWS", 80)
+    run = settings(tokens=3000, min_seconds=10.0, max_seconds=60.0, **KINDS[kind])
+    found = history(seed, run, num_peers=4, segments=2, seconds=200.0, share=0.5)
+    assert_exact(found)
+    assert found.rounds and found.deaths >= 4 and found.joins == 4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_window_counts_twice_or_never_in_forty_minutes_with_three_restarts(kind, seed):
+    """Eight peers, 30 % of which are replaced in ten minutes."""
+    changes = {"steps": 20} if "steps" in kind else {}
+    found = history(seed, settings(**{**KINDS[kind], **changes}))
+    assert_exact(found)
+    assert found.rounds >= 10 and found.epochs >= 1
