@@ -16,14 +16,18 @@ import logging
 import random
 import sys
 from collections import Counter, defaultdict
+from dataclasses import asdict
 from multiprocessing import Pool
+from pathlib import Path
 from typing import Any
 
 from benchmarks.history_nodes import LEASE_SECONDS, LIARS, NUM_SLOTS, RULES, Alone, Node, Twice, World, hashed
+from benchmarks.machine import Circumstances, load_average
 from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.votes import Ballot, barred
 
+RESULTS = Path("benchmarks/results/histories.json")
 QUIET_SECONDS = 3600.0
 """Virtual time after the chaos in which a round must be certified."""
 
@@ -145,7 +149,9 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--twice", action="store_true", help="one voter signs twice")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--write", action="store_true", help=f"leave the counts in {RESULTS}")
     args = parser.parse_args()
+    load = load_average()
     totals: Counter[str] = Counter()
     longest = 0
     seeds = [(seed, args.twice) for seed in range(args.first, args.first + args.count)]
@@ -155,7 +161,12 @@ def main() -> None:
             totals += Counter({key: int(value) for key, value in found.items() if key not in ("seed", "end")})
             if any(found[key] for key in ("forks", "lost", "stands", "apart", "wrongly_convicted")):
                 print(json.dumps(found), file=sys.stderr)
-    print(json.dumps({"histories": args.count, **totals, "rounds_until_out": longest}))
+    counts = {"histories": args.count, **totals, "rounds_until_out": longest}
+    print(json.dumps(counts))
+    if args.write:
+        known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        known["twice" if args.twice else "honest"] = counts | {"circumstances": asdict(Circumstances.now(load, None))}
+        RESULTS.write_text(json.dumps(known, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,255 @@
+"""Who counts: what forged documents, ghosts, deaths and double signatures do to a run, and what its certificates cost.
+
+    .venv/bin/python benchmarks/certificates.py [--only ghosts claims ...] [--write]
+
+`histories`, `kills`, `faults` and `bytes` read what `benchmarks/histories.py`, `elastic.py`, `faults.py` and
+`certificate_bytes.py` have left, because they take hours; the others are measured here.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Literal
+
+import msgpack
+import psutil
+import torch
+from hivemind.dht import DHT, DHTNode
+from hivemind.dht.routing import DHTID
+from hivemind.dht.validation import DHTRecord
+from hivemind.utils.timed_storage import get_dht_time
+from pydantic_settings import SettingsConfigDict
+
+from benchmarks.cluster import ROOT
+from benchmarks.guards import PASSED, run_tests
+from benchmarks.round_end import RoundEndConfig, measure_round_ends
+from benchmarks.scoreboard import Scoreboard
+from benchmarks.tables import Row
+from spes_p2p.cli import entry_point
+from spes_p2p.config import CommandConfig
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim
+from spes_p2p.swarm.validation import RecordValidator
+
+RESULTS = ROOT / "benchmarks" / "results"
+TEST_SECONDS = 3600.0
+NUM_GHOSTS, NUM_SLOTS = 1000, 128
+FIRST_SECONDS, LATER_SECONDS = 0.3, 0.02
+BEFORE = "f5f8ccb"
+"""Last commit without certificates that the goals were set on."""
+DECIDING = ("spes_p2p/swarm", "spes_p2p/training")
+Seen = dict[str, Any]
+
+
+def _tests(what: str, goal: str, tests: list[str], seen: Seen) -> Row:
+    with tempfile.TemporaryDirectory(prefix="certificates-") as folder:
+        outcome = run_tests(ROOT, tests, TEST_SECONDS, Path(folder))
+    seen[what] = asdict(outcome)
+    is_passed = outcome.code == PASSED
+    measured = f"{outcome.tests - outcome.failures} of {outcome.tests} tests pass"
+    return Row(what, measured if is_passed else f"{measured}; pytest's exit code {outcome.code}", goal, is_passed)
+
+
+def documents(seen: Seen) -> Iterator[Row]:
+    """Yield what a founder's documents can do to a volunteer's machine."""
+    tests = ["test_strangers.py", "test_peer_confined.py"]
+    files = [*(f"tests/swarm/{name}" for name in tests), "tests/attacks/test_shown_text.py"]
+    yield _tests("a founder's documents: files read, processes ended, escapes printed", "0", files, seen)
+
+
+def ghosts(seen: Seen) -> Iterator[Row]:
+    """Yield what identities do that claim slots, or come to meetings, and do nothing."""
+    what = "one ghost, and as many as honest peers, before and after the first commit, real processes"
+    yield _tests(what, "no round lost, no slot starved", ["tests/swarm/test_ghosts.py"], seen)
+    figures = (
+        "tests/unit/monitor/test_monitor_view.py::test_records_of_peers_that_no_certificate_knows_change_no_figure"
+    )
+    yield _tests("- their metrics", "figures unchanged", [figures], seen)
+    idle = "test_swarm_decision.py::test_as_many_idle_identities_as_honest_peers_in_each_meeting_stop_no_round"
+    what = "n idle identities against n honest in each meeting, n = 3, 5, 8, simulated"
+    yield _tests(what, "the honest commit", [f"tests/unit/swarm/{idle}"], seen)
+
+
+def claims(seen: Seen) -> Iterator[Row]:
+    """Yield the processor time of a peer, its DHT node included, for the claims of many ghosts."""
+    with tempfile.TemporaryDirectory(prefix="claims-") as folder:
+        node = Node(Identity(Path(folder) / "key"), "haunted")
+        try:
+            before = _child_seconds()
+            _haunt(node, Path(folder))
+            stored, seconds = _child_seconds() - before, list[float]()
+            for _ in range(6):
+                before = _processor_seconds()
+                assert len(node.read(Claim)) == NUM_GHOSTS
+                seconds.append(_processor_seconds() - before)
+        finally:
+            node.close()
+    seen["reads"] = seconds
+    seconds[0] += stored
+    later = sorted(seconds[1:])[len(seconds) // 2 - 1]
+    what = f"processor time of a peer for {NUM_GHOSTS:,} ghost claims of {NUM_SLOTS} slots: once"
+    yield Row(what, f"{seconds[0]:.2f} s", f"{FIRST_SECONDS} s", seconds[0] <= FIRST_SECONDS)
+    yield Row("- each later time", f"{later:.2f} s", f"{LATER_SECONDS} s", later <= LATER_SECONDS)
+
+
+def _haunt(node: Node, folder: Path) -> None:
+    """Store the claims of identities that nothing else is known of, as other nodes would."""
+    records = []
+    ends_at = get_dht_time() + MAX_LIFETIME_SECONDS
+    for index in range(NUM_GHOSTS):
+        ghost = Identity(folder / f"ghost{index}")
+        claim = Claim(
+            peer_id=ghost.peer_id, state="active", slots=tuple(range(NUM_SLOTS)), max_slots=NUM_SLOTS, since=1.0
+        )
+        signer, key = RecordValidator("haunted", ghost), DHTID.generate(source=claim.key("haunted")).to_bytes()
+        record = DHTRecord(key, msgpack.packb(signer.subkey), msgpack.packb(claim.encode()), ends_at)
+        records.append((key, signer.subkey, signer.sign_value(record), ends_at))
+    file = folder / "records"
+    file.write_bytes(msgpack.packb(records))
+    stored = node.dht.run_coroutine(functools.partial(_take, file), return_future=True).result(TEST_SECONDS)
+    assert stored == NUM_GHOSTS
+
+
+async def _take(file: Path, dht: DHT, node: DHTNode) -> int:
+    """Store records in a DHT's node that it did not sign; return how many are valid."""
+    count = 0
+    for key, subkey, value, ends_at in msgpack.unpackb(file.read_bytes()):
+        record = DHTRecord(key, msgpack.packb(subkey), value, ends_at)
+        is_valid = node.protocol.record_validator.validate(record)
+        count += is_valid and node.protocol.storage.store(DHTID.from_bytes(key), value, ends_at, subkey=subkey)
+    return count
+
+
+def _child_seconds() -> float:
+    """Return the processor time of the DHT's process and p2pd."""
+    return sum(sum(each.cpu_times()[:2]) for each in psutil.Process().children(recursive=True))
+
+
+def _processor_seconds() -> float:
+    return _child_seconds() + sum(psutil.Process().cpu_times()[:2])
+
+
+def histories(seen: Seen) -> Iterator[Row]:
+    """Yield what random histories have shown; `benchmarks/histories.py --write` makes more of them."""
+    found = json.loads((RESULTS / "histories.json").read_text())
+    honest, twice = found["honest"], found["twice"]
+    count = honest["histories"]
+    for what, key in (
+        ("two unshrunk certificates of one round", "forks"),
+        ("accepted versions lost", "lost"),
+        ("runs that stand though more than half answer", "stands"),
+    ):
+        bad = honest.get(key, 0)
+        yield Row(f"histories: {what}", f"{bad} of {count:,}", "0 of 10,000", not bad and count >= 10_000)
+    of = f"of {twice['histories']:,}"
+    unproven, rounds = twice.get("unproven", 0), twice["rounds_until_out"]
+    yield Row("- with a voter that signs twice: forks unproven", f"{unproven} {of}", "0", not unproven)
+    yield Row("- rounds until it is out, at most", f"{rounds}", "2", rounds <= 2)
+
+
+def kills(seen: Seen) -> Iterator[Row]:
+    """Yield what is lost when real peers die; `benchmarks/elastic.py --only kills --write` measures it."""
+    found = json.loads((RESULTS / "elastic.json").read_text())["kills"]
+    row = Row(**found["figures"][0])
+    yield row._replace(measured=f"{row.measured} (commit {found['circumstances']['commit']})")
+
+
+def faults(seen: Seen) -> Iterator[Row]:
+    """Yield what faults within a round do; `benchmarks/faults.py` measures it."""
+    found = json.loads((RESULTS / "faults.json").read_text())
+    cases, commit = found["cases"], found["circumstances"]["commit"]
+    wrong, whole = sum(bool(case["wrong"]) for case in cases), sum(bool(case["committed"]) for case in cases)
+    count = len(cases)
+    yield Row("faults: wrong or partial means", f"{wrong} of {count} (commit {commit})", "0 of 300", not wrong)
+    yield Row("- rounds that the survivors committed", f"{whole} of {count}", "all of 300", whole == count >= 300)
+
+
+def bytes_sent(seen: Seen) -> Iterator[Row]:
+    """Yield what a round's decision sends; `python -m benchmarks.certificate_bytes` counts it."""
+    for row in json.loads((RESULTS / "certificate_bytes.json").read_text())["rows"]:
+        goal = 6 if row["peers"] == 8 else 50
+        mean = max(row["mean_kb_sent"], row["mean_kb_received"])
+        what = f"bytes of a round's decision, {row['peers']} peers: each way, mean of all peers"
+        yield Row(what, f"{mean:.1f} KB", f"{goal} KB", mean <= goal)
+        most = max(row["most_kb_sent"], row["most_kb_received"])
+        yield Row("- the most, by peers that propose", f"{most:,.0f} KB", f"{goal} KB", most <= goal)
+
+
+def round_time(seen: Seen) -> Iterator[Row]:
+    """Yield how much longer a round takes than without certificates."""
+    found = measure_round_ends(RoundEndConfig())
+    seen["round ends"] = found
+    change = found["change_seconds"]
+    what = "a round besides training, 4 peers, 40 ms, against 09350f3 without certificates, median of pairs"
+    yield Row(what, f"{change:+.2f} s", "+0.3 s at most", change <= 0.3)
+
+
+def lines(seen: Seen) -> Iterator[Row]:
+    """Yield the lines of what decides who counts, before and now."""
+    for folder in DECIDING:
+        listed = subprocess.run(
+            ["git", "ls-tree", "-r", "--name-only", BEFORE, folder],
+            cwd=ROOT,
+            capture_output=True,
+            check=True,
+            text=True,
+        )
+        names = [name for name in listed.stdout.split() if name.endswith(".py")]
+        before = sum(_old_lines(name) for name in names)
+        now = sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py"))
+        yield Row(f"lines of {folder}/", f"{now:,}", f"{before:,}", now <= before)
+
+
+def _old_lines(name: str) -> int:
+    return len(_git("show", f"{BEFORE}:{name}").splitlines())
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, check=True, text=True).stdout
+
+
+Part = Literal["documents", "ghosts", "claims", "histories", "kills", "faults", "bytes", "time", "lines"]
+PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
+    "documents": documents,
+    "ghosts": ghosts,
+    "claims": claims,
+    "histories": histories,
+    "kills": kills,
+    "faults": faults,
+    "bytes": bytes_sent,
+    "time": round_time,
+    "lines": lines,
+}
+BOARD = Scoreboard(RESULTS / "certificates.json", Path("docs/benchmarks.md"), "CERTIFICATES", PARTS)
+
+
+class CertificatesConfig(CommandConfig):
+    """Who counts, and what it costs."""
+
+    model_config = SettingsConfigDict(cli_prog_name="certificates.py")
+
+    only: list[Part] = []
+    """Parts of the table to measure; by default all."""
+    write: bool = False
+    """Leave what was measured in benchmarks/results/certificates.json and, between its markers, in
+    docs/benchmarks.md."""
+    log_level: Literal["debug", "info", "warning"] = "warning"
+    """Least severe event to log."""
+
+
+def main(config: CertificatesConfig) -> int:
+    """Measure and print; return 1 if a goal was missed."""
+    torch.set_num_threads(1)
+    details = (lambda seen: {"seen": seen}) if config.write else None
+    return 0 if BOARD.run(config.only, lambda name: {}, details) else 1
+
+
+if __name__ == "__main__":
+    entry_point(CertificatesConfig, main)
