@@ -15,7 +15,7 @@ from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.monitor.watch import holders_and_peers, pull_round
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.joining import show_download
-from spes_p2p.planner.size import model_size
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import fetch_manifest, guest_list
@@ -50,12 +50,21 @@ def main(config: ExportConfig) -> int:
     if run_id is None:
         folder = Path(source or "").expanduser()
         output = (config.output or folder / "model").expanduser()
-        exported = export(folder, output, config.round, overwrite=config.overwrite)
+        exported = export(
+            folder,
+            output,
+            config.round,
+            overwrite=config.overwrite,
+            merges=config.merged,
+            base=config.start_from,
+        )
     else:
         if config.output is None:
             raise ConfigError("a running swarm has no folder here; name one with --output")
         if config.round is not None:
             raise ConfigError(f"peers pass on their newest round only; drop --round {config.round}, or export a folder")
+        if config.merged:
+            raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
         output = config.output.expanduser()
         exported = _export_swarm(run_id, initial_peers, output, overwrite=config.overwrite, yes=config.yes)
     say(f"wrote {output}: {exported}")
@@ -88,13 +97,13 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         manifest, document = fetch_manifest(swarm, founder or None)
         ask_to_read(manifest, len(document), yes=yes, reads_data=False)
         run = manifest.config
-        size = model_size(run.model, manifest.vocab_size)
+        size = run_size(run, manifest.vocab_size)
         anchors = Anchors(run, {SHARED: size.shared_params, "slot": size.slot_params})
         guests = guest_list(swarm, manifest)
         swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=0, guests=guests)
         sizes = anchors.bundle_numel()
-        show_download(swarm, 4 * (sizes[SHARED] + run.model.num_slots * sizes["slot"]))
-        view = SwarmView(run.model.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+        show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
+        view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
         swarm.catch_up()
         for attempt in range(1, ATTEMPTS + 1):
             claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))

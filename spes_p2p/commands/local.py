@@ -128,7 +128,7 @@ ENOUGH_TOKENS = 0.95
 def main(config: ExperimentConfig) -> int:
     """Run the experiment; return the exit code."""
     config = _resumed(config) if config.resume else _with_data(config)
-    num_slots = config.run.model.num_slots
+    num_slots = config.run.num_slots
     slots = config.max_slots or min(-(-2 * num_slots // config.peers), num_slots)
     if slots > num_slots:
         raise ConfigError(f"max_slots={slots} exceeds the run's {num_slots} slots; lower it, or leave it out")

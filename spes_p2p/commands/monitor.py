@@ -33,6 +33,7 @@ from spes_p2p.monitor.sinks import ConsoleSink, Sinks
 from spes_p2p.monitor.tasks import TASKS_DIRECTORY, TaskEvaluations
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
+from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
@@ -139,13 +140,16 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         template = manifest.config.data.chat_template or ""
         tokenizer = ConfinedTokenizer(document, output / VERSIONS / "tokenizer", manifest.vocab_size, template)
         prompts = partial(_prompts, settings, manifest, tokenizer)
-        archive = Archive(swarm, manifest, _held_out(settings, manifest, tokenizer), tokenizer.decode, prompts)
+        if manifest.config.adapter is not None:
+            obtain_base(swarm, manifest, None)
+        held_out, base = _held_out(settings, manifest, tokenizer), stored_base(output / VERSIONS, manifest)
+        archive = Archive(swarm, manifest, held_out, tokenizer.decode, prompts, base)
         guests = guest_list(swarm, manifest)
         start = manifest.genesis()
         swarm.enter(manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests)
         entered = time.monotonic()
 
-        tasks = _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True))
+        tasks = _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True, merges=True))
         ending = _watch(settings, output, swarm, manifest, archive, tasks, page)
         _conclude(ending, output)
         write_report(output, facts={"run": ending.value})
@@ -201,7 +205,7 @@ def _watch(
     page: Page | None,
 ) -> Ending:
     rounds, facts = manifest.config.round, _facts(manifest)
-    view = SwarmView(manifest.config.model.num_slots, rounds.total, absence_seconds=rounds.heartbeat_seconds)
+    view = SwarmView(manifest.config.num_slots, rounds.total, absence_seconds=rounds.heartbeat_seconds)
     view = replace(view, now=swarm.now())
     path = output / METRICS_FILE
     known: Mapping[str, Any] = {}
@@ -340,7 +344,7 @@ def _facts(manifest: Manifest) -> Mapping[str, Any]:
         "founder": manifest.founder,
         "software": manifest.software,
         "total_rounds": run.round.total,
-        "num_slots": run.model.num_slots,
+        "num_slots": run.num_slots,
         "vocab_size": manifest.vocab_size,
         "config": run.model_dump(mode="json"),
     }

@@ -10,7 +10,7 @@ from spes_p2p.config import DataConfig, check_machine
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.planner.memory import Setup, fits, peer_memory, shortage, slots_that_fit
-from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
+from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, time_lines, traffic_lines
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.presentation import say
@@ -30,7 +30,7 @@ def main(config: PlanConfig) -> int:
     check_machine(run, config, config.ranks)
     if config.host_memory_gb and config.device != "cuda":
         raise ConfigError("--host-memory-gb goes with --device cuda; without a GPU set --memory-gb")
-    size = model_size(run.model, vocab_size)
+    size = run_size(run, vocab_size)
     setup = Setup.of(run, config, vocab_size, num_ranks=config.ranks, on_gpu=config.device == "cuda")
     memory, host = _available(config)
     claimed = _claimed(config, size, setup, memory, host)

@@ -20,7 +20,7 @@ from spes_p2p.cli import set_up_logging
 from spes_p2p.config.commands import SimulateConfig
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.planner.size import model_size
+from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import check_plotting, say
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import Evaluation, simulate
@@ -229,7 +229,7 @@ def run_job(job: Job, tell: Callable[[News], None]) -> RunResult:
     threads = job.scenario.threads or job.threads
     result = simulate(job.scenario.model_copy(update={"threads": threads}), cache=job.cache, on_evaluation=tell)
     tokenizer = resolve_tokenizer(job.scenario.run.data, job.scenario.text, job.cache.expanduser())
-    size = model_size(job.scenario.run.model, len(tokenizer))
+    size = run_size(job.scenario.run, len(tokenizer))
     machine = this_machine("cuda" if device == "cuda" else "cpu", threads)
     return run_result(job.variant, job.seed, job.scenario, result, size, machine)
 

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
+from spes_p2p.config.checkpoint import Fraction, Frozen, PositiveFloat, PositiveInt
 from spes_p2p.config.link import LinkText
 from spes_p2p.config.machine import (
     CommandConfig,
@@ -25,7 +26,7 @@ from spes_p2p.config.machine import (
     VolunteerConfig,
     shipped,
 )
-from spes_p2p.config.run import Fraction, Frozen, PositiveFloat, PositiveInt, RunConfig
+from spes_p2p.config.run import RunConfig
 
 SuiteName = Literal["spes"]
 CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set", "rules"]
@@ -284,7 +285,9 @@ class ExportConfig(CommandConfig):
     """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline, or from a
     running swarm by its link, or by --run-id and --initial-peers."""
 
-    model_config = SettingsConfigDict(env_prefix="SPES_EXPORT_", cli_prog_name="spes export")
+    model_config = SettingsConfigDict(
+        env_prefix="SPES_EXPORT_", cli_prog_name="spes export", cli_shortcuts={"start-from": "from"}
+    )
 
     source: CliPositionalArg[str | None] = None
     """The --output of a peer, monitor or local experiment, or a run's link. A folder is only read; it may be in use."""
@@ -294,6 +297,11 @@ class ExportConfig(CommandConfig):
     """Round to export, of those that the folder keeps; by default the newest."""
     overwrite: bool = False
     """Replace the checkpoint that `output` holds."""
+    merged: bool = False
+    """Of a run with adapters: write a whole checkpoint, the base with the adapters added. By default the adapters are
+    written alone, as peft loads them."""
+    start_from: Path | None = None
+    """With --merged: the checkpoint under the adapters; by default as peers have sent it to each other."""
     run_id: FoundedRun | None = None
     """Name of the run to fetch its newest round from, instead of SOURCE. `NAME@FOUNDER` takes only that founder's."""
     initial_peers: list[str] = []

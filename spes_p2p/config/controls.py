@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
+from spes_p2p.config.checkpoint import Frozen
 from spes_p2p.config.machine import Mbit
-from spes_p2p.config.run import Frozen
 from spes_p2p.errors import ConfigError
 
 VERBS = ("pause", "resume", "finish", "leave", "set", "rules")

@@ -13,8 +13,8 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, ValidationError
 
+from spes_p2p.config.checkpoint import Frozen
 from spes_p2p.config.machine import RunId
-from spes_p2p.config.run import Frozen
 from spes_p2p.errors import ConfigError
 
 PeerId = Annotated[str, Field(min_length=40, max_length=64, pattern=r"^[1-9A-HJ-NP-Za-km-z]+$")]  # guard: peer-id-form

@@ -9,16 +9,8 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
-from spes_p2p.config.run import (
-    DataConfig,
-    Frozen,
-    OptimizerName,
-    PositiveFloat,
-    PositiveInt,
-    RunConfig,
-    Storage,
-    TrainConfig,
-)
+from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Storage
+from spes_p2p.config.run import DataConfig, OptimizerName, RunConfig, TrainConfig
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
@@ -192,8 +184,9 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     model_config = SettingsConfigDict(cli_shortcuts={"start-from": "from"})
 
     start_from: Path | None = None
-    """Checkpoint that the run starts from. A folder of a mixture of experts, as transformers saves it, gives the
-    founder the model's shape, weights and tokenizer; others need none, or read their own copy."""
+    """Checkpoint that the run starts from: a folder, as transformers saves it, or `owner/name@COMMIT` on the hub (by
+    default the newest commit). It gives the founder the model's shape, weights and tokenizer; others need none, or
+    read their own copy."""
     output: Path = Path("runs/peer")
     """Directory of all that this peer keeps. It has its identity, versions and checkpoints."""
     resume: bool = False
@@ -263,6 +256,9 @@ class PeerConfig(VolunteerConfig, NamedRun):
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     initial_peers: list[str] = []
     """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""
+    adapter: Path | None = None
+    """For a founder with --from: train adapters over the checkpoint, which stays frozen. `lora` begins a new one, with
+    the settings in `run.adapter`; the folder of an adapter that peft or `spes export` has saved goes on from it."""
     run: RunConfig | None = None
     """Settings of the run, for its founder only. The others take them from the signed manifest."""
 
@@ -270,6 +266,11 @@ class PeerConfig(VolunteerConfig, NamedRun):
     def shards(self) -> list[Path]:
         """This machine's token shards or conversations; the founder's may be in the run's settings."""
         return self.data or (self.run.data.paths if self.run is not None else [])
+
+    @property
+    def adapter_folder(self) -> Path | None:
+        """The folder of the adapter that the run goes on from, if it does."""
+        return None if self.adapter is None or self.adapter == Path("lora") else self.adapter.expanduser()
 
 
 EIGHT_BIT: tuple[OptimizerName, ...] = ("adamw8bit", "lion8bit")
@@ -298,6 +299,10 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"refresh_slots={machine.refresh_slots} goes with no run that merges experts "
             f"(merge.alpha={run.merge.alpha:g}), which takes every slot's newest version; leave it out"
         )
+    if run.adapter is not None and machine.shard == "fsdp":
+        raise ConfigError("--shard fsdp shards what is trained, and adapters are small; leave it out")
+    if run.adapter is not None and machine.kernel not in ("auto", "loop"):
+        raise ConfigError(f"kernel={machine.kernel} has no adapters; set --kernel auto")
     if machine.attention == "flash" and run.train.precision != "bf16":
         raise ConfigError(
             f"attention=flash computes in bf16, and the run's train.precision={run.train.precision}; "

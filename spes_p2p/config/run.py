@@ -6,17 +6,21 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import CliSuppress
 
-PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
-PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: positive-bounds
-"""Bounded, so that neither a product of some nor a reciprocal is beyond a float or a timer."""
-Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
-Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
-Coefficient = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
-Rate = Annotated[float, Field(ge=1e-12, le=100, allow_inf_nan=False)]
-"""A learning rate."""
+from spes_p2p.config.checkpoint import (
+    AdapterConfig,
+    Coefficient,
+    Decay,
+    Fraction,
+    Frozen,
+    PositiveFloat,
+    Rate,
+    StartConfig,
+    Storage,
+)
+
 MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
 MAX_ROUND_SECONDS = 86_400.0
@@ -27,78 +31,9 @@ MAX_LEASE_SECONDS = 600.0
 """Longest lifetime of a record. Every node refuses a longer one, so a longer lease would silence the run."""
 MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
-Storage = Literal["fp32", "bf16", "int8", "nf4"]
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"]
 CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
 Packing = Literal["pack", "best_fit", "overflow", "trunc"]
-
-
-class Frozen(BaseModel):
-    """Base of config sections: immutable, no unknown keys."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)  # guard: run-settings
-
-
-MAX_TOKEN_ID = 2**24
-TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
-Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-
-
-class RopeConfig(Frozen):
-    """How a checkpoint stretches its rotary position embedding, in transformers' terms; `model.rope_theta` is apart."""
-
-    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
-    factor: PositiveFloat | None = None
-    original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)] | None = None
-    attention_factor: PositiveFloat | None = None
-    beta_fast: PositiveFloat | None = None
-    beta_slow: PositiveFloat | None = None
-    mscale: PositiveFloat | None = None
-    mscale_all_dim: PositiveFloat | None = None
-    low_freq_factor: PositiveFloat | None = None
-    high_freq_factor: PositiveFloat | None = None
-
-    @model_validator(mode="after")
-    def _check_type(self) -> RopeConfig:
-        scaled = () if self.rope_type == "default" else ("factor", "original_max_position_embeddings")
-        needed = (*scaled, "low_freq_factor", "high_freq_factor") if self.rope_type == "llama3" else scaled
-        if missing := [name for name in needed if getattr(self, name) is None]:  # guard: rope-fields
-            raise ValueError(f"rope_type={self.rope_type} needs {', '.join(missing)}; add it to config.json")
-        return self
-
-
-MAX_START_SLOTS = 128
-"""Most slots of a run that starts from a checkpoint: its manifest holds a digest of each, in at most 64 KiB."""
-
-
-class StartConfig(Frozen):
-    """What a checkpoint's config.json says beyond `model`, and which weights it holds; `--from` fills it in."""
-
-    vocab_size: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
-    """Rows of the embedding: the tokenizer's entries, or more."""
-    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)]
-    head_dim: Annotated[int, Field(ge=2, le=2**12)] | None = None
-    """Width of a head; by default `hidden_size / num_heads`."""
-    dense_intermediate_size: Annotated[int, Field(ge=1, le=2**18)] | None = None
-    """Of Qwen3-MoE's config: the width of layers without experts, which no such run has."""
-    attention_bias: bool = False
-    clip_qkv: PositiveFloat | None = None
-    initializer_range: PositiveFloat = 0.02
-    rope: RopeConfig = RopeConfig()
-    bos_token_id: TokenId | None = None
-    eos_token_id: TokenId | None = None
-    pad_token_id: TokenId | None = None
-    shared: Digest
-    """SHA-256 of the shared parameters' version of round 0."""
-    slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
-    """SHA-256 of each slot's version of round 0; none of a dense model."""
-
-    @model_validator(mode="after")
-    def _check_tokens(self) -> StartConfig:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if (getattr(self, name) or 0) >= self.vocab_size:  # guard: start-tokens
-                raise ValueError(f"{name}={getattr(self, name)} has no row in an embedding of {self.vocab_size}")
-        return self
 
 
 DENSE_FAMILIES = ("llama", "qwen3", "gemma")
@@ -143,11 +78,6 @@ class ModelConfig(Frozen):
     def is_dense(self) -> bool:
         """Whether the model has no experts, and the run no slots."""
         return self.family in DENSE_FAMILIES
-
-    @property
-    def num_slots(self) -> int:
-        """Number of the run's slots."""
-        return self.num_experts
 
     @property
     def head_dim(self) -> int:
@@ -484,12 +414,19 @@ class RunConfig(Frozen):
     outer: OuterConfig = OuterConfig()
     codecs: CodecConfig = CodecConfig()
     merge: MergeConfig = MergeConfig()
+    adapter: AdapterConfig | None = None
+    """Train adapters over a frozen base, the checkpoint that the run starts from; by default the model itself."""
     invite_only: bool = False
     """Only peers that the founder has invited (`spes invite`) take part."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"
     """Default precision of the experts a peer does not hold; a machine may choose otherwise with --storage."""
+
+    @property
+    def num_slots(self) -> int:
+        """Number of the run's slots: experts per layer, or none where `shared` is all that is trained."""
+        return self.model.num_experts if self.adapter is None or self.adapter.experts == "slots" else 0
 
     @property
     def averaged_moments(self) -> tuple[str, ...]:
@@ -529,6 +466,14 @@ class RunConfig(Frozen):
                 f"{self.data.sequence_length} are more than the {MAX_PEER_TOKENS:,} tokens that one peer can train in "
                 f"a round; lower one of them"
             )
+        begun = self.adapter.start if self.adapter is not None else None
+        if begun is not None and len(begun.slots) != self.num_slots:  # guard: adapter-slots
+            raise ValueError(
+                f"adapter.start names {len(begun.slots)} slots, and the run has {self.num_slots}; found it with "
+                f"--adapter FOLDER, which sets both"
+            )
+        if self.adapter is not None and self.merge.alpha:
+            raise ValueError(f"merge.alpha={self.merge.alpha:g} merges experts, not adapters; set it to 0")
         latest = round(total * (1 - train.decay_fraction), 9)
         if train.schedule == "wsd" and train.warmup_rounds > latest:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from spes_p2p.config.run import Frozen
+from spes_p2p.config.checkpoint import Frozen
 
 MAX_HINTS = 5
 

@@ -1,4 +1,6 @@
-"""Data sets of the Hugging Face hub: found, checked and streamed; a manifest's name opens nothing else.
+"""Data sets of the Hugging Face hub, found, checked and streamed, and checkpoints, downloaded.
+
+A manifest's name opens nothing else.
 
 The name and the data set's card are a stranger's. So no local folder is looked for, the card's patterns stay within the
 data set, nothing but tables of text is read, and of these the text's column alone: the formats of images, archives and
@@ -9,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from spes_p2p.config import DataConfig
@@ -21,6 +24,8 @@ from spes_p2p.errors import DataError, SpesError
 if TYPE_CHECKING:
     from datasets import IterableDataset
     from datasets.utils.metadata import MetadataConfigs
+
+log = logging.getLogger(__name__)
 
 HUB_SECONDS = 30.0
 """Longest wait for the hub's description of a data set."""
@@ -187,6 +192,41 @@ def _reading_hub(data: DataConfig) -> Iterator[None]:
             f"cannot stream data set {data.name!r} (split {data.split!r}): {reason}; check name, split and network, "
             f"or set data.source=files and give --text"
         ) from error
+
+
+_CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
+"""Files of a checkpoint that are downloaded: no pickles, and no code."""
+_CHECKPOINT = re.compile(r"([A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95})(?:@([0-9a-f]{40}))?", re.ASCII)
+
+
+def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
+    """Return the folder of a checkpoint, downloaded if it is on the hub, and there its name with the commit's hash.
+
+    What was downloaded before is taken from the hub's cache. The weights are verified later, by the manifest.
+
+    Args:
+        source: A folder, or `owner/name` or `owner/name@commit`.
+
+    Raises:
+        DataError: the hub cannot be reached, or has no such checkpoint for everyone.
+    """
+    found = _CHECKPOINT.fullmatch(str(source))
+    if source.expanduser().exists() or found is None:
+        return source.expanduser(), None
+    from huggingface_hub import HfApi, snapshot_download
+
+    name, commit = found[1], found[2]
+    try:
+        if commit is None:
+            commit = str(HfApi().model_info(name, timeout=HUB_SECONDS).sha)
+        log.info("reading %s@%s from the hub", name, commit)
+        folder = snapshot_download(name, revision=commit, allow_patterns=_CHECKPOINT_FILES)  # guard: hub-checkpoint
+    except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
+        reason = " ".join(str(error).split())[:300]
+        raise DataError(
+            f"cannot download {source} from the hub: {reason}; check name, commit and network, or give --from a folder"
+        ) from error
+    return Path(folder), f"{name}@{commit}"
 
 
 def hub_rows(dataset: IterableDataset, data: DataConfig) -> Iterator[dict[str, Any]]:

@@ -135,7 +135,7 @@ class ExpertBank(nn.Module):
         """Sum each token's chosen experts by their weights: `[T, D]` in the dtype of `hidden_states_TD`."""
         routing = Routing.of(self._rank_E[top_k_index_TK], self.num_experts)
         frozen = [{name: self.frozen.stored(slot, name) for name in WEIGHT_NAMES} for slot in self._frozen]
-        x_TD = hidden_states_TD.to(_compute_dtype(hidden_states_TD))
+        x_TD = hidden_states_TD.to(compute_dtype(hidden_states_TD))
         return self.trained(self.kernel, routing, frozen, x_TD, top_k_weights_TK).to(hidden_states_TD.dtype)
 
     def _new_parameters(self) -> nn.ParameterDict:
@@ -188,7 +188,7 @@ def check_layout(stock: nn.Module) -> None:
             )
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
+def compute_dtype(x: Tensor) -> torch.dtype:
     """Return autocast's dtype if autocast is on, else the activations' dtype."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

@@ -163,7 +163,7 @@ class InitialWeights:
     """
 
     def __init__(self, model: ModelConfig, vocab_size: int, sequence_length: int, seed: int) -> None:
-        self._module = _meta_model(model, vocab_size, sequence_length)
+        self._module = meta_model(model, vocab_size, sequence_length)
         self._drawing = _Drawing(self._module, seed, model.init_cutoff)
 
     def read(self, slot: int | None) -> dict[str, Tensor]:
@@ -186,6 +186,14 @@ class InitialWeights:
         return drawn
 
 
+def draw_buffers(module: PreTrainedModel) -> None:
+    """Bring the buffers of a model on the meta device to the CPU: those of rotary embeddings."""
+    drawing = _Drawing(module, 0, None)
+    for name, child in drawing.outside_experts():
+        if not any(True for _ in child.parameters(recurse=False)):
+            drawing.draw(name, child)
+
+
 def _leave_undrawn(module: PreTrainedModel) -> None:
     """Bring a model on the meta device to the CPU with NaN for weights, so that one that is never loaded shows."""
     drawing = _Drawing(module, 0, None)
@@ -197,8 +205,7 @@ def _leave_undrawn(module: PreTrainedModel) -> None:
                 child.to_empty(device="cpu", recurse=False)
             for weight in child.parameters(recurse=False):
                 nn.init.constant_(weight, math.nan)
-        else:
-            drawing.draw(name, child)  # buffers of rotary embeddings
+    draw_buffers(module)
     module.tie_weights(recompute_mapping=False)
 
 
@@ -310,7 +317,7 @@ def stock_model(model: ModelConfig, vocab_size: int, sequence_length: int, seed:
 
     The caller's random state does not change.
     """
-    module = _meta_model(model, vocab_size, sequence_length)
+    module = meta_model(model, vocab_size, sequence_length)
     initialise(module, seed, cutoff=model.init_cutoff)
     return module
 
@@ -351,7 +358,7 @@ def build_slot_model(
     _check_claimed(model, claimed)
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     check_attention(attention, target)
-    module = _meta_model(model, vocab_size, sequence_length, attention)
+    module = meta_model(model, vocab_size, sequence_length, attention)
     banks = _banks(module, claimed, storage, kernel, target)
     if seed is None:
         _leave_undrawn(module)
@@ -362,7 +369,7 @@ def build_slot_model(
 
 def outline(model: ModelConfig, vocab_size: int, sequence_length: int) -> SlotModel:
     """Return the model on the meta device: its configuration, names and shapes, without a single weight."""
-    module = _meta_model(model, vocab_size, sequence_length)
+    module = meta_model(model, vocab_size, sequence_length)
     return _with_banks(module, _banks(module, (), "fp32", "loop", torch.device("cpu")))
 
 
@@ -428,7 +435,8 @@ def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:
         raise ConfigError(f"claimed slots {list(claimed)} contain a slot twice; name each once")
 
 
-def _meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attention: str = "sdpa") -> PreTrainedModel:
+def meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attention: str = "sdpa") -> PreTrainedModel:
+    """Return the stock model on the meta device."""
     config = hf_config(model, vocab_size, sequence_length)
     config._attn_implementation = ATTENTION[attention]
     # The stock default, a grouped kernel, refuses rows that are not aligned to 16 bytes, on CPUs too.

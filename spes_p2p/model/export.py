@@ -5,6 +5,7 @@ Shape legend: I inner width of an expert, D model width.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -64,24 +65,42 @@ def save_checkpoint(
         ConfigError: `directory` exists and is not a checkpoint.
         DataError: names, shapes or values of what `read` returns do not fit the model.
     """
-    target = Path(directory).resolve()
-    if target.exists() and not (target / "config.json").is_file() and not _is_empty(target):
-        raise ConfigError(f"{target} exists and is no checkpoint; choose another directory")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with scratch_path(target) as scratch:
-        scratch.mkdir()
+    with written_folder(directory, "config.json", tokenizer, card) as scratch:
         num_params = _write_weights(model, scratch, read or model.weights)
         model.config.architectures = [type(model.module).__name__]
         model.config.save_pretrained(scratch)
         if model.module.generation_config is not None:
             model.module.generation_config.save_pretrained(scratch)
+    return num_params
+
+
+@contextlib.contextmanager
+def written_folder(directory: str | Path, marker: str, tokenizer: Any, card: str) -> Iterator[Path]:
+    """Yield a new folder beside `directory`, which then replaces it.
+
+    Args:
+        directory: Folder to write; a folder there must have the file `marker`, or be empty.
+        marker: File that all such folders have.
+        tokenizer: Tokenizer to save in it; None saves none.
+        card: Text of the model card, README.md; none is written if it is empty.
+
+    Raises:
+        ConfigError: `directory` exists and is of another kind.
+    """
+    target = Path(directory).resolve()
+    if target.exists() and not (target / marker).is_file() and not _is_empty(target):
+        kind = "checkpoint" if marker == "config.json" else "adapter"
+        raise ConfigError(f"{target} exists and is no {kind}; choose another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with scratch_path(target) as scratch:
+        scratch.mkdir()
+        yield scratch
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
         if card:
             (scratch / "README.md").write_text(card, encoding="utf-8")
         apply_umask(scratch)
         _replace(target, scratch)
-    return num_params
 
 
 def _write_weights(model: SlotModel, folder: Path, read: Callable[[int | None], Mapping[str, Tensor]]) -> int:
@@ -97,7 +116,8 @@ def _write_weights(model: SlotModel, folder: Path, read: Callable[[int | None], 
         for part in group:
             found = read(part)
             check_tensors("shared" if part is None else f"slot-{part}", found, shapes[part])
-            tensors |= dict(_on_disk(model.config.model_type, part, found))
+            in_fp32 = {name: tensor.float() for name, tensor in found.items()}
+            tensors |= dict(on_disk_names(model.config.model_type, part, in_fp32))
             del found
         save_file(tensors, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, file)
@@ -122,22 +142,22 @@ def _groups(num_bytes: Mapping[int | None, int]) -> list[list[int | None]]:
     return groups
 
 
-def _on_disk(model_type: str, slot: int | None, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors in fp32 under the names of stock checkpoints, where each expert's matrices are tensors."""
+def on_disk_names(model_type: str, slot: int | None, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors under the names of stock checkpoints, where each expert's matrices are tensors."""
     block, (gate, up, down) = ON_DISK.get(model_type, (IN_MEMORY, MATRICES))
     for name, tensor in tensors.items():
         stored = name.replace(f".{IN_MEMORY}.", f".{block}.")
         if slot is None:
-            yield stored, tensor.float().contiguous()
+            yield stored, tensor.contiguous()
             continue
         prefix, _, kind = stored.rpartition(".")
         if kind == GATE_UP:
-            gate_ID, up_ID = tensor.float().contiguous().chunk(2)
+            gate_ID, up_ID = tensor.contiguous().chunk(2)
             yield f"{prefix}.{slot}.{gate}.weight", gate_ID
             yield f"{prefix}.{slot}.{up}.weight", up_ID
         else:
             assert kind == DOWN
-            yield f"{prefix}.{slot}.{down}.weight", tensor.float().contiguous()
+            yield f"{prefix}.{slot}.{down}.weight", tensor.contiguous()
 
 
 def _replace(target: Path, scratch: Path) -> None:

@@ -173,8 +173,8 @@ class LoopKernel(Kernel):
     ) -> tuple[Tensor, Tensor]:
         gate_up, down = weights[GATE_UP], weights[DOWN]
         gate_up_RG = x_TD.new_empty(len(scores_R1), gate_up[0].shape[0])
-        y_TD = _zeros_to_sum(x_TD)
-        buffers = _buffers(routing, x_TD, x_TD.shape[1], down[0].shape[1])
+        y_TD = zeros_to_sum(x_TD)
+        buffers = buffers_of(routing, x_TD, x_TD.shape[1], down[0].shape[1])
         for expert, (token_N, scores_N1, gate_up_NG) in routing.split(routing.token_R, scores_R1, gate_up_RG):
             row_ND, hidden_NI = (buffer[: len(token_N)] for buffer in buffers)
             torch.index_select(x_TD, 0, token_N, out=row_ND)
@@ -195,9 +195,9 @@ class LoopKernel(Kernel):
         grad_TD: Tensor,
     ) -> tuple[Tensor, Tensor, dict[str, list[Tensor]]]:
         gate_up, down, dtype = weights[GATE_UP], weights[DOWN], grad_TD.dtype
-        grad_x_TD, grad_scores_R1 = _zeros_to_sum(grad_TD), torch.empty_like(scores_R1)
+        grad_x_TD, grad_scores_R1 = zeros_to_sum(grad_TD), torch.empty_like(scores_R1)
         grads = {name: _grads(routing, weights[name][:num_claimed], grad_TD) for name in weights}
-        buffers = _buffers(routing, grad_TD, grad_TD.shape[1], *2 * [down[0].shape[1]], gate_up[0].shape[0])
+        buffers = buffers_of(routing, grad_TD, grad_TD.shape[1], *2 * [down[0].shape[1]], gate_up[0].shape[0])
         by_expert = routing.split(routing.token_R, scores_R1, gate_up_RG, grad_scores_R1)
         for expert, (token_N, scores_N1, gate_up_NG, grad_scores_N1) in by_expert:
             row_ND, grad_NI, hidden_NI, grad_gate_up_NG = (buffer[: len(token_N)] for buffer in buffers)
@@ -214,12 +214,12 @@ class LoopKernel(Kernel):
         return grad_x_TD.to(dtype), grad_scores_R1, grads
 
 
-def _zeros_to_sum(like_TD: Tensor) -> Tensor:
+def zeros_to_sum(like_TD: Tensor) -> Tensor:
     """Return zeros that accumulate experts' outputs, in fp32: otherwise each addition would round."""
     return torch.zeros_like(like_TD, dtype=torch.promote_types(like_TD.dtype, torch.float32))
 
 
-def _buffers(routing: Routing, like: Tensor, *widths: int) -> list[Tensor]:
+def buffers_of(routing: Routing, like: Tensor, *widths: int) -> list[Tensor]:
     """Allocate buffers of each width for the rows of any one expert."""
     most = max(routing.counts)
     return [like.new_empty(most, width) for width in widths]

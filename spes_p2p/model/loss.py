@@ -160,7 +160,7 @@ class TrainingLoss(nn.Module):
             top_k=getattr(self.slot_model.config, "num_experts_per_tok", 0),
             claimed=self.slot_model.claimed,
             claimed_factor=claimed_factor,
-            routed_E=self.routed_E,
+            routed_E=self.routed_E if len(self.routed_E) else None,  # experts that no slots stand for are not counted
         )
 
 
@@ -416,12 +416,14 @@ class ChunkedHead(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *gradients_T: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Return the gradients of `hidden_TD` and `weight_VD`."""
         rounded_TD, rounded_VD, targets_T, partition_T = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         grad_TD = torch.empty(rounded_TD.shape, dtype=hidden_dtype, device=rounded_TD.device)
-        grad_VD = torch.zeros(rounded_VD.shape, dtype=weight_dtype, device=rounded_VD.device)
+        grad_VD = None  # of a frozen head
+        if ctx.needs_input_grad[1]:
+            grad_VD = torch.zeros(rounded_VD.shape, dtype=weight_dtype, device=rounded_VD.device)
         nats_T, both_T = gradients_T[0], gradients_T[0] + gradients_T[1]
         for start in range(0, len(targets_T), ctx.num_rows):
             rows = slice(start, start + ctx.num_rows)
@@ -454,13 +456,15 @@ class _Chunk(NamedTuple):
     """Their sums with the gradients of the log-partitions."""
 
 
-def _add_gradients_of_chunk(chunk: _Chunk, rounded_VD: Tensor, grad_VD: Tensor) -> Tensor:
-    """Return the gradient of what the head has read, and add the chunk's share to the weight's."""
+def _add_gradients_of_chunk(chunk: _Chunk, rounded_VD: Tensor, grad_VD: Tensor | None) -> Tensor:
+    """Return the gradient of what the head has read, and add the chunk's share to the weight's, if it has one."""
     slopes_CV = F.linear(chunk.rounded_CD, rounded_VD).float()
     slopes_CV.sub_(chunk.partition_C[:, None]).exp_().mul_(chunk.both_C[:, None])  # of the softmax
     slopes_CV.scatter_add_(1, chunk.targets_C[:, None], -chunk.nats_C[:, None])
     rounded_CV = slopes_CV.to(rounded_VD.dtype)
-    if rounded_CV.dtype == grad_VD.dtype:
+    if grad_VD is None:
+        pass
+    elif rounded_CV.dtype == grad_VD.dtype:
         grad_VD.addmm_(rounded_CV.T, chunk.rounded_CD)
     else:
         grad_VD += rounded_CV.T @ chunk.rounded_CD

@@ -18,7 +18,9 @@ from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.frozen import WEIGHT_NAMES
+from spes_p2p.model.lora import AdapterBank
 
+Bank = ExpertBank | AdapterBank
 V = TypeVar("V")
 
 
@@ -27,6 +29,8 @@ class SlotModel:
 
     Slot e is expert e of every layer. Its tensors have the stock fused names, for instance
     `model.layers.0.mlp.experts.gate_up_proj`, and the shape `[O, I]` of one expert. Dictionaries are sorted by name.
+    Of a model with adapters (`model/adapted.py`), the adapters' factors are all there is: `shared_parameters` are those
+    outside the slots, and a slot's tensors its expert's.
 
     Args:
         module: The model with its banks in place; DDP wraps it, and it generates text.
@@ -37,11 +41,11 @@ class SlotModel:
         num_slots: Experts per layer; 0 of a dense model.
     """
 
-    def __init__(self, module: PreTrainedModel, banks: Mapping[str, ExpertBank]) -> None:
+    def __init__(self, module: PreTrainedModel, banks: Mapping[str, ExpertBank] | Mapping[str, AdapterBank]) -> None:
         self.module = module
         self.config: PretrainedConfig = module.config
         self.num_slots = next((bank.num_experts for bank in banks.values()), 0)
-        self._banks = dict(banks)
+        self._banks: dict[str, Bank] = dict(banks)
         # A partial, so that a deep copy of the module guards itself.
         module.save_pretrained = functools.partial(_save_pretrained, module)  # type: ignore[method-assign]
 
@@ -51,9 +55,10 @@ class SlotModel:
         return next((bank.claimed for bank in self._banks.values()), ())
 
     def shared_parameters(self) -> dict[str, nn.Parameter]:
-        """Return every parameter outside the experts by its stock name, tied ones once."""
+        """Return every trained parameter outside the slots by its stock name, tied ones once."""
         inside = tuple(f"{bank}." for bank in self._banks)
-        return {name: p for name, p in sorted(self.module.named_parameters()) if not name.startswith(inside)}
+        named = sorted(self.module.named_parameters())
+        return {name: p for name, p in named if p.requires_grad and not name.startswith(inside)}
 
     def slot_parameters(self, slot: int) -> dict[str, nn.Parameter]:
         """Return the trainable parameters of one claimed slot.
@@ -145,6 +150,7 @@ class SlotModel:
     def gather(self) -> None:
         """Replace the claimed slots' sharded parameters by new, unsharded ones; call it on all ranks."""
         for bank in self._banks.values():
+            assert isinstance(bank, ExpertBank), "adapters are not sharded"
             bank.gather()
 
     def stock_state_dict(self, slots: Mapping[int, Mapping[str, Tensor]] | None = None) -> dict[str, Tensor]:
@@ -168,6 +174,7 @@ class SlotModel:
             if not name.startswith(inside):
                 state[name] = copies.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", copy=True))
         for prefix, bank in self._banks.items():
+            assert isinstance(bank, ExpertBank), "adapters are written by `peft_files`"
             state |= _fused(prefix, bank, given)
         return dict(sorted(state.items()))
 
@@ -181,9 +188,11 @@ class SlotModel:
 
     def _by_bank(self, slot: int, tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
         self._check(slot, tensors)
-        return {prefix: {name: tensors[f"{prefix}.{name}"] for name in WEIGHT_NAMES} for prefix in self._banks}
+        return {
+            prefix: {name: tensors[f"{prefix}.{name}"] for name in bank.shapes} for prefix, bank in self._banks.items()
+        }
 
-    def _by_name(self, read: Callable[[ExpertBank], Mapping[str, V]]) -> dict[str, V]:
+    def _by_name(self, read: Callable[[Bank], Mapping[str, V]]) -> dict[str, V]:
         """Return what `read` returns of every bank, under the stock names."""
         values = {f"{prefix}.{name}": v for prefix, bank in self._banks.items() for name, v in read(bank).items()}
         return dict(sorted(values.items()))

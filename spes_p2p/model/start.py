@@ -5,6 +5,7 @@ Shape legend: E experts, O output features, I input features of one expert's wei
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,15 @@ class StartWeights:
         if slot is None:
             return {name: self._files.read(self._stored(name)).float() for name in self._shapes[None]}
         return {name: self._expert(name, slot).float() for name in self._shapes["slot"]}
+
+    def tensors(self, slot: int | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield the same tensors one by one, in their stored precision.
+
+        Raises:
+            DataError: a value is not finite.
+        """
+        for name in self._shapes[None if slot is None else "slot"]:
+            yield name, self._files.read(self._stored(name)) if slot is None else self._expert(name, slot)
 
     def _expert(self, name: str, slot: int) -> Tensor:
         if name in self._files:

@@ -12,9 +12,9 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,18 +23,25 @@ from torch import Tensor
 
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import Layout, digest
+from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, RecordError
+from spes_p2p.model.adapted import Base
+from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, encode_base
 from spes_p2p.model.build import outline
 from spes_p2p.model.export import save_checkpoint
+from spes_p2p.model.peft_files import Factors, save_adapter, save_merged
+from spes_p2p.model.slot_model import SlotModel
+from spes_p2p.model.start import StartWeights
 from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import printable
 from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, read_index
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
+from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.manifest import TOKENIZER, Manifest, read_manifest
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.training.anchors import Anchors
+from spes_p2p.training.build import outline_of
 from spes_p2p.training.checkpoint import STATE, checkpoint_of
 
 log = logging.getLogger(__name__)
@@ -70,9 +77,12 @@ class Exported:
     round: int
     num_params: int
     other_rounds: Mapping[int, int] = field(default_factory=dict)
+    kind: Literal["model", "adapter", "merged"] = "model"
+    """All of the model in fp32, the run's adapters, or the base with the adapters added."""
 
     def __str__(self) -> str:
-        text = f"round {self.round} of run {self.run_id!r}, {params_text(self.num_params)} parameters in fp32"
+        what = {"model": "in fp32", "adapter": "of adapters", "merged": "with the adapters merged"}[self.kind]
+        text = f"round {self.round} of run {self.run_id!r}, {params_text(self.num_params)} parameters {what}"
         return f"{text}; of other rounds: {_by_round(self.other_rounds)}" if self.other_rounds else text
 
 
@@ -121,7 +131,7 @@ class ModelFolder:
     def authors(self, round: int) -> set[str]:
         """Return the peers that signed weights of this round or an earlier one."""
         held = [each.version for source in self._sources for each in source.values()]
-        weights = [v for v in held if v.name not in DOCUMENTS and VectorName(v.name).is_weights]
+        weights = [v for v in held if not is_document(v.name) and VectorName(v.name).is_weights]
         return {version.author for version in weights if version.round <= round}
 
     def choose(self, round: int | None) -> tuple[int, dict[VectorName, OnDisk]]:
@@ -145,7 +155,7 @@ class ModelFolder:
                 f"with --keep-last and --keep-every)"
             )
         base = max(of_round, key=lambda source: sum(each.version.round == round for each in source.values()))
-        names = [VectorName.of_slot(slot) for slot in range(self.manifest.config.model.num_slots)]
+        names = [VectorName.of_slot(slot) for slot in range(self.manifest.config.num_slots)]
         chosen = {SHARED: base[SHARED]}
         for name in names:
             if found := [source[name] for source in (base, *self._sources) if name in source]:
@@ -169,10 +179,13 @@ def export(
     *,
     overwrite: bool = False,
     held_out: Mapping[int, float] | None = None,
+    merges: bool = False,
+    base: Path | None = None,
 ) -> Exported:
     """Write the model of a round that a folder keeps, with tokenizer and model card, whole or not at all.
 
-    Memory holds one slot at a time, or small ones up to a file's size.
+    Memory holds one slot at a time, or small ones up to a file's size. Of a run with adapters, that is the adapters in
+    peft's layout, or with `merges` their base with the adapters added.
 
     Args:
         folder: The output of a peer or a monitor.
@@ -180,6 +193,8 @@ def export(
         round: The round; by default the newest.
         overwrite: Replace a checkpoint in `output`.
         held_out: Held-out losses by round that the folder's metrics do not have yet.
+        merges: Add the adapters to their base; of no effect in a run without adapters.
+        base: Folder of the base; by default as peers have sent it, if they sent it unquantised.
 
     Raises:
         ConfigError: `output` cannot be written, or holds something.
@@ -189,10 +204,10 @@ def export(
     check_free(output, overwrite=overwrite)
     for _ in range(ATTEMPTS - 1):
         try:
-            return _export(ModelFolder(folder), output, round, held_out or {})
+            return _export(ModelFolder(folder), output, round, held_out or {}, merges=merges, base=base)
         except FileNotFoundError as error:
             log.info("%s was deleted meanwhile by the peer that uses it; reading again", error.filename)
-    return _export(ModelFolder(folder), output, round, held_out or {})
+    return _export(ModelFolder(folder), output, round, held_out or {}, merges=merges, base=base)
 
 
 def check_free(output: Path, *, overwrite: bool) -> None:
@@ -205,13 +220,21 @@ def check_free(output: Path, *, overwrite: bool) -> None:
         raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
 
 
-def _export(source: ModelFolder, output: Path, round: int | None, held_out: Mapping[int, float]) -> Exported:
+def _export(
+    source: ModelFolder,
+    output: Path,
+    round: int | None,
+    held_out: Mapping[int, float],
+    *,
+    merges: bool,
+    base: Path | None,
+) -> Exported:
     round, chosen = source.choose(round)
     run = source.manifest.config
     with ExitStack() as stack:
         # Open files outlive their deletion by a running peer.
         opened = {name: _open_all(source, each, stack) for name, each in chosen.items()}
-        model = outline(run.model, source.manifest.vocab_size, run.data.sequence_length)
+        model = outline_of(run, source.manifest.vocab_size)
         layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
         sizes = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()}).bundle_numel()
 
@@ -223,13 +246,46 @@ def _export(source: ModelFolder, output: Path, round: int | None, held_out: Mapp
         slots = {name.slot: each.version.round for name, each in chosen.items() if name.slot is not None}
         stale = {slot: number for slot, number in slots.items() if number != round}
         num_params = sum(layouts[name.kind].numel for name in chosen)
-        exported = Exported(source.manifest.run_id, round, num_params, stale)
-        card = _card(source, exported, held_out)
+        kind: Literal["model", "adapter", "merged"] = "model"
+        if run.adapter is not None:
+            kind = "merged" if merges else "adapter"
+        exported = Exported(source.manifest.run_id, round, num_params, stale, kind)
+        card, tokenizer = _card(source, exported, held_out), _Tokenizer(source)
         try:
-            save_checkpoint(model, output, read, tokenizer=_Tokenizer(source), card=card)
+            if kind == "model":
+                save_checkpoint(model, output, read, tokenizer=tokenizer, card=card)
+            elif kind == "adapter":
+                save_adapter(Factors(model, run, read), output, tokenizer=tokenizer, card=card)
+            else:
+                whole = outline(run.model, source.manifest.vocab_size, run.data.sequence_length)
+                weights, factors = _base(source, base, whole, stack), Factors(model, run, read)
+                num_params = save_merged(whole, factors, weights, output, tokenizer=tokenizer, card=card)
+                exported = replace(exported, num_params=num_params)
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"cannot write --output {output}: {error}; make room there, or name another") from error
     return exported
+
+
+def _base(source: ModelFolder, folder: Path | None, model: SlotModel, stack: ExitStack) -> Base:
+    """Return the unquantised base of a run's adapters, verified by the manifest.
+
+    Raises:
+        ConfigError: the folder has another checkpoint, or peers have sent the base in 8 or 4 bits.
+    """
+    run = source.manifest.config
+    assert run.adapter is not None
+    layout, digests = BaseLayout(run, source.manifest.vocab_size), base_digests(run)
+    if folder is None:
+        if run.adapter.base not in ("fp32", "bf16"):
+            raise ConfigError(
+                f"peers have sent the base in {run.adapter.base}; name the unquantised checkpoint with --from"
+            )
+        return BaseFiles(source.folder / VERSIONS, layout, digests)
+    weights = StartWeights(folder, model, stack)
+    for slot, expected in digests.items():
+        if digest(encode_base(weights, layout, slot)) != expected:
+            raise ConfigError(f"{folder} is not the base of the run's adapters; name another with --from")
+    return weights
 
 
 class _Tokenizer:
@@ -350,10 +406,11 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
     contributors = sorted(source.authors(exported.round) | reporters)
     model, rounds = run.model, run.round
     kind = "dense model" if model.is_dense else "mixture of experts"
+    kind = kind if exported.kind == "model" else f"fine-tuned {kind}"
     experts = f"{model.num_experts} experts per layer, {model.top_k} per token, " if model.num_experts else ""
     lines = [
         "---",
-        "library_name: transformers",
+        f"library_name: {'peft' if exported.kind == 'adapter' else 'transformers'}",
         "pipeline_tag: text-generation",
         "tags:",
         *(["- mixture-of-experts"] if model.num_experts else []),
@@ -369,14 +426,12 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
         *(f"- {loss}" for loss in losses),
         f"- Model: {model.family}, {params_text(exported.num_params)} parameters, {experts}sequences of "
         f"{run.data.sequence_length} tokens",
-        "- Weights: fp32, as the peers published them, verified by SHA-256",
-        *([f"- Slots (expert e of every layer): {_slots(exported, model.num_slots)}"] if model.num_slots else []),
+        f"- {_how(run, exported)}",
+        *([f"- Slots (expert e of every layer): {_slots(exported, run.num_slots)}"] if run.num_slots else []),
         f"- Exported by spes_p2p {__version__}",
         "",
         "```python",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        'model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")',
+        *_code_to_load(exported),
         'tokenizer = AutoTokenizer.from_pretrained("PATH/TO/THIS/FOLDER")',
         "```",
         "",
@@ -395,6 +450,25 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
         *(f"- {_code(peer)}" for peer in contributors),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _how(run: RunConfig, exported: Exported) -> str:
+    """Return what the files hold."""
+    if (adapter := run.adapter) is None:
+        return "Weights: fp32, as the peers published them, verified by SHA-256"
+    form = "added to their base" if exported.kind == "merged" else "in peft's layout"
+    return f"Adapters: LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}, {form}"
+
+
+def _code_to_load(exported: Exported) -> list[str]:
+    """Return the lines of Python that load the model."""
+    stock = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
+    if exported.kind != "adapter":
+        return [*stock, 'model = AutoModelForCausalLM.from_pretrained("PATH/TO/THIS/FOLDER")']
+    return [
+        *("from peft import PeftModel", *stock, 'base = AutoModelForCausalLM.from_pretrained("PATH/TO/THE/BASE")'),
+        'model = PeftModel.from_pretrained(base, "PATH/TO/THIS/FOLDER")',
+    ]
 
 
 def _history(source: ModelFolder, round: int, held_out: Mapping[int, float]) -> tuple[str, list[str], set[str]]:

@@ -16,6 +16,7 @@ from torch import LongTensor, Tensor
 from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
 from spes_p2p.data.conversations import Prompt
 from spes_p2p.errors import DataError, ExchangeError
+from spes_p2p.model.adapted import Base
 from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
 from spes_p2p.swarm.certificate import Body
@@ -143,6 +144,7 @@ class Archive:
             evaluates nothing.
         decode: Turns tokens into text, for samples; None takes no samples.
         prompts: Makes the beginnings of conversations to reply to; without any, samples continue held-out text.
+        base: The frozen weights under the run's adapters, if it has any.
 
     Attributes:
         anchors: Sizes of the run's versions, and how a published delta advances one; holds no values.
@@ -156,6 +158,7 @@ class Archive:
         held_out: Callable[[], Sequence[LongTensor]] = list,
         decode: Callable[[list[int]], str] | None = None,
         prompts: Callable[[], Sequence[Prompt]] = list,
+        base: Base | None = None,
     ) -> None:
         self._swarm = swarm
         self._make_prompts = prompts
@@ -164,7 +167,7 @@ class Archive:
         self._held_out = held_out
         self._decode = decode
         self._batches: Sequence[LongTensor] | None = None
-        self._model = WholeModel(self._run, manifest.vocab_size)
+        self._model = WholeModel(self._run, manifest.vocab_size, base=base)
         self.anchors = Anchors(self._run, self._model.numels)
         self.round = 0
 

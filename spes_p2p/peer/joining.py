@@ -18,17 +18,29 @@ from transformers import PreTrainedTokenizerBase
 
 import spes_p2p
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import MAX_ADDRESSES, JoinLink, KeptRounds, ModelConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.config import (
+    MAX_ADDRESSES,
+    AdapterConfig,
+    JoinLink,
+    KeptRounds,
+    ModelConfig,
+    PeerConfig,
+    RunConfig,
+    check_machine,
+)
 from spes_p2p.data.conversations import founding
+from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_attention, check_build, hf_config
+from spes_p2p.model.peft_files import adapter_of
 from spes_p2p.model.start import model_of
+from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
-from spes_p2p.planner.size import ModelSize, free_memory_bytes, model_size
+from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
@@ -51,7 +63,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.build import with_digests
+from spes_p2p.training.build import with_adapter, with_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -149,6 +161,8 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
+    if config.initial_peers and config.adapter is not None:
+        raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
     if config.client_mode and not (config.initial_peers or config.resume):
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
     run = config.run or RunConfig()
@@ -208,12 +222,15 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     run = _on_files(config, run)
     cache, corpus = config.cache.expanduser(), config.corpus(run.data)
-    if (source := config.start_from) is None:
+    source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
+    if source is None:
+        if config.adapter is not None or run.adapter is not None:
+            raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
         tokenizer = resolve_tokenizer(corpus, config.text, cache)
     else:
         if run.model != ModelConfig():
             raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
-        run = run.model_copy(update={"model": model_of(source)})
+        run = run.model_copy(update={"model": model_of(source), "adapter": _adapter(config, run)})
         _check_choices(config, run)
         tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
@@ -226,7 +243,10 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
     if source is not None:  # last, because it reads all weights
-        run = with_digests(run, len(tokenizer), source)
+        run = with_digests(run, len(tokenizer), source, hub_name)
+    if (folder := config.adapter_folder) is not None:
+        run = with_adapter(run, len(tokenizer), folder)
+        _check_size(run)
     return run, tokenizer
 
 
@@ -249,6 +269,13 @@ def _check_size(run: RunConfig) -> None:
             f"the run's manifest would have {num_bytes} bytes, at most {MAX_BYTES[MANIFEST]}; shorten "
             f"data.chat_template or data.probe"
         )
+
+
+def _adapter(config: PeerConfig, run: RunConfig) -> AdapterConfig | None:
+    """Return the adapter settings of a new run; None if it trains all of the model."""
+    if config.adapter_folder is not None:
+        return adapter_of(config.adapter_folder, run.adapter)
+    return run.adapter or (None if config.adapter is None else AdapterConfig())
 
 
 def kept(config: PeerConfig) -> Kept:
@@ -314,7 +341,7 @@ def _enter(
 ) -> Admission:
     run = manifest.config
     _check_choices(config, run)
-    size = model_size(run.model, manifest.vocab_size)
+    size = run_size(run, manifest.vocab_size)
     group = ProcessGroup(config.device)
     on_gpu = group.device.type == "cuda"
     setup = Setup.of(run, config, manifest.vocab_size, num_ranks=group.world_size, on_gpu=on_gpu)
@@ -324,15 +351,19 @@ def _enter(
     guests = guest_list(swarm, manifest, config.invite or "")
     if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
+    if run.adapter is not None:
+        obtain_base(swarm, manifest, own_copy(config.start_from))
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)
     if config.resume_round is not None:
         swarm.consensus.cut(config.resume_round)
     declare_manifest(swarm, manifest)
     run_id = manifest.run_id
     log.info("run %r, manifest %s, founded by %s", run_id, manifest.digest[:12], manifest.founder)
-    num_slots = min(max_slots, run.model.num_slots)
+    num_slots = min(max_slots, run.num_slots)
     what = (
-        f"trains up to {num_slots} of {run.model.num_slots} slots" if run.model.num_slots else "trains all of the model"
+        f"trains up to {num_slots} of {run.num_slots} slots"
+        if run.num_slots
+        else f"trains all of the {'adapters' if run.adapter else 'model'}"
     )
     log.info("this peer is %s and %s", swarm.peer_id, what)
     _say_cost(swarm, size, num_slots, setup, config)
@@ -412,9 +443,9 @@ def _check_choices(config: PeerConfig, run: RunConfig) -> None:
     check_attention(config.attention, group.device)
     if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
         check_build(run.model, config.storage or run.frozen_storage, config.kernel)
-    if config.max_slots != "auto" and config.max_slots > run.model.num_slots:
+    if config.max_slots != "auto" and config.max_slots > run.num_slots:
         raise ConfigError(
-            f"max_slots={config.max_slots} exceeds the run's {run.model.num_slots} slots; lower it, or leave it out"
+            f"max_slots={config.max_slots} exceeds the run's {run.num_slots} slots; lower it, or leave it out"
         )
     if config.max_slots != "auto" and config.max_slots > MAX_CLAIMED:
         raise ConfigError(

@@ -22,6 +22,7 @@ from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
+from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
 from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
@@ -30,6 +31,7 @@ from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
+from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
 from spes_p2p.training.checkpoint import Saved, checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
@@ -151,11 +153,11 @@ def _train(
             return
         run, vocab_size = admission.manifest.config, admission.manifest.vocab_size
         text, probe_BT1 = _source(config, run, vocab_size)
-        trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config)
+        base = stored_base(config.output / "versions", admission.manifest)
+        trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config, base=base)
         keep_output()
         swarm = joined[0] if joined else None
-        checkpoint = checkpoint_of(config.output, config)
-        found = admission.found
+        checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
         run = _needing_none(run) if saved is not None and _is_founders_last(config, run, saved) else run
         if swarm is not None:
@@ -208,12 +210,13 @@ def _initial(
     config: PeerConfig, run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer
 ) -> Callable[[], Mapping[VectorName, Tensor]] | None:
     """Return what makes the vectors of the run's start; None if this peer must fetch them."""
-    if config.start_from is not None:
-        bundles = StartBundles(run, vocab_size, config.start_from)
+    source = own_copy(config.start_from) if run.adapter is None else config.adapter_folder
+    if source is not None:
+        bundles = StartBundles(run, vocab_size, source)
         if config.initial_peers:
             bundles.check()  # now, before it waits for others; the founder has just read them
         return lambda: bundles
-    return partial(build_initial, run, vocab_size, sync, trainer) if run.model.start is None else None
+    return partial(build_initial, run, vocab_size, sync, trainer) if not start_digests(run) else None
 
 
 def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callable[[int], TokenSource], LongTensor]:

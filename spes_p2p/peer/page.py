@@ -150,7 +150,7 @@ def shown(
         yield None
         return
     run = manifest.config
-    view = SwarmView(run.model.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
+    view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
     facts = {"run_id": manifest.run_id, "config": run.model_dump(mode="json")}
     state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"))
     verbs = Verbs(controls.act, config.output) if controls is not None else None

@@ -62,6 +62,7 @@ class Activations:
         checkpointing: Whether only each layer's input is kept, and the rest computed again.
         keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
         keeps_masks: Whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers.
+        has_frozen_base: Whether adapters are trained: a matrix of the base is made dense for one product at a time.
     """
 
     model: ModelConfig
@@ -72,6 +73,7 @@ class Activations:
     checkpointing: bool = False
     keeps_scores: bool = False
     keeps_masks: bool = False
+    has_frozen_base: bool = False
 
     @property
     def tokens(self) -> int:
@@ -136,9 +138,12 @@ class Activations:
         return norms + attention + router + experts
 
     def _rounded_weights(self) -> int:
+        model, width = self.model, self.model.hidden_size
+        if self.has_frozen_base:
+            matrix = max(2 * model.intermediate_size, model.head_dim * model.num_heads) * width
+            return NARROW[self.precision] * (matrix + self.vocab_size * width)
         if self.precision == "fp32":
             return 0
-        model, width = self.model, self.model.hidden_size
         layer = 2 * width * (model.head_dim * model.num_heads + _key_width(model)) + model.num_experts * width
         layer += 3 * width * model.intermediate_size if model.is_dense else 0
         num_layers = 1 if self.checkpointing else model.num_layers
@@ -171,6 +176,7 @@ class Setup:
         activations: One forward pass of a rank; None leaves activations out.
         accumulates: Whether a rank's step has several forward passes.
         gradient_bytes: Bytes of one parameter's gradient: 4, or 2 if the machine keeps gradients in bf16.
+        base: Precision of the documents of an adapters' base.
     """
 
     storage: Storage = "bf16"
@@ -190,6 +196,7 @@ class Setup:
     activations: Activations | None = None
     accumulates: bool = False
     gradient_bytes: Literal[4, 2] = 4
+    base: Storage = "bf16"
 
     @classmethod
     def of(
@@ -222,6 +229,7 @@ class Setup:
                 checkpointing=machine.activation_checkpointing,
                 keeps_scores=machine.attention == "eager",
                 keeps_masks=machine.attention == "sdpa" and run.data.are_separate,
+                has_frozen_base=run.adapter is not None,
             )
         return cls(
             storage=machine.storage or run.frozen_storage,
@@ -241,6 +249,7 @@ class Setup:
             on_gpu=on_gpu,
             activations=activations,
             accumulates=sequences * num_ranks < run.train.batch_size,
+            base=run.adapter.base if run.adapter is not None else "bf16",
         )
 
 
@@ -336,7 +345,7 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         slot_weights=FP32 * claimed * size.slot_params // shares,
         gradients=setup.gradient_bytes * trained // shares,
         optimizer=optimizer_bytes(size, claimed, setup.optimizer) // shares,
-        frozen=round(FROZEN_BYTES[setup.storage] * size.frozen_params(claimed)),
+        frozen=frozen_bytes(size, claimed, setup.storage),
         activations=setup.activations.num_bytes if setup.activations else 0,
         gathered=gathered_bytes(size, claimed, setup),
         vectors=held,
@@ -346,6 +355,24 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         num_ranks=setup.num_ranks,
         on_gpu=setup.on_gpu,
     )
+
+
+def frozen_bytes(size: ModelSize, claimed: int, storage: Storage) -> int:
+    """Return the bytes of what a peer with `claimed` slots holds frozen.
+
+    Without adapters that is `b M` for M parameters of b bytes. With adapters it is the whole base, and in fp32 the
+    factors of slots that others train.
+    """
+    if not size.is_adapted:
+        return round(FROZEN_BYTES[storage] * size.frozen_params(claimed))
+    wide = size.kept_params + size.frozen_params(claimed)
+    return base_bytes(size, storage) - FP32 * size.kept_params + FP32 * wide
+
+
+def base_bytes(size: ModelSize, storage: Storage) -> int:
+    """Return the bytes of the frozen base of adapters, in memory or as documents on disk."""
+    tables = (FP32 if storage == "fp32" else NARROW["bf16"]) * size.table_params
+    return round(FROZEN_BYTES[storage] * size.base_params) + tables + FP32 * size.kept_params
 
 
 def optimizer_bytes(size: ModelSize, claimed: int, optimizer: OptimizerName) -> int:
@@ -455,7 +482,12 @@ def startup_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     draws and publishes, or fetches, and then loads one vector of the run's state after the other, of which two copies
     are in memory at a time: as read and as decoded.
     """
-    models = FP32 * size.shared_params + round(FROZEN_BYTES[setup.storage] * size.frozen_params(0))
+    models = FP32 * size.shared_params + frozen_bytes(size, 0, setup.storage)
+    if size.is_adapted:  # one document of the base, as its founder or a joiner gets it: the shared part or a slot
+        models += max(
+            base_bytes(replace(size, base_params=size.base_params - size.expert_params), setup.base),
+            round(FROZEN_BYTES[setup.base] * size.slot_base_params),
+        )
     vectors = _group_vectors(size, claimed, setup)
     kept = sum((2 * group.encoded + FP32 * group.anchors) * group.numel for group in vectors)
     largest = max((1 + setup.shared_momentum) * size.shared_params, (1 + setup.slot_momentum) * size.slot_params)

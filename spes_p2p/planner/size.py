@@ -11,7 +11,7 @@ from typing import Literal
 import psutil
 
 from spes_p2p.codecs.format import PART_NUMEL, Segment, format_of
-from spes_p2p.config import CodecName, ModelConfig
+from spes_p2p.config import AdapterTarget, CodecName, ModelConfig, RunConfig
 
 SMALL_NUMEL = 4096
 """Tensors with fewer elements keep an optimizer's state in fp32, as in bitsandbytes."""
@@ -37,9 +37,25 @@ class ModelSize:
     """A slot's parameters in tensors too small for 8-bit state."""
     num_layers: int = 1
     """L."""
+    base_params: int = 0
+    """Of a run with adapters: parameters of the frozen base's matrices, which a machine holds in its storage."""
+    table_params: int = 0
+    """The base's embedding and head, in bf16 unless the storage is fp32."""
+    kept_params: int = 0
+    """The base's norms, biases and routers, and factors that are not trained, in fp32."""
+    expert_params: int = 0
+    """The base's matrices of experts."""
+    slot_base_params: int = 0
+    """Those of one expert of every layer, which one document holds."""
+
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the trained parameters are adapters over a frozen base."""
+        return self.base_params > 0
 
     @property
     def total_params(self) -> int:
+        """All that is trained by some peer, which versions and checkpoints hold."""
         return self.shared_params + self.num_slots * self.slot_params
 
     def trained_params(self, claimed: int) -> int:
@@ -70,6 +86,65 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
         small_slot_params=model.num_layers * sum(numel for numel in slot if numel < SMALL_NUMEL),
         num_layers=model.num_layers,
     )
+
+
+def run_size(run: RunConfig, vocab_size: int) -> ModelSize:
+    """Count the parameters of what a run trains: its model, or adapters over it.
+
+    Args:
+        run: The run's settings.
+        vocab_size: Entries of the tokenizer.
+    """
+    whole, adapter, model = model_size(run.model, vocab_size), run.adapter, run.model
+    if adapter is None:
+        return whole
+    both = adapter.factors == "both"
+    shared, slot, seeded = list[int](), list[int](), 0
+    for target, num_out, num_in, count in _adapted_matrices(model):
+        if target not in adapter.targets:
+            continue
+        factors = [adapter.rank * num_out, *([adapter.rank * num_in] if both else [])]
+        experts = model.num_experts if target == "experts" else 1
+        seeded += 0 if both else count * experts * adapter.rank * num_in
+        if target == "experts" and adapter.experts == "slots":
+            slot += [numel for numel in factors for _ in range(count)]
+        else:
+            shared += [experts * numel for numel in factors for _ in range(count)]
+    tables = sum(
+        numel * n for kind, numel, n in _shared_tensors(model, model.embedding_rows(vocab_size)) if kind == "table"
+    )
+    routers = model.num_layers * model.num_experts * model.hidden_size
+    matrices = whole.matrix_params - routers + model.num_experts * whole.slot_params
+    return ModelSize(
+        shared_params=sum(shared),
+        slot_params=sum(slot),
+        num_slots=run.num_slots,
+        matrix_params=sum(shared),
+        small_shared_params=sum(numel for numel in shared if numel < SMALL_NUMEL),
+        small_slot_params=sum(numel for numel in slot if numel < SMALL_NUMEL),
+        num_layers=model.num_layers,
+        base_params=matrices,
+        table_params=tables,
+        kept_params=whole.total_params - matrices - tables + seeded,
+        expert_params=model.num_experts * whole.slot_params,
+        slot_base_params=whole.slot_params,
+    )
+
+
+def _adapted_matrices(model: ModelConfig) -> Iterator[tuple[AdapterTarget, int, int, int]]:
+    """Yield the target, outputs, inputs and number of the matrices that may have adapters, experts' once for all."""
+    width, inner, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    query_width, key_width = model.head_dim * model.num_heads, model.head_dim * model.num_kv_heads
+    yield "attention", query_width, width, layers
+    yield "attention", key_width, width, 2 * layers
+    yield "attention", width, query_width, layers
+    if model.is_dense:
+        yield "mlp", inner, width, 2 * layers
+        yield "mlp", width, inner, layers
+    else:
+        yield "experts", 2 * inner, width, layers
+        yield "experts", width, inner, layers
+        yield "router", model.num_experts, width, layers
 
 
 def _shared_tensors(model: ModelConfig, num_rows: int) -> Iterator[tuple[Kind, int, int]]:

@@ -80,6 +80,8 @@ class Scenario(Frozen):
 
     run: RunConfig = RunConfig()
     """The run's settings; the number of peers that are there from the start replaces `round.min_peers`."""
+    start_from: Path | None = None
+    """Checkpoint that the run starts from, with its tokenizer; by default weights are drawn."""
     peers: PositiveInt = 4
     """Virtual peers, including those that join later."""
     max_slots: PositiveInt | list[PositiveInt] = 8
@@ -133,12 +135,18 @@ class Scenario(Frozen):
         return ids
 
     @model_validator(mode="after")
+    def _check_base(self) -> Scenario:
+        if self.run.adapter is not None and self.start_from is None:
+            raise ValueError("run.adapter needs a base; name a checkpoint with start_from")
+        return self
+
+    @model_validator(mode="after")
     def _check_peers(self) -> Scenario:
         for name in ("max_slots", "speeds", "starts", "peer_ids", "data_seeds", "slots"):
             value = getattr(self, name)
             if isinstance(value, list) and value and len(value) != self.peers:
                 raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")
-        num_slots = self.run.model.num_slots
+        num_slots = self.run.num_slots
         for slots in self.max_slots if isinstance(self.max_slots, list) else [self.max_slots]:
             if num_slots and slots > num_slots:
                 raise ValueError(
@@ -192,10 +200,8 @@ class Scenario(Frozen):
                     f"let it begin before"
                 )
         for held in self.slots:
-            if sorted(set(held)) != held or (held and held[-1] >= self.run.model.num_slots):
-                raise ValueError(
-                    f"slots={held} of a peer; list each once, ascending, up to {self.run.model.num_slots - 1}"
-                )
+            if sorted(set(held)) != held or (held and held[-1] >= self.run.num_slots):
+                raise ValueError(f"slots={held} of a peer; list each once, ascending, up to {self.run.num_slots - 1}")
         if not self.founders:
             raise ValueError("every peer joins later, so there is no peer to join; let one start without an event")
         return self

@@ -10,21 +10,26 @@ import functools
 import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 import torch
 from torch import LongTensor, Tensor
+from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
 from spes_p2p.data.shared import DealtSource
 from spes_p2p.data.sources import Part
-from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.errors import SimulationError
+from spes_p2p.model.adapted import Base
+from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
-from spes_p2p.planner.size import model_size
+from spes_p2p.model.start import StartWeights, model_of
+from spes_p2p.planner.size import run_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.hub import MemoryHub
@@ -33,7 +38,15 @@ from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import Metrics
-from spes_p2p.training.build import WholeModel, build_initial, build_synchroniser, build_trainer
+from spes_p2p.training.anchors import start_digests
+from spes_p2p.training.build import (
+    StartBundles,
+    WholeModel,
+    build_initial,
+    build_synchroniser,
+    build_trainer,
+    with_digests,
+)
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
@@ -104,6 +117,7 @@ class VirtualPeer:
         max_slots: Number of slots that the peer can train.
         tokens_per_second: Training speed in virtual time.
         device: "auto", "cpu" or "cuda".
+        base: The frozen weights under the run's adapters, if it has any.
     """
 
     def __init__(
@@ -117,13 +131,14 @@ class VirtualPeer:
         max_slots: int,
         tokens_per_second: float = 1000.0,
         device: str = "cpu",
+        base: Base | None = None,
     ) -> None:
         self.swarm = swarm
         self._clock = swarm.clock
         self._tokens_per_second = tokens_per_second
         group = ProcessGroup(device)
         paced = PacedTokens(data, self._spend)
-        self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now)
+        self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now, base=base)
         self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=max_slots)
         swarm.enter(self.sync.anchors.vectors())
         gate = LossGate(self.trainer, group, probe_BT1)
@@ -251,6 +266,18 @@ def simulate(
         torch.set_num_threads(threads)
 
 
+def _tokenizer(scenario: Scenario, cache: Path) -> PreTrainedTokenizerBase:
+    """Return the run's tokenizer: that of the checkpoint it starts from, unless it names another."""
+    if scenario.start_from is not None and scenario.run.data.tokenizer is None:
+        return load_tokenizer(scenario.start_from)
+    return resolve_tokenizer(scenario.run.data, scenario.text, cache)
+
+
+def _started(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
+    """Return a run's settings as its founder sets them from a checkpoint."""
+    return with_digests(run.model_copy(update={"model": model_of(source)}), vocab_size, source)
+
+
 class _Simulation:
     """A running scenario; the peers' threads run one at a time, so no data here needs a lock."""
 
@@ -259,8 +286,15 @@ class _Simulation:
         self._scenario = scenario
         self._run = scenario.run.model_copy(update={"round": rounds})
         self._on_evaluation = on_evaluation
-        tokenizer = resolve_tokenizer(self._run.data, scenario.text, cache)
+        tokenizer = _tokenizer(scenario, cache)
         self._vocab_size = len(tokenizer)
+        self._base: Base | None = None
+        if scenario.start_from is not None:
+            self._run = _started(self._run, self._vocab_size, scenario.start_from)
+        if self._run.adapter is not None:
+            assert scenario.start_from is not None
+            model = outline(self._run.model, self._vocab_size, self._run.data.sequence_length)
+            self._base = StartWeights(scenario.start_from, model, ExitStack())
         self._source = train_sources(self._run.data, tokenizer, paths=scenario.text, cache=cache)
         self._probe_BT1 = public_text(self._source, self._run.data.sequence_length)
         self._clock = VirtualClock()
@@ -271,7 +305,7 @@ class _Simulation:
             self._clock,
             founder=self._peer_id(scenario.founders[0]),
             min_peers=rounds.min_peers,
-            num_slots=self._run.model.num_slots,
+            num_slots=self._run.num_slots,
             shrink_seconds=rounds.shrink_seconds,
         )
         self._peers: dict[int, VirtualPeer] = {}
@@ -279,7 +313,7 @@ class _Simulation:
         self._interruptions = [scenario.interruptions(peer) for peer in range(scenario.peers)]
         self._swarms = [self._swarm(peer) for peer in range(scenario.peers)]
         self._initial: Mapping[VectorName, Tensor] = {}
-        self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device)
+        self._model = WholeModel(self._run, self._vocab_size, ProcessGroup(scenario.device).device, self._base)
         self._batches = held_out_batches(
             self._run.data,
             tokenizer,
@@ -330,7 +364,7 @@ class _Simulation:
         attacks = [attack for attack in scenario.attacks if attack.peer == peer]
         if not attacks:
             return MemorySwarm(self._hub, peer_id)
-        size = model_size(self._run.model, self._vocab_size)
+        size = run_size(self._run, self._vocab_size)
         return AttackingSwarm(self._hub, peer_id, attacks, {SHARED: size.shared_params, "slot": size.slot_params})
 
     def _live(self, index: int) -> None:
@@ -360,6 +394,7 @@ class _Simulation:
             max_slots=_of(scenario.max_slots, index),
             tokens_per_second=_of(scenario.speeds, index),
             device=scenario.device,
+            base=self._base,
         )
         if scenario.slots:
             peer.sync.held.resume(scenario.slots[index])
@@ -367,7 +402,10 @@ class _Simulation:
 
     def _start(self, peer: VirtualPeer) -> Mapping[VectorName, Tensor]:
         """Return the vectors of the run's start, which are the same for all peers."""
-        if not self._initial:
+        if not self._initial and start_digests(self._run):
+            assert self._scenario.start_from is not None
+            self._initial = dict(StartBundles(self._run, self._vocab_size, self._scenario.start_from))
+        elif not self._initial:
             self._initial = dict(build_initial(self._run, self._vocab_size, peer.sync, peer.trainer))
         return self._initial
 

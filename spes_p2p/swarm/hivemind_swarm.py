@@ -321,8 +321,9 @@ class HivemindSwarm:
         items = {name: (vectors.encode(name, flat_N), vectors.codec(name)) for name, flat_N in bundles.items()}
         return self._publish(round, items, deltas or {})
 
-    def publish_document(self, name: str, data: bytes, round: int = 0) -> Version:
-        """Serve a document (`manifest`, `tokenizer`) as it is; of its author's, that of the latest round counts."""
+    def publish_document(self, name: str, data: bytes | memoryview, round: int = 0) -> Version:
+        """Serve a document (manifest, tokenizer, part of a base) as it is; of its author's, that of the latest round
+        counts."""
         return self._publish(round, {name: (data, "raw")}, {})[name]
 
     def _publish(

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
@@ -55,6 +55,12 @@ class Manifest(BaseModel):
     tokenizer_digest: Digest
     """SHA-256 of the tokenizer document."""
 
+    @model_validator(mode="after")
+    def _check_base(self) -> Manifest:
+        if self.config.adapter is not None and self.config.model.start is None:  # guard: adapter-base
+            raise ValueError("the run trains adapters and names no base; its founder names one with --from")
+        return self
+
     def encode(self) -> bytes:
         """Return the canonical JSON that the founder signs."""
         return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode()
@@ -66,7 +72,7 @@ class Manifest(BaseModel):
 
     def genesis(self) -> Body:
         """Return the body from which the run's certificates begin."""
-        return genesis(self.run_id, self.founder, self.digest, self.config.model.num_slots)
+        return genesis(self.run_id, self.founder, self.digest, self.config.num_slots)
 
 
 def publish_manifest(swarm: HivemindSwarm, manifest: Manifest, tokenizer: bytes) -> None:

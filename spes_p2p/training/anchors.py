@@ -32,7 +32,7 @@ class Anchors:
         self._kept = run.kept_moments
         self._codecs = run.codecs
         self._numels = dict(numels)
-        self._num_slots = run.model.num_slots
+        self._num_slots = run.num_slots
         self._initial: Mapping[str, str] = {str(name): digest for name, digest in start_digests(run).items()}
         self._weights: dict[VectorName, Tensor] = {}
         self._momenta: dict[VectorName, Tensor] = {}
@@ -214,8 +214,12 @@ def merge_shifts(
 
 
 def start_digests(run: RunConfig) -> dict[VectorName, str]:
-    """Return the digest of each vector's version of round 0, if the run starts from a checkpoint; else nothing."""
-    if run.model.start is None:
+    """Return the digest of each vector's version of round 0, if the run starts from files; nothing if from its seed.
+
+    With adapters, the checkpoint is the base, which is no vector; the adapters' start counts.
+    """
+    start = run.model.start if run.adapter is None else run.adapter.start
+    if start is None:
         return {}
-    slots = enumerate(run.model.start.slots)
-    return {SHARED: run.model.start.shared} | {VectorName.of_slot(slot): each for slot, each in slots}
+    slots = enumerate(start.slots)
+    return {SHARED: start.shared} | {VectorName.of_slot(slot): each for slot, each in slots}

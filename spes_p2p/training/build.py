@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.vectors import Layout, digest
-from spes_p2p.config import MachineConfig, RunConfig, check_machine
+from spes_p2p.config import AdapterStart, MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
 from spes_p2p.errors import ConfigError, ExchangeError
+from spes_p2p.model.adapted import Base, InitialFactors, build_adapted, outline_adapted
+from spes_p2p.model.base_files import BaseLayout, encode_base
 from spes_p2p.model.build import InitialWeights, build_slot_model, outline
-from spes_p2p.model.start import StartWeights
+from spes_p2p.model.peft_files import AdapterFiles
+from spes_p2p.model.slot_model import SlotModel
+from spes_p2p.model.start import NO_DIGEST, StartWeights
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
@@ -33,6 +37,7 @@ def build_trainer(
     *,
     machine: MachineConfig | None = None,
     clock: Callable[[], float] = time.monotonic,
+    base: Base | None = None,
 ) -> Trainer:
     """Return a trainer of the run's model, which holds no slot yet and no weights: `TrainingLoop.open` loads them.
 
@@ -43,19 +48,28 @@ def build_trainer(
         group: This peer's ranks.
         machine: How this machine computes; by default as the run says.
         clock: Tells the seconds that pass.
+        base: The frozen weights under the run's adapters, if it has any.
 
     Raises:
         ConfigError: this machine cannot compute so.
+        DataError: the base is damaged.
     """
     machine = machine or MachineConfig()
     check_machine(run, machine, group.world_size)
+    storage = machine.storage or run.frozen_storage
+    if run.adapter is not None:
+        assert base is not None
+        model = build_adapted(
+            run, base, vocab_size=vocab_size, storage=storage, attention=machine.attention, device=group.device
+        )
+        return Trainer(model, run.train, data, group, machine, clock=clock)
     model = build_slot_model(
         run.model,
         vocab_size=vocab_size,
         sequence_length=run.data.sequence_length,
         seed=None,
         claimed=(),
-        storage=machine.storage or run.frozen_storage,
+        storage=storage,
         kernel=machine.kernel,
         attention=machine.attention,
         device=group.device,
@@ -112,8 +126,12 @@ class DrawnBundles(Mapping[VectorName, Tensor]):
     """
 
     def __init__(self, run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> None:
-        self._names = (SHARED, *map(VectorName.of_slot, range(run.model.num_slots)))
-        self._weights = InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
+        self._names = (SHARED, *map(VectorName.of_slot, range(run.num_slots)))
+        self._weights: InitialFactors | InitialWeights = (
+            InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
+            if run.adapter is None
+            else InitialFactors(outline_adapted(run, vocab_size), run.seed)
+        )
         self._layouts = layouts
         self._sizes = anchors.bundle_numel()
 
@@ -137,29 +155,40 @@ def _bundle(flat_N: Tensor, numel: int) -> Tensor:
     return flat_N if len(flat_N) == numel else torch.cat([flat_N, flat_N.new_zeros(numel - len(flat_N))])
 
 
+def outline_of(run: RunConfig, vocab_size: int) -> SlotModel:
+    """Return the outline of what a run trains: of its model, or of the model's adapters."""
+    if run.adapter is not None:
+        return outline_adapted(run, vocab_size)
+    return outline(run.model, vocab_size, run.data.sequence_length)
+
+
 class StartBundles(Mapping[VectorName, Tensor]):
     """The bundles of a run that starts from a checkpoint, each read from the disk when it is asked for, and verified.
+
+    Of a run with adapters they are those of an adapter's folder.
 
     Args:
         run: The run's settings.
         vocab_size: Entries of the run's tokenizer.
-        source: Folder of the checkpoint.
+        source: Folder of the checkpoint, or of the adapter.
 
     Raises:
-        ConfigError: the run starts from no checkpoint.
+        ConfigError: the run starts from no checkpoint, or the adapter does not fit it.
         DataError: the checkpoint is damaged.
     """
 
     def __init__(self, run: RunConfig, vocab_size: int, source: Path) -> None:
         if run.model.start is None:
             raise ConfigError(f"this run starts from no checkpoint, but from its seed; drop --from {source}")
-        model = outline(run.model, vocab_size, run.data.sequence_length)
+        model = outline_of(run, vocab_size)
         self._source = source
         self._layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
         self._sizes = Anchors(run, {kind: layout.numel for kind, layout in self._layouts.items()}).bundle_numel()
         self._digests = start_digests(run)
         self._files = ExitStack()
-        self._weights = StartWeights(source, model, self._files)
+        self._weights: AdapterFiles | StartWeights = (
+            StartWeights(source, model, self._files) if run.adapter is None else AdapterFiles(source, model, run)
+        )
 
     def __iter__(self) -> Iterator[VectorName]:
         return iter(self._digests)
@@ -194,29 +223,64 @@ class StartBundles(Mapping[VectorName, Tensor]):
         self._files.close()
 
 
-def with_digests(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
+def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | None = None) -> RunConfig:
     """Return a run's settings with the digests of the weights of the checkpoint that it starts from.
 
-    Memory holds one bundle at a time.
+    Memory holds one bundle at a time, or one document of an adapters' base.
 
     Args:
         run: Settings with the checkpoint's model, as `model_of` returns it.
         vocab_size: Entries of the run's tokenizer.
         source: Folder of the checkpoint.
+        hub_name: The checkpoint on the hub, with its commit.
 
     Raises:
         ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.
         DataError: the checkpoint is missing or damaged.
     """
+    assert run.model.start is not None
+    if run.adapter is None:
+        shared, slots = _digests_of(run, vocab_size, source)
+    else:
+        with ExitStack() as stack:
+            base = StartWeights(source, outline(run.model, vocab_size, run.data.sequence_length), stack)
+            layout = BaseLayout(run, vocab_size)
+            shared, *slots = (digest(encode_base(base, layout, slot)) for slot in (None, *range(run.model.num_experts)))
+    start = run.model.start.model_copy(update={"shared": shared, "slots": slots, "source": hub_name})
+    return run.model_copy(update={"model": run.model.model_copy(update={"start": start})})
+
+
+def with_adapter(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
+    """Return a run's settings with the digests of the adapter that it goes on from.
+
+    Args:
+        run: Settings with `adapter` and a base.
+        vocab_size: Entries of the run's tokenizer.
+        source: Folder of the adapter, in peft's layout.
+
+    Raises:
+        ConfigError: the adapter is of another base, or of a kind that a run cannot go on from.
+        DataError: it is missing or damaged.
+    """
+    assert run.adapter is not None
+    none = AdapterStart(shared=NO_DIGEST, slots=[NO_DIGEST] * run.num_slots)
+    shared, slots = _digests_of(_starting(run, none), vocab_size, source)
+    return _starting(run, AdapterStart(shared=shared, slots=slots))
+
+
+def _starting(run: RunConfig, start: AdapterStart) -> RunConfig:
+    assert run.adapter is not None
+    return run.model_copy(update={"adapter": run.adapter.model_copy(update={"start": start})})
+
+
+def _digests_of(run: RunConfig, vocab_size: int, source: Path) -> tuple[str, list[str]]:
+    """Return the digests of the shared bundle and of each slot's."""
     bundles = StartBundles(run, vocab_size, source)
     try:
         digests = {name: digest(bundles.read(name)) for name in bundles}
     finally:
         bundles.close()
-    assert run.model.start is not None
-    slots = [digests[VectorName.of_slot(slot)] for slot in range(run.model.num_slots)]
-    start = run.model.start.model_copy(update={"shared": digests[SHARED], "slots": slots})
-    return run.model_copy(update={"model": run.model.model_copy(update={"start": start})})
+    return digests[SHARED], [digests[VectorName.of_slot(slot)] for slot in range(run.num_slots)]
 
 
 class WholeModel:
@@ -226,19 +290,30 @@ class WholeModel:
         run: The run's settings.
         vocab_size: Entries of the run's tokenizer.
         device: Device of the model.
+        base: The frozen weights under the run's adapters, if it has any; held in `adapter.base`.
     """
 
-    def __init__(self, run: RunConfig, vocab_size: int, device: torch.device | None = None) -> None:
-        self._num_slots = run.model.num_slots
-        self._starts_from_checkpoint = run.model.start is not None
-        self._model = build_slot_model(
-            run.model,
-            vocab_size=vocab_size,
-            sequence_length=run.data.sequence_length,
-            seed=run.seed,
-            claimed=(),
-            storage="fp32",
-        )
+    def __init__(
+        self, run: RunConfig, vocab_size: int, device: torch.device | None = None, base: Base | None = None
+    ) -> None:
+        self._num_slots = run.num_slots
+        self._starts_from_checkpoint = bool(start_digests(run))
+        if run.adapter is None:
+            self._model = build_slot_model(
+                run.model,
+                vocab_size=vocab_size,
+                sequence_length=run.data.sequence_length,
+                seed=run.seed,
+                claimed=(),
+                storage="fp32",
+            )
+        else:
+            assert base is not None
+            self._model = build_adapted(run, base, vocab_size=vocab_size, storage=run.adapter.base)
+            initial = InitialFactors(self._model, run.seed)
+            self._model.load_shared(initial.read(None))
+            for slot in range(self._num_slots):
+                self._model.load_slot(slot, initial.read(slot))
         self.module = torch.nn.Module.to(self._model.module, device)
         self._layouts = {SHARED: Layout(self._model.shared_shapes()), "slot": Layout(self._model.slot_shapes())}
 

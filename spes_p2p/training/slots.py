@@ -68,7 +68,7 @@ class HeldSlots:
         self._anchors = anchors
         self._max_slots = max_slots
         self._chosen_slots = max_slots
-        self._num_slots = run.model.num_slots
+        self._num_slots = run.num_slots
         self._names = vector_names(self._num_slots)
         self.run_id = run_id
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)

@@ -191,7 +191,7 @@ class Synchroniser:
         self.is_late = self.swarm.last().round > 0
         if saved:
             rollback_alone(self.swarm, self.held.others(), saved)
-        model = (SHARED, *map(VectorName.of_slot, range(self._run.model.num_slots)))
+        model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
         if initial and not self.is_late:
             publish_initial(self.swarm, model, initial)
         self._take_over()
@@ -441,7 +441,7 @@ class Synchroniser:
         if not self._run.merge.alpha:
             return {}
         of_slot, versions = VectorName.of_slot, self.swarm.versions()
-        slots = [slot for slot in range(self._run.model.num_slots) if of_slot(slot) in versions]
+        slots = [slot for slot in range(self._run.num_slots) if of_slot(slot) in versions]
         weights = {slot: self.held.load(of_slot(slot)) for slot in slots}
         return merge_shifts(self._run.merge, round, self._layout, weights, self.held.slots)
 

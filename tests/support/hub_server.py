@@ -1,8 +1,9 @@
-"""A server on loopback that speaks as much of the Hugging Face hub's API as data sets are read by."""
+"""A server on loopback that speaks as much of the Hugging Face hub's API as data sets and checkpoints are read by."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import threading
 from collections.abc import Iterator
@@ -18,7 +19,8 @@ PRIVATE = ".private"
 
 
 class HubServer(ThreadingHTTPServer):
-    """Serves the data sets `root/OWNER/NAME/`; a file `.private` there makes one private.
+    """Serves the data sets `root/OWNER/NAME/`, of which a file `.private` makes one private, and the checkpoints
+    `root/models/OWNER/NAME/`.
 
     Attributes:
         asked: Paths of all requests, in order.
@@ -62,12 +64,28 @@ class _Answers(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         self.server.asked.append(path)
         parts = path.strip("/").removeprefix("api/").split("/")
-        if parts[0] != "datasets" or not self.server.files(name := "/".join(parts[1:3])):
+        if parts[0] != "datasets":
+            return self._model(path, parts, with_body=with_body)
+        if not self.server.files(name := "/".join(parts[1:3])):
             return self._send(b"", 404, {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
         if not path.startswith("/api/"):
             return self._file(self.server.root / name / "/".join(parts[5:]), with_body=with_body)
         verb = parts[3] if len(parts) > 3 else "revision"
         body = self._tree(name, "/".join(parts[5:])) if verb == "tree" else self._info(name)
+        return self._send(json.dumps(body).encode(), 200, {"Content-Type": "application/json"}, with_body=with_body)
+
+    def _model(self, path: str, parts: list[str], *, with_body: bool) -> None:
+        """Answer about the checkpoint in `root/models/OWNER/NAME/`."""
+        parts = parts[1:] if path.startswith("/api/") else parts
+        name = f"models/{'/'.join(parts[:2])}"
+        if not self.server.files(name):
+            return self._send(b"", 404, {"X-Error-Code": "RepoNotFound"}, with_body=with_body)
+        if len(parts) > 3 and parts[3] not in (COMMIT, "main"):
+            return self._send(b"", 404, {"X-Error-Code": "RevisionNotFound"}, with_body=with_body)
+        if not path.startswith("/api/"):
+            return self._file(self.server.root / name / "/".join(parts[4:]), with_body=with_body)
+        is_tree = parts[2:3] == ["tree"]
+        body = self._tree(name, "/".join(parts[4:])) if is_tree else self._info(name) | {"id": "/".join(parts[:2])}
         return self._send(json.dumps(body).encode(), 200, {"Content-Type": "application/json"}, with_body=with_body)
 
     def _info(self, name: str) -> dict:
@@ -93,7 +111,11 @@ class _Answers(BaseHTTPRequestHandler):
         if not path.is_file():
             return self._send(b"", 404, {"X-Error-Code": "EntryNotFound"}, with_body=with_body)
         content, status = path.read_bytes(), 200
-        headers = {"ETag": '"0"', "X-Repo-Commit": COMMIT, "Accept-Ranges": "bytes"}
+        headers = {
+            "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
+            "X-Repo-Commit": COMMIT,
+            "Accept-Ranges": "bytes",
+        }
         if (asked := self.headers.get("Range", "")).startswith("bytes="):
             first, _, last = asked.removeprefix("bytes=").partition("-")
             begin, end = int(first), min(int(last or len(content)), len(content) - 1)

@@ -239,6 +239,53 @@ def test_peers_train_a_dense_checkpoint_together(world: World) -> None:
     assert all(not torch.equal(before[name], after[name]) for name in before), "all of it is trained"
 
 
+@pytest.mark.parametrize("experts", sample(["shared", "slots"], ["slots"]))
+def test_peers_train_adapters_over_a_frozen_base(world: World, experts: str) -> None:
+    """A joiner without a copy fetches the base, one with another base is refused, and the export fits the base."""
+    dense, base = write_dense(world.folder / "dense", world.corpus), world.folder / "base"
+    upcycle(UpcycleSettings(source=dense, output=base, num_experts=4, top_k=2, noise_std=0.02, noise_fraction=1))
+    other = world.folder / "other"
+    upcycle(UpcycleSettings(source=dense, output=other, num_experts=4, top_k=2, seed=1))
+    rounds = {"mode": "steps", "steps": 5, "total": 3, "min_peers": 2}
+    data = {"source": "files", "sequence_length": 16, "held_out_fraction": 0.3}
+    settings = {"round": rounds, "data": data, "adapter": {"rank": 4, "experts": experts}, "train": {"lr": 0.01}}
+    file = world.folder / "run.yaml"
+    file.write_text(yaml.safe_dump({"run": settings}))
+    peers = {"a": world.start("peer", "a", "--config", file, "--from", base, "--adapter", "lora", "--keep-last", "99")}
+    wait_for(peers["a"], "others join with")
+    join = ["--initial-peers", world.address("a")]
+    liar = world.start("peer", "liar", *join, "--from", other).end(SECONDS)
+    assert liar.code == 2 and "its base-shared is another; drop --from, and peers send the weights" in liar.stderr
+    peers["b"] = world.start("peer", "b", *join, "--storage", "int8", "--keep-last", "99")
+    monitor = world.start("monitor", "monitor", *join).end(SECONDS)
+    assert monitor.code == 0, monitor.stderr
+    for peer in peers.values():
+        assert peer.end(SECONDS).code == 0, peer.stderr()
+        assert "round 3: 2 peers" in peer.stderr()
+    assert "fetching the base of the adapters" in peers["b"].stderr()
+    losses = [float(loss) for loss in re.findall(r"held-out loss ([0-9.]+)", monitor.stdout)]
+    assert losses[-1] < losses[0], monitor.stdout
+
+    for name in peers:
+        assert not export(world.folder / name, world.folder / f"{name}-3").other_rounds
+    assert_equal(world.folder / "a-3", world.folder / "b-3")
+    assert_equal(world.folder / "a-3", world.folder / "monitor" / "model")
+    for source in ("a", "b"):
+        done = world.export(world.folder / source, "--merged", "--output", world.folder / f"{source}-merged")
+        assert done.code == 0 and "with the adapters merged" in done.stdout, done.stderr
+    assert_equal(world.folder / "a-merged", world.folder / "b-merged")
+    again = world.export(world.folder / "b", "--merged", "--from", base, "--output", world.folder / "c-merged")
+    assert again.code == 0, again.stderr
+    refused = world.export(world.folder / "b", "--merged", "--from", other, "--output", world.folder / "d-merged")
+    assert refused.code == 2 and "is not the base of the run's adapters" in refused.stderr
+    merged, before = tensors_in(world.folder / "c-merged"), tensors_in(base)
+    changed = {name for name in before if not torch.equal(before[name], merged[name])}
+    assert {name.rpartition("_proj")[0].rpartition(".")[2] for name in changed} >= {"q", "o"}
+    assert all("embed" not in name and "norm" not in name for name in changed)
+    model = AutoModelForCausalLM.from_pretrained(world.folder / "c-merged")
+    assert torch.isfinite(model(torch.arange(8)[None]).logits).all()
+
+
 def assert_equal_start(peer: Path, checkpoint: Path, output: Path) -> None:
     """Check that a peer's round 0 is a checkpoint, in fp32."""
     export(peer, output, 0)

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from checkpoints import saved
 from lanes import sample
 from peer_processes import TINY, write_corpus
 from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
 
 from spes_p2p.config import RunConfig
-from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.data.packing import held_out_batches
+from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, train_bpe
 from spes_p2p.errors import ConfigError, SimulationError
+from spes_p2p.model.loss import held_out_loss
 from spes_p2p.planner.size import model_size
 from spes_p2p.sim.simulator import Attack, Evaluation, Event, Scenario, SimulationResult, simulate
 from spes_p2p.sim.swarm import MemorySwarm
@@ -332,3 +338,56 @@ def test_peers_train_a_dense_model_as_shared_alone(folder: Path, family: str) ->
     assert rounds_of(result, 0) == rounds_of(result, 1) == [1, 2, 3, 4] and rounds_of(result, 2)[-1] == 4
     assert all(list(digests) == ["shared"] for digests in result.digests.values()) and not any(result.slots)
     assert result.evaluations[-1].loss < result.evaluations[0].loss
+
+
+@pytest.mark.parametrize(
+    ("family", "experts", "factors"),
+    sample(
+        [*itertools.product(["olmoe"], ["shared", "slots"], ["both", "b"]), ("llama", "shared", "both")],
+        [("olmoe", "slots", "both"), ("llama", "shared", "b")],
+    ),
+)
+def test_peers_train_adapters_over_a_checkpoint(folder: Path, family: str, experts: str, factors: str) -> None:
+    """They agree on them round by round, a late peer included, and the loss of base and adapters falls."""
+    source = folder / f"{family}-{experts}-{factors}"
+    saved(source, family)
+    texts = (folder / "corpus.jsonl").read_text().splitlines()
+    train_bpe([json.loads(line)["text"] for line in texts], 300).save_pretrained(source)
+    adapter = {"rank": 4, "experts": experts, "factors": factors}
+    settings = {**TINY, "model": {}, "adapter": adapter, "round": {**TINY["round"], "total": 4}}
+    result = simulate(
+        Scenario(
+            **{"run": settings, "text": [folder / "corpus.jsonl"], "peers": 3, "threads": 1, "evaluate_rounds": 1},
+            **{"max_slots": 2, "events": [Event(peer=2, kind="join", round=2)], "start_from": source},
+        ),
+        cache=folder / "cache",
+    )
+    assert_members_agree(result)
+    names = {"shared", *(f"slot-{slot}" for slot in range(4 if experts == "slots" else 0))}
+    assert all(set(digests) == names for digests in result.digests.values())
+    assert any(result.slots) == (experts == "slots") and rounds_of(result, 2)[-1] == 4
+    assert result.evaluations[-1].loss < result.evaluations[0].loss
+    with pytest.raises(ValidationError, match=r"run\.adapter needs a base; name a checkpoint with start_from"):
+        Scenario(run=settings, text=[folder / "corpus.jsonl"])  # type: ignore[arg-type]
+
+
+def test_peers_continue_a_checkpoint_itself(folder: Path) -> None:
+    """Their first round starts from its weights, not from a seed's."""
+    source = folder / "continued"
+    saved(source, "qwen3")
+    texts = (folder / "corpus.jsonl").read_text().splitlines()
+    train_bpe([json.loads(line)["text"] for line in texts], 300).save_pretrained(source)
+    settings = {**TINY, "model": {}, "train": {**TINY["train"], "lr": 1e-9}}
+    scenario = Scenario(
+        **{"run": settings, "text": [folder / "corpus.jsonl"], "peers": 2, "threads": 1, "start_from": source}
+    )
+    result = simulate(scenario, cache=folder / "cache")
+    model = AutoModelForCausalLM.from_pretrained(source)
+    tokenizer = load_tokenizer(source)
+    batches = held_out_batches(
+        scenario.run.data,
+        tokenizer,
+        **{"paths": scenario.text, "cache": folder / "cache", "batch_size": 16, "seed": 0, "part": "reported"},
+        num_sequences=max(1, scenario.held_out_tokens // scenario.run.data.sequence_length),
+    )
+    assert result.evaluations[-1].loss == pytest.approx(held_out_loss(model, batches), abs=1e-4)

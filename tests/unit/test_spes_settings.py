@@ -12,8 +12,8 @@ from transformers import PretrainedConfig
 from benchmarks.spes_settings import MARKER, PAGE, table
 from spes_p2p.cli import load_settings
 from spes_p2p.config import PeerConfig, RunConfig
+from spes_p2p.config.checkpoint import Frozen
 from spes_p2p.config.machine import shipped
-from spes_p2p.config.run import Frozen
 from spes_p2p.config.spes_keys import SpesSetting, hints, spes_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config

@@ -21,7 +21,7 @@ from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
 from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Answer, Channel, Request, Wanted
 from spes_p2p.swarm.exchange.server import Server
 from spes_p2p.swarm.exchange.store import VersionStore
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, Version
+from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.names import AnyName, VectorName
 from spes_p2p.swarm.p2p.node import Node
 
@@ -206,7 +206,7 @@ class Exchange:
         """
 
         async def pull_one(name: AnyName, deadline: float) -> str:
-            kind = "" if name in DOCUMENTS else VectorName(name).kind
+            kind = "" if is_document(name) else VectorName(name).kind
             item = Wanted(
                 name,
                 min_round,

@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, CodecKind, Name, RefusedVersions, Version
+from spes_p2p.swarm.exchange.versions import CodecKind, Name, RefusedVersions, Version, is_document
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Count, Digest
 
@@ -105,9 +105,9 @@ class Wanted:
             raise ExchangeError(f"offered another {version.name} of round {version.round} than the certified one")
         if self.refused is not None and self.refused.refuses(version):  # guard: refused-version
             raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
-        is_document = self.name in DOCUMENTS
-        fits = version.num_bytes <= self.num_bytes if is_document else version.num_bytes == self.num_bytes
-        codec = "raw" if is_document else self.codec
+        is_raw = is_document(self.name)
+        fits = version.num_bytes <= self.num_bytes if is_raw else version.num_bytes == self.num_bytes
+        codec = "raw" if is_raw else self.codec
         if (  # guard: version-wanted
             version.name != self.name or version.round < self.min_round or not fits or version.codec != codec
         ):

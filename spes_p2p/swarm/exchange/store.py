@@ -23,7 +23,7 @@ from torch import Tensor
 from spes_p2p.codecs.vectors import digest, digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
-from spes_p2p.swarm.exchange.versions import DOCUMENTS, RefusedVersions, Version
+from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
 from spes_p2p.swarm.names import SLOT, AnyName
 
 log = logging.getLogger(__name__)
@@ -210,7 +210,7 @@ class VersionStore:
 
     def keep_only(self, names: Collection[str]) -> None:
         """Delete vectors of other names, once the run's names are known, so that no other peer fetches them."""
-        for name in set(self.newest()) - {*names, *DOCUMENTS}:
+        for name in [name for name in self.newest() if name not in names and not is_document(name)]:
             while (version := self.find(name)) is not None:
                 log.warning("%s of %s is no part of this run; it is deleted", name, version.author)
                 self.delete(version)

@@ -20,10 +20,16 @@ MAX_MANIFEST_BYTES = 4096
 MAX_REFUSED = 1024
 """Refused versions that a peer remembers."""
 DOCUMENTS = ("manifest", "tokenizer")
-"""Names of documents; all other names are vectors."""
+"""Names of the documents that every run has."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
-Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|(moments-)?(shared|{SLOT}))$")]  # guard: version-name
-Name = Annotated[Text, AfterValidator(lambda name: name if name in DOCUMENTS else VectorName(name))]
+_PART = rf"(moments-|base-)?(shared|{SLOT})"
+Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|{_PART})$")]  # guard: version-name
+Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
+
+
+def is_document(name: str) -> bool:
+    """Tell whether a name is a document's: manifest, tokenizer, or part of a base; all others are vectors'."""
+    return name in DOCUMENTS or name.startswith("base-")
 
 
 def vector_names(num_slots: int) -> frozenset[VectorName]:

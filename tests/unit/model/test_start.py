@@ -10,18 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import CONFIGS, EXPERTS, MIXTURES, ROWS, SEQUENCE, VOCAB, Batches, saved, stock, tokens
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from transformers import (
-    AutoModelForCausalLM,
-    GemmaConfig,
-    LlamaConfig,
-    MixtralConfig,
-    OlmoeConfig,
-    PreTrainedModel,
-    Qwen3Config,
-    Qwen3MoeConfig,
-)
+from transformers import AutoModelForCausalLM
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import DataConfig, ModelConfig, OuterConfig, RunConfig, TrainConfig
@@ -37,83 +29,12 @@ from spes_p2p.training.build import StartBundles, WholeModel, with_digests
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
-VOCAB, ROWS, SEQUENCE, EXPERTS = 300, 320, 24, 4
-DENSE: dict[str, Any] = {
-    "vocab_size": ROWS,  # more than the tokenizer's entries
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,
-    "rms_norm_eps": 3e-6,
-    "bos_token_id": 3,
-    "eos_token_id": 5,
-    "pad_token_id": None,
-}
-COMMON = DENSE | {"num_experts_per_tok": 2}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 50_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-}
-YARN = {
-    "rope_type": "yarn",
-    "rope_theta": 50_000.0,
-    "factor": 4.0,
-    "original_max_position_embeddings": 16,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-}
-CONFIGS = {
-    "olmoe": OlmoeConfig(**COMMON, num_experts=EXPERTS, clip_qkv=0.5, norm_topk_prob=False, tie_word_embeddings=False),
-    "qwen3_moe": Qwen3MoeConfig(
-        **COMMON,
-        num_experts=EXPERTS,
-        moe_intermediate_size=40,
-        head_dim=16,  # four heads of 16 in a model of width 32
-        attention_bias=True,
-        norm_topk_prob=True,
-        mlp_only_layers=[],
-        decoder_sparse_step=1,
-        rope_parameters=YARN,
-        tie_word_embeddings=True,
-    ),
-    "mixtral": MixtralConfig(**COMMON, num_local_experts=EXPERTS, head_dim=24, sliding_window=None),
-    "llama": LlamaConfig(**DENSE, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=False),
-    "qwen3": Qwen3Config(**DENSE, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True),
-    "gemma": GemmaConfig(**DENSE, head_dim=24),
-}
-MIXTURES = ("olmoe", "qwen3_moe", "mixtral")
 families = pytest.mark.parametrize("family", sorted(CONFIGS))
-
-
-def stock(family: str) -> PreTrainedModel:
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family])
-    with torch.no_grad():  # biases and norms begin at 0 and 1, where a lost one would not show
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    return model
-
-
-def saved(folder: Path, family: str, **options: Any) -> Path:
-    stock(family).save_pretrained(folder, **options)
-    return folder
 
 
 def started(source: Path, **settings: Any) -> RunConfig:
     run = RunConfig(data=DataConfig(sequence_length=SEQUENCE), **settings)
     return with_digests(run.model_copy(update={"model": model_of(source)}), VOCAB, source)
-
-
-def tokens(*shape: int) -> torch.Tensor:
-    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
 
 
 def edit(source: Path, **fields: Any) -> None:
@@ -188,7 +109,7 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
         optimizer.zero_grad()
         expected.append(float(loss))
 
-    slots = range(run.model.num_slots)
+    slots = range(run.model.num_experts)
     model = build_slot_model(
         run.model, vocab_size=VOCAB, sequence_length=SEQUENCE, seed=None, claimed=slots, storage="fp32"
     )
@@ -201,18 +122,6 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
     losses = [trainer.step(1e-3).loss for _ in batches]
     assert losses == pytest.approx(expected, abs=1e-4)
     assert expected[-1] < expected[0] - 0.5, "it learns"
-
-
-class Batches:
-    """A token source of given batches."""
-
-    def __init__(self, batches: list[torch.Tensor]) -> None:
-        self._batches = iter(batches)
-
-    def next_batch(self, batch_size: int) -> torch.Tensor:
-        batch = next(self._batches)
-        assert len(batch) == batch_size
-        return batch
 
 
 # ---------------------------------------------------------------------- bundles and their digests

@@ -1,0 +1,146 @@
+"""The base of all settings, and those of runs that start from a checkpoint: its shape, its digests, and adapters."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_settings import CliSuppress
+
+PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
+PositiveFloat = Annotated[float, Field(ge=1e-12, le=1e12, allow_inf_nan=False)]  # guard: positive-bounds
+"""Bounded, so that neither a product of some nor a reciprocal is beyond a float or a timer."""
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+Decay = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+Coefficient = Annotated[float, Field(ge=0, le=1000, allow_inf_nan=False)]
+Rate = Annotated[float, Field(ge=1e-12, le=100, allow_inf_nan=False)]
+"""A learning rate."""
+Storage = Literal["fp32", "bf16", "int8", "nf4"]
+
+
+class Frozen(BaseModel):
+    """Base of config sections: immutable, no unknown keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)  # guard: run-settings
+
+
+MAX_TOKEN_ID = 2**24
+TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class RopeConfig(Frozen):
+    """How a checkpoint stretches its rotary position embedding, in transformers' terms; `model.rope_theta` is apart."""
+
+    rope_type: Literal["default", "linear", "dynamic", "yarn", "llama3"] = "default"
+    factor: PositiveFloat | None = None
+    original_max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)] | None = None
+    attention_factor: PositiveFloat | None = None
+    beta_fast: PositiveFloat | None = None
+    beta_slow: PositiveFloat | None = None
+    mscale: PositiveFloat | None = None
+    mscale_all_dim: PositiveFloat | None = None
+    low_freq_factor: PositiveFloat | None = None
+    high_freq_factor: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _check_type(self) -> RopeConfig:
+        scaled = () if self.rope_type == "default" else ("factor", "original_max_position_embeddings")
+        needed = (*scaled, "low_freq_factor", "high_freq_factor") if self.rope_type == "llama3" else scaled
+        if missing := [name for name in needed if getattr(self, name) is None]:  # guard: rope-fields
+            raise ValueError(f"rope_type={self.rope_type} needs {', '.join(missing)}; add it to config.json")
+        return self
+
+
+MAX_START_SLOTS = 128
+"""Most slots of a run that starts from a checkpoint: its manifest holds a digest of each, in at most 64 KiB."""
+
+
+HUB_CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40}$"  # guard: hub-start
+
+
+class StartConfig(Frozen):
+    """What a checkpoint's config.json says beyond `model`, and which weights it holds; `--from` fills it in."""
+
+    source: Annotated[str, Field(max_length=240, pattern=HUB_CHECKPOINT)] | None = None
+    """The checkpoint on the Hugging Face hub, `owner/name@commit`; none where the founder read a folder."""
+    vocab_size: Annotated[int, Field(ge=1, le=MAX_TOKEN_ID)]
+    """Rows of the embedding: the tokenizer's entries, or more."""
+    max_position_embeddings: Annotated[int, Field(ge=1, le=2**24)]
+    head_dim: Annotated[int, Field(ge=2, le=2**12)] | None = None
+    """Width of a head; by default `hidden_size / num_heads`."""
+    dense_intermediate_size: Annotated[int, Field(ge=1, le=2**18)] | None = None
+    """Of Qwen3-MoE's config: the width of layers without experts, which no such run has."""
+    attention_bias: bool = False
+    clip_qkv: PositiveFloat | None = None
+    initializer_range: PositiveFloat = 0.02
+    rope: RopeConfig = RopeConfig()
+    bos_token_id: TokenId | None = None
+    eos_token_id: TokenId | None = None
+    pad_token_id: TokenId | None = None
+    shared: Digest
+    """SHA-256 of the shared parameters' version of round 0."""
+    slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
+    """SHA-256 of each slot's version of round 0; none of a dense model."""
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> StartConfig:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            if (getattr(self, name) or 0) >= self.vocab_size:  # guard: start-tokens
+                raise ValueError(f"{name}={getattr(self, name)} has no row in an embedding of {self.vocab_size}")
+        return self
+
+
+AdapterTarget = Literal["attention", "mlp", "experts", "router"]
+
+
+class AdapterStart(Frozen):
+    """The adapter that a run goes on from, where that is not a new one; `--adapter FOLDER` fills it in."""
+
+    shared: Digest
+    """SHA-256 of the shared factors' version of round 0."""
+    slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
+    """SHA-256 of each slot's version of round 0; none where the experts' factors are in `shared`."""
+
+
+class AdapterConfig(Frozen):
+    """Low-rank adapters (LoRA) over a frozen base: a matrix W of it counts as `W + alpha / rank * B A`.
+
+    Source: LoRA (https://arxiv.org/abs/2106.09685).
+    """
+
+    rank: Annotated[int, Field(ge=1, le=1024)] = 8
+    """Rows of A, and columns of B."""
+    alpha: PositiveFloat = 16.0
+    """Scale of the adapters, times the rank."""
+    targets: Annotated[list[AdapterTarget], Field(min_length=1, max_length=4)] = ["attention", "mlp", "experts"]
+    """Matrices with adapters: of attention, of dense layers (`mlp`), of experts, of routers. What the model lacks is of
+    no effect."""
+    experts: Literal["shared", "slots"] = "shared"
+    """Where the experts' adapters belong: `shared`, so that each peer trains all of them, or to the experts' `slots`,
+    which peers claim. The second is for adapters that no machine could train together."""
+    factors: Literal["both", "b"] = "both"
+    """Factors that are trained and averaged. With `b` A stays as the run's seed draws it on every peer: the mean of
+    products is then the product of means, and a round sends half the bytes."""
+    base: Storage = "bf16"
+    """Precision of the base's matrices as peers send them to those that have no copy. Released checkpoints in bf16 lose
+    nothing in bf16. A machine holds the base as it chooses with --storage."""
+    start: CliSuppress[AdapterStart | None] = None
+
+    @property
+    def scale(self) -> float:
+        """Factor of the product B A."""
+        return self.alpha / self.rank
+
+    @model_validator(mode="after")
+    def _check_targets(self) -> AdapterConfig:
+        if len(set(self.targets)) != len(self.targets):
+            raise ValueError(f"adapter.targets={self.targets} names one twice; name each once")
+        if self.experts == "slots" and not {"experts", "attention"} <= set(self.targets):  # guard: adapter-shared
+            raise ValueError(
+                f"adapter.experts=slots needs experts and attention among adapter.targets={self.targets}; add them, or "
+                f"set adapter.experts=shared"
+            )
+        if self.start is not None and self.factors == "b":
+            raise ValueError("adapter.factors=b draws A from the run's seed; start a new adapter, or set factors=both")
+        return self

@@ -1,0 +1,155 @@
+"""The frozen base of a run with adapters as documents that peers send each other: one of the shared part, one per slot.
+
+A document holds the tensors one after the other, sorted by name and without a header: every peer derives names, shapes
+and precisions from the run. Matrices of layers are in the precision that the run names, the embedding and the head in
+bf16, unless that is fp32, and norms, biases and routers in fp32.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spes_p2p.codecs.blocks import INT8_BLOCK
+from spes_p2p.config import RunConfig, Storage
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.model.adapted import Base
+from spes_p2p.model.build import outline
+from spes_p2p.model.frozen import ENCODERS, NF4_BLOCK, Int8, Nf4, Plain, Weight, unavailable
+
+TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class BaseLayout:
+    """Names, shapes and precisions of a base, by slot; None is the shared part.
+
+    Args:
+        run: Settings with `adapter`.
+        vocab_size: Entries of the run's tokenizer.
+
+    Raises:
+        ConfigError: this machine cannot encode the run's precision.
+    """
+
+    def __init__(self, run: RunConfig, vocab_size: int) -> None:
+        assert run.adapter is not None
+        model = outline(run.model, vocab_size, run.data.sequence_length)
+        self.num_slots = model.num_slots
+        self._precision: Storage = run.adapter.base
+        if (reason := unavailable(self._precision)) is not None:
+            raise ConfigError(f"adapter.base={self._precision} cannot be used here: {reason}")
+        self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
+
+    def tensors(self, slot: int | None) -> Iterator[tuple[str, tuple[int, ...], Storage]]:
+        """Yield the name, shape and precision of each tensor of a document."""
+        for name, shape in self._shapes[None if slot is None else "slot"].items():
+            yield name, shape, self._precision_of(name, slot)
+
+    def _precision_of(self, name: str, slot: int | None) -> Storage:
+        if slot is not None or name.endswith("_proj.weight"):
+            return self._precision
+        return "bf16" if name in TABLES and self._precision != "fp32" else "fp32"
+
+    def num_bytes(self, slot: int | None) -> int:
+        """Return the length of a document."""
+        return sum(
+            math.prod(size) * dtype.itemsize
+            for _, shape, precision in self.tensors(slot)
+            for dtype, size in _parts(shape, precision)
+        )
+
+
+def _parts(shape: tuple[int, ...], precision: Storage) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """Return dtypes and shapes of what a stored tensor consists of."""
+    numel = math.prod(shape)
+    if precision == "int8":
+        return [(torch.int8, (numel,)), (torch.float32, (-(-numel // INT8_BLOCK),))]
+    if precision == "nf4":
+        blocks = -(-numel // NF4_BLOCK)
+        return [(torch.uint8, (blocks * NF4_BLOCK // 2, 1)), (torch.float32, (blocks,))]
+    return [(DTYPES[precision], shape)]
+
+
+def encode_base(base: Base, layout: BaseLayout, slot: int | None) -> memoryview:
+    """Return the document of one slot, or for None the shared part; of the base, memory holds a tensor at a time.
+
+    Args:
+        base: Yields tensors sorted by name.
+        layout: Of the document.
+        slot: The slot, or None.
+
+    Raises:
+        DataError: the base is damaged.
+    """
+    data = bytearray()
+    for (name, shape, precision), (found, tensor) in zip(layout.tensors(slot), base.tensors(slot), strict=True):
+        assert name == found and tuple(tensor.shape) == shape, f"{found} {list(tensor.shape)}, not {name} {list(shape)}"
+        weight: Weight = ENCODERS[precision](tensor)
+        for part in weight.PARTS:
+            data += getattr(weight, part).contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return memoryview(data)
+
+
+class BaseFiles:
+    """A base in documents on disk, whose digests the manifest names; each is verified while it is read.
+
+    Args:
+        folder: Folder of the documents.
+        layout: What they hold.
+        digests: SHA-256 of each document, by slot.
+    """
+
+    def __init__(self, folder: Path, layout: BaseLayout, digests: Mapping[int | None, str]) -> None:
+        self._folder = folder
+        self._layout = layout
+        self._digests = digests
+
+    def tensors(self, slot: int | None) -> Iterator[tuple[str, Tensor]]:
+        """Yield a document's tensors; those in 8 or 4 bits as fp32.
+
+        Raises:
+            DataError: the document is missing or damaged.
+        """
+        path = self._folder / f"{base_name(slot)}.{self._digests[slot]}.bin"
+        sha256 = hashlib.sha256()
+        try:
+            with path.open("rb") as file:
+                for name, shape, precision in self._layout.tensors(slot):
+                    parts = []
+                    for dtype, size in _parts(shape, precision):
+                        raw = np.empty(math.prod(size) * dtype.itemsize, dtype=np.uint8)
+                        if file.readinto(raw.data) != raw.nbytes:  # type: ignore[attr-defined]
+                            raise DataError(f"{path} is too short; join again with --overwrite")
+                        sha256.update(raw.data)
+                        parts.append(torch.from_numpy(raw).view(dtype).view(size))
+                    yield name, _weight(parts, shape, precision)
+        except OSError as error:
+            raise DataError(f"cannot read {path}: {error.strerror}; join again with --overwrite") from error
+        if sha256.hexdigest() != self._digests[slot]:  # guard: base-digest
+            raise DataError(f"{path} is damaged; join again with --overwrite")
+
+
+def _weight(parts: list[Tensor], shape: tuple[int, ...], precision: Storage) -> Tensor:
+    if precision == "int8":
+        return Int8(parts[0], parts[1], shape).dense(torch.float32)
+    if precision == "nf4":
+        return Nf4(parts[0], parts[1], shape).dense(torch.float32)
+    return Plain(parts[0]).weight_OI
+
+
+def base_name(slot: int | None) -> str:
+    """Return the name of a document of a base."""
+    return "base-shared" if slot is None else f"base-slot-{slot}"
+
+
+def base_digests(run: RunConfig) -> dict[int | None, str]:
+    """Return the digests of a base's documents, which the manifest names, by slot."""
+    assert run.model.start is not None
+    return {None: run.model.start.shared, **dict(enumerate(run.model.start.slots))}

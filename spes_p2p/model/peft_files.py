@@ -1,0 +1,396 @@
+"""Adapters in peft's layout: read to go on from, written by an export, and merged into their base.
+
+Shape legend: E experts, r rank; of any weight, O and I are the output and input features.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
+from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.model.adapted import TARGETS, Base, InitialFactors, drawn_factor
+from spes_p2p.model.export import INDEX, on_disk_names, written_folder
+from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
+from spes_p2p.model.lora import A, B
+from spes_p2p.model.slot_model import SlotModel
+
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+PREFIX = "base_model.model."
+EXPERTS, ROUTER = ".mlp.experts.", ".mlp.gate."
+PARAMETERS = {"experts": [f"mlp.experts.{name}" for name in WEIGHT_NAMES], "router": ["mlp.gate.weight"]}
+"""peft's `target_parameters` by target."""
+MAX_ADAPTER_BYTES = 2**34
+MERGED_BYTES = 2**30
+"""Size of a file of a merged checkpoint."""
+UNSUPPORTED = (
+    *("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora", "rank_pattern"),
+    *("alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "trainable_token_indices"),
+)
+"""Settings of peft that a run cannot express, unless they are off or empty."""
+
+Read = Callable[[int | None], Mapping[str, Tensor]]
+
+
+# ---------------------------------------------------------------------- reading
+
+
+def adapter_of(source: Path, chosen: AdapterConfig | None) -> AdapterConfig:
+    """Return the adapter settings of a folder in peft's layout.
+
+    Args:
+        source: The folder.
+        chosen: The run's other choices; rank, alpha and targets are the folder's.
+
+    Raises:
+        ConfigError: a run cannot go on from such an adapter.
+        DataError: the folder is no adapter, or is damaged.
+    """
+    settings = _read_config(source)
+    for name in (*UNSUPPORTED, "bias"):
+        if settings.get(name) and settings[name] != "none":
+            raise ConfigError(
+                f"{source} has {name}={settings[name]!r}, which no run has; give --adapter another folder, or lora"
+            )
+    if settings.get("peft_type") != "LORA":
+        raise ConfigError(f"{source} is a {settings.get('peft_type')!r} adapter; give --adapter a folder of LORA")
+    targets = list(dict.fromkeys(_target(name) for name in _names(source)))
+    fields = {"rank": settings.get("r"), "alpha": settings.get("lora_alpha"), "targets": targets}
+    try:
+        return AdapterConfig.model_validate((chosen or AdapterConfig()).model_dump() | fields)
+    except ValueError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{source / CONFIG} has settings that no run can have: {reason}; give another") from error
+
+
+def _read_config(source: Path) -> dict[str, Any]:
+    if not (source / CONFIG).is_file():
+        raise DataError(f"{source} is no adapter (no {CONFIG}); give --adapter lora, or a folder that peft has saved")
+    try:
+        settings = json.loads((source / CONFIG).read_bytes()[: 2**20])
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {source / CONFIG}: {error}; give another folder") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"{source / CONFIG} is no JSON object; give another folder")
+    return settings
+
+
+def _names(source: Path) -> list[str]:
+    path = source / WEIGHTS
+    if not path.is_file():
+        raise DataError(f"{source} lacks {WEIGHTS}; give a folder that peft has saved, its weights as safetensors")
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read {path}: {error}; copy the adapter again") from error
+
+
+def _target(name: str) -> AdapterTarget:
+    """Return the target to which one of peft's tensors belongs.
+
+    Raises:
+        ConfigError: a run has no adapter there.
+    """
+    if EXPERTS in name:
+        return "experts"
+    if ROUTER in name:
+        return "router"
+    parts = name.split(".")
+    found = next((TARGETS[part] for part in parts if part in TARGETS), None)
+    if found is None or not any(f".{factor}." in name for factor in (A, B)):
+        raise ConfigError(f"an adapter with {name[:100]!r} is of no kind that a run has; give another")
+    return found
+
+
+class AdapterFiles:
+    """The factors of an adapter in peft's layout, by slot.
+
+    A matrix of a target that the adapter leaves out gets factors as at the start of a new adapter, whose product is 0.
+
+    Args:
+        source: Folder of the adapter.
+        model: The run's model with adapters; may be an outline.
+        run: The run's settings.
+
+    Raises:
+        ConfigError: the adapter is of another base.
+        DataError: it is damaged.
+    """
+
+    def __init__(self, source: Path, model: SlotModel, run: RunConfig) -> None:
+        assert run.adapter is not None
+        _names(source)
+        if (source / WEIGHTS).stat().st_size > MAX_ADAPTER_BYTES:
+            raise DataError(f"{source / WEIGHTS} is larger than any adapter of a run; give another")
+        self._source = source
+        self._rank = run.adapter.rank
+        self._num_experts = run.model.num_experts
+        self._initial = InitialFactors(model, run.seed)
+        self._tensors = _loaded(source / WEIGHTS)
+        self._shapes: dict[int | None, Mapping[str, tuple[int, ...]]] = {None: model.shared_shapes()}
+        self._shapes |= dict.fromkeys(range(model.num_slots), model.slot_shapes())
+        unread = set(self._tensors)
+        for shapes in self._shapes.values():
+            unread -= set(map(self._stored, shapes))
+        if unread:
+            raise ConfigError(
+                f"{source} has {min(unread)}, which this run's base or adapter has not; give --adapter one of this base"
+            )
+
+    def read(self, slot: int | None) -> dict[str, Tensor]:
+        """Return the factors of one slot, or for None the shared ones, in fp32 under the names of `SlotModel`.
+
+        Raises:
+            ConfigError: a shape is another than the run's.
+        """
+        initial = self._initial.read(slot)
+        for name, shape in self._shapes[slot].items():
+            stored = self._tensors.get(self._stored(name))
+            if stored is None:
+                continue
+            factor = stored.float()
+            if EXPERTS in f".{name}.":
+                factor = self._by_expert(name, factor)[slice(None) if slot is None else slot]
+            if tuple(factor.shape) != shape:
+                raise ConfigError(
+                    f"{self._source}: {self._stored(name)} has shape {list(stored.shape)}, which does not fit the "
+                    f"run's base; give --adapter one of this base"
+                )
+            initial[name] = factor
+        return initial
+
+    def _stored(self, name: str) -> str:
+        prefix, _, factor = name.rpartition(".")
+        if EXPERTS in name:
+            # The inner wrapper is the first target's: told by its shape, which no setting says.
+            prefix, _, weight = prefix.rpartition(".")
+            wrapper = self._wrapper(prefix, weight)
+            return f"{PREFIX}{wrapper}.{factor}.weight"
+        return f"{PREFIX}{prefix}.{factor}.weight"
+
+    def _wrapper(self, experts: str, weight: str) -> str:
+        outer, inner = experts, f"{experts}.base_layer"
+        outermost = self._tensors.get(f"{PREFIX}{outer}.{A}.weight")
+        width = self._initial_width(experts, weight)
+        is_outer = outermost is not None and outermost.shape[1] == width
+        return outer if is_outer else inner
+
+    def _initial_width(self, experts: str, weight: str) -> int:
+        """Return the input features of an experts' weight."""
+        shapes = self._shapes[None] if len(self._shapes) == 1 else self._shapes[0]
+        return shapes[f"{experts}.{weight}.{A}"][-1]
+
+    def _by_expert(self, name: str, stored: Tensor) -> Tensor:
+        """Return `[E, r, I]` or `[E, O, r]` of peft's `[E r, I]` or `[O, r E]`."""
+        rank, experts = self._rank, self._num_experts
+        rows = stored if name.endswith(A) else stored.T
+        if rows.shape[0] != rank * experts:
+            raise ConfigError(f"{self._source}: {name} is not of {experts} experts with rank {rank}; give another")
+        return stored.view(experts, rank, -1) if name.endswith(A) else stored.view(-1, rank, experts).permute(2, 0, 1)
+
+
+def _loaded(path: Path) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot read {path}: {error}; copy the adapter again") from error
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+            raise DataError(f"{path}: {name} is not of finite floating-point numbers; give another adapter")
+    return tensors
+
+
+# ---------------------------------------------------------------------- writing
+
+
+class Factors:
+    """A run's factors by weight, those included that no peer sends.
+
+    Args:
+        model: The run's model with adapters; may be an outline.
+        run: The run's settings.
+        read: Returns one slot's factors, or for None the shared ones.
+    """
+
+    def __init__(self, model: SlotModel, run: RunConfig, read: Read) -> None:
+        assert run.adapter is not None
+        self.adapter = run.adapter
+        self.num_experts = run.model.num_experts
+        self._seed = run.seed
+        self._found = dict(read(None))
+        for slot in range(model.num_slots):
+            for name, factor in read(slot).items():
+                self._found.setdefault(name, torch.empty(model.num_slots, *factor.shape))[slot] = factor
+        self.weights = sorted({name.rpartition(".")[0] for name in self._found})
+        self._set = frozenset(self.weights)
+        self._widths = _widths(model)
+
+    def of(self, weight: str) -> tuple[Tensor, Tensor]:
+        """Return A and B of a weight: `[r, I]` and `[O, r]`, of experts `[E, r, I]` and `[E, O, r]`."""
+        b = self._found[f"{weight}.{B}"]
+        a = self._found.get(f"{weight}.{A}")
+        if a is None:
+            shape = (*b.shape[:-2], self.adapter.rank, self._widths[weight])
+            a = drawn_factor(f"{weight}.{A}", shape, self._seed)
+        return a.float(), b.float()
+
+    def merged(self, name: str, slot: int | None, base_OI: Tensor) -> Tensor:
+        """Return a weight of the base, of one expert or of the shared part, with its adapter added."""
+        weight = name if slot is not None else name.removesuffix(".weight")
+        if weight not in self._set:
+            return base_OI
+        a, b = (factor if slot is None else factor[slot] for factor in self.of(weight))
+        return (base_OI.float() + self.adapter.scale * (b @ a)).to(base_OI.dtype)
+
+
+def _widths(model: SlotModel) -> dict[str, int]:
+    """Return the input features of each weight with factors that no peer sends."""
+    widths: dict[str, int] = {}
+    for name, child in model.module.named_modules():
+        for key, shape in getattr(child, "seeded_shapes", {}).items():
+            widths[f"{name}.{key.rpartition('.')[0]}"] = shape[1]
+        factor = child._parameters.get(A)
+        if factor is not None:
+            widths[name] = factor.shape[1]
+    return widths
+
+
+def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, card: str = "", base: str = "") -> int:
+    """Write an adapter as `peft.PeftModel.from_pretrained(model, directory)` loads it; return its parameters.
+
+    Args:
+        factors: The run's factors.
+        directory: Folder of the adapter; replaces an older one there.
+        tokenizer: Tokenizer to save with it.
+        card: Text of README.md; none is written if it is empty.
+        base: What adapter_config.json names as the base.
+
+    Raises:
+        ConfigError: `directory` exists and is no adapter.
+    """
+    tensors: dict[str, Tensor] = {}
+    for weight in factors.weights:
+        a, b = factors.of(weight)
+        name = weight
+        if EXPERTS in f".{weight}.":
+            experts, _, kind = weight.rpartition(".")
+            name = f"{experts}.base_layer" if kind == GATE_UP else experts
+            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)
+        tensors[f"{PREFIX}{name}.{A}.weight"] = a.contiguous()
+        tensors[f"{PREFIX}{name}.{B}.weight"] = b.contiguous()
+    with written_folder(directory, CONFIG, tokenizer, card) as scratch:
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        (scratch / CONFIG).write_text(json.dumps(_peft_settings(factors, base), indent=2, sort_keys=True) + "\n")
+    return sum(tensor.numel() for tensor in tensors.values())
+
+
+def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
+    """Return the content of adapter_config.json."""
+    targets = factors.adapter.targets
+    modules = [part for part, target in TARGETS.items() if target in targets]
+    ends = {weight.rpartition(".")[2] for weight in factors.weights}
+    parameters = [name for target in ("experts", "router") if target in targets for name in PARAMETERS[target]]
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base or None,
+        "r": factors.adapter.rank,
+        "lora_alpha": factors.adapter.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+        "target_modules": [name for name in modules if name in ends],
+        "target_parameters": [name for name in parameters if any(w.endswith(_module(name)) for w in factors.weights)],
+    }
+
+
+def _module(parameter: str) -> str:
+    """Return the end of the weight's name here that belongs to one of peft's target parameters."""
+    return f".{parameter.removesuffix('.weight')}"
+
+
+def save_merged(
+    model: SlotModel, factors: Factors, base: Base, directory: Path, *, tokenizer: Any = None, card: str = ""
+) -> int:
+    """Write the base with the adapters added to it, as an ordinary checkpoint; return its parameters.
+
+    Tensors keep the base's precision. Memory holds one file of SHARD_BYTES, or one tensor if that is larger.
+
+    Args:
+        model: Outline of the base's model.
+        factors: The run's factors.
+        base: The base, not quantised.
+        directory: Folder of the checkpoint; replaces an older one there.
+        tokenizer: Tokenizer to save with it.
+        card: Text of README.md; none is written if it is empty.
+
+    Raises:
+        ConfigError: `directory` exists and is no checkpoint.
+        DataError: the base is damaged.
+    """
+    with written_folder(directory, "config.json", tokenizer, card) as scratch:
+        shards = Shards(scratch)
+        for slot in (None, *range(model.num_slots)):
+            for name, tensor in base.tensors(slot):
+                shards.dtype = tensor.dtype if slot is not None or tensor.ndim > 1 else shards.dtype
+                merged = factors.merged(name, slot, tensor)
+                for stored, part in on_disk_names(model.config.model_type, slot, {name: merged}):
+                    shards.add(stored, part)
+        shards.close()
+        model.config.architectures = [type(model.module).__name__]
+        model.config.dtype = shards.dtype
+        model.config.save_pretrained(scratch)
+        if model.module.generation_config is not None:
+            model.module.generation_config.save_pretrained(scratch)
+    return shards.num_params
+
+
+class Shards:
+    """Writes tensors to files of a limited size, with their index.
+
+    Args:
+        folder: Folder of the files.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.num_params = 0
+        self.dtype = torch.float32
+        self._folder = folder
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor, now or with later ones."""
+        if self._pending and sum(each.nbytes for each in self._pending.values()) + tensor.nbytes > MERGED_BYTES:
+            self._flush()
+        self._pending[name] = tensor.contiguous()
+        self.num_params += tensor.numel()
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
+        self._files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
+        self._pending = {}
+
+    def close(self) -> None:
+        """Write what is left, give the files their names, and write the index if they are several."""
+        self._flush()
+        names = [f"model-{number:05}-of-{len(self._files):05}.safetensors" for number in range(1, len(self._files) + 1)]
+        names = names if len(names) > 1 else ["model.safetensors"]
+        for number, name in enumerate(names):
+            (self._folder / f"{number}.safetensors").rename(self._folder / name)
+        if len(names) > 1:
+            where = {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held}
+            total = sum(size for held in self._files for size in held.values())
+            index = {"metadata": {"total_size": total, "total_parameters": self.num_params}, "weight_map": where}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")

@@ -1,0 +1,103 @@
+"""How a machine gets the frozen base of a run with adapters: from its own copy of the checkpoint, or from peers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+
+from spes_p2p.codecs.vectors import digest
+from spes_p2p.data.hub import checkpoint_folder
+from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, base_name, encode_base
+from spes_p2p.model.build import outline
+from spes_p2p.model.start import StartWeights
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.manifest import Manifest
+from spes_p2p.swarm.records import ManifestRecord
+
+log = logging.getLogger(__name__)
+
+WAIT_SECONDS = 60.0
+LEAST_BYTES_PER_SECOND = 250_000
+"""Rate below which a document is given up."""
+
+
+def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -> None:
+    """Keep the documents of a run's base in the version store, each verified by the manifest's digest.
+
+    Documents that are there already stay. Other peers fetch them from this one.
+
+    Args:
+        swarm: This peer's swarm.
+        manifest: The run's manifest.
+        source: Folder of this machine's copy of the checkpoint; None fetches from other peers.
+
+    Raises:
+        ConfigError: the copy is of another checkpoint.
+        DataError: the copy is damaged.
+        JoinError: no peer sent a document.
+    """
+    run = manifest.config
+    layout, stored = BaseLayout(run, manifest.vocab_size), swarm.versions()
+    lacking = {
+        slot: each
+        for slot, each in base_digests(run).items()
+        if base_name(slot) not in stored or stored[base_name(slot)].digest != each
+    }
+    if not lacking:
+        return
+    if source is None:
+        _fetch(swarm, layout, lacking)
+        return
+    with ExitStack() as stack:
+        base = StartWeights(source, outline(run.model, manifest.vocab_size, run.data.sequence_length), stack)
+        for slot, expected in lacking.items():
+            document = encode_base(base, layout, slot)
+            if digest(document) != expected:  # guard: own-base
+                raise ConfigError(
+                    f"{source} is not the checkpoint that the run starts from: its {base_name(slot)} is another; drop "
+                    f"--from, and peers send the weights"
+                )
+            swarm.publish_document(base_name(slot), document)
+
+
+def _fetch(swarm: HivemindSwarm, layout: BaseLayout, lacking: Mapping[int | None, str]) -> None:
+    sizes = {slot: layout.num_bytes(slot) for slot in lacking}
+    log.info("fetching the base of the adapters: %.1f MB", sum(sizes.values()) / 1e6)
+    for slot, expected in lacking.items():
+        name, num_bytes = base_name(slot), sizes[slot]
+        peers = [peer for peer in swarm.read(ManifestRecord) if peer != swarm.peer_id]
+        random.shuffle(peers)  # spreads newcomers over the peers, which are asked in order
+        failures = swarm.exchange.pull(
+            {name: peers},
+            min_round=0,
+            timeout=WAIT_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND,
+            max_bytes={name: num_bytes},
+            digests={name: expected},
+        )
+        if reason := failures.get(name):
+            raise JoinError(
+                f"cannot fetch {name} of the run's base: {reason}; try again, or name your copy with --from"
+            )
+
+
+def own_copy(start_from: Path | None) -> Path | None:
+    """Return the folder of this machine's copy of a checkpoint, downloaded if it is on the hub."""
+    return None if start_from is None else checkpoint_folder(start_from)[0]
+
+
+def stored_base(folder: Path, manifest: Manifest) -> BaseFiles | None:
+    """Return the base that `obtain_base` has stored in a folder of versions; None of a run without adapters."""
+    if manifest.config.adapter is None:
+        return None
+    return BaseFiles(folder, BaseLayout(manifest.config, manifest.vocab_size), base_digests(manifest.config))
+
+
+def base_bytes(manifest: Manifest) -> Iterator[int]:
+    """Yield the length of each document of a run's base; nothing of a run without adapters."""
+    if manifest.config.adapter is not None:
+        layout = BaseLayout(manifest.config, manifest.vocab_size)
+        yield from (layout.num_bytes(slot) for slot in (None, *range(layout.num_slots)))

@@ -1,0 +1,102 @@
+"""Small checkpoints of each architecture that a run may start from, as stock transformers makes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    LlamaConfig,
+    MixtralConfig,
+    OlmoeConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+VOCAB, ROWS, SEQUENCE, EXPERTS = 300, 320, 24, 4
+DENSE: dict[str, Any] = {
+    "vocab_size": ROWS,  # more than the tokenizer's entries
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "rms_norm_eps": 3e-6,
+    "bos_token_id": 3,
+    "eos_token_id": 5,
+    "pad_token_id": None,
+}
+COMMON = DENSE | {"num_experts_per_tok": 2}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 50_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 16,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+CONFIGS = {
+    "olmoe": OlmoeConfig(**COMMON, num_experts=EXPERTS, clip_qkv=0.5, norm_topk_prob=False, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **COMMON,
+        num_experts=EXPERTS,
+        moe_intermediate_size=40,
+        head_dim=16,  # four heads of 16 in a model of width 32
+        attention_bias=True,
+        norm_topk_prob=True,
+        mlp_only_layers=[],
+        decoder_sparse_step=1,
+        rope_parameters=YARN,
+        tie_word_embeddings=True,
+    ),
+    "mixtral": MixtralConfig(**COMMON, num_local_experts=EXPERTS, head_dim=24, sliding_window=None),
+    "llama": LlamaConfig(**DENSE, rope_parameters=LLAMA3, attention_bias=True, tie_word_embeddings=False),
+    "qwen3": Qwen3Config(**DENSE, head_dim=16, rope_parameters=YARN, tie_word_embeddings=True),
+    "gemma": GemmaConfig(**DENSE, head_dim=24),
+}
+MIXTURES = ("olmoe", "qwen3_moe", "mixtral")
+
+
+def stock(family: str) -> PreTrainedModel:
+    torch.manual_seed(7)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    with torch.no_grad():  # biases and norms begin at 0 and 1, where a lost one would not show
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model
+
+
+def saved(folder: Path, family: str, **options: Any) -> Path:
+    stock(family).save_pretrained(folder, **options)
+    return folder
+
+
+def tokens(*shape: int) -> torch.Tensor:
+    return torch.randint(VOCAB, shape, generator=torch.Generator().manual_seed(1))
+
+
+class Batches:
+    """A token source of given batches."""
+
+    def __init__(self, batches: list[torch.Tensor]) -> None:
+        self._batches = iter(batches)
+
+    def next_batch(self, batch_size: int) -> torch.Tensor:
+        batch = next(self._batches)
+        assert len(batch) == batch_size
+        return batch

@@ -1,0 +1,68 @@
+"""A checkpoint of the hub is downloaded by its commit, without code and pickles, and read like a folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import VOCAB, saved
+from hub_server import COMMIT, HubServer, hub_of
+
+from spes_p2p.config import DataConfig, RunConfig, StartConfig
+from spes_p2p.data.hub import checkpoint_folder
+from spes_p2p.errors import DataError
+from spes_p2p.model.start import model_of
+from spes_p2p.training.build import with_digests
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    source = saved(tmp_path / "hub" / "models" / "someone" / "small", "llama")
+    (source / "pytorch_model.bin").write_bytes(b"a pickle")
+    (source / "modeling_evil.py").write_text("raise SystemExit")
+    with hub_of(tmp_path / "hub", monkeypatch) as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["someone/small", f"someone/small@{COMMIT}"])
+def test_a_run_starts_from_a_checkpoint_of_the_hub(hub: HubServer, tmp_path: Path, name: str) -> None:
+    folder, full_name = checkpoint_folder(Path(name))
+    assert full_name == f"someone/small@{COMMIT}"
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    run = RunConfig(data=DataConfig(sequence_length=16), model=model_of(folder))
+    start = with_digests(run, VOCAB, folder, full_name).model.start
+    local = tmp_path / "hub" / "models" / "someone" / "small"
+    assert start is not None and start.source == full_name
+    assert start.model_copy(update={"source": None}) == with_digests(run, VOCAB, local).model.start
+    asked = len(hub.asked)
+    again, _ = checkpoint_folder(Path(f"someone/small@{COMMIT}"))
+    assert again == folder and not any("safetensors" in path for path in hub.asked[asked:]), "it is kept"
+
+
+@pytest.mark.parametrize("name", ["someone/nothing", f"someone/small@{'d' * 40}"])
+def test_what_the_hub_has_not_is_one_line_with_the_remedy(hub: HubServer, name: str) -> None:
+    with pytest.raises(DataError, match=r"cannot download someone/.*; check name, commit and network, or give --from"):
+        checkpoint_folder(Path(name))
+
+
+def test_a_folder_goes_before_the_hub(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "someone" / "small").mkdir(parents=True)
+    assert checkpoint_folder(Path("someone/small")) == (Path("someone/small"), None)
+    assert checkpoint_folder(Path("nothing")) == (Path("nothing"), None) and not hub.asked
+
+
+@pytest.mark.parametrize("source", ["someone/small", "../small@" + "c" * 40, "a/b/c@" + "c" * 40, "someone/small@main"])
+def test_a_manifest_names_a_checkpoint_of_the_hub_by_its_commit(source: str) -> None:
+    whole = {"vocab_size": 8, "max_position_embeddings": 8, "shared": "0" * 64, "slots": []}
+    assert StartConfig.model_validate(whole | {"source": f"someone/small@{COMMIT}"}).source
+    with pytest.raises(ValueError, match="source"):
+        StartConfig.model_validate(whole | {"source": source})
