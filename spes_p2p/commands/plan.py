@@ -6,9 +6,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from spes_p2p.config import DataConfig, check_machine
+from spes_p2p.config import AdapterConfig, DataConfig, ModelConfig, RunConfig, check_machine
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.model.start import model_of
 from spes_p2p.planner.memory import Setup, fits, peer_memory, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, time_lines, traffic_lines
@@ -26,7 +27,7 @@ def main(config: PlanConfig) -> int:
         ConfigError: it does not fit, or cannot be made.
         DataError: a local tokenizer cannot be read.
     """
-    run, vocab_size = config.run, vocabulary(config.run.data)
+    run, vocab_size = _run(config)
     check_machine(run, config, config.ranks)
     if config.host_memory_gb and config.device != "cuda":
         raise ConfigError("--host-memory-gb goes with --device cuda; without a GPU set --memory-gb")
@@ -50,6 +51,26 @@ def main(config: PlanConfig) -> int:
     if memory < ANY_MEMORY:
         say(f"\n{_most(size, setup, memory, host)}")
     return 0
+
+
+def _run(config: PlanConfig) -> tuple[RunConfig, int]:
+    """Return the run's settings, with the checkpoint's model if it starts from one, and its vocabulary.
+
+    Raises:
+        ConfigError: a run cannot have such a model, or adapters have no base.
+        DataError: a file of the checkpoint or the tokenizer cannot be read.
+    """
+    run, source = config.run, config.start_from
+    if source is None:
+        if config.adapter is not None or run.adapter is not None:
+            raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
+        return run, vocabulary(run.data)
+    if run.model != ModelConfig():
+        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
+    adapter = run.adapter or (None if config.adapter is None else AdapterConfig())
+    model = model_of(source.expanduser())
+    assert model.start is not None
+    return run.model_copy(update={"model": model, "adapter": adapter}), model.start.vocab_size
 
 
 def vocabulary(data: DataConfig) -> int:

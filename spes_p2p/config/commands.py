@@ -152,12 +152,16 @@ class PlanConfig(CommandConfig, MachineConfig):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix="SPES_PLAN_", cli_prog_name="spes plan", cli_shortcuts={"max-slots": "slots"}
+        env_prefix="SPES_PLAN_", cli_prog_name="spes plan", cli_shortcuts={"max-slots": "slots", "start-from": "from"}
     )
 
     config: ConfigFile | None = None
     """YAML file with the run's settings under `run`, and a machine's choices. The name of a file that comes with the
     program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
+    start_from: Path | None = None
+    """Checkpoint that the run starts from, a folder of which only config.json is read; it gives the model's shape."""
+    adapter: Literal["lora"] | None = None
+    """Plan a run that trains adapters over the checkpoint, with the settings in `run.adapter`."""
     run: RunConfig = RunConfig()
     """Settings of the run, such as `--run.model.num-experts 32`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"

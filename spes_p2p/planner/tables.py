@@ -27,6 +27,9 @@ def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, voc
     )
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
         yield f"  (the vocabulary is data.vocab_size; {tokenizer} is not on this machine, and a run takes its size)"
+    if size.is_adapted:
+        yield from _adapter_lines(run, size, setup, claimed)
+        return
     active = size.shared_params + model.top_k * size.slot_params
     if not size.num_slots:
         yield f"  {params_text(size.total_params)} parameters, of which every peer trains all by {setup.optimizer}"
@@ -42,6 +45,19 @@ def model_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int, voc
     )
 
 
+def _adapter_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int) -> Iterator[str]:
+    """Yield the size of a run's adapters and of their base."""
+    adapter = run.adapter
+    assert adapter is not None
+    frozen = size.base_params + size.table_params + size.kept_params
+    yield f"  {params_text(frozen)} parameters frozen, of which {params_text(size.base_params)} in {setup.storage}"
+    own = f", and those of {claimed} of {size.num_slots} slots" if size.num_slots else ""
+    yield (
+        f"  adapters of rank {adapter.rank} on {', '.join(adapter.targets)}: a peer trains "
+        f"{params_text(size.trained_params(claimed))} by {setup.optimizer}, those that are shared{own}"
+    )
+
+
 def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
     """Yield the peer's memory by part."""
     each = f" of each of {setup.num_ranks} ranks ({setup.shard})" if setup.num_ranks > 1 else ""
@@ -51,7 +67,8 @@ def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
     yield _row("weights, slots", memory.slot_weights)
     yield _row("gradients", memory.gradients)
     yield _row(f"optimizer state, {setup.optimizer}", memory.optimizer)
-    yield _row(f"frozen experts, {setup.storage}", memory.frozen)
+    has_base = setup.activations is not None and setup.activations.has_frozen_base
+    yield _row(f"frozen {'base' if has_base else 'experts'}, {setup.storage}", memory.frozen)
     yield _row("= static", memory.static_bytes)
     if setup.activations is not None:
         kept = "checkpointed, " if setup.activations.checkpointing else ""
