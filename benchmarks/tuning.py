@@ -126,7 +126,7 @@ def memory_rows(folder: Path) -> Iterator[Row]:
 
 
 def _at_most(figure: str, ratio: float, most: float) -> Row:
-    return Row(figure, f"{ratio:.2f}", f"<= {most}", ratio <= most)
+    return Row(figure, f"{ratio:.4f}" if most < 0.1 else f"{ratio:.3f}", f"<= {most}", ratio <= most)
 
 
 def _in_child(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -315,8 +315,14 @@ def _pss() -> int:
 def traffic_rows(folder: Path) -> Iterator[Row]:
     """Yield the bytes that a peer sends in a round, planned for OLMoE-1B-7B, with adapters and without."""
     model = ModelConfig(
-        **{"hidden_size": 2048, "num_layers": 16, "num_heads": 16, "num_kv_heads": 16, "intermediate_size": 1024},
-        **{"num_experts": 64, "top_k": 8, "tie_embeddings": False},
+        hidden_size=2048,
+        num_layers=16,
+        num_heads=16,
+        num_kv_heads=16,
+        intermediate_size=1024,
+        num_experts=64,
+        top_k=8,
+        tie_embeddings=False,
     )
     vocab, peers = 50_304, 4
     whole, setup = RunConfig(model=model), Setup.of(RunConfig(model=model), MachineConfig(), None)
@@ -345,7 +351,7 @@ SEQUENCE, VOCAB, BATCH, LOCAL_STEPS = 64, 1024, 4, 8
 def swarm_rows(folder: Path, config: TuningConfig) -> Iterator[Row]:
     """Yield the held-out loss of three peers' adapters, of one process with their batches, and of each peer alone."""
     texts = _texts(folder)
-    for family, cases in {
+    tried: dict[str, dict[str, dict[str, Any]]] = {
         "llama": {"a dense model": {}, "- B alone averaged": {"factors": "b"}},
         "olmoe": {
             "experts by slots, two holders": {"experts": "slots"},
@@ -353,7 +359,8 @@ def swarm_rows(folder: Path, config: TuningConfig) -> Iterator[Row]:
             "- all experts everywhere": {},
             "attention only": {"targets": ["attention"]},
         },
-    }.items():
+    }
+    for family, cases in tried.items():
         source = _pretrained(folder / family, family, config)
         for name, adapter in cases.items():
             yield from _swarm_rows(name, source, texts, adapter, config)

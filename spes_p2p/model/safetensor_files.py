@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import BinaryIO, NamedTuple
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -32,8 +34,23 @@ def read_config(source: Path) -> PretrainedConfig:
         raise DataError(f"cannot read {source / 'config.json'}: {reason}; give --from another checkpoint") from error
 
 
+class _Place(NamedTuple):
+    """Where a tensor lies: its file, its bytes from `start` on, and what they are."""
+
+    file: BinaryIO
+    start: int
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Floating-point types by their names in a file."""
+
+
 class SafetensorFiles:
     """The tensors of a checkpoint's files, which `stack` keeps open.
+
+    Tensors are read, not mapped: the pages of a mapped file would count as this process's memory beside what it keeps.
 
     Raises:
         DataError: a file is missing or damaged.
@@ -41,13 +58,20 @@ class SafetensorFiles:
 
     def __init__(self, source: Path, stack: ExitStack) -> None:
         self._source = source
-        self._files: dict[str, Any] = {}
-        for file in _weight_files(source):
+        self._files: dict[str, _Place] = {}
+        for path in _weight_files(source):
             try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
-                raise DataError(f"cannot read {file}: {error}; download the checkpoint again") from error
-            self._files |= dict.fromkeys(opened.keys(), opened)
+                with safe_open(path, framework="pt"):  # checks that offsets, types and shapes agree
+                    pass
+                file = stack.enter_context(path.open("rb"))
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(length))
+            except (OSError, SafetensorError, ValueError) as error:
+                raise DataError(f"cannot read {path}: {error}; download the checkpoint again") from error
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    start = 8 + length + entry["data_offsets"][0]
+                    self._files[name] = _Place(file, start, DTYPES.get(entry["dtype"]), tuple(entry["shape"]))
 
     def __contains__(self, name: object) -> bool:
         return name in self._files
@@ -58,7 +82,7 @@ class SafetensorFiles:
         Raises:
             DataError: so it is.
         """
-        found = self._files[name].get_slice(name).get_shape() if name in self._files else None
+        found = list(self._files[name].shape) if name in self._files else None
         if found != list(shape):
             state = "is missing" if found is None else f"has shape {found}, not {list(shape)} as config.json says"
             raise DataError(f"{self._source}: tensor {name} {state}; give --from a whole checkpoint")
@@ -69,13 +93,23 @@ class SafetensorFiles:
         Raises:
             DataError: it holds NaN or infinity, or is not floating-point.
         """
-        file = self._files[name]
-        tensor: Tensor = file.get_tensor(name) if row is None else file.get_slice(name)[row]
-        if not tensor.is_floating_point() or not torch.isfinite(tensor).all():
+        place = self._files[name]
+        tensor = _read(place, row) if place.dtype is not None else None
+        if tensor is None or not torch.isfinite(tensor).all():
             raise DataError(
                 f"{self._source}: tensor {name} is not of finite floating-point numbers; give --from another checkpoint"
             )
         return tensor
+
+
+def _read(place: _Place, row: int | None) -> Tensor:
+    shape = place.shape if row is None else place.shape[1:]
+    assert place.dtype is not None
+    raw = np.empty(prod(shape) * place.dtype.itemsize, dtype=np.uint8)
+    place.file.seek(place.start + (row or 0) * raw.nbytes)
+    if place.file.readinto(raw.data) != raw.nbytes:  # type: ignore[attr-defined]
+        raise DataError(f"{place.file.name} became shorter while it was read; give --from a whole checkpoint")
+    return torch.from_numpy(raw).view(place.dtype).view(shape)
 
 
 def _weight_files(source: Path) -> list[Path]:

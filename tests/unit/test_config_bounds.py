@@ -7,7 +7,7 @@ import datetime
 import math
 import threading
 from math import prod
-from typing import Any
+from typing import Any, get_args
 
 import msgpack
 import pytest
@@ -19,14 +19,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from spes_p2p.config import Frozen, MachineConfig, ModelConfig, RopeConfig, RunConfig, StartConfig, check_machine
+from spes_p2p.config import (
+    DENSE_FAMILIES,
+    AdapterConfig,
+    AdapterTarget,
+    Frozen,
+    MachineConfig,
+    ModelConfig,
+    RopeConfig,
+    RunConfig,
+    StartConfig,
+    check_machine,
+)
 from spes_p2p.errors import ConfigError
+from spes_p2p.model.adapted import outline_adapted
 from spes_p2p.model.build import outline
 from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.peer.joining import disk_bytes
 from spes_p2p.planner.memory import Setup, peer_memory, shortage, slots_that_fit
-from spes_p2p.planner.size import model_size
+from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import round_traffic, training_seconds, transfer_seconds
 from spes_p2p.swarm.clock import AdaptiveTimeout, clamp_tokens, round_end
 from spes_p2p.swarm.exchange.protocol import Request
@@ -75,6 +87,7 @@ def ranges(parts: dict[str, type[BaseModel]]) -> dict[tuple[str, str], st.Search
 
 RANGES = ranges(sections(RunConfig))
 START = ranges({"start": StartConfig, "rope": RopeConfig})
+ADAPTER = ranges({"adapter": AdapterConfig})
 REQUIRED = ("vocab_size", "max_position_embeddings")
 ROPE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
 ENDS = {
@@ -97,6 +110,14 @@ def starts(draw: st.DrawFn, num_experts: int) -> dict[str, Any]:
 
 
 @st.composite
+def adapters(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the settings of adapters, any of them anywhere in its range."""
+    names = draw(st.lists(st.sampled_from(sorted(ADAPTER)), max_size=5, unique=True))
+    targets = st.lists(st.sampled_from(get_args(AdapterTarget)), min_size=1, max_size=4, unique=True)
+    return {name: draw(ADAPTER["adapter", name]) for _, name in names} | {"targets": draw(targets)}
+
+
+@st.composite
 def documents(draw: st.DrawFn) -> dict[str, Any]:
     """Draw settings: few or many of them at any place of their range, the others as by default."""
     document: dict[str, Any] = {}
@@ -112,6 +133,8 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
         model |= {"num_heads": heads, "num_kv_heads": heads, "hidden_size": heads * draw(st.integers(1, 64))}
     if draw(st.booleans()):
         model["start"] = draw(starts(model.get("num_experts", 16)))
+        if draw(st.booleans()):
+            document["adapter"] = draw(adapters())
     if draw(st.booleans()):
         rounds = document.setdefault("round", {})
         rounds["lease_seconds"] = max(rounds.get("lease_seconds", 30.0), 2 * rounds.get("heartbeat_seconds", 10.0))
@@ -122,10 +145,16 @@ def test_every_setting_is_drawn_but_texts() -> None:
     known = {(section, name) for section, cls in sections(RunConfig).items() for name in cls.model_fields}
     texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
     texts |= {("data", "chat_template"), ("data", "probe")}
-    nested = {("outer", "slots"), ("model", "start"), *(("", name) for name in sections(RunConfig) if name)}
+    nested = {
+        ("outer", "slots"),
+        ("model", "start"),
+        ("", "adapter"),
+        *(("", name) for name in sections(RunConfig) if name),
+    }
     assert known - set(RANGES) == texts | nested
     of_start = {("start", name) for name in StartConfig.model_fields} | {("rope", n) for n in RopeConfig.model_fields}
-    assert of_start - set(START) == {("start", name) for name in ("rope", "shared", "slots")}
+    assert of_start - set(START) == {("start", name) for name in ("rope", "shared", "slots", "source")}
+    assert {name for _, name in ADAPTER} == AdapterConfig.model_fields.keys() - {"targets", "start"}
 
 
 @pytest.mark.parametrize("value", FAR_OUT, ids=str)
@@ -140,16 +169,28 @@ def test_a_checkpoints_setting_far_out_of_its_range_is_refused_by_name(section: 
 @given(document=st.data())
 @settings(max_examples=settings().max_examples, deadline=None)
 def test_a_checkpoints_settings_anywhere_in_their_range_are_refused_or_make_a_model(document: st.DataObject) -> None:
-    family = document.draw(st.sampled_from(["olmoe", "qwen3_moe", "mixtral"]))
-    shape = {"family": family, "hidden_size": 16, "num_layers": 1, "num_experts": 2}
+    family = document.draw(st.sampled_from(["olmoe", "qwen3_moe", "mixtral", *DENSE_FAMILIES]))
+    experts = 0 if family in DENSE_FAMILIES else 2
+    shape = {"family": family, "hidden_size": 16, "num_layers": 1, "num_experts": experts, "top_k": experts}
     try:
-        model = ModelConfig.model_validate(shape | {"start": document.draw(starts(2))})
+        model = ModelConfig.model_validate(shape | {"start": document.draw(starts(experts))})
         built = outline(model, 8, 8)
     except (ValidationError, ConfigError) as error:
         assert str(error)
         return
     size = model_size(model, 8)
     assert sum(map(prod, built.shared_shapes().values())) == size.shared_params
+    try:
+        run = RunConfig.model_validate(
+            {"model": model, "data": {"sequence_length": 8}, "adapter": document.draw(adapters())}
+        )
+        adapted = outline_adapted(run, 8)
+    except (ValidationError, ConfigError) as error:
+        assert str(error)
+        return
+    size = run_size(run, 8)
+    assert sum(map(prod, adapted.shared_shapes().values())) == size.shared_params
+    assert sum(map(prod, adapted.slot_shapes().values())) == size.slot_params
 
 
 @pytest.mark.parametrize("value", FAR_OUT, ids=str)
@@ -227,9 +268,9 @@ def plans(run: RunConfig) -> None:
     except ConfigError as error:
         assert str(error)
         return
-    size = model_size(run.model, run.data.vocab_size)
+    size = run_size(run, run.data.vocab_size)
     setup = Setup.of(run, machine, run.data.vocab_size, num_ranks=1, on_gpu=False)
-    for claimed in {0, 1, size.num_slots}:
+    for claimed in {0, min(1, size.num_slots), size.num_slots}:
         assert peer_memory(size, claimed, setup).host_bytes > 0
     for memory_bytes in (0, 2**33, 2**80):
         try:
@@ -239,7 +280,7 @@ def plans(run: RunConfig) -> None:
             continue
         traffic = round_traffic(size, slots, 2, setup)
         assert math.isfinite(transfer_seconds(traffic, 1e-3, 1e-3).total) and disk_bytes(size, slots, 2) > 0
-    assert shortage(size, 1, setup, 0)
+    assert shortage(size, min(1, size.num_slots), setup, 0)
     assert math.isfinite(training_seconds(run, 2, 1e-3))
 
 
