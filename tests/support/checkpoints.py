@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ MIXTURES = ("olmoe", "qwen3_moe", "mixtral")
 
 def stock(family: str) -> PreTrainedModel:
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family])
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS[family]))  # saving changes a configuration
     with torch.no_grad():  # biases and norms begin at 0 and 1, where a lost one would not show
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -15,6 +15,7 @@ import pytest
 import torch
 import yaml
 from forked_commands import Ended, Forked, ForkServer
+from lanes import sample
 from peer_processes import MARK, Commands, commands_in, saved_state, write_corpus, write_settings
 from safetensors.torch import load_file
 from torch import Tensor
