@@ -214,14 +214,14 @@ def _run_over(source: Path, sequence_length: int, **adapter: Any) -> RunConfig:
 
 def _write_moe(folder: Path, *, num_layers: int, hidden: int, inner: int, experts: int, dtype: torch.dtype) -> Path:
     """Write a Qwen3-MoE with random weights, a file for each layer."""
-    shape: dict[str, Any] = {
+    settings: dict[str, Any] = {
         **{"vocab_size": 1024, "hidden_size": hidden, "intermediate_size": inner, "moe_intermediate_size": inner},
         **{"num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 8},
         **{"head_dim": hidden // 8, "num_experts": experts, "num_experts_per_tok": 2, "max_position_embeddings": 1024},
         **{"architectures": ["Qwen3MoeForCausalLM"], "pad_token_id": None, "tie_word_embeddings": True},
         "dtype": str(dtype).removeprefix("torch."),
     }
-    config = Qwen3MoeConfig(**shape)
+    config = Qwen3MoeConfig(**settings)
     folder.mkdir(parents=True)
     config.save_pretrained(folder)
     with torch.device("meta"):
