@@ -136,8 +136,9 @@ class _Answers(BaseHTTPRequestHandler):
 def hub_of(root: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     """Make a server of the data sets in `root` the hub of this process, which read HF_ENDPOINT when it was imported."""
     import datasets.config
-    from huggingface_hub import constants
+    from huggingface_hub import HfFileSystem, constants
 
+    HfFileSystem.clear_instance_cache()  # it knows the files of an earlier server, which may have had the same port
     server = HubServer(root)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", server.url)

@@ -133,6 +133,7 @@ def test_a_larger_vocabulary_than_the_models_is_refused(tokenizer, tmp_path):
     assert not (tmp_path / "received").exists()
 
 
+@pytest.mark.full  # the same limit as above, by a text that takes seconds to write
 def test_sixty_megabytes_of_brackets_end_no_process_but_the_tokenizers(tokenizer, tmp_path):
     text = '{"model": [' + "[]," * (MAX_PAYLOAD_BYTES // 3 - 100) + "[]]}"
     payload = json.dumps({"special_tokens.json": "{}", "tokenizer.json": text}).encode()

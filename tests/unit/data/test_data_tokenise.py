@@ -303,6 +303,7 @@ def command(tmp_path: Path, *more: object) -> list[str]:
     return [*words, "--cache", str(tmp_path / "cache"), *map(str, more)]
 
 
+@pytest.mark.full  # `test_cli` has a full disk with every commit, of which each command speaks alike
 def test_a_disk_that_is_full_is_said_in_a_line_and_the_work_goes_on_elsewhere(tmp_path, seed):
     """In a namespace of its own, on a file system of two megabytes."""
     can_mount = subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode == 0

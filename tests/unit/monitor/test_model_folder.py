@@ -288,6 +288,7 @@ print(1024 * (kilobytes("VmHWM") - before))
 """
 
 
+@pytest.mark.full  # fifteen seconds for a large folder; a test above compares what is written slot by slot
 def test_memory_holds_a_few_slots_and_never_the_model(tmp_path, identity, record_property: Callable) -> None:
     """Measured in a process of its own, as the peak beyond what it had before."""
     slots = 64

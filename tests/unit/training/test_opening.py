@@ -81,7 +81,7 @@ class Counting(MemorySwarm):
 
 def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms_state():
     """One that is being read and the one before it, of sixteen slots; anchors of those that it trains come on top."""
-    shape = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
+    shape = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
     run = tiny_run(model=ModelConfig(**shape, num_experts=16, top_k=2), round=ALONE)
     hub = MemoryHub("run", matchmaking_seconds=2.0)
     founder = VirtualPeer(run, Counting(hub, peer_id(0)), index=0, max_slots=4)
