@@ -61,9 +61,7 @@ CODES = {"error": 2, "uncaught": 1}
 WAYS = ["log", "repeated", "library", "long", "traceback", "thread", "error", "uncaught"]
 
 
-@pytest.mark.parametrize(
-    "what", sample(WAYS, ["log", "traceback", "thread", "error"])
-)  # full: the same handlers
+@pytest.mark.parametrize("what", sample(WAYS, ["log", "traceback", "thread", "error"]))  # full: the same handlers
 def test_no_output_of_a_command_shows_what_a_peer_wrote_as_it_is(what: str) -> None:
     program = PROGRAM.format(hostile=HOSTILE, what=what)
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=60, check=False)
