@@ -20,7 +20,7 @@ from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.export import save_checkpoint
 
 SECONDS = 240.0
-TOTAL = 4
+STEPS, TOTAL = 80, 4
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +58,7 @@ def test_two_peers_teach_a_style_and_the_exported_model_answers_in_it(commands: 
             alone = ["--host", "127.0.0.1", "--device", "cpu", "--max-slots", "2"] if command == "peer" else []
             return server.start(command, [*common, *alone, *words])
 
-        settings = ["--run.round.mode", "steps", "--run.round.steps", "40", "--run.round.total", str(TOTAL)]
+        settings = ["--run.round.mode", "steps", "--run.round.steps", str(STEPS), "--run.round.total", str(TOTAL)]
         settings += ["--run.round.min-peers", "2", "--run.data.sequence-length", "128", "--run.train.batch-size", "4"]
         peers = [start("peer", "a", "--from", base, "--data", files["a"], "--run.data.probe", probe, *settings)]
         peers[0].wait_for("others join with: .* --data PATH", SECONDS)
@@ -73,8 +73,8 @@ def test_two_peers_teach_a_style_and_the_exported_model_answers_in_it(commands: 
 
     reports = events(tmp_path / "monitor", "report")
     for report in reports:
-        steps = 40 * 4 * 128
-        assert 0 < report["tokens"] < steps / 2, "replies alone count, in the weights too"
+        tokens = STEPS * 4 * 128
+        assert 0 < report["tokens"] < tokens / 2, "replies alone count, in the weights too"
     losses = {event["round"]: event["loss"] for event in events(tmp_path / "monitor", "evaluation")}
     assert losses[TOTAL] < 1.0 < losses[0], "of the public probe, which no peer trains on"
     replies = [event for event in events(tmp_path / "monitor", "sample") if event["round"] == TOTAL]
