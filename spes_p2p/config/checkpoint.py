@@ -121,7 +121,7 @@ class AdapterConfig(Frozen):
     which peers claim. The second is for adapters that no machine could train together."""
     factors: Literal["both", "b"] = "both"
     """Factors that are trained and averaged. With `b` A stays as the run's seed draws it on every peer: the mean of
-    products is then the product of means, and a round sends half the bytes."""
+    products is then the product of means, and a round sends about half the bytes."""
     base: Storage = "bf16"
     """Precision of the base's matrices as peers send them to those that have no copy. Released checkpoints in bf16 lose
     nothing in bf16. A machine holds the base as it chooses with --storage."""
