@@ -73,7 +73,7 @@ class StartConfig(Frozen):
     """Of Qwen3-MoE's config: the width of layers without experts, which no such run has."""
     attention_bias: bool = False
     clip_qkv: PositiveFloat | None = None
-    initializer_range: PositiveFloat = 0.02
+    initializer_range: Annotated[PositiveFloat, Field(le=1.0)] = 0.02
     rope: RopeConfig = RopeConfig()
     bos_token_id: TokenId | None = None
     eos_token_id: TokenId | None = None

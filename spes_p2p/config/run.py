@@ -472,6 +472,10 @@ class RunConfig(Frozen):
                 f"adapter.start names {len(begun.slots)} slots, and the run has {self.num_slots}; found it with "
                 f"--adapter FOLDER, which sets both"
             )
+        if self.adapter is not None:
+            absent = {"mlp"} if self.model.num_experts else {"experts", "router"}
+            if not set(self.adapter.targets) - absent:
+                raise ValueError(f"adapter.targets={self.adapter.targets} fits no matrix of this model; add attention")
         if self.adapter is not None and self.merge.alpha:
             raise ValueError(f"merge.alpha={self.merge.alpha:g} merges experts, not adapters; set it to 0")
         latest = round(total * (1 - train.decay_fraction), 9)
