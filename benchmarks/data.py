@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from pydantic_settings import SettingsConfigDict
 from tokenizers import Tokenizer
 
 from benchmarks.cluster import ROOT
+from benchmarks.exactly_once import history, settings
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
@@ -32,8 +35,11 @@ from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, DataConfig, ModelConfig, PositiveInt, RunConfig, TrainConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.shards import TokenShards
+from spes_p2p.data.shared import KeyedPermutation
 from spes_p2p.data.sources import documents
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
+from spes_p2p.data.windows import TokenFile, lay_out
+from spes_p2p.swarm.ledger import Deal, DealRules, Drawn, Ledger
 from spes_p2p.training.build import build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -84,6 +90,8 @@ def main(config: DataBenchmarkConfig) -> int:
 def rows(config: DataBenchmarkConfig, folder: Path) -> Iterator[Row]:
     """Yield the figures."""
     yield from formats(folder)
+    yield from best_fit_rows()
+    yield from shared_data()
     texts = [document.text for document in documents(DataConfig())]
     tokenizer = resolve_tokenizer(DataConfig(), [], Path("~/.cache/spes_p2p"))
     payload, size = tokenizer_bytes(tokenizer), len(tokenizer)
@@ -102,6 +110,52 @@ def formats(folder: Path) -> Iterator[Row]:
         shards = TokenShards([FIXTURES / path], vocab_size, folder)
         is_equal = np.concatenate(list(shards.documents())).tolist() == ids
         yield Row(f"ids equal to the library's: {name}", "all" if is_equal else "NOT", "all", is_equal)
+
+
+def shared_data() -> Iterator[Row]:
+    """Measure what it takes to train each window once an epoch, and whether simulated peers do."""
+    for name, rounds in {"": {}, ", rounds overlap": {"overlap": 1}}.items():
+        found = history(0, settings(**rounds))
+        yield Row(
+            f"windows twice or never in an epoch: 8 simulated peers, 30 % replaced in 10 min, 3 restarts of all{name}",
+            f"{found.twice}; {found.never} ({found.rounds} rounds, {found.epochs} epochs)",
+            *("0; 0", (found.twice, found.never, found.misstated) == (0, 0, 0)),
+        )
+    tracemalloc.start()
+    KeyedPermutation(10**9, "key")(np.arange(8))
+    order_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    yield Row("memory of the permutation of 1e9 windows", f"{order_bytes / 1e3:.0f} KB", "1 MB", order_bytes < MB)
+    size = ledger_bytes(1000)
+    yield Row("bytes of a certificate's ledger for 1,000 peers", f"{size / 1e3:.1f} KB", "4 KB", size <= 4096)
+
+
+def ledger_bytes(num_peers: int) -> int:
+    """Return the size of the largest ledger of a swarm whose members' paces vary by 15 % from round to round."""
+    generator = random.Random(0)
+    paces = {f"Qm{index:044}": generator.uniform(20, 60) for index in range(num_peers)}
+    rules = DealRules(usual=60, is_exact=False, num_streams=1)
+    members, ledger, sizes = sorted(paces), Ledger.empty(1), list[int]()
+    for round in range(1, 30):
+        drawn = {p: Drawn(max(0, int(paces[p] * generator.gauss(1, 0.15))), at) for at, p in enumerate(members)}
+        ledger = Deal(ledger, members, round, rules).settled(ledger, drawn)
+        sizes.append(len(ledger.model_dump_json()))
+    return max(sizes)
+
+
+def best_fit_rows(num_documents: int = 40_000, length: int = 2048) -> Iterator[Row]:
+    """Lay documents of log-normal lengths out by best-fit."""
+    drawn = np.random.default_rng(0).lognormal(np.log(1003) - 0.5, 1.0, num_documents)
+    lengths_D = np.maximum(drawn, 2).astype(np.int64)
+    tokens_N = np.ones(int(lengths_D.sum()), "<u2")
+    tokens_N[np.cumsum(lengths_D) - 1] = 0
+    ((spans_S2, stops_W),) = lay_out(TokenFile(tokens_N, "key", 0), length, "best_fit")
+    padding = 1 - spans_S2[:, 1].sum() / (len(stops_W) * (length + 1))
+    document_S = np.searchsorted(np.cumsum(lengths_D), spans_S2[:, 0], side="right")
+    pieces_D = np.bincount(document_S, minlength=num_documents)
+    cut = int((pieces_D > -(-(lengths_D - 1) // length)).sum())
+    figure = "best_fit, log-normal lengths: padding; documents cut needlessly"
+    yield Row(figure, f"{100 * padding:.3f} %; {cut}", "0.1 %; 0", bool(padding < 0.001 and cut == 0))
 
 
 def write(path: Path, texts: list[str], num_bytes: int) -> Path:

@@ -460,7 +460,7 @@ class TrainingLoop:
         if self._round > before:
             self._conclude(pending.work, pending.work.waited_seconds, ended=pending.work.ended)
         if self._draws.dealt is not None and self._group.from_leader(
-            lambda: self._sync is not None and not _keeps_draws(self._sync, pending.work)
+            lambda: self._sync is not None and not keeps_draws(self._sync, pending.work)
         ):
             self._draws.deal(self._training_round)
         self._halted_seconds += self._trainer.clock() - began
@@ -491,10 +491,10 @@ class TrainingLoop:
 def _correction(sync: Synchroniser, work: RoundWork, starts_at: float) -> Correction:
     """Synchronise, and return what that changes; without the steps made meanwhile, if their data do not count."""
     update = sync.synchronise(work, starts_at=starts_at)
-    return Correction.of(update, work) if _keeps_draws(sync, work) else Correction(update, {}, {}, {})
+    return Correction.of(update, work) if keeps_draws(sync, work) else Correction(update, {}, {}, {})
 
 
-def _keeps_draws(sync: Synchroniser, work: RoundWork) -> bool:
+def keeps_draws(sync: Synchroniser, work: RoundWork) -> bool:
     """Tell whether what is trained beside a synchronisation can count.
 
     Where peers share data and this one has not committed the round, it is given up: the next delta would contain draws

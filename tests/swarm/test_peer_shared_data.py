@@ -73,7 +73,7 @@ class Peers:
 
     def start(self, name: str, *words: str | Path) -> Forked:
         common = ["--output", self._folder / name, "--cache", self._folder / "cache", "--device", "cpu"]
-        common += ["--threads", "1", "--run-id", "shared", "--data", self._data, "--max-slots", "2"]
+        common += ["--threads", "1", "--run-id", "shared", "--yes", "--data", self._data, "--max-slots", "2"]
         peer = self._server.start("peer", [*common, *words])
         self.running[name] = peer
         self._all[name].append(peer)

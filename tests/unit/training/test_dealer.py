@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from virtual import VirtualPeer, certify, peer_id, tiny_run
 
 from spes_p2p.config import DataConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.training.dealer import Dealer, deal_rules
+from spes_p2p.training.loop import keeps_draws
+from spes_p2p.training.round_work import RoundWork
 
 SHARED_DATA = DataConfig(source="files", fingerprint="0" * 64, sequence_length=16, vocab_size=64)
 
@@ -54,6 +58,16 @@ def test_a_peer_that_has_skipped_to_the_last_certificate_trains_from_the_next_on
     dealt = dealer.deal(6)
     assert dealt.ranges == () and dealer.said(6, 100, dealt, 0) == {"tokens": 0}
     assert dealer.deal(7).ranges != ()
+
+
+def test_what_is_trained_beside_a_round_that_is_not_committed_does_not_count():
+    """Of data that are shared: the next delta would contain draws of two deals."""
+    _, (dealer, *_), (peer, *_) = dealers(2)
+    work = RoundWork({}, 1, 1.0, 1.0, dealt=dealer.deal(1))
+    own = replace(work, dealt=None)
+    for num_committed in (0, 1):
+        peer.sync.stats = replace(peer.sync.stats, num_committed=num_committed)
+        assert keeps_draws(peer.sync, work) == bool(num_committed) and keeps_draws(peer.sync, own)
 
 
 def test_a_round_by_steps_deals_exactly_its_steps_and_one_by_time_a_whole_round():

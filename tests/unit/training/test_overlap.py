@@ -379,7 +379,7 @@ def test_what_was_not_finite_is_replaced_for_it_would_stay_so():
     trained = RoundWork(
         {SHARED: torch.tensor([1.0, float("nan")]), of_slot(1): torch.ones(2), of_slot(2): torch.ones(2)},
         *(1, 1.0, 1.0),
-        {SHARED: torch.ones(2), of_slot(1): torch.ones(2)},
+        moments={SHARED: torch.ones(2), of_slot(1): torch.ones(2)},
     )
     vectors = {SHARED: torch.zeros(2), of_slot(1): torch.zeros(2), of_slot(0): torch.zeros(2)}
     vectors |= {SHARED.moments: torch.zeros(2), of_slot(1).moments: torch.zeros(2)}
