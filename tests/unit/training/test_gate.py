@@ -24,7 +24,7 @@ from spes_p2p.training import loss_gate as gate_module
 from spes_p2p.training.loss_gate import MAX_CHANCE, MAX_LONGER, MAX_WORSE, LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
 
-PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 8
+PEERS, ATTACKER, FROM_ROUND, ROUNDS = 6, 5, 4, 10
 
 
 def run_of(slots: int = PEERS):
