@@ -115,10 +115,6 @@ def _skeleton(run: RunConfig, vocab_size: int, storage: str, attention: str, dev
             adapt_router(child, adapter, device)
     for name, parameter in module.named_parameters():
         parameter.requires_grad_(parameter.requires_grad and ".lora_" in name)
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        raise ConfigError(
-            f"adapter.targets={adapter.targets} names nothing that {run.model.family} has; add attention to it"
-        )
     return SlotModel(module, banks if adapter.experts == "slots" else {})
 
 

@@ -314,7 +314,7 @@ def test_a_run_is_refused_whose_parts_contradict_each_other(folder: Path) -> Non
         RunConfig.model_validate({"adapter": {"start": start}})
     with pytest.raises(ValidationError, match=r"merge\.alpha=0\.05 merges experts, not adapters"):
         RunConfig.model_validate({"adapter": {}, "merge": {"alpha": 0.05}})
-    with pytest.raises(ConfigError, match=r"names nothing that llama has; add attention"):
+    with pytest.raises(ValidationError, match=r"fits no matrix of this model; add attention"):
         World(folder, "llama", targets=["experts"])
 
 
