@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from spes_p2p.config import AdapterTarget, RunConfig
-from spes_p2p.errors import ConfigError
 from spes_p2p.model.bank import ExpertBank, is_stock_experts
 from spes_p2p.model.build import check_attention, draw_buffers, meta_model
 from spes_p2p.model.kernels import LoopKernel

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import DataError
 from spes_p2p.model.adapted import InitialFactors, build_adapted, outline_adapted
 from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, base_name, encode_base
 from spes_p2p.model.build import outline
