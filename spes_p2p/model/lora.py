@@ -235,7 +235,8 @@ class RoutedAdapters(torch.autograd.Function):
             torch.mm(hidden_NI, experts.base[expert][DOWN].dense(dtype).t(), out=row_ND)
             row_ND.addmm_(hidden_NI @ down_a.t(), down_b.t(), alpha=scale)
             y_TD.index_add_(0, token_N, row_ND.to(y_TD.dtype))
-        ctx.experts, ctx.routing = experts, routing
+        ctx.experts = experts
+        ctx.routing = routing
         ctx.save_for_backward(gate_up_RG, scores_R1, x_TD, *trained)
         return y_TD.to(dtype)
 

@@ -113,8 +113,9 @@ class TrainingLoop:
             self._total_tokens = saved.state.total_tokens
             self._checkpointer.restore(saved, update)
         is_late = self._group.from_leader(lambda: self._sync is not None and self._sync.is_late)
-        speeds = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
-        self._tokens_per_second, self._places_per_second = speeds
+        tokens, places = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
+        self._tokens_per_second = tokens
+        self._places_per_second = places
         if saved is None:
             self._checkpointer.save(self._round, self._trainer.steps, 0, self._trainer.data.state_dict(), is_last=False)
 
