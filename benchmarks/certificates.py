@@ -69,11 +69,13 @@ def documents(seen: Seen) -> Iterator[Row]:
 def ghosts(seen: Seen) -> Iterator[Row]:
     """Yield what identities do that claim slots, or come to meetings, and do nothing."""
     what = "one ghost, and as many as honest peers, before and after the first commit, real processes"
-    yield _tests(what, "no round lost, no slot starved", ["tests/swarm/test_ghosts.py"], seen)
+    yield _tests(what, "no round lost, no slot starved", ["tests/attacks/test_ghosts.py"], seen)
     figures = (
         "tests/unit/monitor/test_monitor_view.py::test_records_of_peers_that_no_certificate_knows_change_no_figure"
     )
     yield _tests("- their metrics", "figures unchanged", [figures], seen)
+    forged = "certificates and proposals that ghosts or a minority of voters sign"
+    yield _tests(forged, "none counts", ["tests/attacks/test_who_counts.py"], seen)
     idle = "test_swarm_decision.py::test_as_many_idle_identities_as_honest_peers_in_each_meeting_stop_no_round"
     what = "n idle identities against n honest in each meeting, n = 3, 5, 8, simulated"
     yield _tests(what, "the honest commit", [f"tests/unit/swarm/{idle}"], seen)
