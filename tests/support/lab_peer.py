@@ -156,9 +156,9 @@ def record(scribe: Scribe) -> None:
         scribe.note("brings", peer=swarm.peer_id, member=contribution.member.model_dump(), deltas=deltas)
         return stock(swarm, contribution, **settings)
 
-    def decide(stock: Callable, swarm: HivemindSwarm, result, digests, ends_at):
+    def decide(stock: Callable, swarm: HivemindSwarm, result, digests, *others):
         tried[digests.get(SHARED, "")] = result, digests
-        body = stock(swarm, result, digests, ends_at)
+        body = stock(swarm, result, digests, *others)
         if body is not None:
             result, digests = tried.get(body.shared, (RoundResult(), {}))
             certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}

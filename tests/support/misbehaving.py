@@ -231,8 +231,8 @@ class RogueButterflyAllreduce(allreduce.ButterflyAllreduce):
 class HivemindSwarm(hivemind_swarm.HivemindSwarm):
     """Misbehaves in the decision of a round."""
 
-    def decide(self, result, digests, ends_at):
+    def decide(self, result, digests, *others):
         _reach(DECIDING)
         if _is(INVENTS):
             digests = dict.fromkeys(digests, "6" * 64)
-        return super().decide(result, digests, ends_at)
+        return super().decide(result, digests, *others)

@@ -6,6 +6,8 @@ import datetime
 import json
 import os
 import socket
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -133,3 +135,37 @@ def test_every_rank_learns_the_leaders_word_its_tensors_and_its_errors(tmp_path)
             "error": "no answer; check it",
             "after": 0,
         }
+
+
+STEPS = """
+import resource
+import numpy as np
+from spes_p2p.training.process_group import give_back_freed, keep_freed
+
+def faults_of_a_step():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [np.full(2**18, 1.0) for _ in range(64)]  # 2 MiB each: numpy asks for huge pages from 4 MiB on
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def resident():
+    return int(open("/proc/self/statm").read().split()[1])
+
+faults_of_a_step()
+print(faults_of_a_step())
+keep_freed()
+faults_of_a_step()
+print(faults_of_a_step())
+kept = resident()
+give_back_freed()
+print(kept - resident())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's allocator")
+def test_a_steps_memory_is_kept_for_the_next_step_and_given_back_when_told() -> None:
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, check=True, text=True)
+    stock, kept, given_back = map(int, done.stdout.split())
+    pages = 64 * 2**21 // 4096
+    assert stock > pages / 4, "or there is nothing to keep"
+    assert kept < pages / 16, "a later step takes no new pages"
+    assert given_back > pages / 2
