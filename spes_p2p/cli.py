@@ -497,12 +497,21 @@ def full_disk(error: BaseException | None) -> str | None:
     return None
 
 
+ERASE_LINE = "\r\033[K"
+
+
 def _imported(module: str) -> Callable[[Any], int]:
     """Return a module's `main`; an interrupt while it is imported ends the process, which has begun nothing."""
     before = {number: signal.signal(number, end_at_once) for number in (signal.SIGINT, signal.SIGTERM)}
+    is_watched = sys.stderr.isatty()
+    if is_watched:
+        sys.stderr.write("loading PyTorch and the rest of the program ...\r")
+        sys.stderr.flush()
     try:
         return importlib.import_module(module).main
     finally:
+        if is_watched:
+            sys.stderr.write(ERASE_LINE)
         for number, handler in before.items():
             signal.signal(number, handler)
 

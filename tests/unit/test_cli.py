@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import pty
 import resource
 import signal
 import subprocess
@@ -474,3 +475,15 @@ def test_a_config_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert run is not None and run.round.total == 77, "a file of one's own comes first"
     assert "absent" in one_line(["--run-id", "r", "--config", "absent"])
     assert load_settings(config.ExperimentConfig, []).run.round.total == 50
+
+
+def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):
+    words = [sys.executable, "-m", "spes_p2p", "health", "--output", str(tmp_path / "absent")]
+    leader, follower = pty.openpty()
+    with subprocess.Popen(words, stderr=follower, stdout=subprocess.DEVNULL) as shown:
+        first = os.read(leader, 4096)
+    os.close(follower)
+    os.close(leader)
+    assert first.startswith(b"loading PyTorch"), first
+    assert shown.returncode == 1, "it has not joined yet"
+    assert b"loading" not in subprocess.run(words, capture_output=True).stderr
