@@ -416,7 +416,10 @@ class TrainingLoop:
     def _load(self, update: StateUpdate) -> None:
         """Bring this rank's model to the leader's state, slot by slot as the loss gate admits them."""
         adopted = {VectorName.of_slot(slot) for slot in set(update.slots) - set(self._trainer.slots)}
-        vectors = StoredVectors() | update.vectors if self._sync is not None else None
+        vectors = None
+        if self._sync is not None:  # a slot whose moments were fetched may have been given up since
+            trained = {SHARED, *map(VectorName.of_slot, update.slots)}
+            vectors = (StoredVectors() | update.vectors).only(lambda name: name.is_weights or name.weights in trained)
         masters = vectors.only(adopted.__contains__) if vectors is not None else None
         self._trainer.set_slots(update.slots, masters)
         if self._gate is not None:

@@ -15,7 +15,7 @@ from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.build import build_initial
-from spes_p2p.training.round_work import StoredVectors
+from spes_p2p.training.round_work import StateUpdate, StoredVectors
 
 ALONE = RoundConfig(mode="steps", steps=3, total=20, min_peers=1, max_seconds=60, exchange_seconds=20)
 
@@ -121,3 +121,17 @@ def test_stored_vectors_are_read_when_they_are_asked_for_and_join_like_dictionar
     assert not read and list(chosen) == [names[1], names[2], SHARED] and names[0] in stored
     assert {name: vector.item() for name, vector in chosen.items()} == {names[1]: 2.0, names[2]: 1.0, SHARED: 3.0}
     assert read == [names[2]]
+
+
+def test_moments_of_a_slot_that_was_given_up_after_they_were_fetched_are_not_loaded():
+    """A late peer catches up, meets the others, and gives up a slot that they hold, too."""
+    peer = VirtualPeer(tiny_run(), MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
+    vectors = peer.initial()
+    peer.trainer.load(vectors)
+    held = tuple(map(VectorName.of_slot, (0, 1)))
+    peer.trainer.set_slots((0, 1), {name: vectors[name] for name in held})
+    kinds = peer.trainer.optimizer.kinds
+    moments = {name.moments: peer.trainer.moments(name, kinds) + 1 for name in held}
+    peer.loop._load(StateUpdate((0,), moments))
+    assert peer.slots == (0,)
+    assert torch.equal(peer.trainer.moments(held[0], kinds), moments[held[0].moments]), "those of the other are"
