@@ -1,4 +1,4 @@
-"""`spes export`: write a round's model as a Hugging Face checkpoint, from a folder or from a running swarm."""
+"""`spes export`: write a round's model as a Hugging Face checkpoint, from a folder, a store, or a running swarm."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError
 from spes_p2p.fs import scratch_path
 from spes_p2p.monitor.model_folder import VERSIONS, Exported, check_free, export
+from spes_p2p.monitor.stores import open_store
+from spes_p2p.monitor.uploads import StoredCheckpoints, is_store
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.monitor.watch import holders_and_peers, pull_round
 from spes_p2p.peer.consent import ask_to_read
@@ -41,9 +43,11 @@ def main(config: ExportConfig) -> int:
     source, run_id, initial_peers = config.source, config.run_id, config.initial_peers
     if (source is None) == (run_id is None) or bool(initial_peers) != (run_id is not None):
         raise ConfigError(
-            "name what to export: the folder of a peer or a monitor, or a running swarm by its link, or by --run-id "
-            "and --initial-peers"
+            "name what to export: the folder of a peer or a monitor, where a monitor uploads to, or a running swarm by "
+            "its link, or by --run-id and --initial-peers"
         )
+    if source is not None and is_store(source):
+        return _download(config, source)
     if source is not None and "spes:" in source:
         link = JoinLink.parse(source)
         run_id, initial_peers = f"{link.run_id}@{link.founder}", list(link.addresses)
@@ -68,6 +72,20 @@ def main(config: ExportConfig) -> int:
         output = config.output.expanduser()
         exported = _export_swarm(run_id, initial_peers, output, overwrite=config.overwrite, yes=config.yes)
     say(f"wrote {output}: {exported}")
+    return 0
+
+
+def _download(config: ExportConfig, place: str) -> int:
+    """Write a checkpoint that a monitor has uploaded."""
+    if config.output is None:
+        raise ConfigError(f"{place} has no folder here; name one with --output")
+    if config.merged:
+        raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
+    output = config.output.expanduser()
+    check_free(output, overwrite=config.overwrite)
+    output.absolute().parent.mkdir(parents=True, exist_ok=True)
+    found = StoredCheckpoints(open_store(place), place).download(config.round, output, overwrite=config.overwrite)
+    say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {found.num_bytes / 1e6:.1f} MB")
     return 0
 
 

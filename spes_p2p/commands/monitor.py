@@ -7,7 +7,7 @@ import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -23,6 +23,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import Prompt, held_out_prompts
 from spes_p2p.data.packing import held_out_batches, probe_windows
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
+from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
@@ -31,6 +32,7 @@ from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import ConsoleSink, Sinks
 from spes_p2p.monitor.tasks import TASKS_DIRECTORY, TaskEvaluations
+from spes_p2p.monitor.uploads import open_destination
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.base import obtain_base, stored_base
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 
 MODEL_DIRECTORY, IDENTITY_FILE = "model", "identity.key"
 TENSORBOARD_DIRECTORY = "tensorboard"
-RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, CONSENSUS, TASKS_DIRECTORY)
+RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, CONSENSUS, TASKS_DIRECTORY, CHECKPOINTS)
 EVALUATION_BATCH = 8
 REPLIES = 3
 """Held-out conversations whose first reply is written at each evaluation."""
@@ -102,6 +104,8 @@ def main(settings: MonitorConfig) -> int:
         ConfigError, DataError, JoinError: it cannot start, or its results cannot be written.
     """
     task_groups(settings.tasks, settings.suite, settings.task_path)  # before anything is joined or written
+    if settings.upload is not None:
+        open_destination(settings.upload)
     output = prepare_output(settings)
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -149,16 +153,18 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         swarm.enter(manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests)
         entered = time.monotonic()
 
-        tasks = _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True, merges=True))
-        ending = _watch(settings, output, swarm, manifest, archive, tasks, page)
-        _conclude(ending, output)
+        beside = _Beside(
+            _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True, merges=True)),
+            _checkpoints(settings, output, manifest),
+        )
+        ending = _watch(settings, output, swarm, manifest, archive, beside, page)
+        beside.take(_conclude(ending, output), output)
         write_report(output, facts={"run": ending.value})
     finally:
         if page is not None:
             page.close()
         swarm.close()
-    if tasks is not None:
-        _conclude_tasks(tasks, ending, archive.round)
+    beside.conclude(ending, archive.round)
     if ending is Ending.CUT_OFF:
         _watch_again(output, swarm.watchdog.death, time.monotonic() - entered)
     return EXIT_CODES[ending]
@@ -174,13 +180,61 @@ def _task_evaluations(settings: MonitorConfig, output: Path, save: Callable[[Pat
     return TaskEvaluations(output / TASKS_DIRECTORY, flags, save, settings.threads)
 
 
-def _conclude_tasks(tasks: TaskEvaluations, ending: Ending, last_round: int) -> None:
-    """Run the tasks on the last model once the swarm is left, as they may take hours."""
-    try:
-        if ending in (Ending.FINISHED, Ending.VANISHED) and last_round > 0:
-            tasks.finish(last_round)
-    finally:
-        tasks.close()
+def _checkpoints(settings: MonitorConfig, output: Path, manifest: Manifest) -> Checkpoints | None:
+    """Return what writes and uploads checkpoints during the run, if any are asked for."""
+    place = settings.upload
+    if place is None and settings.checkpoint_every is None:
+        return None
+    uploads = None
+    if place is not None:
+        uploads = Uploads(
+            place, lambda: open_destination(place), keep_last=settings.keep_last, mbit=settings.upload_mbit
+        )
+
+    def save(folder: Path, round: int, loss: float | None) -> None:
+        export(output, folder, round, held_out={} if loss is None else {round: loss})
+
+    every, keep_last = settings.checkpoint_every, settings.keep_last
+    return Checkpoints(output / CHECKPOINTS, manifest, save, every=every, keep_last=keep_last, uploads=uploads)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What goes on beside the watch with each evaluated model."""
+
+    tasks: TaskEvaluations | None
+    checkpoints: Checkpoints | None
+
+    def evaluated(self, round: int, loss: float | None) -> None:
+        if self.checkpoints is not None:
+            self.checkpoints.evaluated(round, loss)
+        if self.tasks is not None:
+            self.tasks.start(round)
+
+    def save(self, output: Path, round: int, loss: float | None) -> None:
+        """Write the run's last model."""
+        _save(output, round, loss)
+        if self.checkpoints is not None:
+            self.checkpoints.take(round, loss, made=output / MODEL_DIRECTORY)
+
+    def take(self, round: int | None, output: Path) -> None:
+        """Keep a model that was saved because the run did not reach its last round, as a checkpoint."""
+        if self.checkpoints is not None and round is not None:
+            self.checkpoints.take(round, None, made=output / MODEL_DIRECTORY)
+
+    def conclude(self, ending: Ending, last_round: int) -> None:
+        """Once the swarm is left, wait for the last model's upload, and run the tasks on it: both may take hours."""
+        try:
+            if ending in (Ending.FINISHED, Ending.VANISHED):
+                if self.checkpoints is not None:
+                    self.checkpoints.finish()
+                if self.tasks is not None and last_round > 0:
+                    self.tasks.finish(last_round)
+        finally:
+            if self.checkpoints is not None:
+                self.checkpoints.close()
+            if self.tasks is not None:
+                self.tasks.close()
 
 
 def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
@@ -201,7 +255,7 @@ def _watch(
     swarm: HivemindSwarm,
     manifest: Manifest,
     archive: Archive,
-    tasks: TaskEvaluations | None,
+    beside: _Beside,
     page: Page | None,
 ) -> Ending:
     rounds, facts = manifest.config.round, _facts(manifest)
@@ -229,8 +283,8 @@ def _watch(
             sinks.add("the page", lambda: PageSink(shown, facts))
         return Watch(
             *(swarm, rounds, archive, sinks.update, view),
-            save=partial(_save, output),
-            evaluated=tasks.start if tasks is not None else None,
+            save=partial(beside.save, output),
+            evaluated=beside.evaluated,
             settings=settings,
         ).run()
     except Terminated:
@@ -282,18 +336,19 @@ def _save(output: Path, round: int, loss: float | None) -> None:
         raise ExchangeError(str(error)) from error
 
 
-def _conclude(ending: Ending, output: Path) -> None:
-    """Log how the watch ended; write the newest model of a run that did not reach its last round."""
+def _conclude(ending: Ending, output: Path) -> int | None:
+    """Log how the watch ended; write the newest model of a run that did not reach its last round, and return which."""
     if ending in (Ending.FINISHED, Ending.TERMINATED):
         log.info("%s", ending.value)
-        return
+        return None
     say = log.info if ending is Ending.STOPPED else log.error
     try:
         exported = export(output, output / MODEL_DIRECTORY, overwrite=True)
     except (DataError, ExchangeError, JoinError) as error:
         say("%s, and there is no model to save: %s", ending.value, error)
-        return
+        return None
     say("%s; %s is the model of round %d", ending.value, output / MODEL_DIRECTORY, exported.round)
+    return exported.round
 
 
 def _held_out(

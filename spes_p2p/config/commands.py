@@ -5,10 +5,11 @@ Flags are read before anything heavy is imported, so this module imports neither
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from spes_p2p.config.checkpoint import Fraction, Frozen, PositiveFloat, PositiveInt
@@ -29,6 +30,28 @@ from spes_p2p.config.machine import (
 from spes_p2p.config.run import RunConfig
 
 SuiteName = Literal["spes"]
+
+
+def _destination(text: str) -> str:
+    """Return where to upload to, if it has a form that is known.
+
+    Raises:
+        ValueError: it has not.
+    """
+    if re.match(r"[A-Za-z][\w+.-]*:", text) and not _DESTINATION.fullmatch(text):  # guard: upload-place
+        scheme = text.partition(":")[0][:20]
+        raise ValueError(
+            f"no place that begins with {scheme}: is known in that form; name s3://BUCKET/PREFIX, hf://OWNER/NAME or a "
+            f"folder, and no credentials"
+        )
+    return text
+
+
+_DESTINATION = re.compile(
+    r"s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[\w./-]*)?|hf://[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}", re.ASCII
+)
+UploadPlace = Annotated[str, Field(min_length=1, max_length=1000), AfterValidator(_destination)]
+"""`s3://BUCKET/PREFIX`, `hf://OWNER/NAME` or a folder."""
 CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set", "rules"]
 
 
@@ -83,6 +106,16 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """A published list of tasks to run like `tasks`."""
     task_path: Path | None = None
     """Folder with task YAML files of your own, which come first."""
+    checkpoint_every: PositiveInt | None = None
+    """Rounds between checkpoints, which are written to `checkpoints` in `output` when their round is evaluated. By
+    default only the last model is written."""
+    keep_last: PositiveInt = 2
+    """Newest checkpoints to keep, besides the one with the least held-out loss."""
+    upload: UploadPlace | None = None
+    """Where checkpoints and the last model are uploaded: `s3://BUCKET/PREFIX` (extra `s3`), `hf://OWNER/NAME`, a model
+    repository of the hub, or a folder. Credentials come from boto3's and huggingface_hub's own settings."""
+    upload_mbit: PositiveFloat | None = None
+    """Upload rate in 10^6 bits per second, on average; by default as fast as it goes."""
     poll_seconds: PositiveFloat = 1.0
     """Interval of reading the swarm's records. A report of a round that lives shorter is missed."""
     console: Literal["auto", "live", "plain", "none"] = "auto"
@@ -286,15 +319,16 @@ class EvaluateConfig(CommandConfig):
 
 
 class ExportConfig(CommandConfig):
-    """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline, or from a
-    running swarm by its link, or by --run-id and --initial-peers."""
+    """Write the model of a round as a Hugging Face checkpoint: from the folder of a peer or monitor, offline; from
+    where a monitor uploads to; or from a running swarm by its link, or by --run-id and --initial-peers."""
 
     model_config = SettingsConfigDict(
         env_prefix="SPES_EXPORT_", cli_prog_name="spes export", cli_shortcuts={"start-from": "from"}
     )
 
     source: CliPositionalArg[str | None] = None
-    """The --output of a peer, monitor or local experiment, or a run's link. A folder is only read; it may be in use."""
+    """The --output of a peer, monitor or local experiment, or a run's link. A folder is only read; it may be in use.
+    Or the place of a monitor's --upload: `s3://BUCKET/PREFIX` or a folder."""
     output: Path | None = None
     """Folder to write; by default `model` in that folder. It appears whole or not at all."""
     round: Annotated[int, Field(ge=0)] | None = None

@@ -250,8 +250,8 @@ class Watch:
         show: Receives each view.
         view: Where to start: empty, or replayed.
         save: Writes the model of a round as a checkpoint, and its held-out loss with it.
-        evaluated: Is told each round whose model has been evaluated, except the first and the last, in the thread that
-            uses the archive.
+        evaluated: Is told each round whose model has been evaluated, except the first and the last, and its held-out
+            loss, in the thread that uses the archive.
         settings: The monitor's: rounds between evaluations, and the interval of reading the records.
     """
 
@@ -264,7 +264,7 @@ class Watch:
         view: SwarmView,
         *,
         save: Callable[[int, float | None], None],
-        evaluated: Callable[[int], None] | None = None,
+        evaluated: Callable[[int, float | None], None] | None = None,
         settings: MonitorConfig,
     ) -> None:
         self._swarm = swarm
@@ -340,7 +340,7 @@ class Watch:
         if self._archive.round >= self._rounds.total:
             self._save(self._archive.round, loss)
         elif self._archive.round > 0 and self._evaluated is not None:
-            self._evaluated(self._archive.round)
+            self._evaluated(self._archive.round, loss)
         return self._archive.round, loss, self._archive.samples()
 
     def _collect(self) -> int:

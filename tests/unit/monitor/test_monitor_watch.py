@@ -116,12 +116,12 @@ class Scene:
             Recorder(view.held_out),
             [],
         )
-        self.told: list[int] = []
+        self.told: list[tuple[int, float | None]] = []
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
         self.watch = Watch(
             *(self.swarm, rounds, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
             save=lambda round, loss: self.saved.append(round),
-            evaluated=self.told.append,
+            evaluated=lambda round, loss: self.told.append((round, loss)),
             settings=MonitorConfig(run_id="run", initial_peers=["/"], evaluate_every=every, poll_seconds=1e-9),
         )
 
@@ -136,7 +136,9 @@ def test_every_round_is_evaluated_and_the_last_one_archived() -> None:
     scene.swarm.on_wait = scene.advance
     assert scene.watch.run() is Ending.FINISHED
     assert scene.recorder.evaluations == [(0, 6.0), (1, 5.0), (2, 4.0), (3, 3.0)]
-    assert scene.told == [1, 2], "tasks run on what training has made, and on the last model when the swarm is left"
+    assert scene.told == [(1, 5.0), (2, 4.0)], (
+        "tasks run on what training has made, and on the last model when the swarm is left"
+    )
     assert scene.saved == [LAST] and [record.round for record in scene.swarm.reported] == [LAST]
 
 
