@@ -7,9 +7,11 @@ escapes every string.
 from __future__ import annotations
 
 import base64
+import functools
 import html
 import importlib.util
 import io
+import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -88,6 +90,37 @@ def say(text: str) -> None:
     """Print a line of a command's result; standard output holds results, not logs."""
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+@functools.lru_cache(8)
+def qr_rows(text: str) -> tuple[str, ...]:
+    """Return a text's QR code row by row, four modules to a hexadecimal digit, the first one its highest bit.
+
+    A row is filled up with light modules to a multiple of four; the code is as high as it is wide.
+    """
+    import segno
+
+    rows = segno.make(text, error="l", micro=False, boost_error=False).matrix
+    return tuple(
+        f"{int(''.join(map(str, row)).ljust(-(-len(row) // 4) * 4, '0'), 2):0{-(-len(row) // 4)}x}" for row in rows
+    )
+
+
+def say_qr(text: str) -> None:
+    """Print a text's QR code, on a terminal that is wide enough for it."""
+    blocks = qr_blocks(text)
+    width = blocks.index("\x1b[0m") - len("\x1b[97;40m")
+    if sys.stdout.isatty() and shutil.get_terminal_size().columns >= width:
+        say(blocks)
+
+
+def qr_blocks(text: str) -> str:
+    """Return a text's QR code for a terminal, two modules to a character, black on white whatever its colours are."""
+    import segno
+
+    out = io.StringIO()
+    segno.make(text, error="l", micro=False, boost_error=False).terminal(out, border=2, compact=True)
+    return "\n".join(f"\x1b[97;40m{line}\x1b[0m" for line in out.getvalue().splitlines())
 
 
 def check_plotting() -> None:

@@ -18,6 +18,7 @@ from torch import LongTensor
 from spes_p2p.cli import EXIT_INTERRUPTED, Terminated
 from spes_p2p.commands.evaluate import task_groups
 from spes_p2p.config.commands import MonitorConfig
+from spes_p2p.config.link import MAX_ADDRESSES, JoinLink
 from spes_p2p.data.chat_rows import conversation_files
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import Prompt, held_out_prompts
@@ -280,7 +281,7 @@ def _watch(
             if path.exists():
                 for event in read_events(path):
                     shown.take(event)
-            sinks.add("the page", lambda: PageSink(shown, facts))
+            sinks.add("the page", lambda: PageSink(shown, facts, _link(settings, manifest)))
         return Watch(
             *(swarm, rounds, archive, sinks.update, view),
             save=partial(beside.save, output),
@@ -300,23 +301,30 @@ def _wandb(settings: MonitorConfig, output: Path, facts: Mapping[str, Any]) -> W
     return WandbSink(output, project=settings.wandb_project, name=name, watch=watch, config=facts["config"])
 
 
+def _link(settings: MonitorConfig, manifest: Manifest) -> str:
+    addresses = tuple(settings.initial_peers[:MAX_ADDRESSES])
+    return JoinLink(run_id=manifest.run_id, founder=manifest.founder, addresses=addresses).encode()
+
+
 class PageSink:
     """Shows a watch on its page; `close` leaves the page up, with the last state.
 
     Args:
         page: The page.
         run: Fields of the `run` event.
+        link: By which others join; "" shows none.
     """
 
-    def __init__(self, page: Page, run: Mapping[str, Any]) -> None:
+    def __init__(self, page: Page, run: Mapping[str, Any], link: str = "") -> None:
         self._page = page
         self._run = run
+        self._link = link
 
     def take(self, event: Event, view: SwarmView) -> None:
         self._page.take(event)
 
     def update(self, view: SwarmView) -> None:
-        self._page.show(PageState(view, self._run))
+        self._page.show(PageState(view, self._run, link=self._link))
 
     def close(self) -> None:
         """Leave the page as it is."""

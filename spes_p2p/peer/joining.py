@@ -42,6 +42,7 @@ from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
 from spes_p2p.planner.traffic import round_traffic
+from spes_p2p.presentation import say_qr
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
     MANIFEST,
@@ -374,6 +375,8 @@ def _enter(
     (config.output / LINK_FILE).write_text(f"{link.encode()}\n")
     (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")  # last: its readers wait for it
     log.info("others join with: spes join %s%s", link.encode(), needs)
+    if founds:
+        say_qr(link.encode())
     log.info(
         "or, in full: spes peer --run-id %s@%s --initial-peers %s%s",
         *(run_id, manifest.founder, " ".join(addresses), needs),

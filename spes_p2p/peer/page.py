@@ -20,6 +20,7 @@ from spes_p2p.monitor.page.snapshot import Own, PageState
 from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.peer.controls import Controls
+from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
@@ -152,7 +153,9 @@ def shown(
     run = manifest.config
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
     facts = {"run_id": manifest.run_id, "config": run.model_dump(mode="json")}
-    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"))
+    file = config.output / LINK_FILE
+    link = file.read_text().strip() if file.exists() else ""
+    state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link)
     verbs = Verbs(controls.act, config.output) if controls is not None else None
     page = Page(config.page, state, config.output, verbs)
     log.info("page: %s", page.address)

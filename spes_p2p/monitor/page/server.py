@@ -17,7 +17,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -293,7 +293,10 @@ class Page:
         """Return the newest state's sections."""
         while self._events:
             self._snapshots.take(self._events.popleft())
-        return self._snapshots.of(self._state)
+        state = self._state
+        if not self.is_loopback:  # guard: link-at-home
+            state = replace(state, link="")  # it has addresses
+        return self._snapshots.of(state)
 
     def _publish(self) -> None:
         """Send what has changed since the last call to all viewers."""

@@ -16,7 +16,7 @@ from typing import Any
 from spes_p2p.monitor.events import Event
 from spes_p2p.monitor.sinks import number_or_dash
 from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
-from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
+from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, qr_rows
 from spes_p2p.swarm.names import slot_ranges
 from spes_p2p.swarm.records import Metrics
 
@@ -82,6 +82,7 @@ class PageState:
         facts: More lines about the run, by name.
         baselines: Held-out loss over tokens of other ways to train the same model, by name.
         control: What this machine's owner has asked, and what it amounts to; empty where nothing can be asked.
+        link: By which others join; "" where the page does not show it.
     """
 
     view: SwarmView
@@ -92,6 +93,7 @@ class PageState:
     facts: Mapping[str, object] = field(default_factory=dict)
     baselines: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     control: Mapping[str, Any] = field(default_factory=dict)
+    link: str = ""
 
 
 class Snapshots:
@@ -194,6 +196,7 @@ def _run(state: PageState) -> dict[str, Any]:
         "me": _key(state.own.peer_id) if state.own else None,
         "facts": {printable(name, MAX_QUOTE_CHARS): printable(fact) for name, fact in state.facts.items() if fact},
         "columns": list(COLUMNS),
+        **({"link": state.link, "code": list(qr_rows(state.link))} if state.link else {}),
     }
 
 

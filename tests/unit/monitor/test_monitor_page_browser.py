@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import segno
 from browser import Tab, browser
 
 from benchmarks.page_views import peer_id, views
@@ -100,6 +101,33 @@ def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_
         assert await tab.evaluate(OVERFLOW) <= 0
         assert await tab.evaluate("window.spesOwned") is None and tab.faults() == []
         assert tab.bytes_received() <= MAX_WIRE_BYTES
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+def test_the_link_and_its_qr_code_are_those_of_the_run(tmp_path: Path) -> None:
+    link = f"spes:run.{'eNqVzMEOgiAY' * 20}"
+    page = Page("127.0.0.1", PageState(history()[-1], RUN, link=link), tmp_path)
+    matrix = segno.make(link, error="l", micro=False, boost_error=False).matrix
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address, width=390, height=844)
+        await tab.wait_for(IS_DRAWN)
+        await tab.evaluate("document.getElementById('join-box').open = true")
+        assert await tab.evaluate("document.getElementById('link').textContent") == f"spes join {link}"
+        dots = await tab.evaluate(
+            "(() => { const c = document.getElementById('code'), p = c.getContext('2d'); return Array.from({length: "
+            "c.height / 4}, (_, y) => Array.from({length: c.width / 4}, (_, x) => "
+            "p.getImageData(4 * x + 2, 4 * y + 2, 1, 1).data[0])); })()"
+        )
+        light = [255] * 4
+        inside = [[255 * (1 - dot) for dot in row] for row in matrix]
+        blank = [[255] * (len(matrix) + 8)] * 4
+        assert dots == [*blank, *([*light, *row, *light] for row in inside), *blank]
+        assert await tab.evaluate(OVERFLOW) <= 0 and tab.faults() == []
+        assert await axe_violations(tab) == []
 
     in_browser(tmp_path, work)
     page.close()

@@ -307,3 +307,11 @@ def test_prometheus_reads_this_machines_traffic_on_a_peers_page(tmp_path: Path) 
     assert headers["Content-Type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert b"spes_sent_bytes_total 77\n" in body and b"spes_received_bytes_total 88\n" in body
     page.close()
+
+
+@pytest.mark.parametrize(("where", "is_shown"), [("127.0.0.1", True), ("[::1]", True), ("0.0.0.0", False)])
+def test_the_link_stands_on_pages_that_no_other_machine_can_read(where: str, is_shown: bool, tmp_path: Path) -> None:
+    link = "spes:run.eNqVzMEOgiAY"
+    page = Page(where, PageState(small_history(3)[-1], RUN, link=link), tmp_path)
+    assert (link in json.dumps(page._newest())) == is_shown
+    page.close()

@@ -102,7 +102,25 @@ function showRun() {
   at("run").textContent = run.id;
   at("who").textContent = run.me ? `peer …${run.me.slice(-6)}` : isReport ? "report" : "monitor";
   document.querySelector(".mine-key").hidden = !run.me;
+  showLink(run.link, run.code);
   at("facts").replaceChildren(...[["model", run.model], ...Object.entries(run.facts)].filter(([, value]) => value).map(([name, value]) => element("p", `${name}: ${value}`)));
+}
+
+// The link by which others join; a page that others can read does not have it.
+function showLink(link, rows) {
+  at("join").hidden = !link || isReport;
+  if (!link || isReport) return;
+  at("link").textContent = `spes join ${link}`;
+  const canvas = at("code"), pen = canvas.getContext("2d"), size = rows.length, edge = 4, scale = 4;
+  canvas.width = canvas.height = (size + 2 * edge) * scale;
+  pen.fillStyle = "#fff";
+  pen.fillRect(0, 0, canvas.width, canvas.height);
+  pen.fillStyle = "#000";
+  rows.forEach((row, y) => {
+    for (let x = 0; x < size; x += 1) {
+      if ((parseInt(row[x >> 2], 16) >> (3 - (x & 3))) & 1) pen.fillRect((x + edge) * scale, (y + edge) * scale, scale, scale);
+    }
+  });
 }
 
 const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone"];
