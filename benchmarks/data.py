@@ -27,7 +27,7 @@ from pydantic_settings import SettingsConfigDict
 from tokenizers import Tokenizer
 
 from benchmarks.cluster import ROOT
-from benchmarks.exactly_once import history, settings
+from benchmarks.exactly_once import history, mixture, settings
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
@@ -114,8 +114,10 @@ def formats(folder: Path) -> Iterator[Row]:
 
 def shared_data() -> Iterator[Row]:
     """Measure what it takes to train each window once an epoch, and whether simulated peers do."""
-    for name, rounds in {"": {}, ", rounds overlap": {"overlap": 1}}.items():
-        found = history(0, settings(**rounds))
+    kinds = {"": settings(), ", rounds overlap": settings(overlap=1)}
+    kinds[", by source: two, 9:1, then 1:3"] = settings(mixture())
+    for name, run in kinds.items():
+        found = history(0, run)
         yield Row(
             f"windows twice or never in an epoch: 8 simulated peers, 30 % replaced in 10 min, 3 restarts of all{name}",
             f"{found.twice}; {found.never} ({found.rounds} rounds, {found.epochs} epochs)",

@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import LongTensor
 
-from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, TrainConfig
+from spes_p2p.config import DataConfig, ModelConfig, RoundConfig, RunConfig, SourceConfig, TrainConfig
+from spes_p2p.data.mixture import MixedSource
 from spes_p2p.data.shared import SharedSource
 from spes_p2p.data.windows import TokenFile
 from spes_p2p.errors import SimulationError
@@ -37,6 +38,10 @@ from spes_p2p.training.round_work import Dealt
 
 VOCAB, T = 64, 64
 NUM_WINDOWS = 1500
+MIXED_WINDOWS = 1500, 200
+"""Windows of the sources of `mixture`."""
+ANNEALED_TOKENS = 1000 * T
+"""Tokens after which its second weights count."""
 MODEL = ModelConfig(
     hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=8, num_experts=4, top_k=2
 )
@@ -47,31 +52,87 @@ PEERS, SEGMENTS, SEGMENT_SECONDS, SHARE = 8, 4, 600.0, 0.3
 class Numbers:
     """Windows whose first token tells nothing, and whose index is noted by the source: random, but fixed, tokens."""
 
+    def __init__(self, num_windows: int) -> None:
+        self._num_windows = num_windows
+
     def __len__(self) -> int:
-        return NUM_WINDOWS
+        return self._num_windows
 
     def gather(self, indices_B: np.ndarray) -> LongTensor:
         rows = [np.random.default_rng(int(index)).integers(0, VOCAB, T + 1) for index in indices_B]
         return torch.from_numpy(np.stack(rows))  # type: ignore[return-value]
 
 
-class NotingSource(SharedSource):
-    """Notes the epoch and the window of all that it draws, by deal."""
+Drawn = list[tuple[tuple[str, int], int]]
+"""Source, epoch and window of all that was drawn."""
 
-    def __init__(self) -> None:
+
+class NotingSource(SharedSource):
+    """Notes the epoch and the window of all that it draws, by deal.
+
+    Args:
+        name: Of the source.
+        num_windows: Its windows.
+        drawn: Where to note; a list of its own by default.
+    """
+
+    def __init__(self, name: str = "numbers", num_windows: int | None = None, drawn: Drawn | None = None) -> None:
         data = DataConfig(source="files", fingerprint="0" * 64, sequence_length=T)
-        super().__init__(TokenFile(np.empty(0, "<u2"), "numbers"), Numbers(), data)
-        self.drawn: list[tuple[int, int]] = []
+        windows = Numbers(NUM_WINDOWS if num_windows is None else num_windows)
+        self._name = name
+        self.drawn: Drawn = [] if drawn is None else drawn
+        super().__init__(TokenFile(np.empty(0, "<u2"), name), windows, data)
 
     def deal(self, ranges: Sequence[range]) -> None:
         super().deal(ranges)
         self.drawn = []
 
-    def indices(self, draw: int, num_sequences: int) -> np.ndarray:
-        found = super().indices(draw, num_sequences)
-        epochs = (draw * num_sequences + np.arange(num_sequences)) // self.epoch_windows
-        self.drawn += list(zip(epochs.tolist(), found.tolist(), strict=True))
+    def places(self, numbers_I: np.ndarray) -> np.ndarray:
+        found = super().places(numbers_I)
+        keys = ((self._name, epoch) for epoch in (numbers_I // self.epoch_windows).tolist())
+        self.drawn += list(zip(keys, found.tolist(), strict=True))
         return found
+
+    def numbers_below(self, position: int) -> dict[str, int]:
+        """Return, for each source, how many of its first numbers belong to positions below this one."""
+        return {self._name: position}
+
+    def sizes(self) -> dict[str, int]:
+        """Return the windows of an epoch of each source."""
+        return {self._name: self.epoch_windows}
+
+
+class NotingMixture(MixedSource):
+    """Notes source, epoch and window of all that it draws, by deal."""
+
+    def __init__(self, data: DataConfig) -> None:
+        self.drawn: Drawn = []
+        parts = zip(data.mixture, MIXED_WINDOWS, strict=True)
+        self._parts = {each.name: NotingSource(each.name, windows, self.drawn) for each, windows in parts}
+        super().__init__(self._parts, data)
+
+    def deal(self, ranges: Sequence[range]) -> None:
+        super().deal(ranges)
+        self.drawn = []
+        for part in self._parts.values():
+            part.drawn = self.drawn
+
+    def numbers_below(self, position: int) -> dict[str, int]:
+        sources_I, numbers_I = self._schedule(np.arange(position))
+        found = {}
+        for at, name in enumerate(self._parts):
+            there = np.zeros(position + 1, bool)
+            there[numbers_I[sources_I == at]] = True
+            found[name] = int(np.argmin(there))
+        return found
+
+    def sizes(self) -> dict[str, int]:
+        return {name: part.epoch_windows for name, part in self._parts.items()}
+
+
+def source_of(data: DataConfig) -> NotingSource | NotingMixture:
+    """Return the source of a run's windows."""
+    return NotingMixture(data) if data.mixture else NotingSource()
 
 
 @dataclass
@@ -82,7 +143,7 @@ class Witness:
         brought: By round and peer: the draws that its roster entry states, and what it has really drawn.
     """
 
-    brought: dict[tuple[int, str], tuple[int, list[tuple[int, int]]]] = field(default_factory=dict)
+    brought: dict[tuple[int, str], tuple[int, Drawn]] = field(default_factory=dict)
 
 
 class WatchedSwarm(MemorySwarm):
@@ -91,7 +152,7 @@ class WatchedSwarm(MemorySwarm):
     def __init__(self, hub: MemoryHub, peer_id: str, witness: Witness) -> None:
         super().__init__(hub, peer_id)
         self._witness = witness
-        self.by_round: dict[int, list[tuple[int, int]]] = {}
+        self.by_round: dict[int, Drawn] = {}
         """Lists of the draws of each round, which the source extends."""
 
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
@@ -111,8 +172,8 @@ class Peer(VirtualPeer):
     """
 
     def __init__(self, run: RunConfig, swarm: WatchedSwarm, speed: float) -> None:
-        self.source = NotingSource()
-        probe_BT1 = public_text(lambda seed: NotingSource(), T)
+        self.source = source_of(run.data)
+        probe_BT1 = public_text(lambda seed: source_of(run.data), T)
         super().__init__(
             run, swarm, self.source, probe_BT1, vocab_size=VOCAB, max_slots=2, tokens_per_second=speed, device="cpu"
         )
@@ -168,7 +229,7 @@ class Outcome:
 
     Attributes:
         rounds: Certified rounds.
-        epochs: Epochs of which no window is left.
+        epochs: Epochs of which no window is left, of all sources together.
         twice: Windows that committed rounds contain twice in an epoch.
         never: Windows of these epochs that no committed round contains.
         misstated: Members whose roster entry states other draws than theirs.
@@ -189,7 +250,16 @@ class Outcome:
     joins: int
 
 
-def settings(**rounds) -> RunConfig:
+def mixture() -> DataConfig:
+    """Return two sources, of which the smaller is drawn far more often once the run is annealed."""
+    sources = [
+        SourceConfig(name="web", fingerprint="0" * 64, weights=[9, 1]),
+        SourceConfig(name="math", fingerprint="1" * 64, weights=[1, 3]),
+    ]
+    return DataConfig(source="files", sequence_length=T, vocab_size=VOCAB, mixture=sources, phases=[ANNEALED_TOKENS])
+
+
+def settings(data: DataConfig | None = None, **rounds) -> RunConfig:
     """Return the run's settings: rounds of about a minute."""
     fields = {
         **{"mode": "tokens", "tokens": 60 * PEERS * 35, "min_seconds": 20.0, "max_seconds": 120.0, "total": 10**5},
@@ -197,7 +267,7 @@ def settings(**rounds) -> RunConfig:
     }
     return RunConfig(
         model=MODEL,
-        data=DataConfig(source="files", fingerprint="0" * 64, sequence_length=T, vocab_size=VOCAB),
+        data=data or DataConfig(source="files", fingerprint="0" * 64, sequence_length=T, vocab_size=VOCAB),
         train=TrainConfig(batch_size=4, lr=1e-3),
         round=RoundConfig(**{**fields, **rounds}),
         frozen_storage="fp32",
@@ -267,7 +337,7 @@ def history(
                 raise
         present = [peer for peer, (start, fate, _) in fates.items() if fate == "stops" and start < seconds]
         hub.clock.advance(generator.uniform(1.0, 40.0))
-    return outcome(hub, witness, counts, num_sequences=run.train.batch_size)
+    return outcome(hub, witness, counts, run)
 
 
 Fate = tuple[float, str, float]
@@ -292,9 +362,10 @@ def draw_fates(
     return fates
 
 
-def outcome(hub: MemoryHub, witness: Witness, counts: Mapping[str, int], *, num_sequences: int) -> Outcome:
+def outcome(hub: MemoryHub, witness: Witness, counts: Mapping[str, int], run: RunConfig) -> Outcome:
     """Compare what the peers have drawn with the certified rounds."""
-    trained, misstated, lost = Counter[tuple[int, int]](), 0, 0
+    trained, misstated, lost = Counter[tuple[tuple[str, int], int]](), 0, 0
+    num_sequences, source = run.train.batch_size, source_of(run.data)
     for body in hub.bodies[1:]:
         for member in body.members:
             said, drawn = witness.brought[body.round, member.peer_id]
@@ -303,18 +374,18 @@ def outcome(hub: MemoryHub, witness: Witness, counts: Mapping[str, int], *, num_
                 continue
             misstated += said * num_sequences != len(drawn)
             trained.update(drawn)
-    ledger, per_epoch = hub.bodies[-1].ledger, NotingSource().epoch_windows
+    ledger = hub.bodies[-1].ledger
     assert ledger is not None
     first_free = min(start for s in ledger.streams for start, _ in [*s.intervals(), (s.next, 0)])
     if len(ledger.streams) == 2:
         first_free *= 2
-    epochs = first_free * num_sequences // per_epoch
-    done = Counter(epoch for epoch, _ in trained)
+    below, done = source.numbers_below(first_free * num_sequences), Counter(key for key, _ in trained)
+    whole = [(name, epoch) for name, size in source.sizes().items() for epoch in range(below[name] // size)]
     return Outcome(
         rounds=hub.bodies[-1].round,
-        epochs=epochs,
+        epochs=len(whole),
         twice=sum(count > 1 for count in trained.values()),
-        never=sum(per_epoch - done[epoch] for epoch in range(epochs)),
+        never=sum(source.sizes()[name] - done[name, epoch] for name, epoch in whole),
         misstated=misstated,
         lost=lost,
         max_ledger_bytes=max(len(body.ledger.model_dump_json()) for body in hub.bodies if body.ledger),

@@ -17,7 +17,7 @@ from hivemind.p2p import PeerID
 
 from benchmarks.fuzz.decoder import Decoder
 from spes_p2p.config import DataConfig, RunConfig
-from spes_p2p.config.run import MAX_PROBE_CHARACTERS
+from spes_p2p.config.data import MAX_PROBE_CHARACTERS
 from spes_p2p.data.conversations import probe_records
 from spes_p2p.errors import SpesError
 from spes_p2p.swarm.averaging.matchmaking import read_roster

@@ -24,13 +24,15 @@ from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, RunConfig, ch
 from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.conversations import founding
-from spes_p2p.data.packing import held_out_batches, train_source
+from spes_p2p.data.packing import held_out_by_source, train_source
+from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.presentation import say
+from spes_p2p.swarm.amendment import check_kept_settings
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -153,9 +155,16 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     except OSError as error:
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
     run = RunConfig.model_validate(kept.pop("run"))
+    from_file = [] if "config" in config.model_fields_set else [_run_in(config.config)]  # not of the user's choice
+    check_kept_settings(config.run, [*from_file, run], config.output / "peer-0", spared=("round.min_peers",))
     own = {name: [Path(path) for path in kept.pop(name, [])] for name in OWN_PATHS}
     chosen = _chosen(config) | ({"max_slots": config.max_slots} if config.max_slots else {})
     return config.model_copy(update={**kept, **chosen, **own, "run": run, "peers": run.round.min_peers})
+
+
+def _run_in(file: Path) -> RunConfig:
+    """Return the run's settings in a YAML file of ours."""
+    return RunConfig.model_validate(yaml.safe_load(file.read_text()).get("run") or {})
 
 
 def _with_data(config: ExperimentConfig) -> ExperimentConfig:
@@ -179,12 +188,13 @@ def _with_data(config: ExperimentConfig) -> ExperimentConfig:
 
 def _prepare_corpus(config: ExperimentConfig) -> None:
     """Train the tokenizer and tokenise once, before N peers would; nothing is written yet if the corpus is bad."""
-    data, cache = config.corpus(config.run.data), config.cache.expanduser()
+    cache = config.cache.expanduser()
+    data = with_fetched(config.corpus(config.run.data), cache)
     tokenizer = resolve_tokenizer(data, config.text, cache)
     data = founding(data, tokenizer)
     if data.source != "hub":
         train_source(data, tokenizer, paths=config.text, cache=cache, order_seed=0)
-        held_out_batches(data, tokenizer, paths=config.text, cache=cache, num_sequences=8, batch_size=8, seed=0)
+        held_out_by_source(data, tokenizer, paths=config.text, cache=cache, num_sequences=8, batch_size=8, seed=0)
 
 
 class Experiment:

@@ -22,7 +22,8 @@ from spes_p2p.config.link import MAX_ADDRESSES, JoinLink
 from spes_p2p.data.chat_rows import conversation_files
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import Prompt, held_out_prompts
-from spes_p2p.data.packing import held_out_batches, probe_windows
+from spes_p2p.data.packing import held_out_by_source, probe_windows
+from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink
@@ -40,6 +41,7 @@ from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
+from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import MANIFEST, Manifest, fetch_manifest, guest_list
@@ -141,7 +143,8 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         manifest, document = fetch_manifest(swarm, settings.founder)
         asked = seen is not None and seen.digest == manifest.digest
         reads_data = settings.held_out_sequences > 0
-        ask_to_read(manifest, len(document), yes=settings.yes or asked, reads_data=reads_data)
+        agreed = settings.yes or asked
+        ask_to_read(manifest, len(document), yes=agreed, reads_data=reads_data, paths=settings.shards)
         template = manifest.config.data.chat_template or ""
         tokenizer = ConfinedTokenizer(document, output / VERSIONS / "tokenizer", manifest.vocab_size, template)
         prompts = partial(_prompts, settings, manifest, tokenizer)
@@ -152,13 +155,13 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         guests = guest_list(swarm, manifest)
         start = manifest.genesis()
         swarm.enter(manifest.config.round, archive.anchors.vectors(), start, max_slots=0, guests=guests)
-        entered = time.monotonic()
+        entered, amendments = time.monotonic(), Amendments(swarm, manifest)
 
         beside = _Beside(
             _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True, merges=True)),
             _checkpoints(settings, output, manifest),
         )
-        ending = _watch(settings, output, swarm, manifest, archive, beside, page)
+        ending = _watch(settings, output, amendments, manifest, archive, beside, page)
         beside.take(_conclude(ending, output), output)
         write_report(output, facts={"run": ending.value})
     finally:
@@ -253,13 +256,13 @@ def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
 def _watch(
     settings: MonitorConfig,
     output: Path,
-    swarm: HivemindSwarm,
+    amendments: Amendments,
     manifest: Manifest,
     archive: Archive,
     beside: _Beside,
     page: Page | None,
 ) -> Ending:
-    rounds, facts = manifest.config.round, _facts(manifest)
+    swarm, rounds, facts = amendments.swarm, manifest.config.round, _facts(manifest)
     view = SwarmView(manifest.config.num_slots, rounds.total, absence_seconds=rounds.heartbeat_seconds)
     view = replace(view, now=swarm.now())
     path = output / METRICS_FILE
@@ -283,7 +286,7 @@ def _watch(
                     shown.take(event)
             sinks.add("the page", lambda: PageSink(shown, facts, _link(settings, manifest)))
         return Watch(
-            *(swarm, rounds, archive, sinks.update, view),
+            *(swarm, amendments, archive, sinks.update, view),
             save=partial(beside.save, output),
             evaluated=beside.evaluated,
             settings=settings,
@@ -361,23 +364,24 @@ def _conclude(ending: Ending, output: Path) -> int | None:
 
 def _held_out(
     settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedTokenizer
-) -> Callable[[], Sequence[LongTensor]]:
+) -> Callable[[], Mapping[str, Sequence[LongTensor]]]:
     run = manifest.config
     if not settings.held_out_sequences:
-        return list
-    if run.data.source == "files" and not settings.text and not settings.shards:
+        return dict
+    has_urls = run.data.urls or (run.data.mixture and all(source.urls for source in run.data.mixture))
+    if run.data.source == "files" and not (settings.text or settings.shards or has_urls):
         if run.data.probe is None:
             raise ConfigError(
                 f"run {manifest.run_id!r} trains on files; name text with --text, or conversations or token shards "
                 f"with --data, whose held-out part it evaluates on, or pass --held-out-sequences 0"
             )
-        return lambda: _probe(settings, manifest, tokenizer)
-    corpus = settings.corpus(run.data)
-    return lambda: held_out_batches(
-        corpus,
+        return lambda: {"": _probe(settings, manifest, tokenizer)}
+    corpus, cache = settings.corpus(run.data), settings.cache.expanduser()
+    return lambda: held_out_by_source(
+        with_fetched(corpus, cache),
         tokenizer,
         paths=settings.text,
-        cache=settings.cache.expanduser(),
+        cache=cache,
         num_sequences=settings.held_out_sequences,
         batch_size=EVALUATION_BATCH,
         seed=run.seed,

@@ -14,6 +14,7 @@ from spes_p2p.config.checkpoint import (
     Storage,
 )
 from spes_p2p.config.commands import (
+    AmendConfig,
     ClusterConfig,
     CtlConfig,
     EvaluateConfig,
@@ -29,6 +30,7 @@ from spes_p2p.config.commands import (
     TokenizeConfig,
     UpcycleConfig,
 )
+from spes_p2p.config.data import DataConfig, Packing, SourceConfig
 from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId
 from spes_p2p.config.machine import (
     EIGHT_BIT,
@@ -50,13 +52,11 @@ from spes_p2p.config.run import (
     MAX_PEER_TOKENS,
     CodecConfig,
     CodecName,
-    DataConfig,
     MergeConfig,
     ModelConfig,
     OptimizerName,
     OuterConfig,
     OuterStep,
-    Packing,
     RoundConfig,
     RunConfig,
     TrainConfig,
@@ -74,6 +74,7 @@ __all__ = [
     "AdapterStart",
     "AdapterTarget",
     "Address",
+    "AmendConfig",
     "ClusterConfig",
     "CodecConfig",
     "CodecName",
@@ -111,6 +112,7 @@ __all__ = [
     "RunId",
     "ServiceConfig",
     "SimulateConfig",
+    "SourceConfig",
     "StartConfig",
     "Storage",
     "TokenizeConfig",

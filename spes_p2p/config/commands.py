@@ -350,6 +350,26 @@ class ExportConfig(CommandConfig):
     """Least severe event to log."""
 
 
+class AmendConfig(CommandConfig):
+    """Prolong or anneal a run that is under way, or has ended: change settings that its founder has signed.
+
+    Only rounds, learning rate, its schedule, and the weights of a mixture of data can change.
+    """
+
+    model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend")
+
+    folder: CliPositionalArg[Path]
+    """The --output of the founder's peer, which may be running; of another peer with --identity."""
+    identity: Path | None = None
+    """The founder's identity file, if it is not in that folder."""
+    config: ConfigFile | None = None
+    """YAML file with the settings to change under `run`; those that are as they were may stay in it."""
+    run: RunConfig | None = None
+    """Settings to change, such as `--run.round.total 200`."""
+    log_level: Literal["debug", "info", "warning"] = "warning"
+    """Least severe event to log."""
+
+
 class UpcycleSettings(Frozen):
     """What to make of which checkpoint."""
 

@@ -10,7 +10,8 @@ from pydantic import AfterValidator, Field, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Storage
-from spes_p2p.config.run import DataConfig, OptimizerName, RunConfig, TrainConfig
+from spes_p2p.config.data import DataConfig
+from spes_p2p.config.run import OptimizerName, RunConfig, TrainConfig
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
@@ -130,7 +131,8 @@ class OwnData(Frozen):
     data: list[Path] = []
     """Conversations, or token shards, instead of text. Conversations are JSON or parquet with `messages`, `prompt` and
     `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or a
-    manifest or `file_list.txt` of `spes tokenize`: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS."""
+    manifest or `file_list.txt` of `spes tokenize`: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS. In a run
+    that mixes sources NAME=PATH, for each source. An http address of such a manifest is fetched into the cache."""
     skip_unusable: bool = False
     """Leave out conversations that cannot be used, and count them. By default the first one ends the command."""
 
@@ -149,10 +151,13 @@ class OwnData(Frozen):
             raise ConfigError(f"--data is of use where data.source=files, not {data.source}; drop it")
         if self.shards and self.text:
             raise ConfigError("--text and --data exclude each other; drop one")
-        if data.fingerprint and not self.shards:
+        if data.fingerprint and not (self.shards or data.urls):
             raise ConfigError(
                 f"this run trains on token shards with fingerprint {data.fingerprint}; name them with --data PATH"
             )
+        if lacking := [source.name for source in data.mixture if not (self.shards or source.urls)]:
+            words = " ".join(f"{name}=PATH" for name in lacking)
+            raise ConfigError(f"this run mixes {len(data.mixture)} sources; name the shards of each: --data {words}")
         data = data.model_copy(update={"skip_unusable": self.skip_unusable or data.skip_unusable})
         return data.model_copy(update={"paths": self.shards})  # guard: founder-paths
 

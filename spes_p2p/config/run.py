@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import Field, model_validator
 from pydantic_settings import CliSuppress
 
 from spes_p2p.config.checkpoint import (
@@ -20,6 +18,7 @@ from spes_p2p.config.checkpoint import (
     StartConfig,
     Storage,
 )
+from spes_p2p.config.data import DataConfig
 
 MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
@@ -33,7 +32,6 @@ MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"]
 CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
-Packing = Literal["pack", "best_fit", "overflow", "trunc"]
 
 
 DENSE_FAMILIES = ("llama", "qwen3", "gemma")
@@ -126,110 +124,6 @@ class ModelConfig(Frozen):
         }
         for name in (name for name, is_strange in strange.items() if is_strange):
             raise ValueError(f"{name}={getattr(start, name)} is no setting of {self.family}; start from another model")
-
-
-# The manifest brings these strings to strangers' machines: they name what a public hub holds, and nothing else.
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}(:[A-Za-z0-9][\w.-]{0,95})?", re.ASCII)
-_SPLIT = re.compile(r"\w+([.-]\w+)*", re.ASCII)
-_COLUMN = re.compile(r"\w[\w .:/+-]*")
-
-
-def _hub_name(value: str) -> str:
-    if not _HUB_NAME.fullmatch(value) or ".." in value or "--" in value:  # guard: hub-name
-        raise ValueError(
-            f"data.name={value[:80]!r} is no data set of the hub; set it to owner/name or owner/name:config, or train "
-            f"on files with data.source=files and --text PATH"
-        )
-    return value
-
-
-def _split(value: str) -> str:
-    if not _SPLIT.fullmatch(value):  # guard: hub-split
-        raise ValueError(f"data.split={value!r} is no split's name; set it to a word such as train")
-    return value
-
-
-def _column(value: str) -> str:
-    if not _COLUMN.fullmatch(value):  # guard: text-field
-        raise ValueError(f"data.text_field={value!r} is no column's name; begin with a letter and use no control codes")
-    return value
-
-
-def _tokenizer_name(value: str) -> str:
-    if not value.isprintable():  # guard: tokenizer-name
-        raise ValueError(f"data.tokenizer={value!r} has characters that cannot be printed; rename the folder")
-    return value
-
-
-MAX_TEMPLATE_CHARACTERS, MAX_PROBE_CHARACTERS = 2**15, 2**14
-"""Of what a manifest carries of conversations; the whole of it has at most 64 KiB."""
-
-
-class DataConfig(Frozen):
-    """What the run learns from, and how text becomes sequences."""
-
-    source: Literal["embedded", "files", "hub"] = "embedded"
-    """`embedded`: the Python standard library's own source and documentation, read from the interpreter;
-    `files`: text that each peer names with --text, or token shards that it names with --data; `hub`: a public data set
-    of the Hugging Face hub, streamed."""
-    paths: Annotated[list[Path], Field(max_length=4096)] = []
-    """For `files`: token shards or conversations, for the founder, as with --data. They stay on its machine: others
-    name their own."""
-    fingerprint: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
-    """For `files`: the fingerprint of the token shards that every peer must have, as `spes tokenize` prints it. The
-    peers then share the data: each sequence is trained once an epoch, by one of them. None lets each peer train on
-    shards of its own."""
-    name: Annotated[str, Field(max_length=290), AfterValidator(_hub_name)] | None = None
-    """For `hub`: the data set, `owner/name` or `owner/name:config`."""
-    split: Annotated[str, Field(max_length=64), AfterValidator(_split)] = "train"
-    """For `hub`: the split to stream."""
-    text_field: Annotated[str, Field(max_length=128), AfterValidator(_column)] = "text"
-    """Column that holds the text in jsonl, parquet and hub datasets. Of conversations (--data) `messages`, or `prompt`
-    and `completion`, come first, unless another column is set here."""
-    chat_template: Annotated[str, Field(max_length=MAX_TEMPLATE_CHARACTERS)] | None = None  # guard: template-size
-    """Jinja template that makes text of conversations, or a file with one, for the founder; by default that of the
-    tokenizer, and a plain one if it has none. The manifest carries it."""
-    probe: Annotated[str, Field(max_length=MAX_PROBE_CHARACTERS)] | None = None  # guard: public-probe
-    """File of a few public conversations, for the founder, which the manifest carries: all peers' loss gates measure
-    them, and monitors without conversations of their own. By default each peer measures its own."""
-    skip_unusable: bool = False
-    """Leave out conversations that cannot be used, and count them, as with --skip-unusable. By default the first one
-    ends the peer."""
-    tokenizer: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_tokenizer_name)] | None = None
-    """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use."""
-    vocab_size: Annotated[int, Field(ge=1, le=2**24)] = 4096
-    """Entries of a BPE trained at first use; with `tokenizer`, replaced by that tokenizer's size."""
-    sequence_length: Annotated[int, Field(ge=1, le=2**20)] = 256
-    """Tokens per training sequence."""
-    packing: Packing = "pack"
-    """How documents become sequences. `pack` joins them and cuts anywhere; `best_fit` cuts only documents longer than a
-    sequence, and puts together what fits; `overflow` gives each document sequences of its own; `trunc` gives it one,
-    and drops the rest. All but `pack` fill up with padding, which is not learned."""
-    separate_documents: bool | None = None
-    """Whether documents in one sequence do not see each other: attention stays within a document, and its first token
-    is not learned. By default with all packings but `pack`. Without flash attention it costs time, and memory that
-    grows with the square of the sequence's length."""
-    held_out_fraction: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.02
-    """Share of documents, chosen by hash, kept for the held-out loss and never trained on."""
-
-    @model_validator(mode="after")
-    def _check_source(self) -> DataConfig:
-        if self.source == "hub" and not self.name:
-            raise ValueError("data.source=hub needs data.name; set it to owner/name or owner/name:config")
-        for name in ("paths", "fingerprint"):
-            if getattr(self, name) and self.source != "files":
-                raise ValueError(f"data.{name} needs data.source=files, not {self.source}; set it, or drop data.{name}")
-        return self
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether all peers have the same data, of which each window is trained once an epoch."""
-        return self.fingerprint is not None
-
-    @property
-    def are_separate(self) -> bool:
-        """Whether documents in one sequence do not see each other."""
-        return self.packing != "pack" if self.separate_documents is None else self.separate_documents
 
 
 class TrainConfig(Frozen):

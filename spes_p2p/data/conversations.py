@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from spes_p2p.config import DataConfig
-from spes_p2p.config.run import MAX_PROBE_CHARACTERS, MAX_TEMPLATE_CHARACTERS
+from spes_p2p.config.data import MAX_PROBE_CHARACTERS, MAX_TEMPLATE_CHARACTERS
 from spes_p2p.data.chat import HIDDEN
 from spes_p2p.data.chat_rows import COMPLETION, MESSAGES, Record, Unusable, checked_record, conversation_files, records
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer

@@ -26,6 +26,7 @@ from spes_p2p.data.chat_rows import conversation_files
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import conversation_file, probe_file
 from spes_p2p.data.hub import hub_rows, load_hub
+from spes_p2p.data.mixture import MixedSource, named
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import MIN_WINDOWS, SharedSource
 from spes_p2p.data.sources import (
@@ -432,11 +433,57 @@ def train_sources(
     """Return `train_source` as a function of `order_seed` alone, which reads the corpus only once."""
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
+    if data.mixture:
+        return lambda order_seed: _mixed(data, tokenizer, cache)
     file = token_file(data, tokenizer, paths=paths, cache=cache, part="train")
     windows = windows_of(file, data, cache=cache, part="train")
     if data.is_shared:
         return lambda order_seed: SharedSource(file, windows, data)  # one order for all peers
     return partial(WindowSource, file, windows, data)
+
+
+def _mixed(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> MixedSource:
+    """Return the sources of a mixture as one.
+
+    Raises:
+        ConfigError, DataError: as `train_source`, with the name of the source.
+    """
+    sources: dict[str, SharedSource] = {}
+    for name, each in data.by_source().items():
+        with named(name):
+            file = token_file(each, tokenizer, paths=[], cache=cache, part="train")
+            sources[name] = SharedSource(file, windows_of(file, each, cache=cache, part="train"), each)
+    return MixedSource(sources, data)
+
+
+def held_out_by_source(
+    data: DataConfig,
+    tokenizer: AnyTokenizer,
+    *,
+    paths: Sequence[Path],
+    cache: Path,
+    num_sequences: int,
+    batch_size: int,
+    seed: int,
+) -> dict[str, list[LongTensor]]:
+    """Return `held_out_batches` of each source of a mixture, by its name; of other data under an empty one.
+
+    Each source has the same share of `num_sequences`, whatever its weight: so losses compare over the run's phases.
+    """
+    sources = data.by_source() if data.mixture else {"": data}
+    found = {}
+    for name, each in sources.items():
+        with named(name) if name else contextlib.nullcontext():
+            found[name] = held_out_batches(
+                each,
+                tokenizer,
+                paths=paths,
+                cache=cache,
+                num_sequences=-(-num_sequences // len(sources)),
+                batch_size=batch_size,
+                seed=seed,
+            )
+    return found
 
 
 def held_out_batches(

@@ -93,7 +93,40 @@ class DealtSource(Protocol):
         """Whether no batch of the ranges is left."""
 
 
-class SharedSource:
+class DealtDraws:
+    """The ranges that were dealt, and how far they are drawn."""
+
+    def __init__(self) -> None:
+        self._ranges: list[range] | None = None
+        self._drawn = 0
+
+    def deal(self, ranges: Sequence[range]) -> None:
+        self._ranges = list(ranges)
+        self._drawn = 0
+
+    @property
+    def num_drawn(self) -> int:
+        return self._drawn
+
+    @property
+    def is_exhausted(self) -> bool:
+        return self._ranges is not None and self._drawn >= sum(map(len, self._ranges))
+
+    def _next_draw(self) -> int | None:
+        """Return the number of the next batch; None before the first deal."""
+        if self._ranges is None:
+            return None
+        assert not self.is_exhausted, "all that was dealt is drawn"
+        at = self._drawn
+        self._drawn += 1
+        for each in self._ranges:
+            if at < len(each):
+                return each[at]
+            at -= len(each)
+        raise AssertionError("a draw beyond all ranges")
+
+
+class SharedSource(DealtDraws):
     """Windows of a corpus that all peers have, in one order for all; implements `TokenSource` and `DealtSource`.
 
     Before the first deal it gives the windows that the loss gate measures, which are never trained. The state is no
@@ -109,6 +142,7 @@ class SharedSource:
     """
 
     def __init__(self, file: TokenFile, windows: Windows, data: DataConfig) -> None:
+        super().__init__()
         self._windows = windows
         is_full = data.packing == "pack" and not data.are_separate
         self._num_probes = probe_sequences(data.sequence_length) * (1 if is_full else MAX_PROBE_PARTS)
@@ -123,44 +157,37 @@ class SharedSource:
         self._identity = {"tokens": file.key, "sequence_length": data.sequence_length, "packing": data.packing}
         self._key = ":".join(map(str, self._identity.values()))
         self._all = KeyedPermutation(len(windows), self._key)
-        self._ranges: list[range] | None = None
-        self._probed = self._drawn = 0
-
-    def deal(self, ranges: Sequence[range]) -> None:
-        self._ranges = list(ranges)
-        self._drawn = 0
-
-    @property
-    def num_drawn(self) -> int:
-        return self._drawn
-
-    @property
-    def is_exhausted(self) -> bool:
-        return self._ranges is not None and self._drawn >= sum(map(len, self._ranges))
+        self._probed = 0
 
     def next_batch(self, num_sequences: int) -> LongTensor:
-        if self._ranges is None:
-            self._probed += num_sequences
-            places = np.arange(self._probed - num_sequences, self._probed)
-            return self._windows.gather(self._all(places % self._num_probes))
-        assert not self.is_exhausted, "all that was dealt is drawn"
-        at = self._drawn
-        self._drawn += 1
-        for each in self._ranges:
-            if at < len(each):
-                return self._windows.gather(self.indices(each[at], num_sequences))
-            at -= len(each)
-        raise AssertionError("a draw beyond all ranges")
+        draw = self._next_draw()
+        if draw is None:
+            return self.next_probes(num_sequences)
+        return self._windows.gather(self.indices(draw, num_sequences))
+
+    def next_probes(self, num_sequences: int) -> LongTensor:
+        """Return the next of the windows that are measured and never trained, `[B, T + 1]`, again and again."""
+        self._probed += num_sequences
+        places = np.arange(self._probed - num_sequences, self._probed)
+        return self._windows.gather(self._all(places % self._num_probes))
 
     def indices(self, draw: int, num_sequences: int) -> np.ndarray:
         """Return the windows of a draw, `[B]`."""
-        epochs_B, places_B = np.divmod(draw * num_sequences + np.arange(num_sequences), self.epoch_windows)
-        indices_B = np.empty(num_sequences, np.int64)
-        for epoch in np.unique(epochs_B).tolist():
-            here_B = epochs_B == epoch
+        return self.places(draw * num_sequences + np.arange(num_sequences))
+
+    def places(self, numbers_I: np.ndarray) -> np.ndarray:
+        """Return the windows behind numbers through all epochs, `[I]`."""
+        epochs_I, places_I = np.divmod(numbers_I, self.epoch_windows)
+        indices_I = np.empty(len(numbers_I), np.int64)
+        for epoch in np.unique(epochs_I).tolist():
+            here_I = epochs_I == epoch
             order = KeyedPermutation(self.epoch_windows, f"{self._key}:{epoch}")
-            indices_B[here_B] = self._all(self._num_probes + order(places_B[here_B]))
-        return indices_B
+            indices_I[here_I] = self._all(self._num_probes + order(places_I[here_I]))
+        return indices_I
+
+    def gather(self, numbers_I: np.ndarray) -> LongTensor:
+        """Return the windows behind numbers through all epochs, `[I, T + 1]`."""
+        return self._windows.gather(self.places(numbers_I))
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self._identity)

@@ -92,8 +92,8 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
     """
     if data.tokenizer is not None:
         return load_tokenizer(data.tokenizer)
-    if data.paths and conversation_files(data.paths) is None:
-        if (kept := shards_tokenizer(data.paths)) is None:
+    if (shards := data.all_paths) and conversation_files(shards) is None:
+        if (kept := shards_tokenizer(shards)) is None:
             raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
         return _decode(kept[0], "the tokenizer beside the shards")
     identity = f"bpe:{data.vocab_size}:{SAMPLE_CHARACTERS}:{corpus_identity(data, paths)}"

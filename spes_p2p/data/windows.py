@@ -37,6 +37,8 @@ CONTEXT = -(2**32)
 BUFFER_DOCUMENTS = 2**18
 """Documents that `best_fit` sorts at a time; more need more memory, and hardly save padding."""
 SCAN_TOKENS = 2**22
+MAX_PERIOD, MAX_TIMES = 13, 32
+"""Of OLMo's filter: tokens that repeat, and how often in a row is too often."""
 _LAYOUT_VERSION = 1
 _LAYING_OUT_SECONDS = 4 * 3600.0
 
@@ -164,6 +166,42 @@ class DocumentWindows:
         return cast(LongTensor, torch.from_numpy(windows_BT1))
 
 
+class FilteredWindows:
+    """Windows of which nothing is learned where a few tokens come again and again: they keep their place.
+
+    Source: OLMo's `instance_filter` (allenai/OLMo, `find_periodic_sequences`), with its numbers, as SPES sets it.
+
+    Args:
+        windows: The windows.
+    """
+
+    def __init__(self, windows: Windows) -> None:
+        self._windows = windows
+
+    def __len__(self) -> int:
+        return len(self._windows)
+
+    def gather(self, indices_B: np.ndarray) -> LongTensor:
+        windows_BT1 = self._windows.gather(indices_B)
+        is_repetitive_B = torch.from_numpy(are_repetitive(windows_BT1.numpy()))
+        hidden_BT1 = torch.where(windows_BT1 >= 0, windows_BT1 + CONTEXT, windows_BT1)
+        return cast(LongTensor, torch.where(is_repetitive_B[:, None], hidden_BT1, windows_BT1))
+
+
+def are_repetitive(windows_BT1: np.ndarray) -> np.ndarray:
+    """Tell which windows repeat 1 to `MAX_PERIOD` tokens `MAX_TIMES` times in a row; padding repeats nothing."""
+    found_B = np.zeros(len(windows_BT1), bool)
+    for period in range(1, MAX_PERIOD + 1):
+        later_BN = windows_BT1[:, period:]
+        is_equal_BN = (later_BN == windows_BT1[:, :-period]) & (later_BN != PADDING)
+        needed = (MAX_TIMES - 1) * period
+        if needed > is_equal_BN.shape[1]:
+            break
+        sums_BN1 = np.pad(np.cumsum(is_equal_BN, axis=1), ((0, 0), (1, 0)))
+        found_B |= (sums_BN1[:, needed:] - sums_BN1[:, :-needed] == needed).any(axis=1)
+    return found_B
+
+
 def windows_of(file: TokenFile, data: DataConfig, *, cache: Path | None, part: Part) -> Windows:
     """Return the windows of one part of a corpus, laid out at first use by one process while others wait.
 
@@ -177,6 +215,11 @@ def windows_of(file: TokenFile, data: DataConfig, *, cache: Path | None, part: P
         ConfigError: `cache` cannot be written.
         DataError: token shards do not say where documents end, and `data` asks for them.
     """
+    windows = _packed(file, data, cache=cache, part=part)
+    return FilteredWindows(windows) if data.repetition_filter and part == "train" else windows
+
+
+def _packed(file: TokenFile, data: DataConfig, *, cache: Path | None, part: Part) -> Windows:
     length, is_separate = data.sequence_length, data.are_separate
     if file.ends_D is not None and data.separate_documents is None:
         is_separate = True  # conversations

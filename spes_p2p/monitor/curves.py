@@ -27,6 +27,7 @@ def curves_of(event: Event) -> dict[str, float]:
             points = {f"swarm/{name}": event[name] for name in ROUND_CURVES} | {"swarm/peers": event["num_peers"]}
         case "evaluation":
             points = {"swarm/held_out_loss": event["loss"], "swarm/total_tokens": event["total_tokens"]}
+            points |= {f"swarm/held_out_loss/{name}": loss for name, loss in event.get("sources", {}).items()}
         case "report":
             names = "loss", "tokens_per_second", "tokens"
             points = {f"peer/{short_id(event['peer_id'])}/{name}": event[name] for name in names}
@@ -195,6 +196,8 @@ class PrometheusText:
         """
         done, held_out = self._round, self._evaluation
         phases = [(f'{{phase="{phase}"}}', done["phases"][phase]) for phase in PHASES] if done else []
+        by_source = {name: loss for name, loss in held_out.get("sources", {}).items() if loss is not None}
+        losses = [*_one(held_out.get("loss")), *((f'{{source="{name}"}}', loss) for name, loss in by_source.items())]
         slots = [(f'{{slot="{slot}"}}', holders) for slot, holders in enumerate(view.coverage)]
         return "".join(
             (
@@ -203,7 +206,7 @@ class PrometheusText:
                     "tokens_trained_total", "counter", "Tokens of all rounds.", [("", done.get("total_tokens", 0))]
                 ),
                 _family("loss", "gauge", "Training loss of the round, nats per token.", _one(done.get("loss"))),
-                _family("held_out_loss", "gauge", "Newest held-out loss, nats per token.", _one(held_out.get("loss"))),
+                _family("held_out_loss", "gauge", "Newest held-out loss, nats per token.", losses),
                 _family("tokens_per_second", "gauge", "Of the round.", _one(done.get("tokens_per_second"))),
                 _family("round_seconds", "gauge", "Median time of the round by phase.", phases),
                 _family("agreement_ratio", "gauge", "Share of equal digests.", _one(done.get("agreement"))),

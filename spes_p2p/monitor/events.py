@@ -35,11 +35,15 @@ class EventLog:
         self._round = start.published
         self._evaluations = set(start.held_out)
         self._samples = set(start.samples)
+        self._total_rounds = start.total_rounds
         self._members = {peer.peer_id: (peer.state, peer.slots) for peer in start.peers.values()}
 
     def of(self, view: SwarmView, *, is_last: bool = False) -> list[Event]:
         """Return what is new in a view; with `is_last` also a round that some members have not reported."""
         events = [self._membership(view, peer) for peer in view.peers.values()]
+        if view.total_rounds != self._total_rounds:
+            self._total_rounds = view.total_rounds
+            events.append(_event("amendment", view, {"total_rounds": view.total_rounds}))
         if new := view.reports.keys() - self._reports:
             self._reports |= new
             events += [_event("report", view, view.reports[key].model_dump()) for key in sorted(new)]
@@ -54,7 +58,10 @@ class EventLog:
             events += [_event("sample", view, {"round": number, **sample._asdict()}) for sample in samples]
         for number in sorted(view.held_out.keys() - self._evaluations):
             self._evaluations.add(number)
-            fields = {"round": number, "loss": view.held_out[number], "total_tokens": view.tokens_until(number)}
+            fields: dict[str, Any] = {"round": number, "loss": view.held_out[number]}
+            fields["total_tokens"] = view.tokens_until(number)
+            if sources := view.held_out_sources.get(number):
+                fields["sources"] = {name: loss if math.isfinite(loss) else None for name, loss in sources.items()}
             events.append(_event("evaluation", view, fields))
         return [event for event in events if event is not None]
 
@@ -180,9 +187,11 @@ class _History:
     def __init__(self) -> None:
         self._now = 0.0
         self._published = 0
+        self._total_rounds: int | None = None
         self._members: dict[str, PeerView] = {}
         self._reports: dict[tuple[int, str], Metrics] = {}
         self._held_out: dict[int, float] = {}
+        self._held_out_sources: dict[int, Mapping[str, float]] = {}
         self._samples: dict[int, tuple[Sample, ...]] = {}
 
     def apply(self, event: Event) -> None:
@@ -197,8 +206,13 @@ class _History:
                 )
             case "round":
                 self._published = max(self._published, event["round"])
+            case "amendment":
+                self._total_rounds = int(event["total_rounds"])
             case "evaluation":
                 self._held_out[event["round"]] = math.nan if event["loss"] is None else event["loss"]
+                if sources := event.get("sources"):
+                    known = {str(name): math.nan if loss is None else float(loss) for name, loss in sources.items()}
+                    self._held_out_sources[event["round"]] = known
             case "sample":
                 sample = Sample(*(str(event[name]) for name in Sample._fields))
                 self._samples[event["round"]] = (*self._samples.get(event["round"], ()), sample)
@@ -212,9 +226,11 @@ class _History:
         return replace(
             start,
             now=self._now,
+            total_rounds=self._total_rounds or start.total_rounds,
             published=self._published,
             peers=peers,
             reports=self._reports,
             held_out=dict(sorted(self._held_out.items())),
+            held_out_sources=self._held_out_sources,
             samples=self._samples,
         )

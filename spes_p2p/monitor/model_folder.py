@@ -108,13 +108,18 @@ class ModelFolder:
         self._sources = [*_stored(folder, run_id), *(_files(where, state.versions) for where, state in states.items())]
         self.manifest: Manifest = read_manifest(self.document)
 
-    def document(self, name: str) -> bytes:
-        """Return the verified bytes of the manifest or the tokenizer.
+    def of_name(self, name: str) -> list[Version]:
+        """Return the versions of a document."""
+        return [source[name].version for source in self._sources if name in source]
+
+    def document(self, name: str, sha256: str = "") -> bytes:
+        """Return the verified bytes of the manifest, the tokenizer, or of the amendment with a digest.
 
         Raises:
             ExchangeError: no undamaged one is here.
         """
-        for version, file in (source[name] for source in self._sources if name in source):
+        found = (source[name] for source in self._sources if name in source)
+        for version, file in (each for each in found if sha256 in ("", each.version.digest)):
             if file.is_file() and digest(data := file.read_bytes()) == version.digest:
                 return data
         raise ExchangeError(f"{self.folder} has no undamaged {name}; export from another peer's folder")
@@ -501,6 +506,10 @@ def _data(manifest: Manifest) -> str:
         "files": "text or conversations of the peers' own",
         "hub": f"data set {_code(data.name or '')}, split {_code(data.split)}",
     }
+    if data.mixture:
+        sources["files"] = "a mixture of token shards: " + ", ".join(
+            f"{_code(source.name)} (fingerprint {source.fingerprint[:12]})" for source in data.mixture
+        )
     start = manifest.config.model.start
     default = "the tokenizer of the checkpoint it started from" if start else "a byte-level BPE trained on it"
     tokenizer = f"tokenizer {_code(data.tokenizer)}" if data.tokenizer else default

@@ -158,7 +158,10 @@ class ConsoleSink:
         if event["kind"] == "round":
             self._print(_round_line(view, event["round"]))
         elif event["kind"] == "evaluation":
-            self._print(f"round {event['round']}/{view.total_rounds}: held-out loss {event['loss']:.4f}")
+            sources = view.held_out_sources.get(event["round"], {})
+            by_source = ", ".join(f"{name} {number_or_dash(loss)}" for name, loss in sources.items())
+            line = f"round {event['round']}/{view.total_rounds}: held-out loss {event['loss']:.4f}"
+            self._print(f"{line} ({by_source})" if by_source else line)
 
     def update(self, view: SwarmView) -> None:
         if self._live is not None:

@@ -132,6 +132,7 @@ class SwarmView:
         peers: By peer id, including peers that left.
         reports: By (round, peer id); a second report of the same round is ignored.
         held_out: Held-out loss of the swarm's model by round.
+        held_out_sources: The same by source, where the run mixes some.
         samples: Text of the swarm's model by round.
     """
 
@@ -143,6 +144,7 @@ class SwarmView:
     peers: Mapping[str, PeerView] = field(default_factory=dict)
     reports: Mapping[tuple[int, str], Metrics] = field(default_factory=dict)
     held_out: Mapping[int, float] = field(default_factory=dict)
+    held_out_sources: Mapping[int, Mapping[str, float]] = field(default_factory=dict)
     samples: Mapping[int, tuple[Sample, ...]] = field(default_factory=dict)
 
     @cached_property
@@ -212,11 +214,21 @@ class SwarmView:
             return self.totals[number]
         return max((total for known, total in self.totals.items() if known <= number), default=0)
 
-    def evaluated(self, number: int, loss: float, samples: tuple[Sample, ...] = ()) -> SwarmView:
-        """Return the view with the swarm's held-out loss after round `number`, and samples of its text."""
+    def ending_at(self, total_rounds: int) -> SwarmView:
+        """Return the view of a run whose founder has changed its number of rounds."""
+        if total_rounds == self.total_rounds:
+            return self
+        return _with_known_rounds(replace(self, total_rounds=total_rounds), self, ())
+
+    def evaluated(
+        self, number: int, loss: float, samples: tuple[Sample, ...] = (), sources: Mapping[str, float] | None = None
+    ) -> SwarmView:
+        """Return the view with the held-out loss after round `number`, samples of text, and the loss by source."""
         samples_by_round = {**self.samples, number: samples} if samples else self.samples
         held_out = dict(sorted({**self.held_out, number: loss}.items()))
-        return _with_known_rounds(replace(self, held_out=held_out, samples=samples_by_round), self, ())
+        by_source = {**self.held_out_sources, number: sources} if sources else self.held_out_sources
+        changed = replace(self, held_out=held_out, samples=samples_by_round, held_out_sources=by_source)
+        return _with_known_rounds(changed, self, ())
 
 
 def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
+from statistics import fmean
+from typing import NamedTuple
 
 import torch
 from torch import LongTensor, Tensor
@@ -19,6 +21,7 @@ from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
 from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
+from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -39,7 +42,19 @@ SAMPLE_SECONDS = 10.0
 """Longest time for one sample; the slower the model, the shorter its text."""
 
 
-_Taken = tuple[int, float | None, tuple[Sample, ...]]
+class HeldOut(NamedTuple):
+    """Held-out loss in nats per token.
+
+    Attributes:
+        loss: The mean over the sources.
+        sources: Of each source, where the run mixes some.
+    """
+
+    loss: float
+    sources: Mapping[str, float]
+
+
+_Taken = tuple[int, HeldOut | None, tuple[Sample, ...]]
 """Round of the archive, its held-out loss and its samples."""
 
 
@@ -140,8 +155,8 @@ class Archive:
     Args:
         swarm: Source of the versions.
         manifest: The run's manifest.
-        held_out: Makes the held-out batches `[B, T + 1]` when the first evaluation needs them; an empty list
-            evaluates nothing.
+        held_out: Makes the held-out batches `[B, T + 1]` of each source when the first evaluation needs them, under an
+            empty name where the run mixes none; without sources, nothing is evaluated.
         decode: Turns tokens into text, for samples; None takes no samples.
         prompts: Makes the beginnings of conversations to reply to; without any, samples continue held-out text.
         base: The frozen weights under the run's adapters, if it has any.
@@ -155,7 +170,7 @@ class Archive:
         self,
         swarm: HivemindSwarm,
         manifest: Manifest,
-        held_out: Callable[[], Sequence[LongTensor]] = list,
+        held_out: Callable[[], Mapping[str, Sequence[LongTensor]]] = dict,
         decode: Callable[[list[int]], str] | None = None,
         prompts: Callable[[], Sequence[Prompt]] = list,
         base: Base | None = None,
@@ -166,7 +181,7 @@ class Archive:
         self._run = manifest.config
         self._held_out = held_out
         self._decode = decode
-        self._batches: Sequence[LongTensor] | None = None
+        self._batches: Mapping[str, Sequence[LongTensor]] | None = None
         self._model = WholeModel(self._run, manifest.vocab_size, base=base)
         self.anchors = Anchors(self._run, self._model.numels)
         self.round = 0
@@ -191,15 +206,16 @@ class Archive:
         if stale := {slot: number for slot, number in rounds.items() if number < self.round}:
             log.warning("round %d: slots of older rounds: %s", self.round, stale)
 
-    def evaluate(self) -> float | None:
-        """Return the model's held-out loss in nats per token; None without held-out text.
+    def evaluate(self) -> HeldOut | None:
+        """Return the model's held-out loss; None without held-out text.
 
         Raises:
             ConfigError, DataError: the held-out text cannot be read.
         """
         if self._batches is None:
             self._batches = self._held_out()
-        return held_out_loss(self._model.module, self._batches) if self._batches else None
+        found = {name: held_out_loss(self._model.module, each) for name, each in self._batches.items() if each}
+        return HeldOut(fmean(found.values()), {name: loss for name, loss in found.items() if name}) if found else None
 
     def samples(self) -> tuple[Sample, ...]:
         """Reply to the beginnings of conversations, or continue the first held-out sequence, greedily."""
@@ -208,7 +224,8 @@ class Archive:
         try:
             if self._prompts is None:
                 self._prompts = self._make_prompts()
-            return tuple(map(self._reply, self._prompts)) or (self._continuation(self._batches[0][0]),)
+            first = next(iter(self._batches.values()))
+            return tuple(map(self._reply, self._prompts)) or (self._continuation(first[0][0]),)
         except DataError as error:
             log.warning("no samples of this run's text: %s", error)
             self._decode = None
@@ -245,7 +262,7 @@ class Watch:
     Args:
         swarm: The monitor's own, in client mode. Its watchdog tells silence of the swarm from a failure of this
             machine: without its DHT process a monitor reads old records for ever, and without p2pd it reads none.
-        rounds: The run's round settings.
+        amendments: The run's settings, which its founder may change.
         archive: The swarm's model; used by one thread at a time.
         show: Receives each view.
         view: Where to start: empty, or replayed.
@@ -258,7 +275,7 @@ class Watch:
     def __init__(
         self,
         swarm: HivemindSwarm,
-        rounds: RoundConfig,
+        amendments: Amendments,
         archive: Archive,
         show: Callable[[SwarmView], None],
         view: SwarmView,
@@ -268,7 +285,7 @@ class Watch:
         settings: MonitorConfig,
     ) -> None:
         self._swarm = swarm
-        self._rounds = rounds
+        self._amendments = amendments
         self._archive = archive
         self._show = show
         self._save = save
@@ -288,6 +305,8 @@ class Watch:
             ConfigError, DataError: the held-out text cannot be read, or the checkpoint cannot be written.
         """
         while True:
+            self._amendments.look()
+            self.view = self.view.ending_at(self._rounds.total)
             self._poll()
             if self._collect() >= self._rounds.total:
                 self._swarm.report(Archived(peer_id=self._swarm.peer_id, round=self._archived))
@@ -297,6 +316,10 @@ class Watch:
             self._start_job()
             if self._swarm.wait(self._poll_seconds):
                 return Ending.STOPPED
+
+    @property
+    def _rounds(self) -> RoundConfig:
+        return self._amendments.run.round
 
     def _lost(self) -> Ending | None:
         """Tell whether the swarm is gone or out of reach; called without a job, since a job ends by itself."""
@@ -336,12 +359,12 @@ class Watch:
         """Bring the archive to a round, evaluate it, and save it after the last round; in the job's thread."""
         if number > 0:
             self._archive.pull(self._swarm.last(), holders, peers)
-        loss = self._archive.evaluate()
+        held_out = self._archive.evaluate()
         if self._archive.round >= self._rounds.total:
-            self._save(self._archive.round, loss)
+            self._save(self._archive.round, None if held_out is None else held_out.loss)
         elif self._archive.round > 0 and self._evaluated is not None:
-            self._evaluated(self._archive.round, loss)
-        return self._archive.round, loss, self._archive.samples()
+            self._evaluated(self._archive.round, None if held_out is None else held_out.loss)
+        return self._archive.round, held_out, self._archive.samples()
 
     def _collect(self) -> int:
         """Take the job's result if there is one; return the newest archived round."""
@@ -349,14 +372,14 @@ class Watch:
             return self._archived
         job, self._job = self._job, None
         try:
-            number, loss, samples = job.result()
+            number, held_out, samples = job.result()
         except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
             self._retry_at = time.monotonic() + RETRY_SECONDS
             log.warning("%s; trying again in %.0f s", str(error) or "peers took too long", RETRY_SECONDS)
             return self._archived
         self._archived = number
-        if loss is not None and number not in self.view.held_out:
-            self.view = self.view.evaluated(number, loss, samples)
+        if held_out is not None and number not in self.view.held_out:
+            self.view = self.view.evaluated(number, held_out.loss, samples, held_out.sources)
             self._show(self.view)
         return self._archived
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 from spes_p2p.data.hub import find_hub_files
+from spes_p2p.data.remote import strangers
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import printable
 from spes_p2p.swarm.manifest import Manifest
@@ -14,7 +17,9 @@ log = logging.getLogger(__name__)
 MAX_FIELD_CHARS = 100
 
 
-def ask_to_read(manifest: Manifest, num_tokenizer_bytes: int, *, yes: bool, reads_data: bool = True) -> None:
+def ask_to_read(
+    manifest: Manifest, num_tokenizer_bytes: int, *, yes: bool, reads_data: bool = True, paths: Sequence[Path] = ()
+) -> None:
     """Show the public data set and the tokenizer that another founder's run names, and ask before they are read.
 
     A run on the embedded corpus or on the volunteer's own files, with a tokenizer of the run's own, asks nothing.
@@ -24,12 +29,13 @@ def ask_to_read(manifest: Manifest, num_tokenizer_bytes: int, *, yes: bool, read
         num_tokenizer_bytes: Size of the tokenizer's document.
         yes: Agree without a question.
         reads_data: Whether this command reads the data set.
+        paths: The user's own data, in place of shards that the run names addresses of.
 
     Raises:
         ConfigError: the answer is no, or there is no terminal to ask at.
         DataError: the hub does not describe the data set.
     """
-    sources = _sources(manifest, num_tokenizer_bytes, reads_data=reads_data)
+    sources = _sources(manifest, num_tokenizer_bytes, paths, reads_data=reads_data)
     if not sources:
         return
     for source in sources:
@@ -44,7 +50,7 @@ def ask_to_read(manifest: Manifest, num_tokenizer_bytes: int, *, yes: bool, read
         raise ConfigError(f"run {manifest.run_id!r} was not joined, and nothing was read; join another, or answer y")
 
 
-def _sources(manifest: Manifest, num_tokenizer_bytes: int, *, reads_data: bool) -> list[str]:
+def _sources(manifest: Manifest, num_tokenizer_bytes: int, paths: Sequence[Path], *, reads_data: bool) -> list[str]:
     data, found = manifest.config.data, []
     if data.source == "hub" and reads_data:
         files = find_hub_files(data)
@@ -52,6 +58,11 @@ def _sources(manifest: Manifest, num_tokenizer_bytes: int, *, reads_data: bool) 
         found.append(
             f"the data set {data.name}, split {data.split}, of the Hugging Face hub (licence {licence}, "
             f"{len(files.files)} files, {_size(files.num_bytes)})"
+        )
+    for fingerprint, url, num_bytes in strangers(data, paths) if reads_data else ():
+        found.append(
+            f"the token shards {fingerprint[:12]} from {printable(url, MAX_FIELD_CHARS)} (licence not stated, "
+            f"{_size(num_bytes)})"
         )
     if data.tokenizer is not None:
         found.append(

@@ -9,7 +9,7 @@ import logging
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rich.console import Console
@@ -31,6 +31,7 @@ from spes_p2p.config import (
 from spes_p2p.data.conversations import founding
 from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_source
+from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
@@ -43,6 +44,7 @@ from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_tha
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.presentation import say_qr
+from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
     MANIFEST,
@@ -126,12 +128,14 @@ class Admission:
 
     Attributes:
         manifest: The run's.
+        run: The run's settings as amendments have left them.
         max_slots: Slots this peer can train.
         data_seed: Seed of its data order.
         found: Its checkpoint, after a restart.
     """
 
     manifest: Manifest
+    run: RunConfig
     max_slots: int
     data_seed: int
     found: Found | None
@@ -144,21 +148,23 @@ class Kept:
     Attributes:
         manifest: The run's; None if this is the peer's first start.
         found: Its checkpoint, if it has one.
+        runs: The run's settings in the manifest, and as amendments that lie here change them.
     """
 
     manifest: Manifest | None
     found: Found | None
+    runs: Sequence[RunConfig] = ()
 
     @property
     def is_finished(self) -> bool:
         """Whether the run's last round is saved."""
         if self.manifest is None or self.found is None:
             return False
-        return self.found.state.round >= self.manifest.config.round.total
+        return self.found.state.round >= self.runs[-1].round.total
 
 
 @contextlib.contextmanager
-def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission]]:
+def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
@@ -181,7 +187,7 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
             swarm.close()
             swarm = _swarm(config, client_mode=True)
         manifest = _manifest(config, swarm, founded, kept.manifest)
-        yield swarm, _enter(config, swarm, manifest, kept.found, founds=founded is not None)
+        yield _enter(config, swarm, manifest, kept.found, founds=founded is not None)
     finally:
         swarm.close()
 
@@ -222,7 +228,8 @@ def why_unreachable(host: str | None, port: int) -> str:
 def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     run = _on_files(config, run)
-    cache, corpus = config.cache.expanduser(), config.corpus(run.data)
+    cache = config.cache.expanduser()
+    corpus = with_fetched(config.corpus(run.data), cache)
     source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
     if source is None:
         if config.adapter is not None or run.adapter is not None:
@@ -283,6 +290,7 @@ def kept(config: PeerConfig) -> Kept:
     """Return what a resumed peer has kept of its run, before anything is started.
 
     Raises:
+        ConfigError: the command has other settings of the run.
         JoinError: it is of another run, or damaged.
     """
     if not config.resume:
@@ -290,13 +298,16 @@ def kept(config: PeerConfig) -> Kept:
     try:
         store, found = recover(config.output, config.run_name, config.resume_round)
         manifest = read_manifest(store.read)
+        runs = kept_settings(manifest, store.read, config.output / FILE)
     except (JoinError, RecordError) as error:
         raise JoinError(
             f"--output {config.output} cannot go on with run {config.run_id!r}: {error}; "
             f"set --run-id to its run, or name another --output"
         ) from error
     check_founder(manifest, config.founder)
-    return Kept(manifest, found)
+    if config.run is not None and not config.initial_peers:
+        check_kept_settings(config.run, runs, config.output)
+    return Kept(manifest, found, runs)
 
 
 def _manifest(
@@ -333,13 +344,13 @@ def _manifest(
         check_newest(swarm, kept)
         return kept
     manifest, document = fetch_manifest(swarm, config.founder)
-    ask_to_read(manifest, len(document), yes=config.yes)
+    ask_to_read(manifest, len(document), yes=config.yes, paths=config.shards)
     return manifest
 
 
 def _enter(
     config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
-) -> Admission:
+) -> tuple[HivemindSwarm, Admission, Amendments]:
     run = manifest.config
     _check_choices(config, run)
     size = run_size(run, manifest.vocab_size)
@@ -371,6 +382,8 @@ def _enter(
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
     data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
+    if run.data.mixture:
+        data = " --data " + " ".join(f"{source.name}=PATH" for source in run.data.mixture)
     needs = data + (" --invite ..." if run.invite_only else "")
     (config.output / LINK_FILE).write_text(f"{link.encode()}\n")
     (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")  # last: its readers wait for it
@@ -383,7 +396,9 @@ def _enter(
     )
     seed = hashlib.sha256(swarm.peer_id.encode()).digest()
     data_seed = config.data_seed if config.data_seed is not None else int.from_bytes(seed[:4], "big")
-    return Admission(manifest, max_slots, data_seed, found)
+    amendments = Amendments(swarm, manifest, config.output / FILE)
+    amendments.look()
+    return swarm, Admission(manifest, amendments.run, max_slots, data_seed, found), amendments
 
 
 def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:

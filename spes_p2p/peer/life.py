@@ -19,6 +19,7 @@ from spes_p2p.config.launch import check_ranks
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
+from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
 from spes_p2p.errors import DataError
 from spes_p2p.peer import restart
@@ -28,6 +29,7 @@ from spes_p2p.peer.joining import Admission, joined, kept
 from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
+from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
@@ -89,14 +91,14 @@ def run(
                 _dismiss(group)
                 return 0
             with (
-                joined(config, own) as (swarm, admission),
+                joined(config, own) as (swarm, admission, amendments),
                 controls.watching(swarm.traffic, interrupts=group.world_size == 1 or bool(ranks)),
-                shown(config, swarm, admission.manifest, controls) as page,
+                shown(config, swarm, amendments, controls) as page,
                 restart.when_daemons_die(config, swarm),
             ):
                 on_joined(swarm.node.contacts())
                 try:
-                    _train(config, group, end, (swarm, admission), keep, page, controls)
+                    _train(config, group, end, (swarm, admission, amendments), keep, page, controls)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death:
                         raise
@@ -135,7 +137,7 @@ def _train(
     config: PeerConfig,
     group: ProcessGroup,
     end: Termination,
-    joined: tuple[HivemindSwarm, Admission] | None,
+    joined: tuple[HivemindSwarm, Admission, Amendments] | None,
     keep_output: Callable[[], None] = _nothing,
     page: PeerPage | None = None,
     controls: Controls | None = None,
@@ -151,7 +153,7 @@ def _train(
         admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
         if admission is None:  # the leader has found the run finished
             return
-        run, vocab_size = admission.manifest.config, admission.manifest.vocab_size
+        run, vocab_size = admission.run, admission.manifest.vocab_size
         text, probe_BT1 = _source(config, run, vocab_size)
         base = stored_base(config.output / "versions", admission.manifest)
         trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config, base=base)
@@ -160,8 +162,9 @@ def _train(
         checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
         run = _needing_none(run) if saved is not None and _is_founders_last(config, run, saved) else run
-        if swarm is not None:
+        if joined is not None and swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
+            sync.amended = joined[2].look
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, vocab_size, sync, trainer)
@@ -173,8 +176,8 @@ def _train(
         del saved, initial  # as large as the model, or open files of a checkpoint; neither is needed again
         tell("")
         loop.run(page.reported if page is not None else None)
-        if swarm is not None and not loop.is_ended:
-            _serve_for_a_while(config, swarm, run.round.total, tell)
+        if joined is not None and swarm is not None and not loop.is_ended:
+            _serve_for_a_while(config, swarm, joined[2].run.round.total, tell)
         elif swarm is not None:
             tell("leaving", LEAVING)
             end.hand_over()
@@ -222,7 +225,7 @@ def _initial(
 def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callable[[int], TokenSource], LongTensor]:
     """Return what makes the training data of a seed, and the sequences that the loss gate measures."""
     tokenizer = _tokenizer(config, vocab_size, run.data.chat_template or "")
-    corpus = config.corpus(run.data)
+    corpus = with_fetched(config.corpus(run.data), config.cache.expanduser())
     source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
     probe_BT1 = probe_windows(run.data, tokenizer, MAX_PROBE_PARTS * probe_sequences(run.data.sequence_length))
     if run.data.source != "hub":

@@ -22,8 +22,8 @@ from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.peer.controls import Controls
 from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.presentation import say
+from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 log = logging.getLogger(__name__)
@@ -45,10 +45,19 @@ class PeerPage:
         page: The page.
         swarm: This peer's swarm, in the run.
         state: What the page shows.
+        amendments: Know the run's settings.
         controls: What this machine's owner has asked; None shows none.
     """
 
-    def __init__(self, page: Page, swarm: HivemindSwarm, state: PageState, controls: Controls | None = None) -> None:
+    def __init__(
+        self,
+        page: Page,
+        swarm: HivemindSwarm,
+        state: PageState,
+        amendments: Amendments,
+        controls: Controls | None = None,
+    ) -> None:
+        self._amendments = amendments
         self._controls = controls
         self._stage = "joining"
         self._why = "it fetches the run's model, or waits for the others"
@@ -89,6 +98,7 @@ class PeerPage:
     def _look(self) -> None:
         claims, progress, metrics = (dict(self._swarm.read(kind)) for kind in (Claim, Progress, Metrics))
         view, known = self._state.view, self._swarm.known()
+        view = view.ending_at(self._amendments.run.round.total)
         counted = None if known is None else {self._swarm.peer_id, *known}
         snapshot = Snapshot(self._swarm.now(), claims, progress, metrics).of(counted)  # type: ignore[arg-type]
         while self._reports:
@@ -138,7 +148,7 @@ def _resident_bytes() -> int:
 
 @contextlib.contextmanager
 def shown(
-    config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, controls: Controls | None = None
+    config: PeerConfig, swarm: HivemindSwarm, amendments: Amendments, controls: Controls | None = None
 ) -> Iterator[PeerPage | None]:
     """Show this peer's page while the block runs; start it after the averager's fork. None with `--page off`.
 
@@ -150,9 +160,9 @@ def shown(
     if config.page == "off":
         yield None
         return
-    run = manifest.config
+    run = amendments.run
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
-    facts = {"run_id": manifest.run_id, "config": run.model_dump(mode="json")}
+    facts = {"run_id": config.run_name, "config": run.model_dump(mode="json")}
     file = config.output / LINK_FILE
     link = file.read_text().strip() if file.exists() else ""
     state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link)
@@ -161,7 +171,7 @@ def shown(
     log.info("page: %s", page.address)
     if verbs is not None and page.is_loopback and sys.stderr.isatty():
         say(f"with buttons: {page.address}#token={verbs.token}")
-    follower = PeerPage(page, swarm, state, controls)
+    follower = PeerPage(page, swarm, state, amendments, controls)
     try:
         yield follower
     finally:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
 
@@ -133,6 +134,8 @@ class Body(Document):
     """Voters that were absent for so long that the rest, no majority, went on without them."""
     ledger: Ledger | None = None
     """Which data are trained, if all peers share them; None at the run's start."""
+    amendment: Version | None = None
+    """The founder's last change to the run's settings, in force from the next round on (`swarm/amendment.py`)."""
 
     @cached_property
     def digest(self) -> str:
@@ -166,7 +169,10 @@ class Statement(Document):
     @cached_property
     def signed_part(self) -> bytes:
         """The bytes that are signed: the kind and all fields but the signature."""
-        return self.kind.encode() + b"\n" + _canonical(self.model_dump(mode="json") | {"signature": ""})
+        content = self.model_dump(mode="json") | {"signature": ""}
+        if content.get("amendment", "") is None:
+            del content["amendment"]
+        return self.kind.encode() + b"\n" + _canonical(content)
 
     def signed(self, keys: Keys):
         """Return this statement with its author's signature."""
@@ -195,6 +201,8 @@ class Confirmation(RoundStatement):
     """Digest of the version of `shared` that the member would commit."""
     slots: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
     """The same for each of its slots."""
+    amendment: Version | None = None
+    """A change to the run's settings that the last certificate does not name yet."""
 
 
 class Vote(RoundStatement):
@@ -452,6 +460,7 @@ def make_body(
     ends_at: float,
     min_peers: int,
     ledger: Ledger | None = None,
+    amendment: Version | None = None,
     removed: Collection[str] = (),
     guilty: Collection[str] = (),
     shrunk: Sequence[str] = (),
@@ -482,6 +491,7 @@ def make_body(
         slots=decide_slots(last, members, confirmations),
         shrunk=tuple(shrunk),
         ledger=ledger,
+        amendment=amendment or last.amendment,
     )
 
 

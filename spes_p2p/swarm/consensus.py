@@ -43,6 +43,7 @@ from spes_p2p.swarm.certificate import (
 from spes_p2p.swarm.chain import ChainFile, PublicKey
 from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.p2p.identity import IdentityKeys
 from spes_p2p.swarm.p2p.node import Node
@@ -263,6 +264,11 @@ class Consensus:
             )
             found = self._decider.chain.body_at(last.round + 1)
             return found if found is not None and found.previous == last.digest else None
+
+    def offer(self, amendment: Version) -> None:
+        """Have the next certificate name a change to the run's settings."""
+        with self._changed:
+            self._decider.amendment = amendment
 
     def leave(self) -> None:
         """Say goodbye to the other voters."""

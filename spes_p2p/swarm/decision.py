@@ -39,8 +39,9 @@ from spes_p2p.swarm.certificate import (
     required_votes,
     roster_digest,
 )
-from spes_p2p.swarm.certificate_checks import newest_voted
+from spes_p2p.swarm.certificate_checks import check_amendment, newest_voted
 from spes_p2p.swarm.chain import Chain
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.votes import Ballot, Own, Refusal, Rules, Statements, Voter
 
@@ -115,6 +116,8 @@ class Decider:
         self.attempt = 0
         self.proofs: dict[str, Proof] = {}
         """Proofs against voters, by peer."""
+        self.amendment: Version | None = None
+        """A change to the run's settings that the next certificate is to name."""
 
     def start(self) -> None:
         """Open the round after the last certificate, and ask another peer for what this one has missed."""
@@ -243,6 +246,7 @@ class Decider:
             roster=roster_digest(members, ledger),
             shared=shared,
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
+            amendment=self._unnamed(self.amendment),
         ).signed(self._keys)
         self._network.send(last.proposer(attempt), self._own)
         self._later(self._attempt_seconds, self._give_up)
@@ -286,6 +290,7 @@ class Decider:
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
             ledger=self._ledger,
+            amendment=self._newest_amendment(confirmations),
             removed=removed,
             guilty=guilty,
             shrunk=absent,
@@ -293,6 +298,17 @@ class Decider:
         if body is not None:
             goodbyes = [self._goodbyes[peer] for peer in absent or removed if peer in self._goodbyes]
             self._offer(body, confirmations, goodbyes, [self.proofs[peer] for peer in guilty])
+
+    def _newest_amendment(self, confirmations: Sequence[Confirmation]) -> Version | None:
+        """Return the newest change to the run's settings that a member knows and the last certificate does not."""
+        stated = {each.amendment.digest: each.amendment for each in confirmations if each.amendment is not None}
+        valid = [each for each in map(self._unnamed, stated.values()) if each is not None]
+        return max(valid, key=lambda each: each.round, default=None)
+
+    def _unnamed(self, amendment: Version | None) -> Version | None:
+        """Return an amendment that may follow the last certificate's; None if it is that one, or may not."""
+        last = self.chain.last
+        return None if amendment == last.amendment or check_amendment(amendment, last) else amendment
 
     def _due_to_leave(self) -> list[str]:
         """Return the voters to remove: the guilty, those that said goodbye, those that missed rosters and are gone."""

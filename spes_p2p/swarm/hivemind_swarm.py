@@ -369,9 +369,17 @@ class HivemindSwarm:
         self._declare()
         self.bans.suspect(version.round - 1, suspects)
 
-    def load_document(self, name: str) -> bytes:
-        """Return a document that this peer pulled or published."""
-        return self._store.read(name)
+    def keep_document(self, version: Version, data: bytes) -> None:
+        """Serve a document with its author's signed version."""
+        self._store.add({version.name: (version, data)})
+
+    def load_document(self, name: str, digest: str = "") -> bytes:
+        """Return a document that this peer pulled or published: the newest, or the one with this digest.
+
+        Raises:
+            ExchangeError: it is not here, or damaged.
+        """
+        return self._store.read(name, digest=digest)
 
     def pull(
         self,

@@ -14,6 +14,7 @@ All arithmetic is of integers: peers must agree to the bit.
 from __future__ import annotations
 
 import base64
+import logging
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,6 +25,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from spes_p2p.swarm.records import Count
+
+log = logging.getLogger(__name__)
 
 MAX_GAPS = 4096
 """Gaps of a stream; beyond that the shortest are given up: a round adds at most one for two members, and takes more."""
@@ -263,7 +266,14 @@ def without(stream: Stream, trained: Iterable[Interval]) -> Stream:
         if start < stop:
             gaps.append((start, stop))
     if len(gaps) > MAX_GAPS:  # guard: few-gaps
-        gaps = sorted(sorted(gaps, key=lambda gap: (gap[0] - gap[1], gap))[:MAX_GAPS])
+        longest = sorted(sorted(gaps, key=lambda gap: (gap[0] - gap[1], gap))[:MAX_GAPS])
+        lost = sum(stop - start for start, stop in gaps) - sum(stop - start for start, stop in longest)
+        log.warning(
+            "%d gaps in the order of the data, of which a certificate holds %d: the shortest are given up, and %d "
+            "batches below batch %d of their stream are not trained in this epoch",
+            *(len(gaps), MAX_GAPS, lost, next),
+        )
+        gaps = longest
     return _joined(next, gaps)
 
 

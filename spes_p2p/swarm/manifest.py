@@ -22,6 +22,7 @@ from spes_p2p.config import RunConfig, RunId
 from spes_p2p.errors import ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body, genesis
+from spes_p2p.swarm.exchange.versions import AMENDMENT
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.invites import GuestList, show
 from spes_p2p.swarm.records import PROTOCOL, Digest, ManifestRecord, PeerId, Software
@@ -34,7 +35,7 @@ PULL_SECONDS = 60.0
 MAX_ASKED = 64
 """Peers that are asked which manifest they have."""
 MANIFEST, TOKENIZER = "manifest", "tokenizer"
-MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26}  # guard: document-bytes
+MAX_BYTES = {MANIFEST: 2**16, TOKENIZER: 2**26, AMENDMENT: 2**16}  # guard: document-bytes
 """Largest documents. A manifest has some kilobytes; to refuse one of 64 MB of unknown keys would take gigabytes."""
 
 

@@ -12,11 +12,13 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from spes_p2p.config import RunConfig
+from spes_p2p.data.mixture import MixedSource
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Metrics
@@ -129,8 +131,10 @@ class TrainingLoop:
         try:
             if not self.is_ended:
                 self._meet()
+            self._take_over()
             while not (self._is_over or self.is_ended):
                 self._one_round()
+                self._take_over()
                 self.is_ended = self._group.from_leader(lambda: self._intent(0.0).ends) or self.is_ended
             if self._pending is not None:
                 self._land(self._pending)
@@ -171,6 +175,14 @@ class TrainingLoop:
         if self._round > before:
             waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
             self._conclude(work, waited)
+
+    def _take_over(self) -> None:
+        """Go on with the settings that the founder has changed, if the last certificate says so."""
+        run = self._group.from_leader(lambda: self._sync.amended() if self._sync is not None else None)
+        if run is not None:
+            self._run = run
+            if run.data.mixture:
+                cast(MixedSource, self._trainer.data).amend(run.data)
 
     def abandon_pending(self, seconds: float) -> None:
         """Let a synchronisation that this peer was interrupted in end, at most so long."""

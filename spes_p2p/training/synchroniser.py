@@ -160,6 +160,8 @@ class Synchroniser:
         """Whether others had committed rounds when this peer came."""
         self.stats = SyncStats.of(RoundResult(), 0, 0.0)
         """Of the last synchronisation."""
+        self.amended: Callable[[], RunConfig | None] = lambda: None
+        """Returns the run's settings if the last certificate has changed them."""
         self._run = run
         self._layout = layout
         self._machine = machine or MachineConfig()

@@ -144,7 +144,7 @@ def documents(draw: st.DrawFn) -> dict[str, Any]:
 def test_every_setting_is_drawn_but_texts() -> None:
     known = {(section, name) for section, cls in sections(RunConfig).items() for name in cls.model_fields}
     texts = {("data", name) for name in ("name", "split", "text_field", "tokenizer", "paths", "fingerprint")}
-    texts |= {("data", "chat_template"), ("data", "probe")}
+    texts |= {("data", "chat_template"), ("data", "probe"), ("data", "mixture"), ("data", "phases"), ("data", "urls")}
     nested = {
         ("outer", "slots"),
         ("model", "start"),

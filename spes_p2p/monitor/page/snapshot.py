@@ -251,6 +251,7 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
         "loss": _digits(summary.loss, 5) if summary else None,
         "held_out": _digits(held_out[-1], 5) if held_out else None,
         "held_out_first": _digits(held_out[0], 5) if held_out else None,
+        "held_out_sources": _by_source(view),
         "active": len(view.active),
         "joining": sum(peer.state == "joining" for peer in view.peers.values()),
         "covered": view.num_covered,
@@ -263,6 +264,12 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
     if own is not None:
         figures |= _own_figures(view, own)
     return figures
+
+
+def _by_source(view: SwarmView) -> str:
+    """Return the newest held-out loss of each source in words; empty where the run mixes none."""
+    newest = view.held_out_sources[max(view.held_out_sources)] if view.held_out_sources else {}
+    return ", ".join(f"{printable(name, MAX_QUOTE_CHARS)} {loss:.4g}" for name, loss in newest.items())
 
 
 def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:

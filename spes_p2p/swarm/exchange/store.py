@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.vectors import digest, digest_of_file
+from spes_p2p.codecs.vectors import digest as digest_of
+from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
@@ -245,22 +246,23 @@ class VersionStore:
 
     # ------------------------------------------------------------------ reading
 
-    def read(self, name: str, *, before: bool = False) -> bytes:
-        """Return the verified bytes of the newest version of `name`, or of the one before it.
+    def read(self, name: str, *, before: bool = False, digest: str = "") -> bytes:
+        """Return the verified bytes of the newest version of `name`, of the one before it, or of that with a digest.
 
         Raises:
             ExchangeError: there is none, or its file is damaged.
         """
         with self._lock:
-            kept = self._versions.get(name, [])[before:]
+            kept = [each for each in self._versions.get(name, [])[before:] if digest in ("", each.digest)]
         if not kept:
-            raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
+            which = " before its newest" if before else f" with digest {digest[:12]}" if digest else ""
+            raise ExchangeError(f"this peer has no version of {name}{which}")
         version = kept[0]
         try:
             data = self.path(version).read_bytes()
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
-        if digest(data) != version.digest:  # guard: disk-digest
+        if digest_of(data) != version.digest:  # guard: disk-digest
             self.delete(version)
             raise ExchangeError(f"{self.path(version)} was damaged and is deleted; it can be pulled again")
         return data

@@ -19,11 +19,12 @@ from spes_p2p.swarm.records import Count, Digest, PeerId
 MAX_MANIFEST_BYTES = 4096
 MAX_REFUSED = 1024
 """Refused versions that a peer remembers."""
-DOCUMENTS = ("manifest", "tokenizer")
-"""Names of the documents that every run has."""
+AMENDMENT = "amendment"
+DOCUMENTS = ("manifest", "tokenizer", AMENDMENT)
+"""Names of a run's documents; the last one is there once the founder has changed the run's settings."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
 _PART = rf"(moments-|base-)?(shared|{SLOT})"
-Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|{_PART})$")]  # guard: version-name
+Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|amendment|{_PART})$")]  # guard: version-name
 Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from spes_p2p.commands import tokenize
 from spes_p2p.config import DataConfig, TokenizeConfig
@@ -18,8 +19,9 @@ from spes_p2p.data.packing import held_out_batches, token_file, train_source
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.sources import split_documents
 from spes_p2p.data.tokenizer import resolve_tokenizer, train_bpe
-from spes_p2p.data.windows import PADDING, TokenFile, best_fit, lay_out, windows_of
+from spes_p2p.data.windows import PADDING, TokenFile, are_repetitive, best_fit, lay_out, windows_of
 from spes_p2p.errors import DataError
+from spes_p2p.model.loss import num_targets, token_ids
 
 from .conftest import sentences, write_rows
 
@@ -276,3 +278,35 @@ def test_text_and_windows_come_from_the_same_file(tokenizer, corpus, tmp_path):
     file = token_file(data, tokenizer, paths=[corpus], cache=tmp_path, part="train")
     assert file.end_of_text == tokenizer.eos_token_id
     assert file.tokens_N[-1] == file.end_of_text
+
+
+@pytest.mark.parametrize("period", [1, 2, 7, 13, 14])
+@pytest.mark.parametrize("times", [31, 32])
+def test_a_sequence_in_which_a_few_tokens_repeat_32_times_in_a_row_is_repetitive(period: int, times: int) -> None:
+    length, start = 600, 100
+    window = np.arange(1000, 1000 + length)
+    window[start : start + period * times] = np.tile(np.arange(period), times)
+    other = np.arange(2000, 2000 + length)
+    assert are_repetitive(np.stack([window, other])).tolist() == [times == 32 and period <= 13, False]
+
+
+def test_padding_is_no_repetition_and_short_sequences_are_none() -> None:
+    padded = np.concatenate([np.arange(10), np.full(500, PADDING)])
+    assert not are_repetitive(padded[None]).any() and not are_repetitive(np.zeros((1, 31), np.int64)).any()
+    assert are_repetitive(np.zeros((1, 32), np.int64)).all()
+
+
+def test_of_a_repetitive_sequence_nothing_is_learned_and_all_others_are_as_before() -> None:
+    tokens = np.arange(10 * 64 + 1, dtype="<u4")
+    tokens[3 * 64 + 5 : 4 * 64 - 5] = 7
+    file = TokenFile(tokens, "key", None)
+    plain, filtered = (
+        windows_of(file, DataConfig(sequence_length=64, repetition_filter=is_on), cache=None, part="train")
+        for is_on in (False, True)
+    )
+    before, after = (windows.gather(np.arange(10)) for windows in (plain, filtered))
+    others = [row for row in range(10) if row != 3]
+    assert len(filtered) == 10 and torch.equal(before[others], after[others])
+    assert num_targets(after[3:4]) == 0 and torch.equal(token_ids(after[3]), before[3])
+    held_out = windows_of(file, DataConfig(sequence_length=64, repetition_filter=True), cache=None, part="held_out")
+    assert torch.equal(held_out.gather(np.arange(10)), before)

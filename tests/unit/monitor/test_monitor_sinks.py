@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.monitor.curves import curves_of
 from spes_p2p.monitor.events import Event, JsonlSink, replay
 from spes_p2p.monitor.page.snapshot import PageState, Snapshots
 from spes_p2p.monitor.sinks import ConsoleSink, Sink, SinkError, Sinks, render
@@ -51,6 +52,21 @@ def feed(sinks: Sinks, views: list[SwarmView]) -> SwarmView:
         sinks.update(view)
     sinks.close()
     return view
+
+
+def test_held_out_losses_by_source_are_kept_printed_and_replayed(tmp_path: Path, capsys) -> None:
+    path, sources = tmp_path / "metrics.jsonl", {"web": 3.5, "math": 2.5}
+    sinks = jsonl(path)
+    sinks.add("console", lambda: ConsoleSink("run", "plain"))
+    view = small_history(2)[-1].evaluated(1, 4.0, sources={"web": math.nan, "math": 4.0}).evaluated(2, 3.0, (), sources)
+    sinks.update(view)
+    sinks.close()
+    found = [event for event in events(path) if event["kind"] == "evaluation"]
+    assert [event["sources"] for event in found] == [{"web": None, "math": 4.0}, sources]
+    assert "held-out loss 3.0000 (web 3.5000, math 2.5000)" in capsys.readouterr().out
+    again, _ = replay(path)
+    assert again.held_out_sources[2] == sources and math.isnan(again.held_out_sources[1]["web"])
+    assert [curves_of(event).get("swarm/held_out_loss/web") for event in found] == [None, 3.5]
 
 
 def jsonl(path: Path, start: SwarmView | None = None) -> Sinks:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 
 import pytest
 
-from spes_p2p.config import MonitorConfig, RoundConfig
+from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.monitor.view import Sample, SwarmView
-from spes_p2p.monitor.watch import Ending, Watch, plan_pull
+from spes_p2p.monitor.watch import Ending, HeldOut, Watch, plan_pull
 from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
@@ -73,9 +74,9 @@ class ScriptedArchive:
             raise self.failures.pop(0)
         self.round = body.round
 
-    def evaluate(self) -> float:
+    def evaluate(self) -> HeldOut:
         self.evaluated.append(self.round)
-        return 6.0 - self.round
+        return HeldOut(6.0 - self.round, {})
 
     def samples(self) -> tuple[Sample, ...]:
         return (Sample("def ", f"text {self.round}", "truth"),)
@@ -118,8 +119,9 @@ class Scene:
         )
         self.told: list[tuple[int, float | None]] = []
         rounds = RoundConfig(total=LAST, lease_seconds=lease_seconds, heartbeat_seconds=lease_seconds / 2)
+        amendments = SimpleNamespace(run=RunConfig(round=rounds), look=lambda: None)
         self.watch = Watch(
-            *(self.swarm, rounds, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
+            *(self.swarm, amendments, self.archive, self.recorder.show, view),  # type: ignore[arg-type]
             save=lambda round, loss: self.saved.append(round),
             evaluated=lambda round, loss: self.told.append((round, loss)),
             settings=MonitorConfig(run_id="run", initial_peers=["/"], evaluate_every=every, poll_seconds=1e-9),
