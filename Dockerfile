@@ -2,7 +2,16 @@
 ARG BASE=python:3.11-slim-bookworm
 FROM ${BASE} AS build
 COPY requirements.lock /
-RUN python -m venv /venv && /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r /requirements.lock  # guard: package-hashes
+# One image runs on CPUs and on GPUs: PyTorch as the index has it. TORCH_INDEX, of PyTorch's CPU builds, makes one of a
+# third the size for CPUs alone; that one package then comes without a hash.
+ARG TORCH_INDEX=
+RUN set -eu; python -m venv /venv; lock=/requirements.lock; \
+    if [ -n "$TORCH_INDEX" ]; then \
+        lock=/cpu.lock; torch=$(sed -n 's/^\(torch==[^ ]*\) .*/\1/p' /requirements.lock); \
+        awk '/^[^ ]/ { keep = !/^(nvidia-|cuda-|triton==|torch==)/ } keep' /requirements.lock > "$lock"; \
+        /venv/bin/pip install --no-cache-dir --no-deps --index-url "$TORCH_INDEX" "$torch"; \
+    fi; \
+    /venv/bin/pip install --no-cache-dir --no-deps --require-hashes -r "$lock"  # guard: package-hashes
 
 FROM ${BASE}
 RUN groupadd --gid 10001 spes && useradd --uid 10001 --gid 10001 --home-dir /data --no-create-home spes \
@@ -17,7 +26,7 @@ WORKDIR /app
 ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 HOME=/data
 USER 10001:10001
 VOLUME /data
-EXPOSE 4001
+EXPOSE 4001 8080
 HEALTHCHECK --interval=60s --timeout=30s --start-period=15m \
     CMD ["python", "-m", "spes_p2p", "health", "--output", "/data/peer"]
 ENTRYPOINT ["sh", "scripts/container.sh"]

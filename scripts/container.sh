@@ -1,5 +1,6 @@
 #!/bin/sh
 # A container's peer, each time the container starts: it goes on with what the volume at $HOME holds, if it got that far.
+# A mistake in its settings ends the container with 0, so that it is not started again for ever.
 set -eu
 peer=$HOME/peer
 if [ -d "$peer/checkpoint" ]; then
@@ -9,4 +10,16 @@ elif ls -d "$peer"/.overwritten-* >/dev/null 2>&1; then # it was killed before i
 elif [ -n "$(ls -A "$peer" 2>/dev/null)" ]; then
     set -- --resume "$@"
 fi
-exec python -m spes_p2p peer --output "$peer" --cache "$HOME/cache" "$@"
+python -m spes_p2p peer --output "$peer" --cache "$HOME/cache" "$@" &
+child=$!
+trap 'kill -TERM "$child" 2>/dev/null' TERM INT
+code=0
+while :; do # a signal ends a wait, not the peer
+    wait "$child" && code=0 || code=$?
+    kill -0 "$child" 2>/dev/null || break
+done
+if [ "$code" = 2 ]; then
+    echo "the line above says what to change; then start this container again" >&2
+    exit 0
+fi
+exit "$code"

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
 
 from spes_p2p.config.checkpoint import Fraction, Frozen, PositiveFloat, PositiveInt
-from spes_p2p.config.link import LinkText
+from spes_p2p.config.link import JoinLink
 from spes_p2p.config.machine import (
     CommandConfig,
     ConfigFile,
@@ -28,7 +28,9 @@ from spes_p2p.config.machine import (
     shipped,
 )
 from spes_p2p.config.run import RunConfig
+from spes_p2p.errors import ConfigError
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64})?")
 SuiteName = Literal["spes"]
 
 
@@ -60,10 +62,25 @@ class JoinConfig(VolunteerConfig):
 
     model_config = SettingsConfigDict(cli_prog_name="spes join")
 
-    link: CliPositionalArg[LinkText]
-    """The run's link, one word that begins with `spes:`; every peer prints it."""
+    link: CliPositionalArg[str]
+    """The run's link, one word that begins with `spes:`; every peer prints it. With --lan, the run's name will do, of
+    which a peer on this network has --lan too."""
     output: Path | None = None  # type: ignore[assignment]
     """Directory of this peer's identity, versions, checkpoint and log; by default runs/ and the run's name."""
+
+    @property
+    def name_on_lan(self) -> str | None:
+        """The run's name, or `NAME@FOUNDER`, where that is given in place of a link."""
+        return self.link if self.lan and _NAME.fullmatch(self.link) else None
+
+    @model_validator(mode="after")
+    def _check_link(self) -> JoinConfig:
+        if self.name_on_lan is None:
+            try:
+                JoinLink.parse(self.link)
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
+        return self
 
 
 class ClusterConfig(VolunteerConfig, NamedRun):
@@ -446,8 +463,8 @@ class HealthConfig(CommandConfig):
 
     output: Path
     """The peer's --output."""
-    minutes: PositiveFloat = 30.0
-    """Longest time without a sign of life; several rounds of the run."""
+    minutes: PositiveFloat | None = None
+    """Longest time without a sign of life; by default three of the run's longest rounds. A paused peer is healthy."""
     log_level: str = "warning"
     """Least severe event to log."""
 

@@ -11,7 +11,7 @@ import re
 import zlib
 from typing import Annotated
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from spes_p2p.config.checkpoint import Frozen
 from spes_p2p.config.machine import RunId
@@ -70,14 +70,3 @@ def _unpack(letters: str) -> str:
     if not unpacking.eof or unpacking.unused_data:
         raise ValueError("not whole")
     return text.decode("ascii")
-
-
-def _checked(text: str) -> str:
-    try:
-        return JoinLink.parse(text).encode()
-    except ConfigError as error:
-        raise ValueError(str(error)) from error
-
-
-LinkText = Annotated[str, AfterValidator(_checked)]
-"""A link as a user gives it."""

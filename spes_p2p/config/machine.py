@@ -221,6 +221,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """TCP port to listen on; 0 lets the system choose."""
     announce: list[str] = []
     """Multiaddrs by which others reach this peer; by default from host and port."""
+    lan: bool = False
+    """Tell this network of the run. By multicast DNS; machines on it then join with `spes join NAME --lan`."""
     client_mode: bool = False
     """Call others, but do not listen. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=768)] | None = None

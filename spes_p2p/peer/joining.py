@@ -61,6 +61,7 @@ from spes_p2p.swarm.manifest import (
 )
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.lan import check_lan, told_on_lan
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
@@ -166,6 +167,8 @@ class Kept:
 @contextlib.contextmanager
 def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
+    if config.lan:
+        check_lan()
     if config.initial_peers and config.run is not None:
         raise ConfigError("settings of the run come from its manifest; drop --run.* and --config, or --initial-peers")
     if config.initial_peers and config.adapter is not None:
@@ -187,7 +190,9 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
             swarm.close()
             swarm = _swarm(config, client_mode=True)
         manifest = _manifest(config, swarm, founded, kept.manifest)
-        yield _enter(config, swarm, manifest, kept.found, founds=founded is not None)
+        entered = _enter(config, swarm, manifest, kept.found, founds=founded is not None)
+        with _told_on_lan(config, swarm, manifest):
+            yield entered
     finally:
         swarm.close()
 
@@ -203,6 +208,15 @@ def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
         listen=ListenConfig(listen_host(config, known), config.port, tuple(config.announce), client_mode=client_mode),
     )
     return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
+
+
+def _told_on_lan(
+    config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest
+) -> contextlib.AbstractContextManager[None]:
+    if not config.lan:
+        return contextlib.nullcontext()
+    addresses = [] if swarm.node.client_mode else swarm.node.addresses()
+    return told_on_lan(manifest.run_id, manifest.founder, swarm.peer_id, addresses, config.host)
 
 
 def listen_host(config: PeerConfig, known: Peerstore) -> str:

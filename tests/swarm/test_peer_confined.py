@@ -16,7 +16,8 @@ import pytest
 import yaml
 from peer_processes import ROOT, write_corpus, write_settings
 
-from spes_p2p.config import RoundConfig
+from spes_p2p.cli import load_settings
+from spes_p2p.config import PeerConfig, RoundConfig
 from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.training.checkpointer import LAST_SECONDS
 
@@ -108,6 +109,57 @@ def test_the_container_takes_everything_away() -> None:
     image = (ROOT / "Dockerfile").read_text()
     assert re.search(r"^USER 10001:10001$", image, re.MULTILINE) and "--require-hashes" in image
     assert "HEALTHCHECK" in image
+
+
+@pytest.mark.parametrize(("code", "ended"), [(0, 0), (2, 0), (1, 1), (130, 130)])
+def test_a_container_is_not_started_again_after_a_mistake_in_its_settings(
+    code: int, ended: int, tmp_path: Path
+) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\nexit {code}\n")
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    told = subprocess.run(ENTRY, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=30)
+    assert told.returncode == ended and ("start this container again" in told.stderr) == (code == 2)
+
+
+def test_a_containers_end_reaches_its_peer_which_takes_its_time(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text(
+        "#!/bin/sh\ntrap 'sleep 0.5; echo handed over; exit 130' TERM\necho here\nwhile :; do sleep 0.1; done\n"
+    )
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    with subprocess.Popen(ENTRY, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as started:
+        assert started.stdout is not None and started.stdout.readline() == "here\n"
+        started.terminate()
+        assert started.stdout.readline() == "handed over\n" and started.wait(SECONDS) == 130
+
+
+def test_a_container_shows_its_page_to_this_machine_alone() -> None:
+    for service in yaml.safe_load((ROOT / "compose.yaml").read_text())["services"].values():
+        (page,) = (port for port in service["ports"] if port.endswith(":8080"))
+        assert page.startswith("127.0.0.1:") and service["shm_size"] and service["volumes"] == ["data:/data"]
+        assert service["command"][-2:] == ["--page", "0.0.0.0:8080"]
+        words = [word.replace("${RUN_ID:?}", "r") for word in service["command"]]
+        assert load_settings(PeerConfig, words).port == 4001
+
+
+def test_the_image_for_cpus_has_the_same_packages_without_cudas() -> None:
+    """As its build takes them out of the lock."""
+    (program,) = re.findall(r"awk '(.*)' /requirements", (ROOT / "Dockerfile").read_text())
+    words = ["awk", program, str(ROOT / "requirements.lock")]
+    kept = subprocess.run(words, capture_output=True, text=True, check=True, timeout=30).stdout
+    names = [
+        set(re.findall(r"^([\w.-]+)==", text, re.MULTILINE))
+        for text in ((ROOT / "requirements.lock").read_text(), kept)
+    ]
+    gone = names[0] - names[1]
+    assert gone >= {"torch", "triton", "nvidia-cublas"} and len(names[1]) > 100
+    assert all(re.match(r"(nvidia-|cuda-|triton$|torch$)", name) for name in gone)
+    assert all(line.startswith("    --hash=") or "==" in line for line in kept.splitlines())
 
 
 def test_every_requirement_of_the_container_is_pinned_and_hashed() -> None:
