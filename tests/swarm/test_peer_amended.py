@@ -53,7 +53,7 @@ class World:
         assert amend.main(load_settings(AmendConfig, [str(self.folder / "a"), *words])) == 0
 
 
-# Full: `tests/unit/swarm/test_swarm_amendment.py` takes amendments over, and names them in certificates, with every commit.
+# Full: `tests/unit/swarm/test_swarm_amendment.py` takes amendments over, and certifies them, with every commit.
 @pytest.mark.full
 def test_peers_and_a_monitor_take_an_amendment_over_in_one_round_and_a_finished_run_goes_on(
     server: ForkServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
