@@ -25,7 +25,7 @@ from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.conversations import founding
 from spes_p2p.data.packing import held_out_by_source, train_source
-from spes_p2p.data.remote import with_fetched
+from spes_p2p.data.remote import url_of, with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.monitor.model_folder import ModelFolder, export
@@ -327,8 +327,15 @@ class Experiment:
 
 def _own(config: ExperimentConfig) -> dict[str, list[str]]:
     """Return the text and token shards by flag; patterns stay as they are."""
+    is_mixed = bool(config.run.data.mixture)
     own = {name: getattr(config, name) for name in OWN_PATHS}
-    return {name: [str(path.expanduser().absolute()) for path in paths] for name, paths in own.items()}
+    return {name: [_absolute(path, is_named=is_mixed) for path in paths] for name, paths in own.items()}
+
+
+def _absolute(path: Path, *, is_named: bool) -> str:
+    """Return a path from the root; of NAME=PATH the path alone changes, and an address stays."""
+    name, separator, rest = str(path).partition("=") if is_named else ("", "", str(path))
+    return f"{name}{separator}{rest if url_of(Path(rest)) else Path(rest).expanduser().absolute()}"
 
 
 def _chosen(config: ExperimentConfig) -> dict[str, Any]:

@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_CHARACTERS = 3_000_000
+DOCUMENT_START = b'{"special_tokens.json":'
+"""How `tokenizer_bytes` begins."""
 _DOCUMENT_CHARACTERS = 65_536
 _SMALLEST_VOCABULARY = 257  # all bytes and the end of text
 _TRAINING_SECONDS = 600.0
@@ -63,12 +65,14 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
 
 
 def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
-    """Load a Hugging Face tokenizer without running code that comes with it.
+    """Load a Hugging Face tokenizer, or one beside shards of `spes tokenize`; no code that comes with it runs.
 
     Raises:
         DataError: it does not exist, the hub cannot be reached, or it lacks an end-of-text token or has holes in its
             ids.
     """
+    if (payload := _document_at(Path(directory_or_name))) is not None:
+        return _decode(payload, str(directory_or_name))
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory_or_name), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
@@ -79,6 +83,16 @@ def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
         ) from error
     _check(tokenizer, str(directory_or_name))
     return tokenizer
+
+
+def _document_at(path: Path) -> bytes | None:
+    """Return a tokenizer as `tokenizer_bytes` encodes it, from a file or its folder; None if it is none."""
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if not file.is_file():
+        return None
+    with file.open("rb") as stream:
+        is_ours = stream.read(len(DOCUMENT_START)) == DOCUMENT_START
+    return file.read_bytes() if is_ours and file.stat().st_size <= MAX_PAYLOAD_BYTES else None
 
 
 def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> PreTrainedTokenizerBase:

@@ -10,10 +10,11 @@ import yaml
 from model_folders import PeerFolder, assert_same
 from transformers import PreTrainedModel
 
-from spes_p2p.cli import Terminated
+from spes_p2p.cli import Terminated, load_settings
 from spes_p2p.commands import local
 from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
+from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.swarm.p2p.identity import Identity
@@ -193,3 +194,24 @@ def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path: Path, sta
     assert local.main(ExperimentConfig(run=run, peers=2, max_slots=8, keep_last=3, keep_every=5, **common)) == 0
     for name in ("peer-0", "peer-1"):
         assert {"--keep-last=3", "--keep-every=5"} <= set(started[name])
+
+
+def test_paths_of_sources_are_made_absolute_behind_their_names_and_addresses_stay(monkeypatch, tmp_path) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = {"name": "web", "fingerprint": "0" * 64, "weights": [1]}
+    run = RunConfig.model_validate({"data": {"source": "files", "mixture": [source]}})
+    config = ExperimentConfig(data=["web=shards/web", "web=https://example.org/manifest.json"])
+    mixed = local._own(config.model_copy(update={"run": run}))["data"]
+    assert mixed == [f"web={tmp_path}/shards/web", "web=https:/example.org/manifest.json"]
+    assert PeerConfig(run_id="r", data=mixed).shards == [Path(each) for each in mixed]
+    assert local._own(ExperimentConfig(data=["a=b.npy"]))["data"] == [f"{tmp_path}/a=b.npy"]
+
+
+def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_path) -> None:
+    kept = RunConfig.model_validate({"round": {"total": 9, "min_peers": 2}})
+    (tmp_path / local.RUN_FILE).write_text(yaml.safe_dump({"run": kept.model_dump(mode="json"), "run_id": "local"}))
+    common = ["--resume", "--output", str(tmp_path)]
+    for same in ([], ["--run.round.total", "9"]):
+        assert local._resumed(load_settings(ExperimentConfig, [*common, *same])).run == kept
+    with pytest.raises(ConfigError, match=r"--run.round.total is 77, .* has 9; .*spes amend .*peer-0 --run"):
+        local._resumed(load_settings(ExperimentConfig, [*common, "--run.round.total", "77"]))

@@ -28,6 +28,16 @@ from spes_p2p.errors import ConfigError, DataError
 from .conftest import sentences
 
 
+def test_the_tokenizer_beside_shards_serves_for_other_text_by_its_file_or_folder(tmp_path):
+    tokenizer = train_bpe(sentences(random.Random(3), 40), 320)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_bytes(tokenizer))
+    for place in (tmp_path, tmp_path / "tokenizer.json"):
+        assert tokenizer_digest(load_tokenizer(place)) == tokenizer_digest(tokenizer)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_bytes(tokenizer)[:-9])
+    with pytest.raises(DataError, match="tokenizer"):
+        load_tokenizer(tmp_path)
+
+
 @pytest.mark.full  # a process that imports; only another version of the tokenizers library can break it
 def test_the_same_text_gives_the_same_tokenizer_in_another_process():
     texts = sentences(random.Random(3), 40)
