@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.blocks import INT8_BLOCK
+from spes_p2p.codecs.kept import INT8_BLOCK, NF4_BLOCK
 from spes_p2p.config import RunConfig, Storage
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.build import outline
-from spes_p2p.model.frozen import ENCODERS, NF4_BLOCK, Int8, Nf4, Plain, Weight, unavailable
+from spes_p2p.model.frozen import ENCODERS, Int8, Nf4, Plain, Weight, unavailable
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -73,7 +73,7 @@ def _parts(shape: tuple[int, ...], precision: Storage) -> list[tuple[torch.dtype
         return [(torch.int8, (numel,)), (torch.float32, (-(-numel // INT8_BLOCK),))]
     if precision == "nf4":
         blocks = -(-numel // NF4_BLOCK)
-        return [(torch.uint8, (blocks * NF4_BLOCK // 2, 1)), (torch.float32, (blocks,))]
+        return [(torch.uint8, (blocks * NF4_BLOCK // 2,)), (torch.float32, (blocks,))]
     return [(DTYPES[precision], shape)]
 
 

@@ -8,25 +8,21 @@ from __future__ import annotations
 import functools
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar, Protocol, TypeVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from spes_p2p.codecs.blocks import dequantise_int8, quantise_int8
+from spes_p2p.codecs.kept import NF4_BLOCK, dequantise_int8, quantise_int8, quantise_nf4
 from spes_p2p.errors import ConfigError
 
 W = TypeVar("W", bound="Weight")
 GATE_UP, DOWN = "gate_up_proj", "down_proj"
 WEIGHT_NAMES = (GATE_UP, DOWN)
 """Stock names of an expert's weights, in the order in which stock draws them."""
-NF4_BLOCK = 64
-NF4_PIECE = 2**16
-"""Elements packed at a time: on CPUs bitsandbytes needs about ten times their memory."""
 
 
 class Weight(Protocol):
@@ -79,7 +75,7 @@ class Int8:
 class Nf4:
     """A weight in 4 bits per element, plus an fp32 scale per block of 64; the last block is padded.
 
-    Source: QLoRA, section 3 (https://arxiv.org/abs/2305.14314), by bitsandbytes.
+    Source: QLoRA, section 3 (https://arxiv.org/abs/2305.14314); bitsandbytes decodes it.
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("packed", "scales_B")
@@ -89,16 +85,7 @@ class Nf4:
 
     @classmethod
     def of(cls, weight_OI: Tensor) -> Nf4:
-        if not torch.isfinite(weight_OI).all():
-            raise ValueError("NaN or infinity cannot be held in nf4; discard these values and take the last good ones")
-        whole_N = weight_OI.reshape(-1)
-        if rest := len(whole_N) % NF4_BLOCK:
-            whole_N = F.pad(whole_N, (0, NF4_BLOCK - rest))
-        pieces = []
-        for piece_N in whole_N.split(NF4_PIECE):
-            packed, state = _bitsandbytes().quantize_4bit(piece_N.float(), blocksize=NF4_BLOCK, quant_type="nf4")
-            pieces.append((packed, state.absmax))
-        packed, scales_B = (torch.cat(parts) for parts in zip(*pieces, strict=True))
+        packed, scales_B = quantise_nf4(weight_OI.reshape(-1))
         return cls(packed, scales_B, tuple(weight_OI.shape))
 
     def dense(self, dtype: torch.dtype) -> Tensor:
@@ -112,7 +99,7 @@ class Nf4:
             quant_type="nf4",
             dtype=dtype,
         )
-        flat_N = functional.dequantize_4bit(self.packed, state).view(-1)
+        flat_N = functional.dequantize_4bit(self.packed.view(-1, 1), state).view(-1)
         return flat_N[: math.prod(self.shape)].view(self.shape)
 
 
@@ -155,7 +142,7 @@ class FrozenStore:
     read from a store gives the same bytes.
 
     Args:
-        precision: `fp32`, `bf16`, `int8` (by blocks, see `codecs.quantise_int8`) or `nf4` (by bitsandbytes).
+        precision: `fp32`, `bf16`, `int8` or `nf4`, both by blocks (`codecs/kept.py`).
         device: Device of the stored tensors.
 
     Raises:
@@ -186,6 +173,13 @@ class FrozenStore:
         encode = ENCODERS[self.precision]
         encoded = {name: encode(tensor.detach().to(self.device)) for name, tensor in tensors.items()}
         self._experts[expert] = self._experts.get(expert, {}) | encoded
+
+    def put_parts(self, expert: int, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> None:
+        """Store one tensor of an expert from what its encoded form consists of, in the order of `Weight.PARTS`."""
+        codes, *scales = (part.to(self.device) for part in parts)
+        kinds = {"int8": Int8, "nf4": Nf4}
+        weight: Weight = kinds[self.precision](codes, scales[0], shape) if scales else Plain(codes.view(shape))
+        self._experts[expert] = self._experts.get(expert, {}) | {name: weight}
 
     def get(self, expert: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return copies of one expert's tensors in `dtype`."""
@@ -225,7 +219,7 @@ def unavailable(precision: str) -> str | None:
         weight = Nf4.of(torch.ones(1, NF4_BLOCK))
         works = torch.equal(weight.dense(torch.float32), torch.ones(1, NF4_BLOCK))
     except ImportError as error:
-        return f"bitsandbytes is missing ({error}); install spes-p2p[all], or set --storage int8"
+        return f"bitsandbytes is missing ({error}); install spes-p2p[all], or set --storage int8 if the run's is fp32"
     except (RuntimeError, OSError, AttributeError) as error:  # a native library that was built for another machine
-        return f"bitsandbytes does not run ({error}); set --storage int8"
-    return None if works else "bitsandbytes computes wrongly; set --storage int8"
+        return f"bitsandbytes does not run ({error}); set --storage int8 if the run's is fp32"
+    return None if works else "bitsandbytes computes wrongly; set --storage int8 if the run's is fp32"

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs.blocks import INT8_BLOCK, dequantise_int8, num_int8_blocks, quantise_int8
+from spes_p2p.codecs.kept import INT8_BLOCK, dequantise_int8, num_int8_blocks, quantise_int8
 
 LARGEST = torch.finfo(torch.float32).max
 FP32 = st.floats(width=32, allow_nan=False, allow_infinity=False)

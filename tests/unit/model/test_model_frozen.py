@@ -108,7 +108,7 @@ def test_nf4_that_does_not_run_here_says_so(monkeypatch, fault):
     def fails(*args, **options):
         raise fault
 
-    monkeypatch.setattr(frozen._bitsandbytes(), "quantize_4bit", fails)
+    monkeypatch.setattr(frozen._bitsandbytes(), "dequantize_4bit", fails)
     with pytest.raises(ConfigError, match=rf"does not run \({fault}\).*--storage int8"):
         FrozenStore("nf4")
 
