@@ -301,6 +301,11 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"inner_optimizer={name} does not make the steps of the run's train.optimizer={run.train.optimizer}; "
             f"leave it out (only adamw and adamw8bit stand in for each other)"
         )
+    if run.kept_form is not None and machine.storage not in (None, run.kept_form):  # guard: kept-storage
+        raise ConfigError(
+            f"storage={machine.storage} is not the form in which this run's slots travel, frozen_storage="
+            f"{run.kept_form}; leave it out"
+        )
     if machine.refresh_slots is not None and run.merge.alpha:
         raise ConfigError(
             f"refresh_slots={machine.refresh_slots} goes with no run that merges experts "

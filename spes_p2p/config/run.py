@@ -28,6 +28,8 @@ PhaseSeconds = Annotated[float, Field(ge=0.001, le=3600, allow_inf_nan=False)]  
 """Longest wait for other peers in one phase of a round; also the longest that the exchange's messages can ask for."""
 MAX_LEASE_SECONDS = 600.0
 """Longest lifetime of a record. Every node refuses a longer one, so a longer lease would silence the run."""
+KEPT_BLOCK = 128
+"""Elements that share a scale in a kept form, at most; the number of an expert's must be a multiple of it."""
 MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"]
@@ -315,12 +317,24 @@ class RunConfig(Frozen):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the initial weights, the same on every peer."""
     frozen_storage: Storage = "bf16"
-    """Default precision of the experts a peer does not hold; a machine may choose otherwise with --storage."""
+    """Precision of the experts that a peer does not hold, and in which they travel. With `fp32` they travel exactly,
+    and a machine may hold them in another one with --storage."""
 
     @property
     def num_slots(self) -> int:
         """Number of the run's slots: experts per layer, or none where `shared` is all that is trained."""
         return self.model.num_experts if self.adapter is None or self.adapter.experts == "slots" else 0
+
+    @property
+    def kept_form(self) -> Storage | None:
+        """The precision in which slots travel to peers that do not train them; None if all of them take fp32 versions.
+
+        Adapters are small. A run that starts from a checkpoint names the digests of its fp32 weights. Small experts do
+        not divide into blocks.
+        """
+        is_divided = self.model.hidden_size * self.model.intermediate_size % KEPT_BLOCK == 0
+        has_forms = self.num_slots > 0 and self.adapter is None and self.model.start is None and is_divided
+        return self.frozen_storage if has_forms and self.frozen_storage != "fp32" else None
 
     @property
     def averaged_moments(self) -> tuple[str, ...]:

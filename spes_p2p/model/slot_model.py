@@ -6,6 +6,7 @@ Shape legend: E experts, O output features, I input features of one expert's wei
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.dtensor import distribute_like
 from spes_p2p.errors import DataError
 from spes_p2p.model.bank import ExpertBank
@@ -113,6 +115,23 @@ class SlotModel:
         """
         for prefix, weights_OI in self._by_bank(slot, tensors).items():
             self._banks[prefix].load(slot, weights_OI)
+
+    def load_kept(self, slot: int, data: Tensor) -> None:
+        """Overwrite one frozen slot from its kept form, which its storage takes as it is.
+
+        Args:
+            slot: A slot that is not claimed.
+            data: The form, uint8, of a flat vector of the tensors in the order of `slot_shapes`.
+        """
+        self._check_slot(slot)
+        start, shapes = 0, self.slot_shapes()
+        bank = next(iter(self._banks.values()))
+        form = KeptForm(bank.frozen.precision, sum(map(math.prod, shapes.values())))
+        for name, shape in shapes.items():
+            prefix, _, part = name.rpartition(".")
+            stop = start + math.prod(shape)
+            self._banks[prefix].frozen.put_parts(slot, part, form.parts(data, start, stop), shape)
+            start = stop
 
     def adopt(self, slot: int, weights: Mapping[str, Tensor] | None = None) -> None:
         """Make a frozen slot trainable, from `weights` or else from its stored weights.

@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from spes_p2p import __version__
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
@@ -78,11 +79,16 @@ class Exported:
     num_params: int
     other_rounds: Mapping[int, int] = field(default_factory=dict)
     kind: Literal["model", "adapter", "merged"] = "model"
-    """All of the model in fp32, the run's adapters, or the base with the adapters added."""
+    """All of the model, the run's adapters, or the base with the adapters added."""
+    kept: tuple[int, ...] = ()
+    """Slots that the folder has in their kept form alone: rounded."""
+    form: str = "fp32"
+    """The kept form."""
 
     def __str__(self) -> str:
         what = {"model": "in fp32", "adapter": "of adapters", "merged": "with the adapters merged"}[self.kind]
         text = f"round {self.round} of run {self.run_id!r}, {params_text(self.num_params)} parameters {what}"
+        text += f"; slots {slot_ranges(self.kept)} from their kept form, {self.form}" if self.kept else ""
         return f"{text}; of other rounds: {_by_round(self.other_rounds)}" if self.other_rounds else text
 
 
@@ -136,7 +142,7 @@ class ModelFolder:
     def authors(self, round: int) -> set[str]:
         """Return the peers that signed weights of this round or an earlier one."""
         held = [each.version for source in self._sources for each in source.values()]
-        weights = [v for v in held if not is_document(v.name) and VectorName(v.name).is_weights]
+        weights = [v for v in held if not is_document(v.name) and not VectorName(v.name).is_moments]
         return {version.author for version in weights if version.round <= round}
 
     def choose(self, round: int | None) -> tuple[int, dict[VectorName, OnDisk]]:
@@ -163,8 +169,10 @@ class ModelFolder:
         names = [VectorName.of_slot(slot) for slot in range(self.manifest.config.num_slots)]
         chosen = {SHARED: base[SHARED]}
         for name in names:
-            if found := [source[name] for source in (base, *self._sources) if name in source]:
-                chosen[name] = max(found, key=lambda each: _preference(each, round, base.get(name)))
+            found = [s[form] for s in (base, *self._sources) for form in (name, name.kept) if form in s]
+            if found:
+                used = base.get(name.kept if name.kept in base else name)
+                chosen[name] = max(found, key=lambda each: _preference(each, round, used))
         if lacking := [name.slot or 0 for name in names if name not in chosen]:
             raise DataError(
                 f"{self.folder} has no version of slots {slot_ranges(lacking)} at all; export another peer's folder, "
@@ -241,20 +249,24 @@ def _export(
         opened = {name: _open_all(source, each, stack) for name, each in chosen.items()}
         model = outline_of(run, source.manifest.vocab_size)
         layouts = {SHARED.kind: Layout(model.shared_shapes()), "slot": Layout(model.slot_shapes())}
-        sizes = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()}).bundle_numel()
+        anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
+        sizes = anchors.bundle_numel()
 
         def read(slot: int | None) -> dict[str, Tensor]:
             name = SHARED if slot is None else VectorName.of_slot(slot)
-            layout = layouts[name.kind]
-            return layout.unflatten(_weights(chosen[name], opened[name], layout.numel, sizes[name.kind]))
+            layout, each, files = layouts[name.kind], chosen[name], opened[name]
+            if anchors.form is not None and VectorName(each.version.name).is_kept:
+                return layout.unflatten(anchors.form.values(_kept_form(each, files, anchors.form)))
+            return layout.unflatten(_weights(each, files, layout.numel, sizes[name.kind]))
 
         slots = {name.slot: each.version.round for name, each in chosen.items() if name.slot is not None}
         stale = {slot: number for slot, number in slots.items() if number != round}
+        kept = [name.slot for name, each in chosen.items() if name.slot is not None and each.version.codec != "fp32"]
         num_params = sum(layouts[name.kind].numel for name in chosen)
         kind: Literal["model", "adapter", "merged"] = "model"
         if run.adapter is not None:
             kind = "merged" if merges else "adapter"
-        exported = Exported(source.manifest.run_id, round, num_params, stale, kind)
+        exported = Exported(source.manifest.run_id, round, num_params, stale, kind, tuple(kept), run.frozen_storage)
         card, tokenizer = _card(source, exported, held_out), _Tokenizer(source)
         try:
             if kind == "model":
@@ -351,10 +363,11 @@ def _digest_in(source: Source, name: str) -> str | None:
     return source[name].version.digest if name in source else None
 
 
-def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool, bool, bool, int]:
-    """Rank a slot's versions: of the round, used with it, older than it, near to it."""
+def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool, bool, bool, bool, int]:
+    """Rank a slot's versions: in fp32 of the round, of the round, used with it, older than it, near to it."""
     number = each.version.round
-    return number == round, each == of_base, number <= round, -abs(number - round)
+    is_exact = number == round and each.version.codec == "fp32"
+    return is_exact, number == round, each == of_base, number <= round, -abs(number - round)
 
 
 def _open_all(source: ModelFolder, each: OnDisk, stack: ExitStack) -> list[BinaryIO]:
@@ -395,9 +408,22 @@ def _weights(each: OnDisk, files: Sequence[BinaryIO], numel: int, bundle_numel: 
                     sha256.update(piece)
                 if sha256.hexdigest() == version.digest:
                     return torch.from_numpy(flat_N)
-    raise DataError(
-        f"{each.file} is damaged: it does not hold {version.name} of round {version.round}; set --round to another "
-        f"round, or export another peer's folder"
+    raise _damaged(each)
+
+
+def _kept_form(each: OnDisk, files: Sequence[BinaryIO], form: KeptForm) -> Tensor:
+    """Return the verified kept form, uint8, that a version's files hold; raise DataError if all are damaged."""
+    for file in files:
+        data = file.read(form.num_bytes + 1)
+        if digest(data) == each.version.digest:
+            return form.decode(data)
+    raise _damaged(each)
+
+
+def _damaged(each: OnDisk) -> DataError:
+    return DataError(
+        f"{each.file} is damaged: it does not hold {each.version.name} of round {each.version.round}; set --round to "
+        f"another round, or export another peer's folder"
     )
 
 
@@ -460,7 +486,8 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
 def _how(run: RunConfig, exported: Exported) -> str:
     """Return what the files hold."""
     if (adapter := run.adapter) is None:
-        return "Weights: fp32, as the peers published them, verified by SHA-256"
+        exact = "Weights: fp32, as the peers published them, verified by SHA-256"
+        return f"{exact}; slots {slot_ranges(exported.kept)} rounded to {exported.form}" if exported.kept else exact
     form = "added to their base" if exported.kind == "merged" else "in peft's layout"
     return f"Adapters: LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}, {form}"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from enum import Enum
@@ -82,15 +82,33 @@ class PullPlan:
     digests: dict[VectorName, str]
     older: dict[int, dict[VectorName, list[str]]]
 
+    def without(self, names: Collection[VectorName]) -> PullPlan:
+        """Return the plan for the other versions."""
+        return PullPlan(
+            {name: peers for name, peers in self.current.items() if name not in names},
+            self.digests,
+            {
+                round: {name: peers for name, peers in older.items() if name not in names}
+                for round, older in self.older.items()
+            },
+        )
+
 
 def plan_pull(
-    body: Body, inventory: Mapping[str, Mapping[str, Version]], holders: Mapping[int, Sequence[str]]
+    body: Body,
+    inventory: Mapping[str, Mapping[str, Version]],
+    holders: Mapping[int, Sequence[str]],
+    *,
+    kept: bool = False,
 ) -> PullPlan:
-    """Return the peers to ask for the model that a certificate names.
+    """Return the peers to ask for the model that a certificate names, with slots in fp32 or in their kept forms.
 
     Slots that were never committed are left out: the run's seed, or its checkpoint, makes them.
     """
-    digests = {SHARED: body.shared} | {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
+    digests = {SHARED: body.shared}
+    for slot, state in enumerate(body.slots):
+        name = VectorName.of_slot(slot)
+        digests |= {name.kept: state.kept or ""} if kept else {name: state.digest}
     plan = PullPlan({}, {name: digest for name, digest in digests.items() if digest}, {})
     for name, digest in digests.items():
         offers = {peer: versions[name] for peer, versions in sorted(inventory.items()) if name in versions}
@@ -115,11 +133,17 @@ def holders_and_peers(view: SwarmView) -> tuple[dict[int, list[str]], list[str]]
 
 
 def pull_round(
-    swarm: HivemindSwarm, run: RunConfig, body: Body, holders: Mapping[int, Sequence[str]], peers: Sequence[str]
+    swarm: HivemindSwarm,
+    run: RunConfig,
+    body: Body,
+    holders: Mapping[int, Sequence[str]],
+    peers: Sequence[str],
+    *,
+    in_fp32: bool = True,
 ) -> None:
     """Fetch the versions that a certificate names.
 
-    A slot whose certified version no peer has any more comes in its newest other version.
+    A slot whose certified version no peer has any more comes in its kept form, or else in its newest other version.
 
     Args:
         swarm: Where they are fetched and stored.
@@ -127,15 +151,21 @@ def pull_round(
         body: Of the certificate.
         holders: Peers that train each slot.
         peers: All peers to ask.
+        in_fp32: Whether to fetch slots in fp32, or in the run's kept form if it has one.
 
     Raises:
         ExchangeError: no peer sent the shared parameters.
     """
     inventory = swarm.inventory(peers) if peers else {}
-    plan, timeout = plan_pull(body, inventory, holders), run.round.exchange_seconds
+    has_kept, timeout = run.kept_form is not None, run.round.exchange_seconds
+    plan = plan_pull(body, inventory, holders, kept=has_kept and not in_fp32)
     failures = dict(swarm.pull(plan.current, min_round=0, timeout=timeout, digests=plan.digests))
     if SHARED in failures or SHARED not in plan.current:
         raise ExchangeError(f"no shared version of round {body.round}: {failures.get(SHARED, 'no peer has it')}")
+    if has_kept and in_fp32:
+        came = {name.kept for name in plan.current if name not in failures and name != SHARED}
+        plan = plan_pull(body, inventory, holders, kept=True).without({SHARED, *came})
+        failures = dict(swarm.pull(plan.current, min_round=0, timeout=timeout, digests=plan.digests))
     for older, wanted in sorted(plan.older.items()):
         own = swarm.versions()
         again = {name: peers for name, peers in wanted.items() if name in failures or name not in plan.current}
@@ -160,6 +190,7 @@ class Archive:
         decode: Turns tokens into text, for samples; None takes no samples.
         prompts: Makes the beginnings of conversations to reply to; without any, samples continue held-out text.
         base: The frozen weights under the run's adapters, if it has any.
+        in_fp32: Whether slots are fetched in fp32 in every round, and not after the last one only.
 
     Attributes:
         anchors: Sizes of the run's versions, and how a published delta advances one; holds no values.
@@ -174,8 +205,11 @@ class Archive:
         decode: Callable[[list[int]], str] | None = None,
         prompts: Callable[[], Sequence[Prompt]] = list,
         base: Base | None = None,
+        *,
+        in_fp32: bool = False,
     ) -> None:
         self._swarm = swarm
+        self._in_fp32 = in_fp32
         self._make_prompts = prompts
         self._prompts: Sequence[Prompt] | None = None
         self._run = manifest.config
@@ -192,7 +226,8 @@ class Archive:
         Raises:
             ExchangeError: no peer sent the shared parameters; the model stays as it was.
         """
-        pull_round(self._swarm, self._run, body, holders, peers)
+        in_fp32 = self._in_fp32 or body.round >= self._run.round.total
+        pull_round(self._swarm, self._run, body, holders, peers, in_fp32=in_fp32)
         self.load()
 
     def load(self) -> None:

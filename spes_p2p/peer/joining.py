@@ -26,6 +26,7 @@ from spes_p2p.config import (
     ModelConfig,
     PeerConfig,
     RunConfig,
+    Storage,
     check_machine,
 )
 from spes_p2p.data.conversations import founding
@@ -40,9 +41,9 @@ from spes_p2p.model.peft_files import adapter_of
 from spes_p2p.model.start import model_of
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
-from spes_p2p.planner.memory import Setup, fits, peer_bytes, shortage, slots_that_fit
+from spes_p2p.planner.memory import FROZEN_BYTES, Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
-from spes_p2p.planner.traffic import round_traffic
+from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say_qr
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
@@ -438,30 +439,36 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     """Say what taking part costs this machine, before it does."""
     num_peers = max(2, len(swarm.read(Claim)) + 1)
     traffic = round_traffic(size, max_slots, num_peers, setup)
-    download = 0 if SHARED in swarm.versions() or not swarm.seeds() else 4 * size.total_params
+    is_new = SHARED not in swarm.versions() and swarm.seeds()
+    download = newcomer_bytes(size, max_slots, setup) if is_new else 0
     show_download(swarm, download)
     log.info(
         "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
         "about %s and receives as much, %s in all",
         *(
             _size(peer_bytes(size, max_slots, setup)),
-            _size(disk_bytes(size, max_slots, kept.keep_last)),
+            _size(disk_bytes(size, max_slots, kept.keep_last, setup.kept)),
             _size(download),
             num_peers,
         ),
         *(_size(traffic.total), _size(2 * traffic.total)),
     )
     if kept.keep_every is not None:
-        each = _size(disk_bytes(size, max_slots, 1))
+        each = _size(disk_bytes(size, max_slots, 1, setup.kept))
         log.info("every %d rounds it keeps a checkpoint for ever, which takes %s more of disk", kept.keep_every, each)
 
 
-def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int) -> int:
+def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int, kept: Storage | None = None) -> int:
     """Return the bytes that so many checkpoints take, the newest of them not yet complete.
 
     Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
+    With kept forms it has those of all slots, and fp32 versions of the slots trained and of as many for others.
     """
-    return num_checkpoints * 4 * (size.total_params + 5 * size.trained_params(num_slots))
+    trained = size.trained_params(num_slots)
+    if kept is None:
+        return num_checkpoints * 4 * (size.total_params + 5 * trained)
+    forms = round(FROZEN_BYTES[kept] * size.num_slots * size.slot_params)
+    return num_checkpoints * (4 * (6 * trained + num_slots * size.slot_params) + forms)
 
 
 def _size(num_bytes: float) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
-from spes_p2p.codecs.blocks import INT8_BLOCK
+from spes_p2p.codecs.kept import INT8_BLOCK
 from spes_p2p.config import (
     EIGHT_BIT,
     CodecConfig,
@@ -177,6 +177,7 @@ class Setup:
         accumulates: Whether a rank's step has several forward passes.
         gradient_bytes: Bytes of one parameter's gradient: 4, or 2 if the machine keeps gradients in bf16.
         base: Precision of the documents of an adapters' base.
+        kept: The form in which slots travel to peers that do not train them; None if these take fp32 versions.
     """
 
     storage: Storage = "bf16"
@@ -197,6 +198,7 @@ class Setup:
     accumulates: bool = False
     gradient_bytes: Literal[4, 2] = 4
     base: Storage = "bf16"
+    kept: Storage | None = None
 
     @classmethod
     def of(
@@ -250,6 +252,7 @@ class Setup:
             activations=activations,
             accumulates=sequences * num_ranks < run.train.batch_size,
             base=run.adapter.base if run.adapter is not None else "bf16",
+            kept=run.kept_form,
         )
 
 
@@ -414,9 +417,9 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     Between rounds, a trained parameter takes 4 a (anchor) and 2 e (the averager's inputs and outputs), and with a lossy
     codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k (read from
     the model), 4 k (contribution) and 4 k (result), and with a lossy codec 4 (new residual) and e (one more copy).
-    On top comes the largest of these phases: joining a group's parts (k), all slots for the merge (E P, and a layer of
-    them three times more), versions to publish (a), a fetched slot (3 a P), and with FSDP the unsharded parameters on
-    each rank (k).
+    On top come the kept forms of the trained slots, and the largest of these phases: joining a group's parts (k), all
+    slots for the merge (E P, and a layer of them three times more), versions to publish (a), a fetched slot (3 a P),
+    and with FSDP the unsharded parameters on each rank (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md with exact deltas.
     """
@@ -431,8 +434,9 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
         3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) else 0,
         (setup.num_ranks - 3) * copies * trained if setup.shard == "fsdp" else 0,
     )
+    forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
     held = sum(group.numel * group.held_bytes for group in vectors)
-    peak = sum(group.numel * (group.held_bytes + group.round_bytes) for group in vectors)
+    peak = forms + sum(group.numel * (group.held_bytes + group.round_bytes) for group in vectors)
     return round(held), round(peak + FP32 * (3 * copies * trained + max(phases)))
 
 

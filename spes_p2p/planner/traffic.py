@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from spes_p2p.config import RunConfig
-from spes_p2p.planner.memory import Setup
+from spes_p2p.planner.memory import FROZEN_BYTES, Setup
 from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
 
 
@@ -20,7 +20,8 @@ class RoundTraffic:
         shared: Averaging the shared parameters.
         slots: Averaging the claimed slots with their other holders.
         fetched: Fetching other peers' slots, and serving its own.
-        replicated: Fetching and serving the moments that replicate slots with too few holders.
+        replicated: Fetching and serving what replicates slots with too few holders: their moments, and, where others
+            take kept forms, their fp32 versions.
     """
 
     shared: int
@@ -58,13 +59,34 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     covered = min(size.num_slots, num_peers * claimed)
     slots = 2 * (num_peers * claimed - covered) / num_peers * size.slot_params
     own = setup.kept_moments * element_bytes(codecs.moments) / codecs.moments_interval
-    replicas = num_replicas(covered, num_peers * claimed, num_peers, setup.copies) / num_peers * own
+    replicas = num_replicas(covered, num_peers * claimed, num_peers, setup.copies) / num_peers
+    if setup.kept is not None:
+        own += _version_bytes(setup, 1.0)
+        fetched = _forms(covered - claimed, replicas, setup) * FROZEN_BYTES[setup.kept]
+    else:
+        fetched = fetched_bytes(covered - claimed, setup)
     return RoundTraffic(
         shared=round(shared * (element_bytes(codecs.shared) + moments)),
         slots=round(slots * (element_bytes(codecs.slots) + moments)),
-        fetched=round(fetched_bytes(covered - claimed, setup) * size.slot_params) if num_peers > 1 else 0,
-        replicated=round(replicas * size.slot_params),
+        fetched=round(fetched * size.slot_params) if num_peers > 1 else 0,
+        replicated=round(replicas * own * size.slot_params),
     )
+
+
+def _forms(num_others: int, replicas: float, setup: Setup) -> float:
+    """Return the kept forms that a peer fetches in a round: within its budget, and none of the slots it replicates."""
+    chosen = min(num_others, setup.refresh_slots or num_others)
+    return chosen * (1 - replicas / num_others) if num_others else 0.0
+
+
+def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
+    """Return what a peer fetches before it trains: the whole model, and the fp32 versions and moments of its slots."""
+    shared = FP32 * (1 + setup.shared_momentum) * size.shared_params
+    own = FP32 * (1 + setup.slot_momentum) * size.slot_params
+    moments = setup.kept_moments * element_bytes(setup.codecs.moments) * size.slot_params
+    if setup.kept is None:
+        return round(shared + size.num_slots * own)
+    return round(shared + size.num_slots * FROZEN_BYTES[setup.kept] * size.slot_params + claimed * (own + moments))
 
 
 def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
@@ -84,7 +106,7 @@ def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:
 
 
 def fetched_bytes(num_others: int, setup: Setup) -> float:
-    """Return the bytes of fetching others' slots in a round, per parameter of one slot.
+    """Return the bytes of fetching others' slots in a round as fp32 versions, per parameter of one slot.
 
     With an exact codec, a slot comes as a full copy with its outer momentum: 4 bytes, or 8. Otherwise the last version
     is updated by one encoded mean delta for each round that it is behind, unless those are too many or a full copy is
@@ -97,11 +119,15 @@ def fetched_bytes(num_others: int, setup: Setup) -> float:
     if not num_others:
         return 0.0
     fetched = min(num_others, setup.refresh_slots or num_others)
+    return fetched * _version_bytes(setup, num_others / fetched)
+
+
+def _version_bytes(setup: Setup, rounds_behind: float) -> float:
+    """Return the bytes that update an fp32 version of a slot, per parameter: of deltas, or of a copy."""
     copy = FP32 * (2.0 if setup.slot_momentum else 1.0)
-    rounds_behind = num_others / fetched
     if is_exact(setup.codecs.slots) or rounds_behind > setup.codecs.keyframe_rounds:
-        return fetched * copy
-    return fetched * min(copy, rounds_behind * element_bytes(setup.codecs.slots))
+        return copy
+    return min(copy, rounds_behind * element_bytes(setup.codecs.slots))
 
 
 @dataclass(frozen=True)

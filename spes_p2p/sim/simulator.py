@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -35,6 +35,7 @@ from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.scenario import Event, Scenario
 from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.records import Metrics
@@ -194,6 +195,39 @@ class VirtualPeer:
         self.swarm.pause(seconds)
 
 
+class Certified:
+    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others.
+
+    Args:
+        hub: Where all peers' versions are.
+        swarm: The peer's.
+    """
+
+    def __init__(self, hub: MemoryHub, swarm: MemorySwarm) -> None:
+        self._hub = hub
+        self._swarm = swarm
+
+    def versions(self) -> dict[str, Version]:
+        """Return the versions by name."""
+        others: dict[str, Version] = {name: found[0] for name, found in self._others().items()}
+        return {**self._swarm.versions(), **others}
+
+    def load(self, name: VectorName) -> Tensor:
+        """Return the values of a version, or the bytes of a kept form."""
+        others = self._others()
+        return others[name][1] if name in others else self._swarm.load(name)
+
+    def _others(self) -> dict[VectorName, tuple[Version, Tensor]]:
+        mine, found = self._swarm.versions(), {}
+        for slot, state in enumerate(self._swarm.last().slots):
+            name = VectorName.of_slot(slot)
+            is_kept = name not in mine and name.kept in mine
+            for bundles in self._hub.bundles.values() if is_kept else ():
+                if name in bundles and bundles[name][0].digest == state.digest:
+                    found[name] = bundles[name]
+        return found
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """The swarm's model after one round.
@@ -226,6 +260,7 @@ class SimulationResult:
         bytes_out: For each peer, payload sent.
         virtual_seconds: From the first peer's start to the last peer's end.
         wall_seconds: Real duration.
+        forms: By round and version name, the digests of the kept forms.
     """
 
     evaluations: Sequence[Evaluation]
@@ -239,6 +274,7 @@ class SimulationResult:
     bytes_out: Sequence[int]
     virtual_seconds: float
     wall_seconds: float
+    forms: Mapping[int, Mapping[str, str]] = field(default_factory=dict)
 
 
 def simulate(
@@ -328,6 +364,7 @@ class _Simulation:
         self._ended_at = self._clock.now()
         self._evaluations: list[Evaluation] = []
         self._digests: dict[int, dict[str, str]] = {}
+        self._forms: dict[int, dict[str, str]] = {}
         self._attackers = {attack.peer for attack in scenario.attacks}
         self._left_out: dict[int, list[int]] = {}
 
@@ -351,6 +388,7 @@ class _Simulation:
             bytes_out=[sent for _, sent in traffic],
             virtual_seconds=self._ended_at - started_at,
             wall_seconds=time.monotonic() - began,
+            forms=self._forms,
         )
 
     # ------------------------------------------------------------------ peers
@@ -432,13 +470,13 @@ class _Simulation:
         self._round = round
         self._ended_at = self._clock.now()
         swarm, total = self._swarms[index], self._run.round.total
-        self._digests[round] = {
-            n: version.digest for n, version in swarm.versions().items() if VectorName(n).is_weights
-        }
+        certified = Certified(self._hub, swarm)
+        found = {VectorName(name): version.digest for name, version in certified.versions().items()}
+        self._digests[round] = {name: digest for name, digest in found.items() if name.is_weights}
+        self._forms[round] = {name: digest for name, digest in found.items() if name.is_kept}
         self._left_out[round] = self._indices(self._peers[index].sync.held.distrusted)
-        self._model.load(
-            swarm
-        )  # in every round, since any may be the last, after which no peer is left to load it from
+        # In every round, since any may be the last, after which no peer is left to load it from.
+        self._model.load(certified)
         if round % self._scenario.evaluate_rounds == 0 or round >= total:
             self._evaluate()
         self._clock.notify_all()

@@ -219,12 +219,22 @@ class MemorySwarm:
             raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
         return kept[name][1].clone()
 
-    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
-        round = self._mine[name][0].round - 1
-        self._refused.add(self._mine[name][0].digest)
-        self._mine[name] = self._hub.bundles[self.peer_id][name] = self._before.pop(name)
+    def refuse(self, name: VectorName, suspects: Mapping[str, str], digest: str = "") -> None:
+        round = self.last().round - 1
+        if not digest:
+            version, _ = self._mine[name]
+            round, digest = version.round - 1, version.digest
+            before = self._before.pop(name, None)
+            self.delete(name)
+            if before is not None:
+                self._mine[name] = self._hub.bundles[self.peer_id][name] = before
+        self._refused.add(digest)
         self.bans.suspect(round, suspects)
         self.accused |= {(round, peer) for peer in suspects}
+
+    def delete(self, name: VectorName) -> None:
+        for kept in (self._mine, self._before, self._hub.bundles.get(self.peer_id, {})):
+            kept.pop(name, None)
 
     def pull(
         self,

@@ -103,6 +103,8 @@ class SlotState(Document):
     round: Count
     """Round that made it; 0 for the run's start."""
     digest: Digest | Literal[""] = ""
+    kept: Digest | None = None
+    """Digest of its kept form; None where slots have none, and for the run's start."""
 
 
 class Body(Document):
@@ -203,6 +205,8 @@ class Confirmation(RoundStatement):
     """The same for each of its slots."""
     amendment: Version | None = None
     """A change to the run's settings that the last certificate does not name yet."""
+    kept: dict[Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,3})$")], Digest] = Field(default={}, max_length=128)
+    """Digests of the kept forms of these versions, in runs whose slots have such."""
 
 
 class Vote(RoundStatement):
@@ -381,12 +385,15 @@ def roster_digest(members: Iterable[MemberEntry], ledger: Ledger | None = None) 
 def decide_slots(
     last: Body, members: Sequence[MemberEntry], confirmations: Iterable[Confirmation]
 ) -> tuple[SlotState, ...]:
-    """Return the slots after a round: a slot changes if more than half of its voting holders confirm one digest.
+    """Return the slots after a round: a slot changes if more than half of its voting holders confirm the same digests.
 
     Where no holder votes, all holders count. A slot that does not change keeps its version, and its holders return
     to it.
     """
-    confirmed = {each.peer_id: each.slots for each in confirmations}
+    confirmed = {
+        each.peer_id: {slot: (digest, each.kept.get(slot)) for slot, digest in each.slots.items()}
+        for each in confirmations
+    }
     slots = list(last.slots)
     holders_of: dict[int, list[str]] = defaultdict(list)
     for member in members:
@@ -396,9 +403,9 @@ def decide_slots(
         holders = holders_of[slot]
         counted = [peer for peer in holders if peer in last.voters] or holders
         votes = Counter(confirmed[peer][str(slot)] for peer in counted if str(slot) in confirmed.get(peer, {}))
-        digest, count = max(votes.items(), key=lambda item: item[1], default=("", 0))
+        (digest, kept), count = max(votes.items(), key=lambda item: item[1], default=(("", None), 0))
         if 2 * count > len(counted):  # guard: slot-confirmed
-            slots[slot] = SlotState(round=last.round + 1, digest=digest)
+            slots[slot] = SlotState(round=last.round + 1, digest=digest, kept=kept)
     return tuple(slots)
 
 

@@ -237,6 +237,7 @@ class Consensus:
         shared: str,
         slots: Mapping[int, str],
         ledger: Ledger | None = None,
+        kept: Mapping[int, str] | None = None,
     ) -> Body | None:
         """Give the decider this peer's results of an attempt; wait for a certificate, or for another attempt.
 
@@ -248,13 +249,14 @@ class Consensus:
             shared: Digest of `shared`; empty if this peer has no result.
             slots: Digests of its slots.
             ledger: Which data are trained after the round, if peers share them.
+            kept: Digests of the kept forms of these slots, where slots have such.
 
         Returns:
             The body of the round after `last`; None if another attempt has begun, or the chain has left `last`.
         """
         with self._changed:
             if self._decider.chain.last.digest == last.digest:
-                self._decider.averaged(attempt, members, ends_at, shared, slots, ledger)
+                self._decider.averaged(attempt, members, ends_at, shared, slots, ledger, kept)
             self._changed.wait_for(
                 lambda: (
                     self._is_closed

@@ -216,6 +216,7 @@ class Decider:
         shared: str = "",
         slots: Mapping[int, str] | None = None,
         ledger: Ledger | None = None,
+        kept: Mapping[int, str] | None = None,
     ) -> None:
         """Take this peer's results of an attempt.
 
@@ -227,6 +228,7 @@ class Decider:
                 that it gives the attempt up at once.
             slots: The same for its slots.
             ledger: Which data are trained after the round, if peers share them.
+            kept: Digests of the kept forms of these slots, where slots have such.
         """
         last = self.chain.last
         if attempt != self.attempt:
@@ -247,6 +249,7 @@ class Decider:
             shared=shared,
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
             amendment=self._unnamed(self.amendment),
+            kept={str(slot): digest for slot, digest in (kept or {}).items()},
         ).signed(self._keys)
         self._network.send(last.proposer(attempt), self._own)
         self._later(self._attempt_seconds, self._give_up)

@@ -27,7 +27,7 @@ from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.membership import Membership
-from spes_p2p.swarm.names import SHARED, AnyName, VectorName, slot_ranges
+from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_ranges
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
@@ -274,9 +274,9 @@ class HivemindSwarm:
         ledger: Ledger | None = None,
     ) -> Body | None:
         last, attempt = self._open
-        slots = {name.slot: digest for name, digest in digests.items() if name.slot is not None}
+        shared, slots, kept = by_form(digests)
         entries = result.roster.entries if result.roster else ()
-        return self.consensus.decide(last, attempt, entries, ends_at, digests.get(SHARED, ""), slots, ledger)
+        return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, ledger, kept)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged
@@ -363,11 +363,21 @@ class HivemindSwarm:
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         return self._vectors.decode(name, self._store.read(name, before=before))
 
-    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
-        version = self._store.newest()[name]
-        self._store.refuse(version)
+    def refuse(self, name: VectorName, suspects: Mapping[str, str], digest: str = "") -> None:
+        round = self.last().round
+        if digest:
+            self._store.refused.add(digest)
+        else:
+            version = self._store.newest()[name]
+            round = version.round
+            self._store.refuse(version)
         self._declare()
-        self.bans.suspect(version.round - 1, suspects)
+        self.bans.suspect(round - 1, suspects)
+
+    def delete(self, name: VectorName) -> None:
+        while (version := self._store.find(name)) is not None:
+            self._store.delete(version)
+        self._declare()
 
     def keep_document(self, version: Version, data: bytes) -> None:
         """Serve a document with its author's signed version."""

@@ -105,7 +105,8 @@ class Swarm(Protocol):
 
         Args:
             result: Of the last `average`.
-            digests: Digests of the versions that follow from its means; empty if it brought none of `shared`.
+            digests: Digests of the versions that follow from its means, and of their kept forms; empty if it brought
+                none of `shared`.
             ends_at: DHT time at which the next round's training should end.
             ledger: Which data are trained after the round, if peers share them.
 
@@ -135,7 +136,7 @@ class Swarm(Protocol):
 
         Args:
             round: The versions' round.
-            bundles: The vectors.
+            bundles: The vectors; kept forms as uint8.
             deltas: Encoded mean deltas that lead from this peer's previous versions to these.
         """
 
@@ -148,19 +149,25 @@ class Swarm(Protocol):
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
         """Return this peer's newest version of a flat vector, or the one before it, as a new tensor.
 
+        A kept form stays encoded, as uint8.
+
         Raises:
             ExchangeError: there is none.
         """
 
-    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
-        """Replace this peer's newest version of a vector by the one before it, and never take it again.
+    def refuse(self, name: VectorName, suspects: Mapping[str, str], digest: str = "") -> None:
+        """Replace this peer's newest version of a vector by the one before it, if any, and never take it again.
 
         Until the process ends, `inventory` omits the refused version and `pull` does not take it.
 
         Args:
-            name: A vector with a version before its newest.
+            name: The vector.
             suspects: Suspected peers, with reasons; they count as evidence of the version's round.
+            digest: Digest of a version of the last round that this peer does not have, to refuse in its place.
         """
+
+    def delete(self, name: VectorName) -> None:
+        """Delete this peer's versions of a vector."""
 
     def pull(
         self,

@@ -8,11 +8,11 @@ from typing import TypeVar
 
 SLOT = r"slot-(?:0|[1-9][0-9]{0,3})"  # guard: slot-name
 """A slot has one name: `slot-01`, or 1 in another script's digits, would otherwise be read as slot 1, too."""
-_VECTOR = re.compile(rf"(moments-)?(shared|{SLOT})")
+_VECTOR = re.compile(rf"(moments-)?(shared|{SLOT})|kept-{SLOT}")
 
 
 class VectorName(str):
-    """`shared`, `slot-7`, `moments-shared` or `moments-slot-7`.
+    """`shared`, `slot-7`, `moments-shared`, `moments-slot-7` or `kept-slot-7`.
 
     A name is a string in its wire form, so that records, files and messages carry it as it is. Names sort as strings:
     that order decides how groups are laid out, and so belongs to the protocol.
@@ -27,7 +27,9 @@ class VectorName(str):
         if isinstance(text, VectorName):
             return text
         if not _VECTOR.fullmatch(text):
-            raise ValueError(f"{text[:64]!r} names no vector; expected shared, slot-N, or moments- before one of them")
+            raise ValueError(
+                f"{text[:64]!r} names no vector; expected shared, slot-N, moments- before one of them, or kept-slot-N"
+            )
         return super().__new__(cls, text)
 
     @classmethod
@@ -42,13 +44,23 @@ class VectorName(str):
 
     @property
     def is_weights(self) -> bool:
-        """Whether the vector holds model weights, and not optimizer moments."""
-        return not self.startswith("moments-")
+        """Whether the vector holds model weights in fp32, and neither optimizer moments nor a kept form."""
+        return not (self.is_moments or self.is_kept)
+
+    @property
+    def is_moments(self) -> bool:
+        """Whether the vector holds optimizer moments."""
+        return self.startswith("moments-")
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the vector is the kept form of a slot: its weights as peers that do not train it keep them."""
+        return self.startswith("kept-")
 
     @property
     def weights(self) -> VectorName:
-        """The name of the weights that the vector holds, or holds the moments of."""
-        return self if self.is_weights else VectorName(self.removeprefix("moments-"))
+        """The name of the weights that the vector holds, or holds the moments or the kept form of."""
+        return self if self.is_weights else VectorName(self.removeprefix("moments-").removeprefix("kept-"))
 
     @property
     def moments(self) -> VectorName:
@@ -56,8 +68,13 @@ class VectorName(str):
         return VectorName(f"moments-{self.weights}")
 
     @property
+    def kept(self) -> VectorName:
+        """The name of the kept form of these weights of a slot."""
+        return VectorName(f"kept-{self.weights}")
+
+    @property
     def kind(self) -> str:
-        """`shared`, `slot`, `moments-shared` or `moments-slot`: all vectors of a kind have one length and layout."""
+        """`shared`, `slot`, `moments-shared`, `moments-slot` or `kept-slot`: all vectors of a kind have one length."""
         return self.partition("slot-")[0] + "slot" if "slot-" in self else str(self)
 
 
@@ -74,6 +91,13 @@ def by_reason(reasons: Mapping[VectorName, str]) -> dict[str, str]:
     for name, reason in reasons.items():
         names.setdefault(reason, []).append(name)
     return {reason: ", ".join(each) for reason, each in names.items()}
+
+
+def by_form(digests: Mapping[VectorName, str]) -> tuple[str, dict[int, str], dict[int, str]]:
+    """Return the digest of `shared`, or "", those of slots' fp32 versions by slot, and those of their kept forms."""
+    slots = {name.slot: digest for name, digest in digests.items() if name.is_weights and name.slot is not None}
+    kept = {name.slot: digest for name, digest in digests.items() if name.is_kept and name.slot is not None}
+    return digests.get(SHARED, ""), slots, kept
 
 
 SHARED = VectorName("shared")

@@ -190,7 +190,7 @@ class Archived(Record):
     round: Count
 
 
-Span = tuple[Literal["shared", "slot", "moments-shared", "moments-slot"], Slot, Slot, Count]
+Span = tuple[Literal["shared", "slot", "moments-shared", "moments-slot", "kept-slot"], Slot, Slot, Count]
 """Kind of vector, first and last slot, and the round of all these versions; slots are 0 for a kind without slots."""
 
 
@@ -250,7 +250,7 @@ def serving(records: Mapping[str, Seed]) -> dict[str, list[str]]:
 def _placed(name: str, round: int) -> tuple[Any, int, int] | None:
     """Return a vector's kind, slot and round; None for a document."""
     kind, _, slot = name.rpartition("-")
-    if kind in ("slot", "moments-slot"):
+    if kind in ("slot", "moments-slot", "kept-slot"):
         return kind, int(slot), round
     return (name, 0, round) if name in ("shared", "moments-shared") else None
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
@@ -33,6 +34,8 @@ class Anchors:
         self._codecs = run.codecs
         self._numels = dict(numels)
         self._num_slots = run.num_slots
+        self.form = KeptForm(run.kept_form, numels["slot"]) if run.kept_form is not None else None
+        """The form in which slots travel to peers that do not train them; None if these take fp32 versions."""
         self._initial: Mapping[str, str] = {str(name): digest for name, digest in start_digests(run).items()}
         self._weights: dict[VectorName, Tensor] = {}
         self._momenta: dict[VectorName, Tensor] = {}
@@ -85,6 +88,7 @@ class Anchors:
             self.coded(),
             num_slots=self._num_slots,
             initial=self._initial,
+            kept=self.form,
         )
 
     def averages_moments(self, round: int) -> bool:
@@ -113,6 +117,17 @@ class Anchors:
     def bundle(self, name: VectorName) -> Tensor:
         """Return the bundle to publish, as a new vector."""
         return _join(self._weights[name], self._momenta.get(name))
+
+    def kept_form(self, name: VectorName, bundle: Tensor) -> Tensor:
+        """Return the kept form, uint8, of a slot's bundle."""
+        assert self.form is not None
+        return self.form.encode(self.split(name, bundle)[0])
+
+    def from_kept(self, name: VectorName, form: Tensor) -> Tensor:
+        """Return the bundle that goes on from a slot's kept form: rounded weights, and no momentum."""
+        assert self.form is not None
+        weights = self.form.values(form)
+        return _join(weights, torch.zeros_like(weights) if self._outers[name.kind].has_state else None)
 
     def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
@@ -178,6 +193,11 @@ def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:
     return weights.clone() if momentum is None else torch.cat([weights, momentum])
 
 
+def merges_in(merge: MergeConfig, round: int) -> bool:
+    """Tell whether the round being committed moves similar experts towards each other."""
+    return merge_alpha(merge, round) > 0 and round % merge.interval_rounds == 0
+
+
 def merge_shifts(
     merge: MergeConfig, round: int, layout: Layout, all_slots: Mapping[int, Tensor], held: tuple[int, ...]
 ) -> dict[VectorName, Tensor]:
@@ -191,14 +211,14 @@ def merge_shifts(
 
     Args:
         merge: The run's merge settings.
-        round: The round being committed; nothing moves unless it is a multiple of the interval.
+        round: The round being committed; nothing moves unless `merges_in`.
         layout: Layout of one slot.
         all_slots: Flat weights of every slot at the round's start.
         held: Slots to move.
     """
-    alpha = merge_alpha(merge, round)
-    if not alpha or round % merge.interval_rounds:
+    if not merges_in(merge, round):
         return {}
+    alpha = merge_alpha(merge, round)
     rows = {slot: row for row, slot in enumerate(sorted(all_slots))}
     tensors = [layout.unflatten(all_slots[slot]) for slot in rows]
     shifts = {slot: torch.zeros(layout.numel) for slot in held}

@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import AdapterStart, MachineConfig, RunConfig, check_machine
 from spes_p2p.data.packing import TokenSource
@@ -20,6 +23,7 @@ from spes_p2p.model.build import InitialWeights, build_slot_model, outline
 from spes_p2p.model.peft_files import AdapterFiles
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.model.start import NO_DIGEST, StartWeights
+from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
@@ -98,6 +102,12 @@ def build_synchroniser(
     """
     machine = machine or MachineConfig()
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
+    vocab_size = trainer.model.config.vocab_size
+
+    @cache
+    def drawn() -> DrawnBundles:
+        return DrawnBundles(run, vocab_size, anchors, trainer.layouts)
+
     holdings = HeldSlots(
         swarm,
         run,
@@ -105,6 +115,7 @@ def build_synchroniser(
         anchors=anchors,
         max_slots=max_slots,
         refresh_slots=machine.refresh_slots,
+        draw=(lambda name: drawn()[name]) if run.kept_form is not None else None,
         clock=trainer.clock,
     )
     return Synchroniser(swarm, run, held=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
@@ -283,6 +294,16 @@ def _digests_of(run: RunConfig, vocab_size: int, source: Path) -> tuple[str, lis
     return digests[SHARED], [digests[VectorName.of_slot(slot)] for slot in range(run.num_slots)]
 
 
+class Stored(Protocol):
+    """What has versions: a swarm."""
+
+    def versions(self) -> Mapping[str, Version]:
+        """Return the newest version of each name."""
+
+    def load(self, name: VectorName) -> Tensor:
+        """Return the values of one, or the bytes of a kept form."""
+
+
 class WholeModel:
     """The whole model in fp32, initially as the run's seed draws it: the anchor of round 0.
 
@@ -316,28 +337,39 @@ class WholeModel:
                 self._model.load_slot(slot, initial.read(slot))
         self.module = torch.nn.Module.to(self._model.module, device)
         self._layouts = {SHARED: Layout(self._model.shared_shapes()), "slot": Layout(self._model.slot_shapes())}
+        self._form = KeptForm(run.kept_form, self._layouts["slot"].numel) if run.kept_form is not None else None
 
     @property
     def numels(self) -> dict[str, int]:
         """Elements of the weights of `shared` and of a `slot`."""
         return {kind: layout.numel for kind, layout in self._layouts.items()}
 
-    def load(self, swarm: Swarm) -> dict[int, int]:
-        """Load the versions that a peer has; return each slot's round, 0 for slots without a version.
+    def load(self, swarm: Stored) -> dict[int, int]:
+        """Load the versions that a peer has, of slots the newer of fp32 and kept form; return each slot's round.
+
+        It is 0 for slots without a version.
 
         Raises:
             ExchangeError: it lacks `shared`, or a slot of a run that starts from a checkpoint, or a file is damaged.
         """
         versions = swarm.versions()
-        slots = [slot for slot in range(self._num_slots) if VectorName.of_slot(slot) in versions]
-        if self._starts_from_checkpoint and len(slots) < self._num_slots:  # guard: start-whole
-            raise ExchangeError(f"{self._num_slots - len(slots)} slots have no version yet, not even of round 0")
-        vectors = {name: swarm.load(name) for name in [SHARED, *map(VectorName.of_slot, slots)]}
+        names = {slot: VectorName.of_slot(slot) for slot in range(self._num_slots)}
+        forms = {
+            slot: max((form for form in (name, name.kept) if form in versions), key=lambda form: versions[form].round)
+            for slot, name in names.items()
+            if name in versions or name.kept in versions
+        }
+        if self._starts_from_checkpoint and len(forms) < self._num_slots:  # guard: start-whole
+            raise ExchangeError(f"{self._num_slots - len(forms)} slots have no version yet, not even of round 0")
+        vectors = {name: swarm.load(name) for name in [SHARED, *forms.values()]}
         self._model.load_shared(self._unflatten(SHARED, vectors[SHARED]))
-        for slot in slots:
-            self._model.load_slot(slot, self._unflatten("slot", vectors[VectorName.of_slot(slot)]))
-        rounds = {slot: versions[VectorName.of_slot(slot)].round for slot in slots}
-        return {slot: rounds.get(slot, 0) for slot in range(self._num_slots)}
+        for slot, form in forms.items():
+            found = vectors[form]
+            if form.is_kept:
+                assert self._form is not None
+                found = self._form.values(found)
+            self._model.load_slot(slot, self._unflatten("slot", found))
+        return {slot: versions[forms[slot]].round if slot in forms else 0 for slot in range(self._num_slots)}
 
     def _unflatten(self, kind: str, bundle_N: Tensor) -> dict[str, Tensor]:
         return self._layouts[kind].unflatten(bundle_N[: self._layouts[kind].numel])

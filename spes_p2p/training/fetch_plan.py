@@ -43,6 +43,7 @@ def plan_fetch(
     keepers: Mapping[VectorName, Peers],
     *,
     with_moments: bool,
+    masters: Collection[VectorName] | None = None,
 ) -> FetchPlan:
     """Decide which peers to ask for which version.
 
@@ -53,10 +54,13 @@ def plan_fetch(
         chosen: Versions to fetch: as many as this peer takes, and those that it keeps for others.
         keepers: Replicas of each slot, as `replicas` returns them.
         with_moments: Whether this round's moments were published.
+        masters: Slots to fetch in fp32, and of the others their kept forms; None where slots have none.
     """
     links = roster.uplinks
     wanted: dict[VectorName, list[str]] = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
-    chains = {name: peers for name, peers in relays(roster, keepers).items() if name in chosen}
+    has_kept, direct = masters is not None, masters or ()
+    found = relays(roster, keepers, has_kept=has_kept)
+    chains = {name: peers for name, peers in found.items() if name in chosen and name not in direct}
     for name in [name for name, peers in chains.items() if me not in peers]:
         # A peer that the others do not count on to relay a slot need not load its holder either.
         wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
@@ -68,10 +72,17 @@ def plan_fetch(
                 wanted[name.moments] = preferred(me, name, asked, links)
     # Otherwise a liar could have its version signed by another key of its own, and would go without a strike.
     authors = {name: makers[name.weights] for name in wanted}
-    return FetchPlan(wanted, chains, authors)
+    if not has_kept:
+        return FetchPlan(wanted, chains, authors)
+    for name in sorted(set(chosen) - set(direct)):
+        wanted[name.kept] = [*wanted.pop(name), *callable_of(keepers.get(name, ()), links)]
+        del authors[name]  # replicas make the same form, and it is the makers' that the certificate names
+    return FetchPlan(wanted, {name.kept: peers for name, peers in chains.items()}, authors)
 
 
-def relays(roster: Roster, keepers: Mapping[VectorName, Peers]) -> dict[VectorName, tuple[str, ...]]:
+def relays(
+    roster: Roster, keepers: Mapping[VectorName, Peers], *, has_kept: bool = False
+) -> dict[VectorName, tuple[str, ...]]:
     """Return the peers that relay each slot whose holders could not send it to everyone.
 
     They are all members that certainly fetch the slot and can be called, ascending, the same on every member. They
@@ -81,6 +92,7 @@ def relays(roster: Roster, keepers: Mapping[VectorName, Peers]) -> dict[VectorNa
     Args:
         roster: Of the round that was committed.
         keepers: Replicas of each slot.
+        has_kept: Whether slots are relayed in their kept forms, which replicas do not fetch.
     """
     links = roster.uplinks
     slow = SLOW * statistics.median(links.values())
@@ -93,6 +105,7 @@ def relays(roster: Roster, keepers: Mapping[VectorName, Peers]) -> dict[VectorNa
     for name, holders in roster.groups.items():
         fastest = max(links[peer] for peer in holders)
         certain = fetching if fastest else fetching | set(callable_of(keepers.get(name, ()), links))
+        certain = certain - set(keepers.get(name, ())) if has_kept else certain
         chain = tuple(sorted(certain - set(holders)))
         if name != SHARED and (fastest < slow or not fastest) and len(chain) > (1 if fastest else 0):
             chains[name] = chain
@@ -211,7 +224,7 @@ def affordable(
     """Return the versions to fetch: the budget's slots of others, and everything else.
 
     Args:
-        rounds_behind: Rounds that this peer's version lies behind, by name, for all that can be fetched.
+        rounds_behind: Rounds that this peer's version or kept form lies behind, by name, for all that can be fetched.
         routed: Tokens routed to each slot.
         budget: Slots of others to fetch; None fetches all.
         held: Vectors that this peer trains; it needs all of them.
@@ -219,9 +232,9 @@ def affordable(
     if budget is None:
         return set(rounds_behind)
     others = {
-        name.slot: behind
-        for name, behind in rounds_behind.items()
-        if name.slot is not None and name.is_weights and name not in held
+        name.slot: name
+        for name in rounds_behind
+        if name.slot is not None and not name.is_moments and name.weights not in held
     }
-    fetched = choose(others, routed, budget)
-    return set(rounds_behind) - {VectorName.of_slot(slot) for slot in others if slot not in fetched}
+    fetched = choose({slot: rounds_behind[name] for slot, name in others.items()}, routed, budget)
+    return set(rounds_behind) - {name for slot, name in others.items() if slot not in fetched}

@@ -116,7 +116,8 @@ class LossGate:
         def measured(name: VectorName) -> Tensor:
             assert stored is not None
             flat = stored[name]
-            lengths[name] = flat.norm().item()
+            form = sync.anchors.form if sync is not None and flat.dtype == torch.uint8 else None
+            lengths[name] = flat.norm().item() if form is None else form.length(flat)
             return flat
 
         self._trainer.load(StoredVectors(others, measured) if stored is not None else None)
@@ -195,15 +196,15 @@ class LossGate:
 
 def _refuse(name: VectorName, sync: Synchroniser, harm: str, *, is_clear: bool) -> None:
     """Refuse a version, also as an anchor; its maker is suspect if it made the version alone and the harm is clear."""
-    version, makers = sync.swarm.versions()[name], sync.held.makers.get(name, ())
+    version, makers = sync.swarm.versions()[sync.held.form(name)], sync.held.makers.get(name, ())
+    # A kept form has one digest, whoever signed it.
+    maker = makers[0] if version.codec == "coded" and len(makers) == 1 else version.author
     log.warning(
         "round %d: %s of %s makes this model worse: %s; keeping the version before",
-        *(version.round, name, version.author[-6:], harm),
+        *(version.round, name, maker[-6:], harm),
     )
-    is_suspect = is_clear and list(makers) == [version.author]
-    sync.swarm.refuse(
+    is_suspect = is_clear and list(makers) == [maker]
+    sync.held.refuse(
         name,
-        {version.author: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
+        {maker: f"its {name} makes the model worse: {harm}"} if is_suspect else {},  # guard: only-maker
     )
-    if name in sync.anchors.names:  # guard: refused-anchor
-        sync.anchors.set(name, sync.swarm.load(name))

@@ -111,7 +111,7 @@ class ProcessGroup:
         return outcome[0]
 
     def share(self, tensors: Mapping[Name, Tensor] | None) -> Iterator[tuple[Name, Tensor]]:
-        """Yield the leader's flat fp32 CPU vectors on every rank, one at a time; all ranks must take all of them.
+        """Yield the leader's flat CPU vectors on every rank, one at a time; all ranks must take all of them.
 
         Args:
             tensors: May read each vector when it is asked for; None on other ranks.
@@ -128,13 +128,13 @@ class ProcessGroup:
     def _broadcast(self, read: Callable[[], Tensor]) -> Tensor:
         flat = torch.empty(0)
 
-        def numel() -> int:
+        def shape() -> tuple[int, torch.dtype]:
             nonlocal flat
             flat = read()
-            return flat.numel()
+            return flat.numel(), flat.dtype
 
-        needed = self.from_leader(numel)
-        on_device = (flat if self.is_leader else torch.empty(needed)).to(self.device)
+        numel, dtype = self.from_leader(shape)
+        on_device = (flat if self.is_leader else torch.empty(numel, dtype=dtype)).to(self.device)
         dist.broadcast(on_device, src=0)
         return on_device.cpu()
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Literal
 
 from torch import Tensor
 
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
-from spes_p2p.errors import JoinError
+from spes_p2p.errors import ExchangeError, JoinError
 from spes_p2p.swarm.certificate import known_peers, max_strangers, strangers
 from spes_p2p.swarm.claims import Claimant
 from spes_p2p.swarm.exchange.versions import Version, vector_names
@@ -32,6 +33,9 @@ Having = Mapping[str, Mapping[VectorName, Version]]
 class HeldSlots:
     """The slots that this peer claims, and their anchors.
 
+    Of these slots, and of those that it keeps for others, a peer has the fp32 versions (*masters*). Of all others it
+    has the kept forms, if the run has such.
+
     Args:
         swarm: The peer's swarm.
         run: The run's settings.
@@ -39,6 +43,7 @@ class HeldSlots:
         anchors: This peer's anchors: held slots have one, other slots have none.
         max_slots: Slots that this peer can train.
         refresh_slots: Slots of others to fetch per round; None fetches all.
+        draw: Draws the bundle of a slot at the run's start, if the run has kept forms.
         clock: Seconds that pass; virtual for a virtual peer.
     """
 
@@ -51,6 +56,7 @@ class HeldSlots:
         anchors: Anchors,
         max_slots: int,
         refresh_slots: int | None = None,
+        draw: Callable[[VectorName], Tensor] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.slots: tuple[int, ...] = ()
@@ -69,7 +75,9 @@ class HeldSlots:
         self._max_slots = max_slots
         self._chosen_slots = max_slots
         self._num_slots = run.num_slots
-        self._names = vector_names(self._num_slots)
+        self._has_kept = anchors.form is not None
+        self._names = vector_names(self._num_slots, has_kept=self._has_kept)
+        self._draw = draw
         self.run_id = run_id
         self._claimant = Claimant(run_id, swarm.peer_id, self._num_slots, run.round)
         self._state: Literal["joining", "active"] = "joining"
@@ -220,6 +228,9 @@ class HeldSlots:
         if (new or old) and self.slots:
             log.info("adopting slots %s, releasing slots %s", [n.slot for n in new], [n.slot for n in old])
             self.fetch_newest(new)
+        elif self._has_kept:
+            self.fetch_newest(missing)  # where slots travel as fp32 versions, the others' came when this peer joined
+        self._make_masters(missing)
         if self._run.kept_moments and new:
             wanted = [name.moments for name in new]
             self.fetch_newest(wanted)
@@ -233,16 +244,101 @@ class HeldSlots:
 
     def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
         """Fetch the versions that go with this peer's model, where it lacks them; return the vectors that came."""
-        lacking = [name for name in sorted(names) if not (name.is_weights and self.is_certified(name))]
+        lacking = [name for name in sorted(names) if not (name.is_weights and self._is_there(name))]
         plan, digests = self._plan(lacking, self._offers(self.others() if lacking else ()))
         return self._pull(plan, 0, digests=digests) if plan.wanted else StoredVectors()
+
+    # ------------------------------------------------------------------ kept forms
+
+    def form(self, name: VectorName) -> VectorName:
+        """Return the version that this peer's model has of some weights: of slots of others, the kept form."""
+        return name.kept if self._has_kept and name.slot is not None and name not in self._anchors.names else name
+
+    def _is_there(self, name: VectorName) -> bool:
+        """Tell whether the weights that count are here, or this peer can draw them."""
+        return self.is_certified(name) or (self._has_kept and name.slot is not None and not self.certified_digest(name))
+
+    def publish_initial(self, name: VectorName, bundle: Tensor) -> None:
+        """Publish a vector of the run's start; of a slot only the kept form, if the run has such."""
+        if self.form(name) != name:
+            name, bundle = name.kept, self._anchors.kept_form(name, bundle)
+        self._swarm.publish(0, {name: bundle})
+
+    def common_weights(self, name: VectorName) -> Tensor:
+        """Return a slot's weights as all peers have them."""
+        if self._anchors.form is None:
+            return self.load(name)
+        return self._anchors.form.values(self._swarm.load(name.kept))
+
+    def _make_masters(self, names: Iterable[VectorName]) -> None:
+        """Make the masters that no peer has: of the run's start, or of the kept form that is newer than any master."""
+        for name in names if self._has_kept else ():
+            mine = self._swarm.versions()
+            if self._is_there(name):
+                if not self.is_certified(name):
+                    assert self._draw is not None
+                    self._swarm.publish(0, {name: self._draw(name)})
+            elif name.kept in mine and (name not in mine or name in self.lost):
+                round = mine[name.kept].round
+                if name in mine and mine[name].round >= round:
+                    continue
+                log.warning(
+                    "%s: no peer has its fp32 weights of round %d; going on from its kept form, in %s",
+                    *(name, round, self._run.frozen_storage),
+                )
+                self._publish_from_kept(name)
+
+    def _make_kept(self, names: Iterable[VectorName]) -> None:
+        """Make the kept forms of masters that have come; refuse a certified one that does not follow from them."""
+        for name in names if self._has_kept else ():
+            if name.slot is None or not name.is_weights or self.is_certified(name.kept) or not self.is_certified(name):
+                continue
+            form = self._anchors.kept_form(name, self._swarm.load(name))
+            said = self.certified_digest(name.kept)
+            if said in ("", digest(form)):
+                self._swarm.publish(self.certified_round(name), {name.kept: form})
+                continue
+            makers = self.makers.get(name, ())
+            harm = f"the kept form of {name} does not follow from its fp32 weights"
+            log.warning(
+                "round %d: refused the kept form of %s, made by %s: it does not follow from its fp32 weights",
+                *(self.certified_round(name), name, ", ".join(peer[-6:] for peer in makers) or "peers that have left"),
+            )
+            self._swarm.refuse(name.kept, dict.fromkeys(makers, harm), said)  # guard: kept-follows
+
+    def _drop_masters(self, kept: Collection[VectorName], roster: Roster) -> None:
+        """Delete the masters of slots that other members hold, unless this peer is to keep them."""
+        for name in map(VectorName.of_slot, range(self._num_slots)):
+            is_elsewhere = name in roster.groups and name not in (*kept, *self._anchors.names)
+            if is_elsewhere and name in self._swarm.versions():
+                self._swarm.delete(name)
+
+    def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
+        """Refuse the newest version of a slot, also as this peer's anchor; the version before it counts again here."""
+        mine, form = self._swarm.versions(), self.form(name)
+        self._swarm.refuse(form, suspects)
+        for other in {name, name.kept} - {form} if self._has_kept else ():
+            if other in mine and mine[other].round == mine[form].round:
+                self._swarm.refuse(other, suspects)
+        if name in self._anchors.names:  # guard: refused-anchor
+            if name not in self._swarm.versions():
+                self._publish_from_kept(name)
+            self._anchors.set(name, self._swarm.load(name))
+
+    def _publish_from_kept(self, name: VectorName) -> None:
+        version = self._swarm.versions()[name.kept]
+        bundle = self._anchors.from_kept(name, self._swarm.load(name.kept))
+        self._swarm.publish(version.round, {name: bundle})
 
     # ------------------------------------------------------------------ what is certified
 
     def certified_digest(self, name: VectorName) -> str:
         """Return the digest of the version of a vector's weights that counts; empty for that of the run's start."""
         last = self._swarm.last()
-        return last.shared if name.slot is None else last.slots[name.slot].digest
+        if name.slot is None:
+            return last.shared
+        state = last.slots[name.slot]
+        return (state.kept or "") if name.is_kept else state.digest
 
     def certified_round(self, name: VectorName) -> int:
         """Return the round of that version."""
@@ -254,8 +350,8 @@ class HeldSlots:
         mine = self._swarm.versions().get(name)
         if mine is None:
             return False
-        digest = self.certified_digest(name)
-        return mine.digest == digest if digest else mine.round == 0
+        said = self.certified_digest(name)
+        return mine.digest == said if said else mine.round == 0
 
     def model_round(self) -> int:
         """Return the round that this peer trains from: the last one, unless it lacks what others have of it.
@@ -293,7 +389,7 @@ class HeldSlots:
             certified = [peer for peer, offered in offers.items() if self._is_wanted(name, offered.get(name))]
             if certified:
                 lost.discard(name)
-            elif name.is_weights and 2 * len(offers) >= counted:  # guard: lost-version
+            elif not name.is_moments and 2 * len(offers) >= counted:  # guard: lost-version
                 lost.add(name)  # the newest other version goes on
             having = certified or [peer for peer, offered in offers.items() if name in lost and name in offered]
             states = Counter((offers[peer][name].round, offers[peer][name].digest) for peer in having)
@@ -304,7 +400,7 @@ class HeldSlots:
             mine = self._swarm.versions().get(name)
             if mine is None or (certified and mine.digest != best[1]) or mine.round < best[0]:
                 wanted[name] = preferred(me, name, [peer for peer in having if offers[peer][name].digest == best[1]])
-                if name.is_weights:
+                if not name.is_moments:
                     digests[name] = best[1]
         self.lost = frozenset(lost)
         return FetchPlan(wanted, {}, {}), digests
@@ -312,10 +408,10 @@ class HeldSlots:
     def _is_wanted(self, name: VectorName, version: Version | None) -> bool:
         if version is None:
             return False
-        if not name.is_weights:
+        if name.is_moments:
             return version.round <= self.certified_round(name)
-        digest = self.certified_digest(name)
-        return version.digest == digest if digest else version.round == 0
+        said = self.certified_digest(name)
+        return version.digest == said if said else version.round == 0
 
     # ------------------------------------------------------------------ versions
 
@@ -351,16 +447,19 @@ class HeldSlots:
         kept = {name for name in self.makers if me in keepers.get(name, ())}
         behind = {name: self._rounds_behind(name, round) for name in self.makers}
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
+        masters = {name for name in chosen if name in kept or self.form(name) == name} if self._has_kept else None
         with_moments = self._anchors.publishes_moments(round)
-        plan = plan_fetch(me, roster, self.makers, chosen, keepers, with_moments=with_moments)
-        digests = {name: self.certified_digest(name) for name in plan.wanted if name.is_weights}
+        plan = plan_fetch(me, roster, self.makers, chosen, keepers, masters=masters, with_moments=with_moments)
+        digests = {name: self.certified_digest(name) for name in plan.wanted if not name.is_moments}
         vectors = self._pull(plan, round, roster.uplinks, digests)
+        if self._has_kept:
+            self._drop_masters({name for name, peers in keepers.items() if me in peers}, roster)
         self.stale_rounds = max((self._rounds_behind(name, round) for name in self.makers), default=0)
         return vectors
 
     def _rounds_behind(self, name: VectorName, round: int) -> int:
         """Return the rounds between `round` and the version held here; a version ahead must be fetched as well."""
-        mine = self._swarm.versions()
+        mine, name = self._swarm.versions(), self.form(name) if name.is_weights else name
         return abs(round - mine[name].round) if name in mine else round + 1
 
     def _offers(self, peers: Sequence[str]) -> Having:
@@ -394,13 +493,24 @@ class HeldSlots:
         )
         for reason, names in by_reason(failures).items():
             log.warning("keeping the old version of %s: %s", names, reason)
-        of_use = [name for name in plan.wanted if name.is_weights or name in self.held_moments()]
-        return StoredVectors([name for name in of_use if name not in failures], self.load)
+        came = [name for name in plan.wanted if name not in failures]
+        self._make_kept(came)
+        of_use = [name for name in came if not name.is_moments or name in self.held_moments()]
+        return StoredVectors([name.weights if name.is_kept else name for name in of_use], self.load)
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
-        """Return the weights, or the moments, of this peer's newest version of a vector, or of the one before it."""
-        bundle = self._swarm.load(name, before=before)
-        if not name.is_weights:
+        """Return the weights, or the moments, of this peer's newest version of a vector, or of the one before it.
+
+        Of a slot that this peer does not hold that is the kept form, uint8, if the run has such.
+        """
+        form = self.form(name) if name.is_weights else name
+        try:
+            bundle = self._swarm.load(form, before=before)
+        except ExchangeError:
+            if not (before and self._has_kept and form == name and name.slot is not None):
+                raise
+            bundle = self._anchors.from_kept(name, self._swarm.load(name.kept, before=True))  # it was just adopted
+        if not form.is_weights:
             return bundle
         weights, momentum = self._anchors.split(name, bundle)
         return weights if momentum is None else weights.clone()
@@ -422,7 +532,7 @@ class HeldSlots:
             for peer in serving
         }
         asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})  # guard: distrusted-seeds
-        weights = [SHARED, *map(VectorName.of_slot, range(self._num_slots))]
+        weights = [SHARED, *map(self.form, map(VectorName.of_slot, range(self._num_slots)))]
         averaged = self.held_moments() if self._run.averaged_moments else set()
         names = [name for name in weights if not self.is_certified(name)] + sorted(averaged)
         plan, digests = self._plan(names, self._offers(asked))
@@ -433,6 +543,7 @@ class HeldSlots:
         vectors = self._pull(FetchPlan(wanted, {}, {}), 0, digests=digests) if wanted else StoredVectors()
         if SHARED in wanted and SHARED not in vectors:
             raise JoinError("could not fetch the swarm's shared state from any peer; try again")
+        self._make_masters(name for name in self._anchors.names if name != SHARED)
         for name in self._anchors.names:
             self._anchors.set(name, self._swarm.load(name))
         if wanted:

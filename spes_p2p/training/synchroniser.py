@@ -20,7 +20,7 @@ from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
-from spes_p2p.training.anchors import Anchors, merge_shifts
+from spes_p2p.training.anchors import Anchors, merge_shifts, merges_in
 from spes_p2p.training.checkpoint import rollback_alone
 from spes_p2p.training.dealer import Dealer
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
@@ -57,21 +57,24 @@ def wait_for_peers(held: HeldSlots, swarm: Swarm, needed: int) -> dict[str, Clai
 
 
 def publish_initial(
-    swarm: Swarm, names: Sequence[VectorName], initial: Callable[[], Mapping[VectorName, Tensor]] | None
+    swarm: Swarm,
+    held: HeldSlots,
+    names: Sequence[VectorName],
+    initial: Callable[[], Mapping[VectorName, Tensor]] | None,
 ) -> None:
-    """Publish the run's initial version of each name that this peer has no version of.
+    """Publish the run's initial version, or kept form, of each name that this peer has none of.
 
     Raises:
         JoinError: a version is missing and `initial` is None, because only trained versions will do.
     """
-    missing = [name for name in names if name not in swarm.versions()]
+    missing = [name for name in names if held.form(name) not in swarm.versions()]
     if not missing:
         return
     if initial is None:
         raise JoinError(f"{', '.join(missing)}: not whole here, nor with any peer reached; give more --initial-peers")
     vectors = initial()
     for name in missing:  # one at a time, because a checkpoint's vectors are read when they are asked for
-        swarm.publish(0, {name: vectors[name]})
+        held.publish_initial(name, vectors[name])
 
 
 class ProgressTracker:
@@ -120,12 +123,14 @@ class Staged:
     Attributes:
         bundles: The new bundles of `shared` and of its slots.
         moments: The mean moments of the same names, where the run averages them.
-        digests: Digests of the bundles.
+        kept: The kept forms of these slots, where slots have such.
+        digests: Digests of the bundles and of the kept forms.
         moved: Slots that a merge has moved too, so that their mean delta alone does not lead to the new version.
     """
 
     bundles: Mapping[VectorName, Tensor] = field(default_factory=dict)
     moments: Mapping[VectorName, Tensor] = field(default_factory=dict)
+    kept: Mapping[VectorName, Tensor] = field(default_factory=dict)
     digests: Mapping[VectorName, str] = field(default_factory=dict)
     moved: frozenset[VectorName] = frozenset()
 
@@ -195,16 +200,17 @@ class Synchroniser:
             rollback_alone(self.swarm, self.held.others(), saved)
         model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
         if initial and not self.is_late:
-            publish_initial(self.swarm, model, initial)
+            publish_initial(self.swarm, self.held, model, initial)
         self._take_over()
-        publish_initial(self.swarm, model, initial)
+        publish_initial(self.swarm, self.held, model, initial)
         self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.load(SHARED))
         self.held.rebalance(self.round)
         self._announce(0.0)
         self._expected_since = self.swarm.now()
         versions = self.swarm.versions()
-        names = [name for name in (*model, *sorted(self.held.held_moments())) if name in versions]
+        names = [name for name in model if self.held.form(name) in versions]
+        names += [name for name in sorted(self.held.held_moments()) if name in versions]
         return StateUpdate(self.held.slots, StoredVectors(names, self.held.load))
 
     def _take_over(self) -> None:
@@ -303,7 +309,7 @@ class Synchroniser:
                     found, ends_at = self._rejoin(work.routed)
                     vectors |= found
         if work.tokens:
-            reasons = dict.fromkeys(staged.digests.keys() - set(own), "the round's certificate names another version")
+            reasons = dict.fromkeys(staged.bundles.keys() - set(own), "the round's certificate names another version")
             for reason, names in by_reason({**reasons, **result.dropped}).items():
                 log.warning("round %d: dropped %s: %s", self.round + (not own), names, reason)
         self.stats = SyncStats.of(result, len(own), self.held.clock() - averaged, self.held.stale_rounds)
@@ -356,8 +362,10 @@ class Synchroniser:
             bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name))
             if mean_moments is not None:
                 moments[name.moments] = mean_moments
-        digests = {name: digest(bundle) for name, bundle in bundles.items()}
-        return Staged(bundles, moments, digests, frozenset(shifts))
+        slots = [name for name in bundles if name != SHARED] if self.anchors.form is not None else []
+        kept = {name.kept: self.anchors.kept_form(name, bundles[name]) for name in slots}
+        digests = {name: digest(data) for name, data in (bundles | kept).items()}
+        return Staged(bundles, moments, kept, digests, frozenset(shifts))
 
     def _await_steps(self, *, has_trained: bool) -> None:
         """In mode `steps`, wait until all peers have made the round's steps."""
@@ -422,6 +430,7 @@ class Synchroniser:
         deltas = {name: result.encoded[name] for name in own if name in result.encoded and name not in staged.moved}
         unaveraged = [name for name in own if name.moments not in moments]
         bundles = {name: staged.bundles[name] for name in own}
+        bundles |= {name: form for name, form in staged.kept.items() if name.weights in own}
         self.swarm.publish(body.round, bundles | moments | self._own_moments(work, unaveraged), deltas)
         self.swarm.settle(result, own)
         fetched = self.held.fetch(result.roster, body.round, own, work.routed)
@@ -440,11 +449,11 @@ class Synchroniser:
         return {name.moments: moments for name, moments in own.items() if moments.isfinite().all()}
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
-        if not self._run.merge.alpha:
+        if not merges_in(self._run.merge, round):
             return {}
         of_slot, versions = VectorName.of_slot, self.swarm.versions()
-        slots = [slot for slot in range(self._run.num_slots) if of_slot(slot) in versions]
-        weights = {slot: self.held.load(of_slot(slot)) for slot in slots}
+        slots = [slot for slot in range(self._run.num_slots) if self.held.form(of_slot(slot)) in versions]
+        weights = {slot: self.held.common_weights(of_slot(slot)) for slot in slots}
         return merge_shifts(self._run.merge, round, self._layout, weights, self.held.slots)
 
     def _next_end(self, result: RoundResult) -> float:
@@ -489,6 +498,9 @@ class Synchroniser:
 
 def _certified(body: Body, staged: Staged) -> list[VectorName]:
     """Return the names of what a certificate confirms of this peer's result."""
-    digests = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
-    digests[SHARED] = body.shared
-    return [name for name, found in staged.digests.items() if digests[name] == found]
+    digests: dict[VectorName, str | None] = {SHARED: body.shared}
+    for slot, state in enumerate(body.slots):
+        name = VectorName.of_slot(slot)
+        digests |= {name: state.digest, name.kept: state.kept}
+    false = {name.weights for name, found in staged.digests.items() if digests[name] != found}
+    return [name for name in staged.bundles if name not in false]

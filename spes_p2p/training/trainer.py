@@ -309,10 +309,11 @@ class Trainer:
         return torch.cat([layout.flatten(tensors) for tensors in self.optimizer.moments(name, kinds)])
 
     def load(self, vectors: Mapping[VectorName, Tensor] | None) -> None:
-        """Load flat fp32 vectors, on every rank; only the leader passes them.
+        """Load flat vectors, on every rank; only the leader passes them.
 
         Args:
-            vectors: `shared`, any slots, trained here or frozen, and moments of what is trained here.
+            vectors: `shared`, any slots, trained here or frozen, and moments of what is trained here, in fp32; or the
+                kept forms, uint8, of frozen slots.
         """
         for name, flat in self._group.share(vectors):
             group = name.weights
@@ -321,6 +322,8 @@ class Trainer:
                 self.optimizer.set_moments(group, self._by_kind(flat, layout))
             elif name.slot is None:
                 self.model.load_shared(layout.unflatten(flat))
+            elif flat.dtype == torch.uint8:
+                self.model.load_kept(name.slot, flat)
             else:
                 self.model.load_slot(name.slot, layout.unflatten(flat))
             del flat  # before the next is read

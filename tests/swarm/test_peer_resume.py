@@ -71,7 +71,10 @@ def world(commands: Commands, tmp_path_factory: pytest.TempPathFactory) -> Itera
     world.server.close()
 
 
-LOW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 2}}
+LOW_BITS = {
+    "codecs": {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 2},
+    "frozen_storage": "nf4",
+}
 
 
 @pytest.mark.full
@@ -88,7 +91,7 @@ def test_a_lone_peer_that_is_killed_arrives_bit_for_bit_where_an_undisturbed_one
 ) -> None:
     rounds = {"mode": "steps", "steps": 15, "total": TOTAL, "min_peers": 1}
     file = write_settings(world.folder / f"{name}.yaml", round=rounds, **settings)
-    words = ["--max-slots", "4", "--data-seed", "3"]
+    words = ["--max-slots", "4" if is_saved else "2", "--data-seed", "3"]
     steady = world.start(f"{name}-steady", "--config", file, *words)
     killed = world.start(f"{name}-killed", "--config", file, *words)
     draw = random.Random(seed)

@@ -13,6 +13,7 @@ from spes_p2p.config import RunConfig
 from spes_p2p.sim.simulator import Scenario, SimulationResult, simulate
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.p2p.identity import Identity
+from tests.unit.model.plain import NEEDS_BITSANDBYTES
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
@@ -40,12 +41,18 @@ def rounds_of(peer: Command) -> dict[int, tuple[int, str, tuple[int, ...]]]:
     return {int(r): (int(n), d, tuple(map(int, filter(None, s.split(","))))) for r, n, d, s in found}
 
 
-@pytest.fixture(scope="module")
-def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
+FEW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8"}, "frozen_storage": "nf4"}
+
+
+@pytest.fixture(
+    scope="module", params=[{}, pytest.param(FEW_BITS, marks=NEEDS_BITSANDBYTES)], ids=["plain", "few-bits"]
+)
+def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Real:
     folder = tmp_path_factory.mktemp("twins")
     corpus = write_corpus(folder / "corpus.jsonl")
     rounds = {"mode": "steps", "steps": 5, "total": ROUNDS, "min_peers": PEERS, "matchmaking_seconds": 10.0}
-    settings = write_settings(folder / "run.yaml", round={**rounds, "lease_seconds": 60.0, "heartbeat_seconds": 5.0})
+    rounds |= {"lease_seconds": 60.0, "heartbeat_seconds": 5.0}
+    settings = write_settings(folder / "run.yaml", round=rounds, **request.param)
     with commands_in(folder) as commands:
         peers: list[Command] = []
         for index in range(PEERS):
@@ -91,10 +98,12 @@ def test_simulated_peers_commit_the_digests_of_real_ones(real: Real) -> None:
 
 
 def test_the_last_versions_of_everything_are_the_same(real: Real) -> None:
-    """Of moments a peer has those that it holds."""
-    last = simulated(real).digests[ROUNDS]
-    for versions in real.versions:
-        assert {"shared", *(f"slot-{slot}" for slot in range(4))} <= set(versions)
+    """Of moments and fp32 weights of slots a peer has those that it holds."""
+    result = simulated(real)
+    last = {**result.digests[ROUNDS], **result.forms[ROUNDS]}
+    for index, versions in enumerate(real.versions):
+        own = {f"slot-{slot}" for slot in real.rounds[index][ROUNDS][2]}
+        assert {"shared", *own, *(f"kept-slot-{slot}" for slot in range(4))} <= set(versions)
         both = [name for name in versions if name in last]
         assert {name: versions[name] for name in both} == {name: last[name] for name in both}
 

@@ -94,6 +94,7 @@ SIMULATED: dict[str, dict[str, Any]] = {
     "nesterov": {"run": {"outer": {"optimizer": "nesterov", "slots": {"optimizer": "nesterov", "lr": 0.5}}}},
     "merge": {"run": {"merge": {"alpha": 0.2, "interval_rounds": 2, "decay_rounds": 4, "top_k": 2}}},
     "refresh-budget": {"machine": {"refresh_slots": 1}, "max_slots": 1, "run": {"round": {"total": 5}}},
+    "frozen-fp32": {"run": {"frozen_storage": "fp32", "codecs": FEW_BITS}},
     "frozen-int8": {"run": {"frozen_storage": "int8"}},
     "frozen-nf4": {"run": {"frozen_storage": "nf4"}},
 }

@@ -204,7 +204,7 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
         }
     )
     theirs = Setup.of(run, MachineConfig(), None)
-    kept = {"averaged_moments": 1, "kept_moments": 1, "copies": 2}
+    kept = {"averaged_moments": 1, "kept_moments": 1, "copies": 2, "kept": "int8"}
     assert theirs == Setup("int8", "lion8bit", shared_momentum=True, slot_momentum=True, merges=True, **kept)
     apart = RunConfig.model_validate({"outer": {"slots": {"optimizer": "nesterov"}}, "round": {"overlap": 3}})
     setup = Setup.of(apart, MachineConfig(refresh_slots=5), None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, format_of
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import from_bytes, to_bytes
 from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
 from spes_p2p.swarm.interface import Contribution
@@ -22,6 +23,8 @@ from spes_p2p.swarm.roster import Member
 
 log = logging.getLogger(__name__)
 
+KEPT_SLOT = "kept-slot"
+"""Kind of the kept forms."""
 PROMPT_SECONDS = 1.0
 """Vectors that took longer to encode are encoded before the matchmaking."""
 
@@ -39,6 +42,7 @@ class Vectors:
         coded: Contents and codecs of published vectors, by kind; kinds that are missing here travel in fp32.
         num_slots: Experts per layer of the run's model; by default as many as there are names for.
         initial: Digests of the versions of round 0 by name, if the run starts from a checkpoint.
+        kept: The form in which slots travel to peers that do not train them; None if these take fp32 versions.
     """
 
     bundle_numel: Mapping[str, int] = field(default_factory=dict)
@@ -48,20 +52,22 @@ class Vectors:
     coded: Mapping[str, tuple[Segment, ...]] = field(default_factory=dict)
     num_slots: int = MAX_SLOTS
     initial: Mapping[str, str] = field(default_factory=dict)
+    kept: KeptForm | None = None
 
     @cached_property
     def names(self) -> frozenset[str]:
         """The names of the run's vectors."""
-        return vector_names(self.num_slots)
+        return vector_names(self.num_slots, has_kept=self.kept is not None)
 
     def unknown(self, names: Iterable[AnyName]) -> dict[AnyName, str]:
         """Return those of the names that the run does not have, each with the reason for not pulling it."""
         return {name: "this run has no such version" for name in names if name not in self.names}
 
     @cached_property
-    def formats(self) -> Mapping[str, Format]:
-        """Formats of the coded kinds."""
-        return {kind: Format(segments) for kind, segments in self.coded.items()}
+    def formats(self) -> Mapping[str, Format | KeptForm]:
+        """Formats of the coded kinds, kept forms among them."""
+        formats: dict[str, Format | KeptForm] = {kind: Format(segments) for kind, segments in self.coded.items()}
+        return formats if self.kept is None else formats | {KEPT_SLOT: self.kept}
 
     def codec(self, name: str) -> CodecKind:
         """Return the codec that a published vector's version states."""
@@ -73,12 +79,12 @@ class Vectors:
         return self.formats[kind].num_bytes if kind in self.formats else 4 * self.bundle_numel[kind]
 
     def encode(self, name: str, flat_N: Tensor) -> memoryview:
-        """Return the bytes of a vector to publish."""
+        """Return the bytes of a vector to publish; a kept form is encoded already."""
         format = self.formats.get(VectorName(name).kind)
-        return to_bytes(flat_N if format is None else format.encode(flat_N))
+        return to_bytes(flat_N if format is None or VectorName(name).is_kept else format.encode(flat_N))
 
     def decode(self, name: str, data: bytes) -> Tensor:
-        """Return the values of a published vector, as a new tensor.
+        """Return the values of a published vector, or the bytes of a kept form, as a new tensor.
 
         Raises:
             ExchangeError: wrong length, or a value that is not finite.

@@ -14,6 +14,7 @@ from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from torch import Tensor
 
 from spes_p2p.codecs.format import Format
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange.client import Backoff, Pull
@@ -67,7 +68,7 @@ class Exchange:
         self._store = store
         self._apply_delta: ApplyDelta | None = None
         self._delta_bytes: Mapping[str, int] = {}
-        self._formats: Mapping[str, Format] = {}
+        self._formats: Mapping[str, Format | KeptForm] = {}
         self._relayed: dict[str, Download] = {}
         self._server = Server(store, self._relayed, uplink_mbit)
         store.subscribe(lambda: node.notify(self._server.changed.fire))
@@ -99,7 +100,7 @@ class Exchange:
         self._delta_bytes = delta_bytes
         self._store.deltas.keep = keyframe_rounds
 
-    def accept_formats(self, formats: Mapping[str, Format]) -> None:
+    def accept_formats(self, formats: Mapping[str, Format | KeptForm]) -> None:
         """Fetch vectors of these kinds only if they are encoded in these formats."""
         self._formats = formats
 

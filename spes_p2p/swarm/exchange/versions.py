@@ -24,7 +24,7 @@ DOCUMENTS = ("manifest", "tokenizer", AMENDMENT)
 """Names of a run's documents; the last one is there once the founder has changed the run's settings."""
 CodecKind = Literal["fp32", "coded", "raw"]  # guard: version-codec
 _PART = rf"(moments-|base-)?(shared|{SLOT})"
-Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|amendment|{_PART})$")]  # guard: version-name
+Text = Annotated[str, Field(pattern=rf"^(tokenizer|manifest|amendment|{_PART}|kept-{SLOT})$")]  # guard: version-name
 Name = Annotated[Text, AfterValidator(lambda name: name if is_document(name) else VectorName(name))]
 
 
@@ -33,16 +33,18 @@ def is_document(name: str) -> bool:
     return name in DOCUMENTS or name.startswith("base-")
 
 
-def vector_names(num_slots: int) -> frozenset[VectorName]:
-    """Return the names of a run's vectors: weights, and optimizer moments of each.
+def vector_names(num_slots: int, *, has_kept: bool = False) -> frozenset[VectorName]:
+    """Return the names of a run's vectors: weights, optimizer moments of each, and slots' kept forms.
 
     A version of another name fits no part of the model, whatever its signature.
 
     Args:
         num_slots: Experts per layer of the run's model.
+        has_kept: Whether slots have kept forms.
     """
     weights = (SHARED, *map(VectorName.of_slot, range(num_slots)))
-    return frozenset(weights) | {name.moments for name in weights}
+    kept = {name.kept for name in weights[1:]} if has_kept else set()
+    return frozenset(weights) | {name.moments for name in weights} | kept
 
 
 class Version(BaseModel):
@@ -57,7 +59,7 @@ class Version(BaseModel):
     """SHA-256 of the bytes."""
     num_bytes: Count
     codec: CodecKind
-    """`fp32`: a flat little-endian vector; `coded`: one in the run's codec for its kind; `raw`: a document."""
+    """`fp32`: a flat little-endian vector; `coded`: one in the run's codec or form for its kind; `raw`: a document."""
     base: Digest | Literal[""] = ""
     """Digest of the version from which an encoded mean delta leads here; empty for none."""
     author: PeerId

@@ -1,0 +1,244 @@
+"""Slots travel in the form in which they are kept: only holders and replicas have fp32 versions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
+
+from spes_p2p.codecs.kept import KeptForm
+from spes_p2p.codecs.vectors import digest
+from spes_p2p.config import CodecConfig, MachineConfig, OuterConfig, RoundConfig, RunConfig, check_machine
+from spes_p2p.errors import ConfigError
+from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.training.fetch_plan import replicas
+from tests.unit.model.plain import NF4
+
+FEW_BITS = CodecConfig(shared="int4", slots="int4", moments="int8")
+FORMS = ["bf16", "int8", NF4]
+SLOTS = [VectorName.of_slot(slot) for slot in range(4)]
+
+
+def run_of(storage: str, *, total: int = 3, peers: int = 3, **changes: Any) -> RunConfig:
+    rounds = RoundConfig(
+        mode="steps",
+        steps=2,
+        total=total,
+        min_peers=peers,
+        max_seconds=60,
+        exchange_seconds=20,
+        **changes.pop("round", {}),
+    )
+    return tiny_run(frozen_storage=storage, round=rounds, **changes)
+
+
+class Alive:
+    """Peers of one run in one process.
+
+    Args:
+        run: The run's settings.
+        slots: Slots that each peer trains at most.
+        swarms: Makes a peer's swarm.
+    """
+
+    def __init__(
+        self, run: RunConfig, slots: Sequence[int], swarms: Callable[[MemoryHub, int], MemorySwarm] | None = None
+    ) -> None:
+        self.hub = MemoryHub("run", matchmaking_seconds=10.0, min_peers=len(slots), num_slots=4)
+        make = swarms or (lambda hub, index: MemorySwarm(hub, peer_id(index)))
+        self.peers = [
+            VirtualPeer(run, make(self.hub, index), index=index, max_slots=count) for index, count in enumerate(slots)
+        ]
+
+    def live(self, on_round: Callable[[VirtualPeer, Any], None] = lambda peer, report: None) -> None:
+        initial = self.peers[0].initial
+        self.hub.clock.run(
+            [lambda peer=peer: peer.live(initial, lambda report: on_round(peer, report)) for peer in self.peers]
+        )
+
+
+def kept_by(peer: VirtualPeer, alive: Alive) -> set[str]:
+    """The slots that a peer replicates after the last round."""
+    members = {each.peer_id: each.slots for each in alive.hub.bodies[-1].members}
+    groups = {SHARED: tuple(sorted(members))}
+    for name in SLOTS:
+        if holders := tuple(sorted(peer for peer, slots in members.items() if name.slot in slots)):
+            groups[name] = holders
+    duty = replicas(groups, 2, dict.fromkeys(members, 1.0))
+    return {name for name, peers in duty.items() if peer.swarm.peer_id in peers}
+
+
+@pytest.mark.parametrize("storage", FORMS)
+def test_peers_that_do_not_hold_a_slot_have_its_kept_form_alone(storage: str) -> None:
+    alive = Alive(run_of(storage, codecs=FEW_BITS), [2, 1, 1])
+    alive.live()
+    states = alive.hub.bodies[-1].slots
+    form = KeptForm(storage, alive.peers[0].trainer.layouts["slot"].numel)
+    for peer in alive.peers:
+        versions = peer.swarm.versions()
+        masters = {VectorName.of_slot(slot) for slot in peer.slots}
+        assert len(peer.slots) < 4
+        assert {name for name in SLOTS if name in versions} == masters | kept_by(peer, alive)
+        for name in SLOTS:
+            assert versions[name.kept].digest == states[name.slot].kept
+            if name in versions:
+                assert versions[name].digest == states[name.slot].digest
+                assert digest(form.encode(peer.swarm.load(name)[: form.numel])) == states[name.slot].kept
+            if name not in masters:  # the model has these bytes, whatever else is here
+                own = peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(name.slot))
+                assert torch.equal(own, form.values(peer.swarm.load(name.kept)))
+
+
+@pytest.mark.parametrize("storage", FORMS)
+def test_rounds_end_in_the_weights_that_peers_with_fp32_versions_and_the_same_storage_end_in(
+    storage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a peer computes with is the same: only what travels differs."""
+    ends = []
+    for has_kept in (True, False):
+        if not has_kept:
+            monkeypatch.setattr(RunConfig, "kept_form", None)
+        alive = Alive(run_of(storage), [2, 1, 1])
+        alive.live()
+        ends.append([(body.shared, [state.digest for state in body.slots]) for body in alive.hub.bodies])
+    assert ends[0] == ends[1]
+
+
+def test_a_run_with_fp32_storage_has_no_kept_forms() -> None:
+    alive = Alive(run_of("fp32"), [2, 1, 1])
+    alive.live()
+    assert all(state.kept is None for state in alive.hub.bodies[-1].slots)
+    assert not any(VectorName(name).is_kept for peer in alive.peers for name in peer.swarm.versions())
+
+
+def test_experts_that_do_not_divide_into_blocks_travel_in_fp32() -> None:
+    run = run_of("int8")
+    assert run.kept_form == "int8"
+    odd = run.model_copy(update={"model": run.model.model_copy(update={"intermediate_size": 9})})
+    assert odd.kept_form is None
+
+
+def test_a_machine_holds_what_travels() -> None:
+    run = run_of("int8")
+    for storage in (None, "int8"):
+        check_machine(run, MachineConfig(storage=storage))
+    with pytest.raises(ConfigError, match=r"storage=bf16 is not .*frozen_storage=int8; leave it out"):
+        check_machine(run, MachineConfig(storage="bf16"))
+    check_machine(run_of("fp32"), MachineConfig(storage="nf4"))
+
+
+# ---------------------------------------------------------------------- deaths
+
+
+@pytest.mark.parametrize("copies", [2, 1])
+def test_a_dead_holders_slot_goes_on_from_a_replica_or_else_from_its_kept_form(
+    copies: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    alive = Alive(run_of("int8", total=10, round={"copies": copies}), [2, 2, 2])
+    doomed: list[VirtualPeer] = []
+    sole: set[int] = set()
+
+    def doom(peer: VirtualPeer, report: Any) -> None:
+        others = {slot for other in alive.peers if other is not peer for slot in other.slots}
+        if report.round == 2 and set(peer.slots) - others and not doomed:
+            doomed.append(peer)
+            sole.update(set(peer.slots) - others)
+            peer.interrupt(after_seconds=0.0)
+
+    alive.live(doom)
+    assert sole
+    said = [f"slot-{slot}: no peer has its fp32 weights of round 2; going on from its kept form" for slot in sole]
+    assert [any(line in record.getMessage() for record in caplog.records) for line in said] == [copies == 1] * len(said)
+    last = alive.hub.bodies[-1]
+    assert last.round == 10 and all(state.round > 2 for state in last.slots)
+
+
+def test_a_slot_that_nobody_has_trained_is_drawn_by_the_peer_that_adopts_it() -> None:
+    """All that others have of it is rounded, and its holders must begin with the same bits."""
+    alive = Alive(run_of("int8", total=2, peers=2), [1, 1])
+    initial = alive.peers[0].initial()
+    alive.live()
+    held = alive.peers[0].sync.held
+    untrained = next(name for name in SLOTS if not alive.hub.bodies[-1].slots[name.slot].digest)
+    held._make_masters([untrained])
+    assert torch.equal(alive.peers[0].swarm.load(untrained), initial[untrained])
+
+
+# ---------------------------------------------------------------------- lies
+
+
+def lie(peer: VirtualPeer) -> None:
+    """Let the kept forms that a peer makes follow from other weights than it has."""
+    form = peer.anchors.form
+    assert form is not None
+    peer.anchors.kept_form = lambda name, bundle: form.encode(torch.full((form.numel,), 1e-3))  # type: ignore[method-assign]
+
+
+def test_replicas_refuse_by_name_a_kept_form_that_does_not_follow_from_the_weights(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.WARNING)
+    alive = Alive(run_of("int8", total=4, peers=4), [1, 1, 1, 1])
+    liar = alive.peers[1]
+    lie(liar)
+    alive.live()
+    honest = [peer for peer in alive.peers if peer is not liar]
+    accusing = {peer.index for peer in honest if any(who == liar.swarm.peer_id for _, who in peer.swarm.accused)}
+    assert accusing, "a replica has its weights, and so its form"
+    assert not any(who != liar.swarm.peer_id for peer in honest for _, who in peer.swarm.accused)
+    (slot,) = liar.slots
+    said = f"refused the kept form of slot-{slot}, made by {liar.swarm.peer_id[-6:]}: it does not follow"
+    assert any(said in record.getMessage() for record in caplog.records)
+    false = alive.hub.bodies[-1].slots[slot].kept
+    for index in accusing:
+        assert alive.peers[index].swarm.versions()[f"kept-slot-{slot}"].digest != false
+
+
+def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was() -> None:
+    """The founder certifies the first round alone."""
+    alive = Alive(run_of("int8", total=4, peers=2), [4, 4])
+    lie(alive.peers[1])
+    alive.live()
+    assert [state.round for state in alive.hub.bodies[-1].slots] == [1] * 4
+
+
+# ---------------------------------------------------------------------- others
+
+
+def test_peers_that_no_other_can_call_get_kept_forms_from_replicas() -> None:
+    hidden = [peer_id(1), peer_id(2)]
+    make = lambda hub, index: HiddenSwarm(hub, peer_id(index), hidden) if index else MemorySwarm(hub, peer_id(0))  # noqa: E731
+    alive = Alive(run_of("int8"), [2, 1, 1], make)
+    alive.live()
+    for peer in alive.peers:
+        assert {peer.swarm.versions()[name.kept].round for name in SLOTS} == {3}
+        assert not any(report.dropped for report in peer.reports)
+
+
+@pytest.mark.parametrize("moments", ["local", "both"])
+def test_a_budget_and_momentum_go_with_kept_forms(moments: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    outer = OuterConfig(optimizer="nesterov", moments=moments)
+    alive = Alive(run_of("int8", total=5, outer=outer, codecs=FEW_BITS), [2, 1, 1])
+    for peer in alive.peers:
+        peer.sync.held.refresh_slots = 1
+    alive.live()
+    states = alive.hub.bodies[-1].slots
+    for peer in alive.peers:
+        behind = [states[name.slot].round - peer.swarm.versions()[name.kept].round for name in SLOTS]
+        assert 0 <= max(behind) <= 3 and peer.reports[-1].committed
+
+
+def test_merging_moves_a_slot_by_the_same_bits_on_all_of_its_holders() -> None:
+    """It sees slots as all peers have them, also those that it holds in fp32."""
+    run = run_of("int8", total=3)
+    merging = run.model_copy(update={"merge": run.merge.model_copy(update={"alpha": 0.2, "top_k": 2})})
+    alive = Alive(merging, [3, 3, 3])
+    alive.live()
+    assert [state.round for state in alive.hub.bodies[-1].slots] == [3] * 4
