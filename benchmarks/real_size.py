@@ -30,18 +30,26 @@ from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, ModelConfig, TrainConfig
+from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
+from spes_p2p.planner.memory import Setup
+from spes_p2p.planner.size import model_size
+from spes_p2p.planner.traffic import newcomer_bytes, round_traffic, star_traffic
 
 SHAPE = ROOT / "configs" / "spes_1b.yaml"
 VOCABULARY, SEQUENCE, ROUNDS, STEPS = 8192, 128, 5, 2
 REAL_VOCABULARY, MICRO_BATCH = 151_665, (8, 512)
 MAX_PEER_GB, MAX_START_SECONDS, MAX_LOGITS_MB = 7.5, 40.0, 0.1
+HOME, HOME_PEERS, HOME_SLOTS = ROOT / "configs" / "home_7b.yaml", 4, 8
+MAX_ROUND_GB, MAX_BUDGET_GB, MAX_NEWCOMER_GB = 4.6, 2.9, 5.5
+SMALLER = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1280}
+"""With 16 experts, 0.27 B parameters."""
 SAMPLE_SECONDS = 0.5
 LEAST_FREE_BYTES = 10**9
 DEADLINE_SECONDS = 1800.0
 _ROUND = re.compile(r"round (\d+): \d+ peers, ")
+_FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
 
 
 class RealSizeConfig(CommandConfig):
@@ -49,7 +57,7 @@ class RealSizeConfig(CommandConfig):
 
     model_config = SettingsConfigDict(cli_prog_name="real_size.py")
 
-    only: list[Literal["logits", "start", "pair"]] = ["logits", "start", "pair"]
+    only: list[Literal["logits", "plan", "newcomer", "start", "pair"]] = ["logits", "plan", "newcomer", "start", "pair"]
     """What to measure."""
     work: Path = Path("runs/real_size")
     """Folder of the peers; emptied first."""
@@ -109,15 +117,19 @@ def _proportional_bytes(process: psutil.Process) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
-def _settings(work: Path, *, min_peers: int, rounds: int) -> Path:
-    """Write the settings of a run of the 1B shape with a small vocabulary; return the file."""
+def _settings(work: Path, *, min_peers: int, rounds: int, storage: str | None = None) -> Path:
+    """Write the settings of a run of the 1B shape with a small vocabulary, or of a smaller one; return the file."""
     settings = yaml.safe_load(SHAPE.read_text())
     run = settings["run"]
+    if storage is not None:
+        run |= {"frozen_storage": storage, "codecs": run["codecs"] | {"shared": "int4", "slots": "int4"}}
+        run["model"] |= SMALLER
     run["data"] = {"source": "embedded", "vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
     run["train"] |= {"precision": "fp32", "batch_size": 8}
     run["round"] |= {"steps": STEPS, "total": rounds, "min_peers": min_peers, "max_seconds": 600}
     run.pop("merge")
-    settings |= {"storage": "int8", "inner_optimizer": "adamw8bit", "seed_seconds": 0}
+    held = "int8" if storage is None else "nf4"
+    settings |= {"storage": held, "inner_optimizer": "adamw8bit", "seed_seconds": 0}
     (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
     return path
 
@@ -129,10 +141,10 @@ def _start(work: Path, name: str, *flags: str) -> Peer:
     return Peer(folder, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
 
 
-def _watch(peers: Sequence[Peer], until: int) -> str:
-    """Measure peers until each has committed so many rounds or ended; return why that failed, if it did."""
-    began = time.monotonic()
-    while any(peer.process.poll() is None and peer.rounds < until for peer in peers):
+def _watch(peers: Sequence[Peer], until: int, least: Peer | None = None) -> str:
+    """Measure peers until each, or `least`, has committed so many rounds or ended; return why that failed, or ""."""
+    began, watched = time.monotonic(), peers if least is None else [least]
+    while any(peer.process.poll() is None and peer.rounds < until for peer in watched):
         for peer in peers:
             peer.look()
         if psutil.virtual_memory().available < LEAST_FREE_BYTES:
@@ -140,7 +152,7 @@ def _watch(peers: Sequence[Peer], until: int) -> str:
         if time.monotonic() > began + DEADLINE_SECONDS:
             return f"not done after {DEADLINE_SECONDS:.0f} s"
         time.sleep(SAMPLE_SECONDS)
-    short = [peer for peer in peers if peer.rounds < until]
+    short = [peer for peer in watched if peer.rounds < until]
     return f"{short[0].folder.name} ended with {short[0].process.returncode}; see {short[0].log}" if short else ""
 
 
@@ -211,7 +223,55 @@ def logits_rows(_: Path) -> Iterator[Row]:
     yield Row(what.replace(",", " ", 1), f"{megabytes:.3f} MB", f"{MAX_LOGITS_MB} MB", megabytes <= MAX_LOGITS_MB)
 
 
-ROWS = {"logits": logits_rows, "start": start_rows, "pair": pair_rows}
+def plan_rows(_: Path) -> Iterator[Row]:
+    """Yield what a round of 7B moves as `home_7b` ships, and what a newcomer to half of its layers fetches."""
+    run = RunConfig.model_validate(yaml.safe_load(HOME.read_text())["run"])
+    size = model_size(run.model, run.data.vocab_size)
+    star = star_traffic(size, HOME_SLOTS)
+    for refresh, most in ((None, MAX_ROUND_GB), (8, MAX_BUDGET_GB)):
+        setup = Setup.of(run, MachineConfig(refresh_slots=refresh), None)
+        total = round_traffic(size, HOME_SLOTS, HOME_PEERS, setup).total
+        share = (star.sent + star.received) / (2 * total)
+        what = "all slots refreshed" if refresh is None else f"{refresh} of {size.num_slots - HOME_SLOTS}"
+        found = f"{total / 1e9:.2f} + {total / 1e9:.2f} GB (1/{share:.1f} of SPES's star)"
+        name = f"bytes up and down per peer and round, {HOME.stem}, {HOME_PEERS} peers of {HOME_SLOTS} slots: {what}"
+        yield Row(name, found, f"{most} + {most} GB", total <= most * 1e9)
+    half = run.model.model_copy(update={"num_layers": run.model.num_layers // 2})
+    fetched = newcomer_bytes(model_size(half, run.data.vocab_size), 1, Setup.of(run, MachineConfig(), None))
+    what = f"bytes that a newcomer fetches, {HOME.stem} with half of its layers, one slot, planned"
+    yield Row(what, f"{fetched / 1e9:.2f} GB", f"{MAX_NEWCOMER_GB} GB", fetched <= MAX_NEWCOMER_GB * 1e9)
+
+
+def newcomer_rows(work: Path) -> Iterator[Row]:
+    """Yield what a newcomer to a run of 0.27 B parameters fetches and takes, with slots in fp32 and in their kept form.
+
+    In both runs it holds others' slots in nf4.
+    """
+    for storage in ("fp32", "nf4"):
+        shutil.rmtree(work / storage, ignore_errors=True)
+        (folder := work / storage).mkdir()
+        settings = _settings(folder, min_peers=1, rounds=10_000, storage=storage)
+        founder = _start(folder, "founder", "--config", str(settings))
+        peers = [founder]
+        try:
+            failure = _watch(peers, 2)
+            address = (founder.folder / "address").read_text().split()[0]
+            machine = ["--max-slots", "1", "--micro-batch-size", "8", "--storage", "nf4"]
+            machine += ["--inner-optimizer", "adamw8bit", "--seed-seconds", "0"]
+            peers.append(newcomer := _start(folder, "newcomer", "--initial-peers", address, *machine))
+            failure = failure or _watch(peers, founder.rounds + 3, least=newcomer)
+        finally:
+            for peer in peers:
+                peer.end()
+        fetched = _FETCHED.search(newcomer.log.read_text(errors="replace"))
+        disk = sum(file.stat().st_size for file in (newcomer.folder / "versions").iterdir())
+        name = f"newcomer, 0.27 B parameters, 1 of 16 slots, the others in nf4, slots travel in {storage}"
+        yield Row(f"{name}: fetched before it trains", f"{fetched[1]} MB" if fetched else failure, "", None)
+        yield Row("- its peak, all processes", _gigabytes(newcomer) + (f"; {failure}" if failure else ""), "", None)
+        yield Row("- its versions on disk after three rounds", f"{disk / 1e6:.0f} MB", "", None)
+
+
+ROWS = {"logits": logits_rows, "plan": plan_rows, "newcomer": newcomer_rows, "start": start_rows, "pair": pair_rows}
 
 
 def main(config: RealSizeConfig) -> int:

@@ -206,6 +206,7 @@ class Synchroniser:
         self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.load(SHARED))
         self.held.rebalance(self.round)
+        log.info("entered the run at round %d: fetched %.1f MB", self.round, self.swarm.traffic()[0] / 1e6)
         self._announce(0.0)
         self._expected_since = self.swarm.now()
         versions = self.swarm.versions()

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import Layout, digest, to_bytes
 from spes_p2p.config import DataConfig, KeptRounds, ModelConfig, OuterConfig, RunConfig
 from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
@@ -78,6 +79,24 @@ class PeerFolder:
             flats[f"slot-{slot}"] = self.slot.flatten({name: state[name][slot] for name in self.slot.shapes})
         bundles = {name: torch.cat([flat, torch.ones_like(flat)]) for name, flat in flats.items()}
         self.add(round, {name: bytes(to_bytes(bundle)) for name, bundle in bundles.items()}, "fp32")
+        return model
+
+    def round_off(self, slot: int, round: int) -> PreTrainedModel:
+        """Keep only the kept form of a slot's version of a round; return a model whose slot has the rounded weights."""
+        assert self.run.kept_form is not None
+        form, model = (
+            KeptForm(self.run.kept_form, self.slot.numel),
+            stock_model(self.run.model, self.vocab_size, SEQUENCE, 100 + round),
+        )
+        state = model.state_dict()
+        data = form.encode(self.slot.flatten({name: state[name][slot] for name in self.slot.shapes}))
+        version = self.store.find(f"slot-{slot}")
+        while version is not None:
+            self.store.delete(version)
+            version = self.store.find(f"slot-{slot}")
+        self.add(round, {f"kept-slot-{slot}": data.numpy().tobytes()}, "coded")
+        for name, rounded in self.slot.unflatten(form.values(data)).items():
+            state[name][slot] = rounded
         return model
 
     def save(self, round: int, slots: range | list[int] = range(SLOTS)) -> PreTrainedModel:

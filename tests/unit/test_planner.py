@@ -210,7 +210,8 @@ def test_a_setup_is_what_the_run_says_unless_the_machine_chooses() -> None:
     setup = Setup.of(apart, MachineConfig(refresh_slots=5), None)
     assert (setup.shared_momentum, setup.slot_momentum, setup.refresh_slots, setup.overlaps) == (False, True, 5, True)
     assert Setup.of(run, MachineConfig(micro_batch_size=2), None).accumulates
-    own = Setup.of(RunConfig(), MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
+    exact = RunConfig(frozen_storage="fp32")
+    own = Setup.of(exact, MachineConfig(storage="nf4", inner_optimizer="adamw8bit"), None)
     assert own == Setup("nf4", "adamw8bit", averaged_moments=2, kept_moments=2, copies=2)
 
 

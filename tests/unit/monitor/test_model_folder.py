@@ -82,6 +82,20 @@ def test_slots_of_other_rounds_are_taken_as_the_peer_had_them_and_named(tmp_path
     assert_same(tmp_path / "old", models[2], {2: models[1], 3: models[1]})
 
 
+def test_slots_that_are_there_in_their_kept_form_alone_are_exported_rounded_and_named(tmp_path, peer) -> None:
+    exact = peer.publish(1)
+    rounded = peer.round_off(2, 1)
+    exported = export(peer.folder, tmp_path / "new")
+    assert exported.kept == (2,) and not exported.other_rounds
+    assert "slots 2 from their kept form, bf16" in str(exported)
+    assert "slots 2 rounded to bf16" in (tmp_path / "new" / "README.md").read_text()
+    assert_same(tmp_path / "new", exact, {2: rounded})
+    (file,) = (peer.folder / "versions").glob("kept-slot-2.*.bin")
+    file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.raises(DataError, match=r"is damaged: it does not hold kept-slot-2 of round 1"):
+        export(peer.folder, tmp_path / "damaged")
+
+
 def test_a_slot_that_a_monitor_has_of_a_later_round_is_the_one_of_its_own_model_unless_the_rounds_is_there(
     tmp_path, peer
 ) -> None:
