@@ -151,7 +151,7 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
         if manifest.config.adapter is not None:
             obtain_base(swarm, manifest, None)
         held_out, base = _held_out(settings, manifest, tokenizer), stored_base(output / VERSIONS, manifest)
-        in_fp32 = bool(settings.tasks or settings.suite)  # they evaluate a checkpoint
+        in_fp32 = bool(settings.tasks or settings.suite or settings.checkpoint_every)  # a checkpoint is in fp32
         archive = Archive(swarm, manifest, held_out, tokenizer.decode, prompts, base, in_fp32=in_fp32)
         guests = guest_list(swarm, manifest)
         start = manifest.genesis()

@@ -177,7 +177,7 @@ class FrozenStore:
     def put_parts(self, expert: int, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> None:
         """Store one tensor of an expert from what its encoded form consists of, in the order of `Weight.PARTS`."""
         codes, *scales = (part.to(self.device) for part in parts)
-        kinds = {"int8": Int8, "nf4": Nf4}
+        kinds: dict[str, type[Int8] | type[Nf4]] = {"int8": Int8, "nf4": Nf4}
         weight: Weight = kinds[self.precision](codes, scales[0], shape) if scales else Plain(codes.view(shape))
         self._experts[expert] = self._experts.get(expert, {}) | {name: weight}
 

@@ -574,10 +574,7 @@ def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
 
 
 def _smaller_storages(setup: Setup, optimizer: OptimizerName) -> Iterator[tuple[Storage, list[str]]]:
-    """Yield storages no larger than the setup's, and the flags that set them and the optimizer.
-
-    Where slots travel in their kept form, a machine has no choice.
-    """
+    """Yield storages no larger than the setup's that the run allows, and the flags that set them and the optimizer."""
     for storage in get_args(Storage) if setup.kept is None else (setup.storage,):
         if FROZEN_BYTES[storage] <= FROZEN_BYTES[setup.storage]:
             flags = [f"--storage {storage}"] if storage != setup.storage else []

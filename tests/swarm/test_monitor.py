@@ -46,6 +46,7 @@ def run_config(total: int) -> RunConfig:
         data=DataConfig(source="files", sequence_length=SEQUENCE, vocab_size=300, held_out_fraction=0.4),
         outer=OuterConfig(optimizer="nesterov"),
         round=RoundConfig(total=total, lease_seconds=3.0, heartbeat_seconds=1.0, exchange_seconds=20.0),
+        frozen_storage="fp32",  # these peers publish no kept forms; `test_peer_export` has some that do
     )
 
 
