@@ -57,7 +57,7 @@ REASONS: Mapping[str, str] = {
     "model": "the weights have this shape",
     "adapter": "the weights have this shape",
     "seed": "the first weights were drawn with it",
-    "frozen_storage": "each peer has loaded the model so; a peer may choose otherwise with --storage",
+    "frozen_storage": "each peer has loaded the model so, and slots travel so",
     "data": "peers have read, split and ordered their data with it",
     "train": "the optimizer of every peer was built with it",
     "round": "the peers' clocks, leases and ranges of data derive from it",
