@@ -1,6 +1,6 @@
 """What peers of the 1B shape take on one machine without a GPU: memory and time, beside what they have to reach.
 
-    .venv/bin/python benchmarks/real_size.py [--output benchmarks/results/real_size] [--only logits plan newcomer start pair]
+    .venv/bin/python benchmarks/real_size.py [--output benchmarks/results/real_size] [--only logits plan ...]
 
 Memory is the proportional set size over all processes of a peer, every half second: pages that processes share are
 divided among them. Peers are ended, and the row says so, when the machine has less than a gigabyte left.
