@@ -6,6 +6,7 @@ import json
 import re
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -162,7 +163,7 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
 
     class Few:
         def versions(self) -> dict[VectorName, Any]:
-            return {SHARED: None, VectorName.of_slot(0): None}
+            return dict.fromkeys((SHARED, VectorName.of_slot(0)), SimpleNamespace(round=0))
 
     with pytest.raises(Exception, match="3 slots have no version yet, not even of round 0"):
         WholeModel(run, VOCAB).load(Few())  # type: ignore[arg-type]

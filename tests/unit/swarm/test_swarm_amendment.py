@@ -100,7 +100,7 @@ def test_rounds_and_the_learning_rate_can_change(change: dict) -> None:
         ({"codecs": {"shared": "int8"}}, "versions and residuals"),
         ({"merge": {"alpha": 0.05}}, "merge's schedule"),
         ({"invite_only": True}, "who takes part"),
-        ({"frozen_storage": "nf4"}, "--storage"),
+        ({"frozen_storage": "nf4"}, "slots travel so"),
     ],
     ids=str,
 )
