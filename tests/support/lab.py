@@ -158,7 +158,9 @@ class Lab:
         (folder / "history" / "vectors").mkdir(parents=True)
         write_corpus(folder / "corpus.jsonl")
         model = {**TINY["model"], "num_experts": NUM_SLOTS}
-        write_settings(folder / "run.yaml", model=model, round=ROUND, train={"lr": LEARNING_RATE})
+        # Kept forms have no lineage to judge: all slots travel in fp32.
+        run = {"model": model, "round": ROUND, "train": {"lr": LEARNING_RATE}, "frozen_storage": "fp32"}
+        write_settings(folder / "run.yaml", **run)
         # Most slots have one holder: those are the ones that a death can take along.
         self.peers = [LabPeer(index, folder, 1 + index % 2) for index in range(num_peers)]
         self.report = Report()

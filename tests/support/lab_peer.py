@@ -163,7 +163,7 @@ def record(scribe: Scribe) -> None:
             result, digests = tried.get(body.shared, (RoundResult(), {}))
             certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)}
             certified[SHARED] = body.shared
-            own = [name for name, found in digests.items() if found == certified[name]]
+            own = [name for name, found in digests.items() if found == certified.get(name)]
             if own:
                 scribe.note(
                     "commits",
@@ -178,7 +178,7 @@ def record(scribe: Scribe) -> None:
         return body
 
     def publish(stock: Callable, swarm: HivemindSwarm, round: int, bundles, deltas=None):
-        digests = scribe.keep({name: bundle for name, bundle in bundles.items() if not name.startswith("moments-")})
+        digests = scribe.keep({name: bundle for name, bundle in bundles.items() if name.is_weights})
         # Before any of it is there: it may die with a part of it, and others go on from that.
         scribe.note("publishes", peer=swarm.peer_id, round=round, versions=digests)
         versions = stock(swarm, round, bundles, deltas)
