@@ -170,7 +170,7 @@ class Statement(Document):
 
     @cached_property
     def signed_part(self) -> bytes:
-        """The bytes that are signed: the kind and all fields but the signature."""
+        """The bytes that are signed: the kind, and all fields but the signature and an amendment that is None."""
         content = self.model_dump(mode="json") | {"signature": ""}
         if content.get("amendment", "") is None:
             del content["amendment"]

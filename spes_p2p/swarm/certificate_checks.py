@@ -102,6 +102,17 @@ def check_amendment(named: Version | None, last: Body) -> str:
     return "" if is_signed else "its amendment is not signed by the founder"
 
 
+def newest_amendment(stated: Iterable[Version | None], last: Body) -> Version | None:
+    """Return the newest of the amendments that peers state, among those that the last body does not name and that may
+    follow it; None if there is none.
+
+    Each statement is checked by itself: a forged one with the digest of a true one must not hide it.
+    """
+    new = {each for each in stated if each not in (None, last.amendment)}
+    valid = [each for each in new if each is not None and not check_amendment(each, last)]
+    return max(valid, key=lambda each: (each.round, each.digest), default=None)
+
+
 def check_shrunk(body: Body, last: Body) -> str:
     """Return why the voters that a body names absent cannot be absent: they are half or more, and leave others."""
     absent = set(body.shrunk)

@@ -39,7 +39,7 @@ from spes_p2p.swarm.certificate import (
     required_votes,
     roster_digest,
 )
-from spes_p2p.swarm.certificate_checks import check_amendment, newest_voted
+from spes_p2p.swarm.certificate_checks import newest_amendment, newest_voted
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
@@ -248,7 +248,7 @@ class Decider:
             roster=roster_digest(members, ledger),
             shared=shared,
             slots={str(slot): digest for slot, digest in (slots or {}).items()},
-            amendment=self._unnamed(self.amendment),
+            amendment=newest_amendment([self.amendment], last),
             kept={str(slot): digest for slot, digest in (kept or {}).items()},
         ).signed(self._keys)
         self._network.send(last.proposer(attempt), self._own)
@@ -293,7 +293,7 @@ class Decider:
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
             ledger=self._ledger,
-            amendment=self._newest_amendment(confirmations),
+            amendment=newest_amendment((each.amendment for each in confirmations), self.chain.last),
             removed=removed,
             guilty=guilty,
             shrunk=absent,
@@ -301,17 +301,6 @@ class Decider:
         if body is not None:
             goodbyes = [self._goodbyes[peer] for peer in absent or removed if peer in self._goodbyes]
             self._offer(body, confirmations, goodbyes, [self.proofs[peer] for peer in guilty])
-
-    def _newest_amendment(self, confirmations: Sequence[Confirmation]) -> Version | None:
-        """Return the newest change to the run's settings that a member knows and the last certificate does not."""
-        stated = {each.amendment.digest: each.amendment for each in confirmations if each.amendment is not None}
-        valid = [each for each in map(self._unnamed, stated.values()) if each is not None]
-        return max(valid, key=lambda each: each.round, default=None)
-
-    def _unnamed(self, amendment: Version | None) -> Version | None:
-        """Return an amendment that may follow the last certificate's; None if it is that one, or may not."""
-        last = self.chain.last
-        return None if amendment == last.amendment or check_amendment(amendment, last) else amendment
 
     def _due_to_leave(self) -> list[str]:
         """Return the voters to remove: the guilty, those that said goodbye, those that missed rosters and are gone."""

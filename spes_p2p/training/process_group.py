@@ -29,7 +29,8 @@ died is noticed at once: its connections break, and `torchrun` ends the other ra
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's `malloc.h`."""
 LARGE_BYTES = 2**25
-"""Blocks from this size on go back to the system as soon as they are freed; 32 MiB is the most that glibc allows."""
+"""Blocks from this size on go back to the system as soon as they are freed, as large tensors of real models should.
+32 MiB is the most that mallopt(3) promises to take."""
 
 
 def keep_freed() -> None:

@@ -28,7 +28,7 @@ from spes_p2p.swarm.amendment import (
     kept_settings,
 )
 from spes_p2p.swarm.certificate import Body, Confirmation, genesis
-from spes_p2p.swarm.certificate_checks import check_amendment, check_body, check_proposal
+from spes_p2p.swarm.certificate_checks import check_amendment, check_body, check_proposal, newest_amendment
 from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.ledger import Ledger, Stream
 from spes_p2p.swarm.manifest import Manifest
@@ -239,6 +239,16 @@ def test_what_a_member_states_stands_in_the_body_and_in_all_later_ones(founder) 
     assert again.body().amendment == version
     dropped = again.propose(body=again.body().model_copy(update={"amendment": None}))
     assert check_body(dropped, again.last, MIN_PEERS)
+
+
+def test_a_forged_statement_does_not_hide_a_true_one_with_its_digest(founder) -> None:
+    manifest, last = manifest_of(founder, settings()), genesis("run", founder.peer_id, "0" * 64, 1)
+    old, true = (signed(founder, manifest, settings(round={"total": 10 + n}), n).version for n in (1, 2))
+    forged = true.model_copy(update={"round": 9})
+    for stated in ([old, true, forged, None], [forged, None, true, old]):
+        assert newest_amendment(stated, last) == true
+    assert newest_amendment([true, old, None], last.model_copy(update={"amendment": true})) is None
+    assert newest_amendment([None], last) is None
 
 
 def test_statements_without_an_amendment_are_signed_as_they_always_were() -> None:
