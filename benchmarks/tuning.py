@@ -51,6 +51,7 @@ from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.presentation import say
 from spes_p2p.sim.simulator import Scenario, SimulationResult, simulate
+from spes_p2p.training.build import build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
@@ -287,7 +288,9 @@ def _load(how: str, source: Path) -> tuple[int, int]:
     else:
         with ExitStack() as stack:
             base = StartWeights(source, outline(run.model, 1024, 128), stack)
-            model = build_adapted(run, base, vocab_size=1024, storage=how)
+            machine = MachineConfig(storage=how)  # type: ignore[arg-type]
+            data = _Same(torch.zeros(1, 129, dtype=torch.long))
+            model = build_trainer(run, 1024, data, ProcessGroup("cpu"), machine=machine, base=base)
         kept = base_bytes(run_size(run, 1024), how)  # type: ignore[arg-type]
     done.set()
     watcher.join()

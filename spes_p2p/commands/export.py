@@ -15,6 +15,7 @@ from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import StoredCheckpoints, is_store
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.monitor.watch import holders_and_peers, pull_round
+from spes_p2p.peer.base import own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.joining import show_download
 from spes_p2p.planner.size import run_size
@@ -46,6 +47,10 @@ def main(config: ExportConfig) -> int:
             "name what to export: the folder of a peer or a monitor, where a monitor uploads to, or a running swarm by "
             "its link, or by --run-id and --initial-peers"
         )
+    if config.start_from is not None and not config.merged:
+        raise ConfigError(
+            f"--from {config.start_from} is the base to merge adapters into; add --merged, or drop --from"
+        )
     if source is not None and is_store(source):
         return _download(config, source)
     if source is not None and "spes:" in source:
@@ -60,7 +65,7 @@ def main(config: ExportConfig) -> int:
             config.round,
             overwrite=config.overwrite,
             merges=config.merged,
-            base=config.start_from,
+            base=own_copy(config.start_from),
         )
     else:
         if config.output is None:

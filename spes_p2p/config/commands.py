@@ -356,7 +356,8 @@ class ExportConfig(CommandConfig):
     """Of a run with adapters: write a whole checkpoint, the base with the adapters added. By default the adapters are
     written alone, as peft loads them."""
     start_from: Path | None = None
-    """With --merged: the checkpoint under the adapters; by default as peers have sent it to each other."""
+    """With --merged: the checkpoint under the adapters, a folder or `owner/name@COMMIT` on the hub; by default as peers
+    have sent it to each other."""
     run_id: FoundedRun | None = None
     """Name of the run to fetch its newest round from, instead of SOURCE. `NAME@FOUNDER` takes only that founder's."""
     initial_peers: list[str] = []

@@ -212,6 +212,10 @@ def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
     """
     found = _CHECKPOINT.fullmatch(str(source))
     if source.expanduser().exists() or found is None:
+        if "@" in source.name and not source.expanduser().exists():
+            raise DataError(
+                f"{source} names no commit; give --from owner/name@COMMIT with all 40 digits of its hash, or owner/name"
+            )
         return source.expanduser(), None
     from huggingface_hub import HfApi, snapshot_download
 

@@ -79,7 +79,7 @@ def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
         reason = " ".join(str(error).split())[:200]
         raise DataError(
             f"cannot load tokenizer {str(directory_or_name)!r}: {reason}; "
-            f"name a folder with a tokenizer.json, or a tokenizer on the hub"
+            f"name a folder with a tokenizer.json, or a tokenizer on the hub (data.tokenizer)"
         ) from error
     _check(tokenizer, str(directory_or_name))
     return tokenizer
@@ -156,6 +156,8 @@ def _check(tokenizer: PreTrainedTokenizerBase, where: str) -> None:
     if tokenizer.eos_token_id is None:
         raise DataError(f"{where} has no end-of-text token; choose a tokenizer with an eos_token")
     ids = tokenizer.get_vocab().values()
+    if len(ids) <= len(set(tokenizer.all_special_tokens)):  # transformers makes one where a folder has no file of any
+        raise DataError(f"{where} has no tokenizer; set data.tokenizer to a folder with a tokenizer.json")
     if max(ids, default=0) >= len(tokenizer):
         raise DataError(f"{where} has ids up to {max(ids)} but {len(tokenizer)} entries; choose one without holes")
 

@@ -83,6 +83,12 @@ def _read_config(source: Path) -> dict[str, Any]:
     return settings
 
 
+def named_base(source: Path) -> str | None:
+    """Return the base that an adapter's folder names: a name on the hub, or a folder of another machine."""
+    name = _read_config(source).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name else None
+
+
 def _names(source: Path) -> list[str]:
     path = source / WEIGHTS
     if not path.is_file():
@@ -272,7 +278,7 @@ def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, ca
         directory: Folder of the adapter; replaces an older one there.
         tokenizer: Tokenizer to save with it.
         card: Text of README.md; none is written if it is empty.
-        base: What adapter_config.json names as the base.
+        base: The base on the hub, `owner/name@commit`, for adapter_config.json; empty if it is not there.
 
     Raises:
         ConfigError: `directory` exists and is no adapter.
@@ -296,13 +302,15 @@ def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, ca
 def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     targets = factors.adapter.targets
+    name, _, commit = base.partition("@")
     modules = [part for part, target in TARGETS.items() if target in targets]
     ends = {weight.rpartition(".")[2] for weight in factors.weights}
     parameters = [name for target in ("experts", "router") if target in targets for name in PARAMETERS[target]]
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base or None,
+        "base_model_name_or_path": name or None,
+        "revision": commit or None,
         "r": factors.adapter.rank,
         "lora_alpha": factors.adapter.alpha,
         "lora_dropout": 0.0,

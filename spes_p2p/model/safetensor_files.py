@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import AutoConfig, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
 from spes_p2p.errors import DataError
 from spes_p2p.model.export import INDEX
@@ -25,13 +25,34 @@ def read_config(source: Path) -> PretrainedConfig:
     Raises:
         DataError: it is missing, or transformers cannot read it.
     """
-    if not (source / "config.json").is_file():
+    path = source / "config.json"
+    if not path.is_file():
+        if (source / "adapter_config.json").is_file():
+            raise DataError(f"{source} is an adapter; name it with --adapter, and give --from the checkpoint under it")
         raise DataError(f"{source} is no checkpoint (no config.json); give --from a folder written by save_pretrained")
+    kind = _model_type(path)
+    if kind not in CONFIG_MAPPING:
+        raise DataError(
+            f"{source} holds a model of type {kind[:100]!r}, which transformers does not know, and code that comes "
+            f"with a checkpoint is never run; give --from another checkpoint"
+        )
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a damaged or unknown configuration fails with types of its own
         reason = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot read {source / 'config.json'}: {reason}; give --from another checkpoint") from error
+        raise DataError(f"cannot read {path}: {reason}; give --from another checkpoint") from error
+
+
+def _model_type(path: Path) -> str:
+    """Return the `model_type` that a config.json names."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"cannot read {path}: {error}; download the checkpoint again") from error
+    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    if not isinstance(kind, str):
+        raise DataError(f"{path} names no model_type; give --from a folder written by save_pretrained")
+    return kind
 
 
 class _Place(NamedTuple):
@@ -116,10 +137,13 @@ def _weight_files(source: Path) -> list[Path]:
     names = ["model.safetensors"]
     if (source / INDEX).is_file():
         try:
-            names = sorted(set(json.loads((source / INDEX).read_text())["weight_map"].values()))
+            names = sorted(set(map(str, json.loads((source / INDEX).read_text())["weight_map"].values())))
         except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
             raise DataError(f"cannot read {source / INDEX}: {error}; download the checkpoint again") from error
     for name in names:
         if Path(name).name != name or not (source / name).is_file():
-            raise DataError(f"{source} lacks {name}; give --from a whole checkpoint, its weights as safetensors")
+            pickles = " (it has pickles, which are never read)" if any(source.glob("pytorch_model*.bin")) else ""
+            raise DataError(
+                f"{source} lacks {name}{pickles}; give --from a whole checkpoint, its weights as safetensors"
+            )
     return [source / name for name in names]

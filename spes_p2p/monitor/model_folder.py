@@ -272,7 +272,8 @@ def _export(
             if kind == "model":
                 save_checkpoint(model, output, read, tokenizer=tokenizer, card=card)
             elif kind == "adapter":
-                save_adapter(Factors(model, run, read), output, tokenizer=tokenizer, card=card)
+                hub = run.model.start.source if run.model.start is not None else None
+                save_adapter(Factors(model, run, read), output, tokenizer=tokenizer, card=card, base=hub or "")
             else:
                 whole = outline(run.model, source.manifest.vocab_size, run.data.sequence_length)
                 weights, factors = _base(source, base, whole, stack), Factors(model, run, read)

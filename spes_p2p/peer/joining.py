@@ -37,7 +37,7 @@ from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.model.build import check_attention, check_build, hf_config
-from spes_p2p.model.peft_files import adapter_of
+from spes_p2p.model.peft_files import adapter_of, named_base
 from spes_p2p.model.start import model_of
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
@@ -68,7 +68,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.build import with_adapter, with_digests
+from spes_p2p.training.build import check_weights, with_adapter, with_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -253,7 +253,7 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     else:
         if run.model != ModelConfig():
             raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
-        run = run.model_copy(update={"model": model_of(source), "adapter": _adapter(config, run)})
+        run = run.model_copy(update={"model": model_of(source), "adapter": _adapter(config, run, hub_name)})
         _check_choices(config, run)
         tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
@@ -262,14 +262,15 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     # What is the founder's own is of no use to others.
     chosen = {name: getattr(corpus, name) for name in ("chat_template", "probe", "packing")}
     run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
+    if source is not None:
+        check_weights(run, len(tokenizer), source)
+    if (folder := config.adapter_folder) is not None:
+        run = with_adapter(run, len(tokenizer), folder)
     _check_size(run)
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
     if source is not None:  # last, because it reads all weights
         run = with_digests(run, len(tokenizer), source, hub_name)
-    if (folder := config.adapter_folder) is not None:
-        run = with_adapter(run, len(tokenizer), folder)
-        _check_size(run)
     return run, tokenizer
 
 
@@ -294,10 +295,13 @@ def _check_size(run: RunConfig) -> None:
         )
 
 
-def _adapter(config: PeerConfig, run: RunConfig) -> AdapterConfig | None:
+def _adapter(config: PeerConfig, run: RunConfig, hub_name: str | None) -> AdapterConfig | None:
     """Return the adapter settings of a new run; None if it trains all of the model."""
-    if config.adapter_folder is not None:
-        return adapter_of(config.adapter_folder, run.adapter)
+    if (folder := config.adapter_folder) is not None:
+        base, here = named_base(folder), (hub_name or "").partition("@")[0]
+        if base and here and base != here:  # a name of the same model elsewhere, or of another of the same shapes
+            log.warning("%s was trained over %s, and this run starts from %s", folder, base, here)
+        return adapter_of(folder, run.adapter)
     return run.adapter or (None if config.adapter is None else AdapterConfig())
 
 

@@ -27,7 +27,7 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
-from spes_p2p.training.process_group import ProcessGroup
+from spes_p2p.training.process_group import ProcessGroup, freed_at_once
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -63,9 +63,10 @@ def build_trainer(
     storage = machine.storage or run.frozen_storage
     if run.adapter is not None:
         assert base is not None
-        model = build_adapted(
-            run, base, vocab_size=vocab_size, storage=storage, attention=machine.attention, device=group.device
-        )
+        with freed_at_once():
+            model = build_adapted(
+                run, base, vocab_size=vocab_size, storage=storage, attention=machine.attention, device=group.device
+            )
         return Trainer(model, run.train, data, group, machine, clock=clock)
     model = build_slot_model(
         run.model,
@@ -234,6 +235,22 @@ class StartBundles(Mapping[VectorName, Tensor]):
         self._files.close()
 
 
+def check_weights(run: RunConfig, vocab_size: int, source: Path) -> None:
+    """Refuse a checkpoint whose files do not have every tensor of the model; no weight is read.
+
+    Args:
+        run: Settings with the checkpoint's model.
+        vocab_size: Entries of the run's tokenizer.
+        source: Folder of the checkpoint.
+
+    Raises:
+        ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.
+        DataError: a file or tensor is missing or damaged.
+    """
+    with ExitStack() as stack:
+        StartWeights(source, outline(run.model, vocab_size, run.data.sequence_length), stack)
+
+
 def with_digests(run: RunConfig, vocab_size: int, source: Path, hub_name: str | None = None) -> RunConfig:
     """Return a run's settings with the digests of the weights of the checkpoint that it starts from.
 
@@ -330,7 +347,8 @@ class WholeModel:
             )
         else:
             assert base is not None
-            self._model = build_adapted(run, base, vocab_size=vocab_size, storage=run.adapter.base)
+            with freed_at_once():
+                self._model = build_adapted(run, base, vocab_size=vocab_size, storage=run.adapter.base)
             initial = InitialFactors(self._model, run.seed)
             self._model.load_shared(initial.read(None))
             for slot in range(self._num_slots):

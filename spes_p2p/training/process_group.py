@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import os
@@ -31,6 +32,8 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 LARGE_BYTES = 2**25
 """Blocks from this size on go back to the system as soon as they are freed, as large tensors of real models should.
 32 MiB is the most that mallopt(3) promises to take."""
+LEAST_MAPPED_BYTES = 2**17
+"""The same while a model is read."""
 
 
 def keep_freed() -> None:
@@ -42,6 +45,21 @@ def keep_freed() -> None:
     if (mallopt := _glibc("mallopt")) is not None:
         mallopt(M_MMAP_THRESHOLD, LARGE_BYTES)
         mallopt(M_TRIM_THRESHOLD, 2**31 - 1)
+
+
+@contextlib.contextmanager
+def freed_at_once() -> Iterator[None]:
+    """Return what the block frees to the system at once.
+
+    Reading a model allocates and frees each weight in its stored precision, between those that stay: half as much again
+    as what stays would remain with the process.
+    """
+    if (mallopt := _glibc("mallopt")) is not None:
+        mallopt(M_MMAP_THRESHOLD, LEAST_MAPPED_BYTES)
+    try:
+        yield
+    finally:
+        keep_freed()
 
 
 def give_back_freed() -> None:

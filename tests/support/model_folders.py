@@ -32,6 +32,7 @@ class PeerFolder:
         data: The run's data.
         kept: Which rounds to keep.
         shape: Changes to the model.
+        run: The run, instead of one of such data and shape.
     """
 
     def __init__(
@@ -41,12 +42,13 @@ class PeerFolder:
         data: DataConfig | None = None,
         kept: KeptRounds | None = None,
         shape: Mapping[str, int] = TINY,
+        run: RunConfig | None = None,
     ) -> None:
         self.folder, self.identity = folder, identity
         self.store = VersionStore(folder / "versions", "run")
         self.checkpoint = checkpoint_of(folder, kept)
         tokenizer = train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
-        self.run = RunConfig(
+        self.run = run or RunConfig(
             model=ModelConfig(**{**TINY, "num_experts": SLOTS, "top_k": 2} | dict(shape)),
             data=data or DataConfig(source="files", sequence_length=SEQUENCE),
             outer=OuterConfig(optimizer="nesterov"),
@@ -63,7 +65,7 @@ class PeerFolder:
             tokenizer_digest=digest(document),
         )
         self.add(0, {"manifest": manifest.encode(), "tokenizer": document}, "raw")
-        bare = outline(self.run.model, self.vocab_size, SEQUENCE)
+        bare = outline(self.run.model, self.vocab_size, self.run.data.sequence_length)
         self.shared, self.slot = Layout(bare.shared_shapes()), Layout(bare.slot_shapes())
 
     def add(self, round: int, data: Mapping[str, bytes], codec: str) -> None:

@@ -236,7 +236,7 @@ def test_what_the_mixture_cannot_express_is_refused(
         ({"model_type": "qwen3"}, ConfigError, "give --from one of"),
         ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, ConfigError, "quantised weights"),
         ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, ConfigError, "rope_type='spiral'"),
-        ({"model_type": "unheard-of"}, DataError, "cannot read .*config.json"),
+        ({"model_type": "unheard-of"}, DataError, "type 'unheard-of', which transformers does not know"),
         ({"num_hidden_layers": 4}, DataError, "tensor model.layers.3.* is missing; give --from a whole checkpoint"),
         ({"intermediate_size": 40}, DataError, "has shape .48, 32., not .40, 32. as config.json says"),
     ],

@@ -18,7 +18,7 @@ from spes_p2p.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.adapted import InitialFactors, build_adapted, outline_adapted
 from spes_p2p.model.build import outline
-from spes_p2p.model.peft_files import CONFIG, WEIGHTS, AdapterFiles, Factors, adapter_of, save_adapter
+from spes_p2p.model.peft_files import CONFIG, WEIGHTS, AdapterFiles, Factors, adapter_of, named_base, save_adapter
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.model.start import StartWeights, model_of
 from spes_p2p.training.build import StartBundles, with_adapter, with_digests
@@ -127,6 +127,19 @@ def test_an_adapter_on_few_matrices_is_gone_on_from_with_new_ones_on_the_rest(tm
 
 
 # ---------------------------------------------------------------------- files
+
+
+def test_an_adapter_names_its_base_on_the_hub_with_the_commit(tmp_path: Path) -> None:
+    from peft import PeftConfig
+
+    source = saved(tmp_path / "base", "llama")
+    run = run_over(source)
+    factors = Factors(outline_adapted(run, VOCAB), run, model_over(source, run).weights)
+    save_adapter(factors, tmp_path / "adapter", base=f"owner/name@{'c' * 40}")
+    found = PeftConfig.from_pretrained(tmp_path / "adapter")
+    assert (found.base_model_name_or_path, found.revision) == ("owner/name", "c" * 40)
+    assert named_base(tmp_path / "adapter") == "owner/name"
+    assert named_base(save(run, model_over(source, run), tmp_path / "local")) is None
 
 
 def test_experts_lie_in_peft_s_order(tmp_path: Path) -> None:
