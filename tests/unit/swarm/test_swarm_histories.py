@@ -4,13 +4,11 @@ import pytest
 from lanes import sample
 
 from benchmarks import histories
-from benchmarks.histories import LIES, history
+from benchmarks.histories import BROKEN, LIES, history
 from benchmarks.history_nodes import Crash, Node
 from spes_p2p.swarm import certificate_checks, decision
 from spes_p2p.swarm.votes import Voter
 
-BROKEN = ("forks", "lost", "stands", "wrongly_convicted", "apart")
-"""What must not happen, as `history` counts it."""
 MOST = 30
 """Histories within which a broken rule must show."""
 
