@@ -398,6 +398,9 @@ class HeldSlots:
             # Of moments and of a lost version, the newest; of equally new ones the most frequent.
             best = min(states, key=lambda state: (-state[0], -states[state], state[1]))
             mine = self._swarm.versions().get(name)
+            is_newer = name.is_moments and mine is not None and best[0] < mine.round <= self.certified_round(name)
+            if is_newer:  # guard: newest-moments
+                continue
             if mine is None or (certified and mine.digest != best[1]) or mine.round < best[0]:
                 wanted[name] = preferred(me, name, [peer for peer in having if offers[peer][name].digest == best[1]])
                 if not name.is_moments:

@@ -262,6 +262,17 @@ def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest(hub):
     assert members[3].swarm.versions()["moments-slot-0"].round == 12
 
 
+def test_a_copy_of_a_slots_moments_is_not_replaced_by_an_older_one(hub):
+    """Chaos found it: who keeps them for others adopts the slot, when only older copies can be asked for."""
+    members = [Member(hub, index, 13, "active") for index in range(3)]
+    for index, round in enumerate([5, 7, 12]):
+        members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
+    certify(hub, 13, members[0].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
+    members[2].anchors.set(VectorName("slot-0"), torch.zeros(3))
+    members[2].catch_up()
+    assert members[2].swarm.versions()["moments-slot-0"].round == 12
+
+
 def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
     """The losing side has had more rounds; what it made of the slot does not fit the model that goes on."""
     loser = Member(hub, 0, 12, "active")
