@@ -28,6 +28,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.routers import Router, connect_home, routers_available, set_rules
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
@@ -60,7 +61,8 @@ class Traffic(NamedTuple):
 class TestBed:
     """Network namespaces, one to a peer, joined by emulated links; leaving the context removes all of it.
 
-    Several beds may exist at once, each with the same addresses and a traffic of its own.
+    Several beds may exist at once, each with the same addresses and a traffic of its own. A peer with a router lives in
+    a namespace of its own behind it (`routers.py`); all of these have the same private address.
 
     Args:
         peers: Number of namespaces.
@@ -69,6 +71,7 @@ class TestBed:
         rtt_ms: Round-trip time between any two, on empty links.
         loss_percent: Packets lost at random.
         uplinks: Other values of `up_mbit`, by peer.
+        routers: Kinds of the routers of peers that have one.
         congestion: TCP's congestion control in the namespaces: `cubic`, `bbr` or what else the kernel has.
         seed: Of the losses; drawn by default, then found in `seed`.
 
@@ -87,10 +90,12 @@ class TestBed:
         rtt_ms: float = 40.0,
         loss_percent: float = 0.0,
         uplinks: Mapping[int, float] | None = None,
+        routers: Mapping[int, Router] | None = None,
         congestion: str = "cubic",
         seed: int | None = None,
     ) -> None:
-        if reason := available():
+        self._routers = dict(routers or {})
+        if reason := available() or (routers_available() if self._routers else None):
             raise ConfigError(f"no test bed on this machine: {reason}")
         if congestion not in (known := AVAILABLE.read_text().split()):
             raise ConfigError(f"congestion={congestion} is not in this kernel; choose one of {', '.join(known)}")
@@ -114,6 +119,9 @@ class TestBed:
             with _allowed(self.congestion):
                 for peer in range(self.peers):
                     self._set_up(peer)
+                for peer, kind in self._routers.items():
+                    closing.enter_context(_namespace(self.namespace(peer)))
+                    self._set_up_home(peer, kind)
             self._closing = closing.pop_all()
         return self
 
@@ -121,12 +129,12 @@ class TestBed:
         self._closing.close()
 
     def address(self, peer: int) -> str:
-        """Return a peer's IPv4 address."""
+        """Return a peer's IPv4 address; its router's, if it has one."""
         return f"10.77.0.{peer + 1}"
 
     def namespace(self, peer: int) -> str:
         """Return the name of a peer's network namespace, for `enter_namespace`."""
-        return self._name(peer)
+        return f"{self._prefix}home{peer}" if peer in self._routers else self._name(peer)
 
     def run_in(self, peer: int, function: Callable[..., Any], *args: Any) -> ForkProcess:
         """Run a function in a fork of this process, in a peer's namespace; the fork dies with the calling thread."""
@@ -153,7 +161,7 @@ class TestBed:
         return Traffic(device["stats64"]["rx"]["bytes"], device["stats64"]["tx"]["bytes"])
 
     def _inside(self, peer: int, function: Callable[..., Any], *args: Any) -> None:
-        enter_namespace(self._name(peer))
+        enter_namespace(self.namespace(peer))
         function(*args)
 
     def _name(self, peer: int) -> str:
@@ -186,6 +194,14 @@ class TestBed:
         _run("ip", "-n", name, "addr", "add", f"{self.address(peer)}/24", "dev", DEVICE)
         _run("ip", "-n", name, "link", "set", DEVICE, "txqueuelen", "2000", "up")
         _run("ip", "-n", name, "link", "set", "lo", "up")
+        self._configure(name)
+
+    def _set_up_home(self, peer: int, kind: Router) -> None:
+        connect_home(self._name(peer), self.namespace(peer))
+        self._configure(self.namespace(peer))
+        set_rules(self._name(peer), kind, DEVICE)
+
+    def _configure(self, name: str) -> None:
         configuring = start_process(_configure, name, self.congestion)
         configuring.join(COMMAND_SECONDS)
         if configuring.exitcode != 0:
@@ -247,6 +263,7 @@ def _configure(name: str, congestion: str) -> None:
     for setting, value in (
         ("ipv4/tcp_congestion_control", congestion),
         ("ipv4/tcp_no_metrics_save", "1"),  # one round must not teach TCP how the next one starts
+        ("ipv4/ip_forward", "1"),  # where it is a router
         ("ipv6/conf/all/disable_ipv6", "1"),
     ):
         (Path("/proc/sys/net") / setting).write_text(value)

@@ -27,6 +27,7 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_fixes.serializer import ShallowSerializer
 from spes_p2p.swarm.manifest import Manifest, read_manifest
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.introductions import _Told
 from spes_p2p.swarm.records import Archived, Claim, Contact, ManifestRecord, Metrics, Progress, Record, Seed
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import RecordValidator
@@ -94,6 +95,7 @@ def decoders(folder: Path) -> list[Decoder]:
         Decoder("version", lambda data: Version.verify(data, RUN), refusals, [_json(version)]),
         Decoder("request", Request.parse, refusals, [{"name": "slot-1", "min_round": 3, "timeout": 1.0}]),
         Decoder("answer", Answer.parse, refusals, [{"state": "whole", "version": version.model_dump_json()}]),
+        Decoder("introduction", _Told.parse, refusals, [{"peer": me.peer_id, "address": "/ip4/1.2.3.4/udp/5/quic-v1"}]),
         Decoder("manifest", lambda data: read_manifest(lambda _: data), refusals, [json.loads(manifest.encode())]),
         Decoder("checkpoint", lambda data: decode_state(data, RUN), (SpesError, ValueError), [json.loads(state)]),
         Decoder("public probe", _read_probe, refusals, [{"messages": [{"role": "assistant", "content": "x"}]}]),

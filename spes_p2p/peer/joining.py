@@ -190,6 +190,9 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
             )
             swarm.close()
             swarm = _swarm(config, client_mode=True)
+        if swarm.node.meets_others:
+            swarm.links.learn_kind()
+            log.info("this peer takes no calls; %s", swarm.links.told())
         manifest = _manifest(config, swarm, founded, kept.manifest)
         entered = _enter(config, swarm, manifest, kept.found, founds=founded is not None)
         with _told_on_lan(config, swarm, manifest):

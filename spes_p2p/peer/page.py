@@ -123,7 +123,7 @@ class PeerPage:
             stage, why = (held, reason) if held else (stage, why)
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
             stage, why = "alone", f"no other peer has been within reach for {watchdog.seconds_alone:.0f} s"
-        calls = "calls others only" if self._swarm.node.client_mode else "yes"
+        calls = f"calls others only; {self._swarm.links.told()}" if self._swarm.node.client_mode else "yes"
         return Own(
             peer_id=self._swarm.peer_id,
             stage=stage,

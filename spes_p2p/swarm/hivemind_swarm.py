@@ -28,10 +28,12 @@ from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_ranges
+from spes_p2p.swarm.p2p.introductions import Introducer, Links
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
+from spes_p2p.swarm.roster import MAX_STATED_LINKS
 from spes_p2p.swarm.votes import Rules
 
 log = logging.getLogger(__name__)
@@ -43,6 +45,8 @@ CATCH_UP_SECONDS = 10.0
 MIN_CONFIRMATION_SECONDS = 5.0
 DECISION_SECONDS = 10.0
 """Time for votes and their certificate, beside the wait for confirmations."""
+LINKS_REST_SECONDS = 300.0
+"""Time after a failed attempt in which this peer, in client mode, reduces nothing."""
 MAX_NAMED = 8
 """Silent peers that a warning names; the others are counted."""
 
@@ -90,7 +94,11 @@ class HivemindSwarm:
         self._has_met = ""
         """Body after which this peer has met others."""
         self._reserved_at = time.monotonic()
+        self._links_rest_until = 0.0
         self._dial_back = DialBack(node)
+        self.links = Links(node)
+        if not node.client_mode:
+            Introducer(node)
         self._membership = Membership(node)
         if not node.has_met_peers:
             self._membership.expect(node.peerstore.addresses())
@@ -181,7 +189,10 @@ class HivemindSwarm:
         return peer != self.peer_id and bool(claims) and peer not in claims
 
     def _beat(self) -> None:
-        """Follow, once per heartbeat, where the others' chains of certificates end."""
+        """Follow, once per heartbeat, where the others' chains of certificates end, and meet those behind routers."""
+        contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
+        hidden = {peer for peer, contact in contacts.items() if not contact.addresses}
+        self.links.seek(hidden & self._membership.last_read(Claim).keys(), contacts.keys() - hidden)
         self.read(Claim)
         self.read(Progress)
 
@@ -226,7 +237,12 @@ class HivemindSwarm:
             reason = "the swarm was out of reach"
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
-        changes = {"calls_only": self.node.client_mode, "invite": invite, "distrusts": self.bans.distrusted(last.round)}
+        changes = {
+            "calls_only": self.node.client_mode,
+            "links": self._stated_links(),
+            "invite": invite,
+            "distrusts": self.bans.distrusted(last.round),
+        }
         contribution = replace(contribution, member=contribution.member.model_copy(update=changes))
         if contribution.deltas is not self._encoded_deltas:
             self._encoded_deltas = contribution.deltas
@@ -237,9 +253,20 @@ class HivemindSwarm:
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
         self.bans.record(last.round, [attempt.evidence])
         result = means_of(attempt, contribution, self._encoding)
+        if attempt.roster and SHARED not in result.means:
+            self._links_rest_until = time.monotonic() + LINKS_REST_SECONDS
         self._averaged_bytes += averaged_bytes(result, self._encoding)
         self._averaged = (result, attempt)
         return result
+
+    def _stated_links(self) -> tuple[str, ...]:
+        """Return the peers to which this one, in client mode, is connected; none for a while after a failed attempt.
+
+        One of the connections may have ended without notice, and the attempt is redone without them.
+        """
+        if time.monotonic() < self._links_rest_until:
+            return ()
+        return self.links.connected_to(self._membership.last_read(Claim).keys())[:MAX_STATED_LINKS]
 
     def _is_cut_off(self, expected: int, last: Body) -> bool:
         """Tell whether this peer meets none of those that it has met before: they, or it, may be lost."""

@@ -25,6 +25,7 @@ from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
 
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
+MAX_STATED_LINKS = 128
 PROBATION_ROUNDS = 3
 """Rounds in a row that a peer must have confirmed before its tokens weigh as much as others'."""
 NEWCOMER_WEIGHT = 0.25
@@ -68,7 +69,10 @@ class Member(BaseModel):
     refreshes: bool = False
     """The member fetches only some of the others' slots per round, so others do not count on it as a relay."""
     calls_only: bool = False
-    """The member runs in client mode: it opens connections but accepts none, so it reduces and relays nothing."""
+    """The member runs in client mode: it takes no calls, so it relays nothing, and reduces only for peers that it is
+    connected to."""
+    links: tuple[PeerId, ...] = Field(default=(), max_length=MAX_STATED_LINKS)
+    """Peers that a member in client mode is connected to."""
     invite: ShownInvite = ""
     """Proof of the member's invite, in a closed run."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
@@ -123,7 +127,7 @@ class Roster(tuple[Member, ...]):
 
         `shared` holds every trusted member that starts from the last certificate. `slot-e` holds those of them that
         bring slot e from its certified version, or, if none has it any more, from the newest other version. If no
-        holder of a slot can be called, only the first counts, because they could not average.
+        holder of a slot can be reached by all the others, only the first counts, because they could not average.
         """
         current = sorted(self._current, key=lambda member: member.peer_id)
         agreed = set(_with_one_start(current, SHARED))
@@ -133,10 +137,10 @@ class Roster(tuple[Member, ...]):
         for member in current:
             for slot in member.slots:
                 holders.setdefault(slot, []).append(member)
-        callable_ids = {member.peer_id for member in current if not member.calls_only}
         for slot, holding in sorted(holders.items()):
             peers = _with_one_start(holding, VectorName.of_slot(slot))
-            groups[VectorName.of_slot(slot)] = peers if callable_ids & set(peers) else peers[:1]
+            can_meet = any(self.is_reached(peer, peers) for peer in peers)
+            groups[VectorName.of_slot(slot)] = peers if can_meet else peers[:1]
         return groups
 
     @cached_property
@@ -185,24 +189,51 @@ class Roster(tuple[Member, ...]):
         }
 
     @cached_property
+    def _rates(self) -> Mapping[str, float]:
+        stated = [member.uplink_mbit for member in self if member.uplink_mbit is not None]
+        fastest = max(stated, default=1.0)
+        return {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in self}
+
+    @cached_property
+    def _links(self) -> Mapping[str, frozenset[str]]:
+        """What each member in client mode states to be connected to."""
+        return {member.peer_id: frozenset(member.links) for member in self if member.calls_only}
+
+    @cached_property
     def uplinks(self) -> Mapping[str, float]:
         """Upload rate of each member, in 10^6 bits per second; the fastest stated one for members that state none.
 
-        Members in client mode have 0: two of them could not even connect to each other.
+        Members in client mode have 0: some others cannot connect to them.
         """
-        stated = [member.uplink_mbit for member in self if member.uplink_mbit is not None]
-        fastest = max(stated, default=1.0)
-        rates = {member.peer_id: fastest if member.uplink_mbit is None else member.uplink_mbit for member in self}
-        return {member.peer_id: 0.0 if member.calls_only else rates[member.peer_id] for member in self}
+        return {peer: 0.0 if peer in self._links else rate for peer, rate in self._rates.items()}
+
+    def uplinks_to(self, me: str) -> Mapping[str, float]:
+        """Return the upload rates that count for what a member fetches: also those in client mode that it reaches."""
+        met = {peer: self._rates[peer] for peer in self._links if self._is_linked(peer, me)}
+        return {**self.uplinks, **met}
+
+    def _is_linked(self, hidden: str, other: str) -> bool:
+        """Tell whether a member in client mode is connected to another one; of two such members both must state it."""
+        links = self._links
+        return other in links[hidden] and (other not in links or hidden in links[other])  # guard: link-both
+
+    def is_reached(self, peer: str, peers: Sequence[str]) -> bool:
+        """Tell whether all other members of a group can open streams to a member of it."""
+        return peer not in self._links or all(other == peer or self._is_linked(peer, other) for other in peers)
 
     def reducing(self, peers: Sequence[str]) -> list[float]:
         """Return the uplinks that count for the reduced shares of a group of these members.
 
-        Members that no certificate knows reduce nothing, so that they cannot stop a round; unless only they could.
+        A member that some other cannot reach reduces nothing. Nor do members that no certificate knows, so that they
+        cannot stop a round; unless only they could.
         """
+        able = [self._rates[peer] if self.is_reached(peer, peers) else 0.0 for peer in peers]
         unknown = set(self._strangers)
-        links = [0.0 if peer in unknown else self.uplinks[peer] for peer in peers]  # guard: strangers-reduce
-        return links if any(links) else [self.uplinks[peer] for peer in peers]
+        links = [
+            0.0 if peer in unknown else link  # guard: strangers-reduce
+            for peer, link in zip(peers, able, strict=True)
+        ]
+        return links if any(links) else able
 
     @cached_property
     def usual_tokens(self) -> float:

@@ -56,14 +56,17 @@ def plan_fetch(
         with_moments: Whether this round's moments were published.
         masters: Slots to fetch in fp32, and of the others their kept forms; None where slots have none.
     """
-    links = roster.uplinks
+    links = roster.uplinks_to(me)
     wanted: dict[VectorName, list[str]] = {name: preferred(me, name, makers[name], links) for name in sorted(chosen)}
     has_kept, direct = masters is not None, masters or ()
     found = relays(roster, keepers, has_kept=has_kept)
     chains = {name: peers for name, peers in found.items() if name in chosen and name not in direct}
     for name in [name for name, peers in chains.items() if me not in peers]:
-        # A peer that the others do not count on to relay a slot need not load its holder either.
-        wanted[name] = preferred(me, name, chains.pop(name), links) + wanted[name]
+        # A peer that the others do not count on to relay a slot need not load its holder either, unless that is
+        # relayed only because others cannot reach it.
+        relaying, direct_first = preferred(me, name, chains.pop(name), links), wanted[name]
+        is_met = callable_of(direct_first, links) and not callable_of(direct_first, roster.uplinks)
+        wanted[name] = [*direct_first, *relaying] if is_met else [*relaying, *direct_first]
     if with_moments:
         trained = {member.peer_id for member in roster if member.tokens}
         for name in sorted(chosen):

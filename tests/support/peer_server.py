@@ -266,6 +266,8 @@ def _call(swarm, method: str, args: tuple, kwargs: dict):
         return average(swarm, args[0], with_tensors(args[1]), **kwargs)
     if method == "strangers":
         return swarm.node._run_in_dht(functools.partial(dht.unknown_peers, *args))
+    if method == "wait_for_links":
+        return _wait_for_links(swarm, *args)
     if method == "client_mode":
         return swarm.node.client_mode
     if method == "forget":
@@ -275,6 +277,15 @@ def _call(swarm, method: str, args: tuple, kwargs: dict):
     if method == "publish":
         args = (args[0], with_tensors(args[1]))
     return getattr(swarm, method)(*args, **kwargs)
+
+
+def _wait_for_links(swarm, count: int, seconds: float) -> bool:
+    """Tell whether this peer is connected to so many others in time."""
+    deadline, found = time.monotonic() + seconds, 0
+    while found < count and time.monotonic() < deadline:
+        found = len(swarm._stated_links())
+        time.sleep(0.1)
+    return found >= count
 
 
 async def _forget(peers, dht, node) -> None:

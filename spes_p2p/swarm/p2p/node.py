@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import ipaddress
+import itertools
 import logging
 import random
 import re
@@ -43,6 +43,10 @@ MAX_DIALS = 16
 """Peers dialled at once; the watchdog's next check dials others."""
 MAX_DECODED = 8192
 """Decoded records that are remembered."""
+TRANSPORTS = {"tcp": socket.SOCK_STREAM, "udp": socket.SOCK_DGRAM}
+NOWHERE = "/ip4/192.0.2.1/udp/9"
+"""What a peer in client mode announces: no transport dials it, so that a call of a lost one fails at once."""
+_TCP = re.compile(r"(/(?:ip[46]|dns[46]?)/[^/]+)/tcp/(\d+)((?:/p2p/[^/]+)?)")
 _CLOCK_ERROR = r"local time must be within .*\(local: (?P<local>[\d.]+), peer: (?P<peer>[\d.]+)\)"
 """hivemind's error where a newcomer's clock differs from an initial peer's."""
 T = TypeVar("T")
@@ -63,9 +67,10 @@ class ListenConfig:
 
     Attributes:
         host: IPv4 or IPv6 address to listen on; EVERY_INTERFACE for all of both kinds.
-        port: TCP port; 0 lets the system choose.
+        port: TCP port, and UDP port of the same number; 0 lets the system choose.
         announce: Multiaddrs to announce in place of those listened on.
-        client_mode: Open outgoing connections only; serve no versions, and store no records for other peers.
+        client_mode: Take no calls but those of peers that this one calls at the same moment (`introductions.py`); serve
+            no versions, and store no records for other peers.
     """
 
     host: str = LOOPBACK
@@ -73,20 +78,40 @@ class ListenConfig:
     announce: tuple[str, ...] = ()
     client_mode: bool = False
 
+    @property
+    def uses_udp(self) -> bool:
+        """Whether to listen on UDP: not where only this machine is called."""
+        return not (self.host.startswith("127.") or self.host == "::1")
+
     def multiaddrs(self) -> list[str]:
-        """Return the addresses to listen on; IPv4 and IPv6 get the same port.
+        """Return the addresses to listen on, TCP before QUIC, all with the same port; in client mode QUIC's alone.
 
         Raises:
-            ConfigError: the port is occupied, or `host` is no address of this machine.
+            ConfigError: the TCP port is occupied, or `host` is no address of this machine.
         """
-        if self.host != EVERY_INTERFACE:
-            port = check_port(self.host, self.port)
-            return [f"/ip{6 if ':' in self.host else 4}/{self.host}/tcp/{port if self.port else 0}"]
-        port = check_port("0.0.0.0", self.port)
-        addresses = [f"/ip4/0.0.0.0/tcp/{port}"]
-        with contextlib.suppress(ConfigError):  # a machine without IPv6, or one whose IPv6 port is occupied
-            addresses.append(f"/ip6/::/tcp/{check_port('::', port)}")
+        hosts = ["0.0.0.0", "::"] if self.host == EVERY_INTERFACE else [self.host]
+        if not self.uses_udp:
+            if self.client_mode:
+                return []
+            check_port(self.host, self.port)
+            return [_listened(self.host, "tcp", self.port)]
+        kinds = {"udp": socket.SOCK_DGRAM} if self.client_mode else TRANSPORTS
+        addresses: list[str] = []
+        port = self.port
+        for transport, host in itertools.product(kinds, hosts):
+            try:
+                port = check_port(host, port, kinds[transport])
+            except ConfigError:  # a machine without IPv6, or another program has the port there
+                if transport == "tcp" and not addresses:
+                    raise
+            else:
+                addresses.append(_listened(host, transport, port))
         return addresses
+
+
+def _listened(host: str, transport: str, port: int) -> str:
+    quic = "/quic-v1" if transport == "udp" else ""
+    return f"/ip{6 if ':' in host else 4}/{host}/{transport}/{port}{quic}"
 
 
 # ---------------------------------------------------------------------- starting
@@ -100,21 +125,23 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], listen: L
         UnreachableError: no initial peer answers.
         JoinError: p2pd does not start.
     """
-    reach = {"no_listen": True, "dht_mode": "client"} if listen.client_mode else {}
+    at = listen.multiaddrs()
+    announced = list(listen.announce) or ([NOWHERE] if listen.client_mode and at else None)
+    reach = ({"dht_mode": "client"} if listen.client_mode else {}) | ({} if at else {"no_listen": True})
     try:
         if initial_peers and not identity.is_new and await _is_in_use(identity, initial_peers):  # guard: own-identity
             raise ConfigError(f"identity {identity.path} is in use by another peer; give each its own")
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
-            host_maddrs=None if listen.client_mode else listen.multiaddrs(),
-            announce_maddrs=list(listen.announce) or None,
+            host_maddrs=at or None,
+            announce_maddrs=announced,
             use_relay=False,
             startup_timeout=STARTUP_SECONDS,
             **reach,
         )
     except P2PDaemonError as error:
         raise _join_error(initial_peers, error) from error
-    if initial_peers and not await _connect_any(p2p, initial_peers):
+    if initial_peers and not await _connect_any(p2p, initial_peers, udp_first=listen.client_mode and bool(at)):
         await p2p.shutdown()
         raise unreachable(initial_peers)
     return p2p
@@ -135,15 +162,35 @@ async def _is_in_use(identity: Identity, initial_peers: Sequence[str]) -> bool:
         await probe.shutdown()
 
 
-async def _connect_any(p2p: DaemonP2P, addresses: Sequence[str]) -> bool:
+async def _connect_any(p2p: DaemonP2P, addresses: Sequence[str], *, udp_first: bool = False) -> bool:
     """Dial peers; tell whether any is connected.
 
     Stock leaves this to p2pd's start, which waits for each initial peer: one that stalled after the handshake kept
     newcomers from all the others.
     """
     peers = group_by_peer(addresses)
-    await p2p.dial(peers, DIAL_SECONDS)  # guard: dial-time
+    await _dial(p2p, peers, DIAL_SECONDS, udp_first=udp_first)  # guard: dial-time
     return bool(await p2p.connected() & peers.keys())
+
+
+async def _dial(p2p: DaemonP2P, peers: Mapping[str, Sequence[str]], seconds: float, *, udp_first: bool) -> None:
+    """Dial peers for so long, with `udp_first` by QUIC for the first half, and then those without an answer by TCP.
+
+    Only a connection over QUIC shows an introducer the UDP port that a router has given this peer, and p2pd dials no
+    peer a second time that is connected by TCP.
+    """
+    if udp_first and (by_quic := {peer: quic for peer, at in peers.items() if (quic := quic_of(at))}):
+        await p2p.dial(by_quic, seconds / 2)
+        connected = await p2p.connected()
+        peers = {peer: at for peer, at in peers.items() if peer not in connected}
+    if peers:
+        await p2p.dial(peers, seconds)
+
+
+def quic_of(addresses: Sequence[str]) -> list[str]:
+    """Return the QUIC addresses that belong to TCP multiaddrs: peers listen on UDP ports of the same number."""
+    found = [match for match in map(_TCP.fullmatch, addresses) if match]
+    return [f"{match[1]}/udp/{match[2]}/quic-v1{match[3]}" for match in found]
 
 
 def start_dht(
@@ -207,7 +254,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
 
 
-def check_port(host: str, port: int) -> int:
+def check_port(host: str, port: int, kind: socket.SocketKind = socket.SOCK_STREAM) -> int:
     """Return a port that is free at an address: `port`, or any if that is 0. p2pd's own message says less.
 
     Raises:
@@ -216,8 +263,9 @@ def check_port(host: str, port: int) -> int:
     is_ip6 = ":" in host
     where = f"[{host}]:{port}" if is_ip6 else f"{host}:{port}"
     try:
-        with socket.socket(socket.AF_INET6 if is_ip6 else socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with socket.socket(socket.AF_INET6 if is_ip6 else socket.AF_INET, kind) as probe:
+            if kind == socket.SOCK_STREAM:  # with UDP two sockets would share the port
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if is_ip6:
                 probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)  # as p2pd does
             probe.bind((host, port))
@@ -288,6 +336,7 @@ class Node:
 
     Attributes:
         has_met_peers: Another peer answered at the start.
+        meets_others: It takes no calls, but listens for those of peers that it is introduced to.
 
     Raises:
         ConfigError: a malformed address, or an occupied port.
@@ -312,6 +361,7 @@ class Node:
         self.peerstore = peerstore if peerstore is not None else Peerstore()
         self._listen = listen or ListenConfig()
         self.client_mode = self._listen.client_mode
+        self.meets_others = self._listen.client_mode and self._listen.uses_udp
         check_addresses([*initial_peers, *self._listen.announce])
         if not self.client_mode:
             self._listen.multiaddrs()
@@ -372,8 +422,10 @@ class Node:
     # ------------------------------------------------------------------ addresses
 
     def addresses(self) -> list[str]:
-        """Return the multiaddrs under which this peer can be reached, public ones first, loopback ones last."""
+        """Return the TCP multiaddrs under which this peer can be reached, public ones first, loopback ones last."""
         addresses = [str(address) for address in self.run(self.p2p.get_visible_maddrs(), DHT_SECONDS)]
+        if not self._listen.announce:
+            addresses = [address for address in addresses if "/udp/" not in address]  # `quic_of` derives those
         outgoing = _outgoing_host()
         return sorted(addresses, key=lambda address: _reach(address, outgoing))
 
@@ -442,7 +494,7 @@ class Node:
         if due:
             # Dial with addresses: p2pd forgets those of a peer that was away for some minutes. A peer that accepts no
             # connections is pinged over the one that it has opened itself.
-            self.run(self.p2p.dial(due, REDIAL_SECONDS), DHT_SECONDS)
+            self.run(_dial(self.p2p, due, REDIAL_SECONDS, udp_first=self.meets_others), DHT_SECONDS)
         return self._run_in_dht(functools.partial(ping_peers, [*due, *(set(unknown) & connected)]))
 
     # ------------------------------------------------------------------ records

@@ -1,4 +1,4 @@
-"""Spreads what a peer sends over time, so that its link carries it without a queue."""
+"""Spreads what a peer sends over time, so that its link carries it without a queue, and what others may ask of it."""
 
 from __future__ import annotations
 
@@ -41,3 +41,28 @@ class RateLimit:
         self._free_at = starts_at + num_bytes / self._bytes_per_second
         if starts_at - now > BURST_SECONDS:
             await asyncio.sleep(starts_at - now)
+
+
+class Allowance:
+    """Lets each peer do something a number of times at once, and then again after pauses.
+
+    Args:
+        burst: Times at once.
+        pause_seconds: Time after which a peer may do it once more.
+        max_peers: Peers that are remembered; of more, those heard of longest ago are forgotten.
+    """
+
+    def __init__(self, burst: int, pause_seconds: float, max_peers: int = 1024) -> None:
+        self._burst = burst
+        self._pause_seconds = pause_seconds
+        self._max_peers = max_peers
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def take(self, peer: str, now: float) -> bool:
+        """Tell whether a peer may do it now, in monotonic seconds, and count that."""
+        left, since = self._left.pop(peer, (float(self._burst), now))
+        left = min(left + (now - since) / self._pause_seconds, float(self._burst))
+        self._left[peer] = (left - 1.0, now) if left >= 1.0 else (left, now)
+        if len(self._left) > self._max_peers:
+            del self._left[next(iter(self._left))]
+        return left >= 1.0

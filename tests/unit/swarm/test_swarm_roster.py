@@ -92,6 +92,35 @@ def test_members_that_no_certificate_knows_reduce_nothing_unless_only_they_could
     assert roster_of(*hidden, last=last).reducing([PEERS[0], PEERS[1], PEERS[3]]) == [0.0, 0.0, 10.0]
 
 
+def behind_router(index, *linked, **changes):
+    """Return a member that takes no calls, and states to be connected to some others."""
+    return member(index, uplink_mbit=10.0, calls_only=True, links=tuple(PEERS[each] for each in linked), **changes)
+
+
+def test_a_member_without_calls_reduces_where_all_others_are_connected_to_it():
+    called = member(0, uplink_mbit=20.0)
+    met = roster_of(called, behind_router(1, 0, 2), behind_router(2, 0, 1))
+    assert met.reducing(PEERS[:3]) == [20.0, 10.0, 10.0]
+    partly = roster_of(called, behind_router(1, 0, 2), behind_router(2, 0, 1), behind_router(3, 0))
+    assert partly.reducing(PEERS[:4]) == [20.0, 0.0, 0.0, 0.0]
+    assert partly.reducing(PEERS[:3]) == [20.0, 10.0, 10.0], "in the smaller group of a slot they do"
+    unmet = roster_of(called, behind_router(1, 2), behind_router(2, 1))
+    assert unmet.reducing(PEERS[:3]) == [20.0, 0.0, 0.0], "the one that can be called cannot call them"
+
+
+def test_a_link_that_only_one_of_two_states_does_not_count():
+    roster = roster_of(member(0, uplink_mbit=20.0), behind_router(1, 0, 2), behind_router(2, 0))
+    assert roster.reducing(PEERS[:3]) == [20.0, 0.0, 0.0]
+    assert roster.uplinks_to(PEERS[1]) == {PEERS[0]: 20.0, PEERS[1]: 0.0, PEERS[2]: 0.0}
+
+
+def test_two_holders_without_calls_average_their_slot_if_they_are_connected():
+    called = member(0, slots=())
+    assert roster_of(called, behind_router(1, slots=(3,)), behind_router(2, slots=(3,))).groups["slot-3"] == (PEERS[1],)
+    met = roster_of(called, behind_router(1, 2, slots=(3,)), behind_router(2, 1, slots=(3,)))
+    assert met.groups["slot-3"] == (PEERS[1], PEERS[2])
+
+
 def start(round, digit):
     return {"slot-0": (round, digit * 64)}
 

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 from virtual import peer_id
 
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.roster import Member, Roster
-from spes_p2p.training.fetch_plan import moment_sources, preferred, relays, replicas
+from spes_p2p.training.fetch_plan import moment_sources, plan_fetch, preferred, relays, replicas
 from tests.support.certificates import last_body
 
 PEERS = [peer_id(i) for i in range(5)]
@@ -68,6 +69,21 @@ def test_one_alone_passes_on_the_slots_of_holders_whom_nobody_can_call(refreshes
     assert chains(called, *hidden) == dict.fromkeys(("slot-2", "slot-3", "slot-4", "slot-5"), (PEERS[0],))
     assert chains(*hidden) == {}, "nobody is there who could"
     assert "slot-2" not in chains(called, hidden[1], member(1, None, (2,), calls_only=True), member(3, None, (2,)))
+
+
+def test_a_peer_asks_a_holder_that_it_has_met_before_one_that_passes_the_slot_on() -> None:
+    called = member(0, None, (0,))
+    first, second = member(1, 10.0, (1,), calls_only=True), member(2, 10.0, (2,), calls_only=True)
+    name = VectorName.of_slot(1)
+
+    def asked(*roster: Member) -> list[str]:
+        return list(
+            plan_fetch(PEERS[2], Roster(roster, LAST), {name: [PEERS[1]]}, [name], {}, with_moments=False).wanted[name]
+        )
+
+    assert asked(called, first, second) == [PEERS[0], PEERS[1]]
+    met = [each.model_copy(update={"links": (other.peer_id,)}) for each, other in ((first, second), (second, first))]
+    assert asked(called, *met) == [PEERS[1], PEERS[0]]
 
 
 def test_moments_come_from_who_trains_them_unless_neither_side_can_be_called() -> None:
