@@ -13,7 +13,7 @@ from spes_p2p.config import RunConfig
 from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError, RecordError
 from spes_p2p.monitor.model_folder import ModelFolder
-from spes_p2p.optim.schedule import learning_rate
+from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.presentation import say
 from spes_p2p.swarm.amendment import (
     FILE,
@@ -116,7 +116,7 @@ def _say(manifest: Manifest, number: int, old: RunConfig, new: RunConfig, last: 
     say(f"amendment {number} of run {manifest.run_id!r}, after round {last.round}:")
     for name, (before, after) in changes(old, new).items():
         say(f"  {name}: {_short(before)} -> {_short(after)}")
-    rates = [learning_rate(run.train, last.round, run.round.total) for run in (old, new)]
+    rates = [rate_of_step(run, last.round) for run in (old, new)]
     if rates[0] != rates[1]:
         say(f"  learning rate of the next round: {rates[0]:.3g} -> {rates[1]:.3g}")
     if last.round >= old.round.total:

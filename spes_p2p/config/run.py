@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -22,6 +23,8 @@ from spes_p2p.config.data import DataConfig
 
 MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
+FIRST_SHARE = 0.01
+"""Length of the first of rounds that grow, as a share of a full round's."""
 MAX_ROUND_SECONDS = 86_400.0
 TrainingSeconds = Annotated[float, Field(ge=0.001, le=MAX_ROUND_SECONDS, allow_inf_nan=False)]
 PhaseSeconds = Annotated[float, Field(ge=0.001, le=3600, allow_inf_nan=False)]  # guard: phase-bounds
@@ -194,6 +197,9 @@ class RoundConfig(Frozen):
     """A round's most training time in mode `tokens`."""
     total: Rounds = 10
     """Rounds in the run; also the learning rate schedule's horizon."""
+    growing: Annotated[int, Field(ge=0, le=MAX_ROUNDS)] = 0
+    """Rounds at the run's start that grow, by equal factors, from a hundredth of a full round to a full one: peers
+    drift apart fastest while they have learnt least. The schedule counts the full rounds that they amount to."""
     min_peers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Active peers to wait for before the first round."""
     matchmaking_seconds: PhaseSeconds = 3.0
@@ -221,6 +227,23 @@ class RoundConfig(Frozen):
     overlap: Annotated[int, Field(ge=0, le=2**20)] = 0
     """Steps of the next round after which a round's result is applied, or when it lands if that is later; training goes
     on meanwhile. 0 waits for the result before it trains on."""
+
+    def share(self, round: int) -> float:
+        """Return the length of the round with this number, from 1, as a share of a full round's."""
+        return FIRST_SHARE ** (1 - (round - 1) / self.growing) if round <= self.growing else 1.0
+
+    def full_rounds(self, elapsed: float) -> float:
+        """Return the full rounds that the run's first `elapsed` rounds amount to; their fractions count, too."""
+        if not self.growing:
+            return elapsed
+        whole = min(math.floor(elapsed), self.growing)
+        factor = FIRST_SHARE ** (-1 / self.growing)
+        grown = FIRST_SHARE * (factor**whole - 1) / (factor - 1)
+        return grown + (elapsed - whole) * self.share(whole + 1)
+
+    def steps_of(self, round: int) -> int:
+        """Return the local steps of a round in mode `steps`."""
+        return max(1, math.floor(self.steps * self.share(round) + 0.5))
 
     @model_validator(mode="after")
     def _check_times(self) -> RoundConfig:

@@ -10,15 +10,15 @@ MIN_RATE_SHARE = 0.25
 """Smallest rate of a step in rounds that end by the clock, as a share of the rate at the round's end."""
 
 
-def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: int) -> float:
+def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: float) -> float:
     """Return the learning rate at one point of the run: linear warm-up, then cosine, warm-up-stable-decay or constant.
 
     The schedule counts rounds, not steps, because all peers share rounds: a slow peer makes fewer steps in a round.
 
     Args:
         train: Peak, warm-up, shape, decay and final share.
-        rounds_elapsed: Rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
-        total_rounds: Rounds in the run; a longer warm-up is cut off there, or at `train.schedule_rounds`.
+        rounds_elapsed: Full rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
+        total_rounds: Full rounds in the run; a longer warm-up is cut off there, or at `train.schedule_rounds`.
 
     Returns:
         The rate of the next step; once `cosine` or `wsd` has decayed, `train.lr * train.final_lr_ratio`.
@@ -46,8 +46,9 @@ def rate_of_step(run: RunConfig, rounds_elapsed: float) -> float:
     There a step may be a slow peer's only one in its round. Without the floor, the first step of a warm-up's first
     round has rate 0, and the peer's delta is so short that it rejects the other peers' as outliers (docs/trust.md).
     """
-    train, total = run.train, run.round.total
-    rate = learning_rate(train, rounds_elapsed, total)
+    train, full = run.train, run.round.full_rounds
+    total = full(run.round.total)
+    rate = learning_rate(train, full(rounds_elapsed), total)
     if run.round.mode == "steps":  # all peers make equally many steps
         return rate
-    return max(rate, MIN_RATE_SHARE * learning_rate(train, math.floor(rounds_elapsed) + 1, total))
+    return max(rate, MIN_RATE_SHARE * learning_rate(train, full(math.floor(rounds_elapsed) + 1), total))

@@ -21,7 +21,7 @@ MIN_SPREAD = 1 / 4
 
 
 def round_end(
-    config: RoundConfig, tokens: int, members: Iterable[Member], clocks: Iterable[Member] | None = None
+    config: RoundConfig, tokens: float, members: Iterable[Member], clocks: Iterable[Member] | None = None
 ) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
@@ -31,7 +31,7 @@ def round_end(
 
     Args:
         config: The run's round settings.
-        tokens: The run's `round_tokens`, of the kind whose speed members state.
+        tokens: Tokens of the round, of the kind whose speed members state.
         members: The roster, identical on all members.
         clocks: Those of them whose clocks count; by default all.
     """

@@ -6,6 +6,7 @@ Apart from the synchroniser, because the training loop deals a round's range whi
 from __future__ import annotations
 
 import logging
+import math
 from typing import cast
 
 from spes_p2p.config import RunConfig
@@ -25,15 +26,20 @@ MIN_USUAL = 16
 """Fewest batches of a range while no pace is known, in mode `tokens`."""
 
 
-def deal_rules(run: RunConfig) -> DealRules:
-    """Return the numbers of a run that its deals depend on."""
+def num_streams(run: RunConfig) -> int:
+    """Return the streams of a run's ledger: with overlap, a round's range is dealt before the last one is known."""
+    return 2 if run.round.overlap else 1
+
+
+def deal_rules(run: RunConfig, round: int) -> DealRules:
+    """Return the numbers of a run that a round's deal depends on."""
     by_steps = run.round.mode == "steps"
     batch_tokens = run.train.batch_size * run.data.sequence_length
-    whole_round = max(MIN_USUAL, -(-run.round_tokens // batch_tokens))
+    whole_round = max(MIN_USUAL, math.ceil(run.round_tokens * run.round.share(round) / batch_tokens))
     return DealRules(
-        usual=run.round.steps if by_steps else whole_round,
+        usual=run.round.steps_of(round) if by_steps else whole_round,
         is_exact=by_steps,
-        num_streams=2 if run.round.overlap else 1,
+        num_streams=num_streams(run),
     )
 
 
@@ -49,21 +55,22 @@ class Dealer:
     def __init__(self, swarm: Swarm, run: RunConfig, held: HeldSlots) -> None:
         self._swarm = swarm
         self._held = held
-        self._rules = deal_rules(run)
+        self._run = run
+        self._num_streams = num_streams(run)
 
     def _source(self, round: int) -> Body | None:
         """Return the body that a round is dealt from: the last one that all peers know when its training begins.
 
         None if this peer has come since, and does not know it where rounds overlap.
         """
-        return self._swarm.certified(max(0, round - self._rules.num_streams))
+        return self._swarm.certified(max(0, round - self._num_streams))
 
     def _deal(self, source: Body, round: int) -> Deal:
         members = [member.peer_id for member in source.members]
-        return Deal(self._ledger_of(source), members, round, self._rules)
+        return Deal(self._ledger_of(source), members, round, deal_rules(self._run, round))
 
     def _ledger_of(self, body: Body) -> Ledger:
-        return body.ledger or Ledger.empty(self._rules.num_streams)
+        return body.ledger or Ledger.empty(self._num_streams)
 
     def deal(self, round: int) -> Dealt:
         """Return the range that this peer trains in a round; an empty one if this peer cannot know it."""

@@ -375,7 +375,7 @@ class TrainingLoop:
     def _share_done(self, steps: int) -> float:
         """Return the share of the round that is over, by steps or by the leader's clock."""
         if self._run.round.mode == "steps":
-            return steps / self._run.round.steps
+            return steps / self._run.round.steps_of(self._training_round)
         return self._group.from_leader(lambda: self._share_elapsed(steps))
 
     def _share_elapsed(self, steps: int) -> float:

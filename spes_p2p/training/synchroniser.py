@@ -318,7 +318,7 @@ class Synchroniser:
         held_moments = self.held.held_moments()  # slots may just have been released
         vectors = vectors.only(lambda name: name.is_weights or name in held_moments)
         vectors |= {name: self.anchors.weights(name) for name in self.anchors.names}
-        ends_at = ends_at or self._next_end(result)
+        ends_at = ends_at or self._next_end(result, self.round + 1)
         self._announce(ends_at)
         if not self._run.round.overlap:  # with overlap, training does not wait for it
             self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2
@@ -345,7 +345,7 @@ class Synchroniser:
                 return result, Staged(), None  # they meet to agree when their first round ends
             tried.append((result, self._stage(result)))
             ledger = self.dealer.ledger(result.roster) if self.dealer is not None else None
-            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result), ledger)
+            body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result, self.round + 2), ledger)
             starts_at = self.swarm.now()
         shared = body.shared if body is not None else ""
         decided = [each for each in tried if each[1].digests.get(SHARED) == shared]
@@ -457,8 +457,8 @@ class Synchroniser:
         weights = {slot: self.held.common_weights(of_slot(slot)) for slot in slots}
         return merge_shifts(self._run.merge, round, self._layout, weights, self.held.slots)
 
-    def _next_end(self, result: RoundResult) -> float:
-        """Return the next round's end by the roster, or as the others have announced it if this peer met none."""
+    def _next_end(self, result: RoundResult, round: int) -> float:
+        """Return this next round's end by the roster, or as the others have announced it if this peer met none."""
         # A peer that is distrusted itself and has met none has only its own word.
         last = self.swarm.last()
         counted = [member for member in result.roster if member.peer_id not in self.held.distrusted]
@@ -467,7 +467,8 @@ class Synchroniser:
         if not members:
             announced = self._others.round_end(self.round)
             return self._bounded(announced or self.swarm.now() + self._run.round.min_seconds)
-        ends_at = round_end(self._run.round, self._run.round_tokens, counted or members, members)
+        tokens = self._run.round_tokens * self._run.round.share(round)
+        ends_at = round_end(self._run.round, tokens, counted or members, members)
         # A synchronisation that took much longer than the last ones must not eat the next round.
         return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
 

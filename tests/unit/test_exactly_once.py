@@ -13,6 +13,7 @@ KINDS = {
     "overlap": {"overlap": 1},
     "steps": {"mode": "steps", "steps": 6},
     "mixture": {},
+    "growing": {"growing": 6},
 }
 
 

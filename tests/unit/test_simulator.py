@@ -92,6 +92,19 @@ def test_the_model_of_overlapped_rounds_is_measured_by_what_is_in_it(folder: Pat
     assert all(report.waited_seconds is not None for own in first.reports for report in own)
 
 
+@pytest.mark.parametrize("mode", ["steps", "tokens"])
+def test_rounds_grow_from_a_hundredth_to_their_full_length(folder: Path, mode: str) -> None:
+    round = {"mode": mode, "growing": 4, "total": 6, "steps": 20, "tokens": 60 * STEP_TOKENS, "min_seconds": 0.5}
+    result = run(folder, round=round)
+    steps = [[report.tokens // STEP_TOKENS for report in own] for own in result.reports]
+    if mode == "steps":
+        assert steps == [[1, 1, 2, 6, 20, 20]] * 3, "a hundredth, and then each 3.16 times the last"
+    else:  # by the speeds that the peers state
+        assert all(own[0] == own[1] == 1 and own[2] <= 3 and 4 <= own[3] <= 8 for own in steps), steps
+        assert all(18 <= count <= 22 for own in steps for count in own[4:]), steps
+    assert_members_agree(result)
+
+
 def test_all_versions_of_all_rounds_are_accounted_for(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
     result, _ = plain
     assert sorted(result.digests) == [1, 2, 3]

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spes_p2p.config import TrainConfig
-from spes_p2p.optim.schedule import learning_rate
+from spes_p2p.config import RoundConfig, RunConfig, TrainConfig
+from spes_p2p.optim.schedule import learning_rate, rate_of_step
 
 
 def test_warms_up_linearly_then_follows_the_cosine_to_the_final_ratio() -> None:
@@ -82,3 +82,24 @@ def test_a_warm_up_longer_than_the_run_is_cut_off() -> None:
 def test_stays_between_zero_and_the_peak(rounds: float, total: int, warmup: float, schedule: str) -> None:
     train = TrainConfig.model_validate({"lr": 0.7, "warmup_rounds": warmup, "schedule": schedule})
     assert 0 <= learning_rate(train, rounds, total) <= 0.7
+
+
+@given(st.integers(0, 60), st.floats(0, 80))
+def test_growing_rounds_amount_to_the_sum_of_their_shares(growing: int, elapsed: float) -> None:
+    config = RoundConfig(growing=growing, total=80)
+    whole = math.floor(elapsed)
+    shares = sum(map(config.share, range(1, whole + 1))) + (elapsed - whole) * config.share(whole + 1)
+    assert config.full_rounds(elapsed) == pytest.approx(shares, abs=1e-6)
+
+
+def test_the_schedule_counts_full_rounds() -> None:
+    """A run of 124 rounds, 30 of which grow, is as long as one of 100, and has its rates."""
+    train = TrainConfig(lr=1.0, warmup_rounds=5, final_lr_ratio=0.1)
+    grown = RunConfig(train=train, round=RoundConfig(mode="steps", growing=30, total=124))
+    fixed = RunConfig(train=train, round=RoundConfig(mode="steps", total=100))
+    assert grown.round.full_rounds(124) == pytest.approx(100, abs=0.1)
+    assert grown.round.steps_of(1) == 1 and grown.round.steps_of(31) == grown.round.steps
+    for rounds in (0, 1, 5, 29, 30, 31.5, 90, 124):
+        expected = rate_of_step(fixed, grown.round.full_rounds(rounds))
+        assert rate_of_step(grown, rounds) == pytest.approx(expected, abs=2e-3)
+    assert rate_of_step(grown, 124) == pytest.approx(0.1)

@@ -72,6 +72,6 @@ def test_what_is_trained_beside_a_round_that_is_not_committed_does_not_count():
 
 def test_a_round_by_steps_deals_exactly_its_steps_and_one_by_time_a_whole_round():
     run = tiny_run().model_copy(update={"data": SHARED_DATA})
-    assert deal_rules(run).usual == run.round.steps and deal_rules(run).is_exact
+    assert deal_rules(run, 1).usual == run.round.steps and deal_rules(run, 1).is_exact
     by_time = run.model_copy(update={"round": run.round.model_copy(update={"mode": "tokens", "tokens": 64_001})})
-    assert deal_rules(by_time).usual == 1001 and deal_rules(by_time).num_streams == 1
+    assert deal_rules(by_time, 1).usual == 1001 and deal_rules(by_time, 1).num_streams == 1

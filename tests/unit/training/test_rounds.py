@@ -159,7 +159,7 @@ def test_a_peer_that_was_left_out_and_then_meets_no_other_knows_when_its_next_ro
     entry = peer.sync._contribution(IDLE, peer.swarm.now()).member
     peer.sync.held.distrusted = frozenset({entry.peer_id})
     for roster in (Roster([entry], peer.swarm.last()), Roster()):
-        seconds = peer.sync._next_end(RoundResult(roster)) - peer.swarm.now()
+        seconds = peer.sync._next_end(RoundResult(roster), 2) - peer.swarm.now()
         assert BY_THE_CLOCK.min_seconds - 1e-6 <= seconds <= BY_THE_CLOCK.max_seconds + BY_THE_CLOCK.exchange_seconds
 
 
@@ -171,8 +171,8 @@ def test_clocks_of_members_without_a_vote_do_not_prolong_a_round():
         entry.model_copy(update={"peer_id": peer_id(20 + index), "ready_at": peer.swarm.now() + 900.0, **SILENT})
         for index in range(3)
     ]
-    mine = peer.sync._next_end(RoundResult(Roster([entry], peer.swarm.last())))
-    assert peer.sync._next_end(RoundResult(Roster([entry, *late], peer.swarm.last()))) == mine
+    mine = peer.sync._next_end(RoundResult(Roster([entry], peer.swarm.last())), 2)
+    assert peer.sync._next_end(RoundResult(Roster([entry, *late], peer.swarm.last())), 2) == mine
 
 
 SILENT = {"tokens_per_second": 0.0}
