@@ -114,8 +114,8 @@ class TrainingLoop:
         if saved is not None:
             self._total_tokens = saved.state.total_tokens
             self._checkpointer.restore(saved, update)
-        is_late = self._group.from_leader(lambda: self._sync is not None and self._sync.is_late)
-        tokens, places = self._trainer.calibrate(measures=not is_late)  # a late peer follows the others' clock
+        follows = self._group.from_leader(lambda: self._sync is not None and self._sync.follows_others)
+        tokens, places = self._trainer.calibrate(measures=not follows)
         self._tokens_per_second = tokens
         self._places_per_second = places
         if saved is None:

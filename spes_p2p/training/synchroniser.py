@@ -161,8 +161,6 @@ class Synchroniser:
         self.anchors = anchors
         self.held = held
         self.round = 0
-        self.is_late = False
-        """Whether others had committed rounds when this peer came."""
         self.stats = SyncStats.of(RoundResult(), 0, 0.0)
         """Of the last synchronisation."""
         self.amended: Callable[[], RunConfig | None] = lambda: None
@@ -195,11 +193,11 @@ class Synchroniser:
         self.held.announce("joining")
         wait_for_peers(self.held, self.swarm, self._run.round.min_peers)
         self.swarm.catch_up()
-        self.is_late = self.swarm.last().round > 0
+        is_late = self.swarm.last().round > 0
         if saved:
             rollback_alone(self.swarm, self.held.others(), saved)
         model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
-        if initial and not self.is_late:
+        if initial and not is_late:
             publish_initial(self.swarm, self.held, model, initial)
         self._take_over()
         publish_initial(self.swarm, self.held, model, initial)
@@ -471,6 +469,15 @@ class Synchroniser:
         ends_at = round_end(self._run.round, tokens, counted or members, members)
         # A synchronisation that took much longer than the last ones must not eat the next round.
         return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
+
+    @property
+    def follows_others(self) -> bool:
+        """Whether this peer came while others train, who have said when their round ends; its own speed says nothing.
+
+        After a restart of all, no peer has: they must state their speeds.
+        """
+        by_clock = self._run.round.mode == "tokens"
+        return self.round > 0 and not (by_clock and not self._others.round_end(self.round))
 
     def _bounded(self, ends_at: float) -> float:
         """Return `ends_at`, capped at the latest end that an honest roster can give."""

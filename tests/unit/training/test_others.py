@@ -83,6 +83,17 @@ def test_a_round_ends_when_its_certificate_says_not_when_the_others_do():
     assert newcomer.sync._rejoin() == ({}, ends_at - 5.0)
 
 
+@pytest.mark.parametrize("are_training", [True, False])
+def test_a_peer_measures_its_speed_unless_others_have_said_when_their_round_ends(are_training):
+    """After a restart of all peers none has, and a round without any known speed would last `max_seconds`."""
+    hub = MemoryHub("run", matchmaking_seconds=1.0, num_slots=4)
+    others = [Peer(hub, index, ends_at=hub.clock.now() + 10.0) for index in range(3)]
+    certify(hub, 6, others[0].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
+    newcomer = Peer(hub, 9)
+    hub.clock.advance(5.0 if are_training else 15.0)
+    assert newcomer.sync.follows_others == are_training
+
+
 def test_peers_without_a_vote_do_not_say_when_a_round_ends():
     """However many of them there are."""
     newcomer, ends_at = newcomer_beside_liars()
