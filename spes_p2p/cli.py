@@ -453,7 +453,7 @@ def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace:
 def entry_point(
     settings: type[Settings], main: Callable[[Settings], int] | str, argv: Sequence[str] | None = None
 ) -> NoReturn:
-    """Run a command and exit: 0 done, 2 with one line for a user's error, 130 when interrupted.
+    """Run a command and exit: 0 done, 2 (or 75: try again) with one line for a user's error, 130 when interrupted.
 
     Args:
         settings: The command's settings; a field `log_level` sets up the log.
@@ -476,7 +476,7 @@ def entry_point(
         sys.exit(run(config))
     except SpesError as error:
         print(f"error: {printable(error)}", file=sys.stderr)  # guard: error-line
-        sys.exit(EXIT_USER_ERROR)
+        sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:

@@ -4,8 +4,10 @@
 class SpesError(Exception):
     """Base of every error that a user or a remote peer can cause.
 
-    The message is one line that names the value and the remedy; entry scripts print it and exit with 2.
+    The message is one line that names the value and the remedy; entry scripts print it and exit with `exit_code`.
     """
+
+    exit_code = 2
 
 
 class ConfigError(SpesError):
@@ -18,6 +20,12 @@ class DataError(SpesError):
 
 class JoinError(SpesError):
     """The swarm cannot be reached, does not know the run, or runs something else."""
+
+
+class AbsentError(JoinError):
+    """What this peer needs no peer has sent; later the same command may succeed, so a supervisor should repeat it."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h
 
 
 class RecordError(SpesError):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
-from spes_p2p.errors import ConfigError, ExchangeError, JoinError
+from spes_p2p.errors import AbsentError, ConfigError, ExchangeError
 from spes_p2p.fs import scratch_path
 from spes_p2p.monitor.model_folder import VERSIONS, Exported, check_free, export
 from spes_p2p.monitor.stores import open_store
@@ -138,7 +138,8 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
                 return
             except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
                 if attempt == ATTEMPTS:
-                    raise JoinError(f"no peer sent the model: {error}; try again, or other --initial-peers") from error
+                    remedy = "try again, or other --initial-peers"
+                    raise AbsentError(f"no peer sent the model: {error}; {remedy}") from error
                 log.warning("%s; trying again", error)
                 swarm.wait(run.round.heartbeat_seconds)
     finally:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from spes_p2p.config import MAX_ADDRESSES, JoinLink, PeerConfig
 from spes_p2p.config.commands import JoinConfig
-from spes_p2p.errors import JoinError
+from spes_p2p.errors import AbsentError, JoinError
 from spes_p2p.peer import life
 from spes_p2p.peer.output_dir import can_resume
 from spes_p2p.presentation import say
@@ -51,7 +51,7 @@ def link_on_lan(name: str, host: str | None) -> JoinLink:
     if founder:
         found = {founder: found[founder]} if founder in found else {}
     if not found:
-        raise JoinError(
+        raise AbsentError(
             f"no peer on this network is in run {name!r}; start one with --lan, check the name, or join by the link"
         )
     if len(found) > 1:

@@ -42,7 +42,7 @@ Nice=10
 WantedBy=default.target
 """
 """A peer that has handed over ends with 130, and one with a lasting mistake of its settings with 2: neither is started
-again. SIGTERM goes to the peer alone, which ends its helpers itself."""
+again; after 75, because no peer answered, it is. SIGTERM goes to the peer alone, which ends its helpers itself."""
 
 
 def main(config: ServiceConfig) -> int:

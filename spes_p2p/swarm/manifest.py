@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig, RunId
-from spes_p2p.errors import ExchangeError, JoinError, RecordError
+from spes_p2p.errors import AbsentError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body, genesis
 from spes_p2p.swarm.exchange.versions import AMENDMENT
@@ -125,7 +125,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
     if manifest.software != __version__:
         log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
     if failure := _pull(swarm, TOKENIZER, peers, manifest.founder, version.round):
-        raise JoinError(f"cannot fetch the tokenizer of run {run_id!r}: {failure}; try again")
+        raise AbsentError(f"cannot fetch the tokenizer of run {run_id!r}: {failure}; try again")
     tokenizer = swarm.load_document(TOKENIZER)
     if digest(tokenizer) != manifest.tokenizer_digest:
         raise JoinError(f"tokenizer of run {run_id!r} does not match its manifest; join through other peers")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig
-from spes_p2p.errors import ExchangeError, JoinError
+from spes_p2p.errors import AbsentError, ExchangeError
 from spes_p2p.swarm.certificate import known_peers, max_strangers, strangers
 from spes_p2p.swarm.claims import Claimant
 from spes_p2p.swarm.exchange.versions import Version, vector_names
@@ -526,7 +526,7 @@ class HeldSlots:
             routed: Tokens routed to each slot: fetch no more of the others' slots than in any round; None fetches all.
 
         Raises:
-            JoinError: a peer has `shared`, but it could not be fetched.
+            AbsentError: a peer has `shared`, but it could not be fetched.
         """
         seeds = {
             peer
@@ -545,7 +545,7 @@ class HeldSlots:
         wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
         vectors = self._pull(FetchPlan(wanted, {}, {}), 0, digests=digests) if wanted else StoredVectors()
         if SHARED in wanted and SHARED not in vectors:
-            raise JoinError("could not fetch the swarm's shared state from any peer; try again")
+            raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
         self._make_masters(name for name in self._anchors.names if name != SHARED)
         for name in self._anchors.names:
             self._anchors.set(name, self._swarm.load(name))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import MachineConfig, RunConfig
-from spes_p2p.errors import JoinError
+from spes_p2p.errors import AbsentError
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
@@ -65,13 +65,13 @@ def publish_initial(
     """Publish the run's initial version, or kept form, of each name that this peer has none of.
 
     Raises:
-        JoinError: a version is missing and `initial` is None, because only trained versions will do.
+        AbsentError: a version is missing and `initial` is None, because only trained versions will do.
     """
     missing = [name for name in names if held.form(name) not in swarm.versions()]
     if not missing:
         return
     if initial is None:
-        raise JoinError(f"{', '.join(missing)}: not whole here, nor with any peer reached; give more --initial-peers")
+        raise AbsentError(f"{', '.join(missing)}: not whole here, nor with any peer reached; give more --initial-peers")
     vectors = initial()
     for name in missing:  # one at a time, because a checkpoint's vectors are read when they are asked for
         held.publish_initial(name, vectors[name])
@@ -188,7 +188,7 @@ class Synchroniser:
             saved: Versions of this peer's checkpoint by file, after a restart.
 
         Raises:
-            JoinError: the swarm's state could not be fetched.
+            AbsentError: the swarm's state could not be fetched.
         """
         self.held.announce("joining")
         wait_for_peers(self.held, self.swarm, self._run.round.min_peers)
@@ -216,13 +216,13 @@ class Synchroniser:
         """Fetch what the last certificate names; where the others have gone on meanwhile, what the next one names.
 
         Raises:
-            JoinError: the swarm's state could not be fetched.
+            AbsentError: the swarm's state could not be fetched.
         """
         for left in reversed(range(ENTERING_TRIES)):
             try:
                 self.held.catch_up(self.held.others())
                 return
-            except JoinError:
+            except AbsentError:
                 if not left or self.swarm.wait(POLL_SECONDS):
                     raise
                 self.swarm.catch_up()
@@ -270,7 +270,7 @@ class Synchroniser:
         """Take over the swarm's state; return what changed, which is nothing if `shared` cannot be fetched."""
         try:
             vectors = self.held.catch_up(self.held.others(), routed)
-        except JoinError as error:
+        except AbsentError as error:
             log.warning("round %d: %s", self.round + 1, error)
             return StoredVectors()
         self.round = self.held.model_round()

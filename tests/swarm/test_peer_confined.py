@@ -111,7 +111,7 @@ def test_the_container_takes_everything_away() -> None:
     assert "HEALTHCHECK" in image
 
 
-@pytest.mark.parametrize(("code", "ended"), [(0, 0), (2, 0), (1, 1), (130, 130)])
+@pytest.mark.parametrize(("code", "ended"), [(0, 0), (2, 0), (75, 75), (1, 1), (130, 130)])
 def test_a_container_is_not_started_again_after_a_mistake_in_its_settings(
     code: int, ended: int, tmp_path: Path
 ) -> None:

@@ -20,7 +20,7 @@ from spes_p2p import __version__, config
 from spes_p2p.__main__ import COMMANDS
 from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
 from spes_p2p.config import ExperimentConfig, PeerConfig, RunConfig
-from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.errors import AbsentError, ConfigError, JoinError
 
 INTERRUPTED_WHILE_FORKING = """
 import os, signal, subprocess, sys, threading
@@ -205,11 +205,12 @@ def raiser(error: BaseException) -> Callable[[PeerConfig], int]:
     [
         (lambda config: 0, 0, ""),
         (lambda config: 1, 1, ""),
-        (raiser(JoinError("no answer; check it")), 2, "error: no answer; check it\n"),
+        (raiser(JoinError("another run; check it")), 2, "error: another run; check it\n"),
+        (raiser(AbsentError("no answer; check it")), 75, "error: no answer; check it\n"),
         (raiser(KeyboardInterrupt()), 130, ""),
         (lambda config: signal.raise_signal(signal.SIGTERM), 130, ""),
     ],
-    ids=["done", "failed", "users-error", "ctrl-c", "terminated"],
+    ids=["done", "failed", "users-error", "absent-peers", "ctrl-c", "terminated"],
 )
 def test_a_commands_end_is_its_exit_code(main, code, stderr, monkeypatch, capsys, restored_signals):
     monkeypatch.setattr(sys, "argv", ["run_peer.py", "--run-id", "r"])

@@ -23,7 +23,7 @@ from hivemind.utils.limits import increase_file_limit
 from hivemind.utils.multiaddr import Multiaddr
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.errors import AbsentError, ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, retry_memory_sharing
 from spes_p2p.swarm.p2p.identity import Identity
@@ -57,7 +57,7 @@ EVERY_INTERFACE = "*"
 """In place of an address to listen on: all interfaces, IPv4 and IPv6."""
 
 
-class UnreachableError(JoinError):
+class UnreachableError(AbsentError):
     """No peer asked has answered."""
 
 
