@@ -29,7 +29,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Uploads:
-    """Uploads one checkpoint after another in a thread: always the newest, whatever was skipped before it.
+    """Uploads one checkpoint after another in a thread: always the newest, then the best if it was skipped.
 
     Args:
         place: Where to, for messages.
@@ -55,6 +55,7 @@ class Uploads:
         self._retry_seconds = retry_seconds
         self._wanted: tuple[Path, CheckpointManifest] | None = None
         self._current: tuple[Path, CheckpointManifest] | None = None
+        self._best: tuple[Path, CheckpointManifest] | None = None
         self._attempts_left = -1
         self._changed = threading.Condition()
         self._stopped = threading.Event()
@@ -71,6 +72,9 @@ class Uploads:
         """Upload a checkpoint in place of one that is not finished."""
         with self._changed:
             self._wanted = (folder, checkpoint)
+            best = self._best[1].held_out if self._best is not None else None
+            if checkpoint.held_out is not None and (best is None or checkpoint.held_out <= best):
+                self._best = self._wanted
             self._changed.notify_all()
 
     def finish(self) -> bool:
@@ -99,17 +103,19 @@ class Uploads:
             if wanted is None:
                 return
             try:
-                self._upload(*wanted)
+                kept = self._upload(*wanted)
             except (OSError, SpesError) as error:
                 self._failed(wanted[1], error)
             else:
                 with self._changed:
                     self._current = None
                     if self._wanted is wanted:
-                        self._wanted = None
+                        is_there = self._best is None or self._best[1].round in kept
+                        self._wanted = None if is_there else self._best  # an upload that took long has skipped it
                     self._changed.notify_all()
 
-    def _upload(self, folder: Path, checkpoint: CheckpointManifest) -> None:
+    def _upload(self, folder: Path, checkpoint: CheckpointManifest) -> list[int]:
+        """Upload a checkpoint; return the rounds that are there."""
         began, destination = time.monotonic(), self._open()
         uploaded = destination.upload(folder, checkpoint, lambda sent: self._pace(began, sent))
         kept = destination.tidy(self._keep_last)
@@ -119,6 +125,7 @@ class Uploads:
             *(checkpoint.round, self._place, uploaded.sent_bytes / 1e6, uploaded.kept_bytes / 1e6),
             *(time.monotonic() - began, ", ".join(map(str, kept))),
         )
+        return kept
 
     def _pace(self, began: float, sent: int) -> None:
         due = began + sent * 8 / (self._mbit * 1e6) if self._mbit else 0.0
@@ -171,8 +178,8 @@ class Checkpoints:
         self._uploads = uploads
         found = read_checkpoints(folder)
         self._last = max(found, default=0)
-        if found and uploads is not None:
-            uploads.start(*found[self._last])  # of which an earlier start may have sent a part
+        for number in sorted(found) if uploads is not None else ():
+            uploads.start(*found[number])  # of the newest an earlier start may have sent a part
 
     def evaluated(self, round: int, loss: float | None) -> None:
         """Write the model of a round that has been evaluated, if one is due; what goes wrong ends no watch."""

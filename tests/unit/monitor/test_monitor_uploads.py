@@ -218,6 +218,18 @@ def test_a_failing_upload_holds_nothing_up_and_is_said_once(tmp_path: Path, capl
     uploads.close()
 
 
+def test_the_best_checkpoint_is_uploaded_though_newer_ones_came_before_it_was(tmp_path: Path) -> None:
+    failing = Failing()
+    uploads = Uploads("there", lambda: failing, keep_last=2, retry_seconds=0.01)
+    for number, loss in {1: 5.0, 2: 3.0, 3: 4.0, 4: 4.5}.items():
+        made = checkpoint(tmp_path / f"{number}", number).model_copy(update={"held_out": loss})
+        uploads.start(tmp_path / f"{number}", made)
+    failing.is_mended = True
+    assert uploads.finish()
+    assert [number for number in failing.rounds if number in (2, 4)] == [4, 2] and 3 not in failing.rounds
+    uploads.close()
+
+
 def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     uploads = Uploads("there", Failing, keep_last=2, retry_seconds=0.01)
     uploads.start(tmp_path / "a", checkpoint(tmp_path / "a"))
