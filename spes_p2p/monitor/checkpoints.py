@@ -178,8 +178,9 @@ class Checkpoints:
         self._uploads = uploads
         found = read_checkpoints(folder)
         self._last = max(found, default=0)
-        for number in sorted(found) if uploads is not None else ():
-            uploads.start(*found[number])  # of the newest an earlier start may have sent a part
+        if uploads is not None:
+            for number in sorted(found):
+                uploads.start(*found[number])  # of the newest an earlier start may have sent a part
 
     def evaluated(self, round: int, loss: float | None) -> None:
         """Write the model of a round that has been evaluated, if one is due; what goes wrong ends no watch."""
