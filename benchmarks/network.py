@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks import loopback_rows, network_rows, planned_rows
+from benchmarks import loopback_rows, network_rows, planned_rows, routed_rows
 from benchmarks.machine import load_average
 from benchmarks.network_rows import Bench
 from benchmarks.scoreboard import Scoreboard
@@ -29,7 +29,22 @@ from spes_p2p.config import CommandConfig, PositiveInt
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
-Part = Literal["rounds", "low_bits", "scaling", "slow_uplink", "loopback", "joiners", "overlapped", "planned"]
+Part = Literal[
+    "rounds",
+    "low_bits",
+    "scaling",
+    "slow_uplink",
+    "loopback",
+    "joiners",
+    "overlapped",
+    "planned",
+    "meetings",
+    "beside_tcp",
+    "routed_rounds",
+    "introducer_killed",
+    "punched_speed",
+    "hostile_introducers",
+]
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "rounds": network_rows.rounds,
     "low_bits": network_rows.low_bits,
@@ -39,6 +54,12 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "joiners": network_rows.joiners,
     "overlapped": network_rows.overlapped,
     "planned": planned_rows.planned,
+    "meetings": routed_rows.meetings,
+    "beside_tcp": routed_rows.beside_tcp,
+    "routed_rounds": routed_rows.routed_rounds,
+    "introducer_killed": routed_rows.introducer_killed,
+    "punched_speed": routed_rows.punched_speed,
+    "hostile_introducers": routed_rows.hostile_introducers,
 }
 BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("docs/benchmarks.md"), "NETWORK", PARTS)
 

@@ -132,6 +132,10 @@ class TestBed:
         """Return a peer's IPv4 address; its router's, if it has one."""
         return f"10.77.0.{peer + 1}"
 
+    def host(self, peer: int) -> str | None:
+        """Return the address for a peer to listen on; None for one behind a router, which takes no calls."""
+        return None if peer in self._routers else self.address(peer)
+
     def namespace(self, peer: int) -> str:
         """Return the name of a peer's network namespace, for `enter_namespace`."""
         return f"{self._prefix}home{peer}" if peer in self._routers else self._name(peer)
@@ -214,6 +218,8 @@ class Loopback:
     def address(self, peer: int) -> str:
         """Return the address of all peers."""
         return "127.0.0.1"
+
+    host = address
 
     def run_in(self, peer: int, function: Callable[..., Any], *args: Any) -> ForkProcess:
         """Run a function in a fork of this process, which dies with the calling thread."""

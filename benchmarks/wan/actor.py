@@ -90,6 +90,15 @@ class Actor:
         with contextlib.suppress(OSError):
             self._pipe.send(None)
 
+    def kill(self) -> None:
+        """End the process and all that it has started at once."""
+        family = self._family()
+        for process in family:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self._process.join(CLOSE_SECONDS)
+        self._pipe.close()
+
     def close(self, seconds: float = CLOSE_SECONDS) -> None:
         """Let the object close and the process end; kill it if it does not, and whatever it leaves behind."""
         family = self._family()

@@ -9,19 +9,20 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
+import psutil
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 
 from benchmarks.routers import Router
-from benchmarks.testbed import TestBed
+from benchmarks.testbed import Place, TestBed
 from benchmarks.wan.actor import Actor, Actors, call_all
-from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES, Channel
+from spes_p2p.swarm.exchange.protocol import DATA, FRAME_BYTES, Channel, DisconnectedError
 from spes_p2p.swarm.p2p.identity import Identity
-from spes_p2p.swarm.p2p.introductions import Introducer, Links
+from spes_p2p.swarm.p2p.introductions import Introducer, Links, _Question, _Told
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
 
 CALL_SECONDS = 60.0
 LOOK_SECONDS = 0.05
-SERVICE = "bytes"
+RUN_ID, SERVICE = "routed", "bytes"
 
 
 class RoutedPeer:
@@ -35,7 +36,7 @@ class RoutedPeer:
 
     def __init__(self, folder: Path, host: str | None, initial_peers: Sequence[str]) -> None:
         listen = ListenConfig(host or EVERY_INTERFACE, client_mode=host is None)
-        self.node = Node(Identity(folder / "key"), "routed", initial_peers=initial_peers, listen=listen)
+        self.node = Node(Identity(folder / "key"), RUN_ID, initial_peers=initial_peers, listen=listen)
         self.links = Links(self.node)
         if not self.node.client_mode:
             Introducer(self.node)
@@ -62,6 +63,32 @@ class RoutedPeer:
     def connected(self) -> Mapping[str, Sequence[str]]:
         """Return where the connected peers are connected from."""
         return self.node.run(self.node.p2p.connected_from(), CALL_SECONDS)
+
+    def memory(self) -> int:
+        """Return the resident bytes of this process and its children."""
+        family = [process := psutil.Process(), *process.children(recursive=True)]
+        return sum(each.memory_info().rss for each in family)
+
+    def lie(self, target: str, about: str, host: str, count: int) -> None:
+        """Tell a peer that another one was at so many ports of a host, as an introducer that lies."""
+        for number in range(count):
+            told = _Told(peer=about, address=f"/ip4/{host}/udp/{2000 + number}/quic-v1")
+            self.node.run(self._ask(target, "told", told.model_dump_json()), CALL_SECONDS)
+
+    def flood(self, introducer: str, peer: str, count: int) -> int:
+        """Ask an introducer so often; return how often it has answered."""
+        question = _Question(peer=peer).model_dump_json()
+        answers = [self.node.run(self._ask(introducer, "introduce", question), CALL_SECONDS) for _ in range(count)]
+        return sum(map(bool, answers))
+
+    async def _ask(self, peer: str, service: str, text: str) -> bytes:
+        channel = await Channel.open(self.node, peer, f"{RUN_ID}::{service}", CALL_SECONDS)
+        with contextlib.closing(channel):
+            await channel.send_text(text)
+            try:
+                return await channel.receive_text()
+            except DisconnectedError:
+                return b""
 
     def send(self, peer: str, num_bytes: int) -> float:
         """Send a peer bytes; return the seconds until it had all of them."""
@@ -99,10 +126,12 @@ class RoutedPeers(Actors):
         folder: For the peers' keys.
         num_called: Peers that can be called.
         num_routed: Peers behind routers.
+        host: Address for the others to listen on, in place of their address in the bed.
     """
 
-    def __init__(self, bed: TestBed, folder: Path, num_called: int, num_routed: int) -> None:
+    def __init__(self, bed: Place, folder: Path, num_called: int, num_routed: int, host: str | None = None) -> None:
         super().__init__()
+        self._host = host
         self._bed = bed
         self._folder = folder
         self._num_called = num_called
@@ -123,7 +152,7 @@ class RoutedPeers(Actors):
     def _start(self, place: int, addresses: Sequence[str]) -> Actor:
         folder = self._folder / str(place)
         folder.mkdir(parents=True, exist_ok=True)
-        host = self._bed.address(place) if place < self._num_called else None
+        host = (self._host or self._bed.address(place)) if place < self._num_called else None
         start = functools.partial(self._bed.run_in, place)
         return Actor(f"peer {place}", RoutedPeer, folder, host, tuple(addresses), start=start)
 

@@ -75,6 +75,9 @@ class SwarmCluster(Actors):
             member.ready()
         answers = call_all(self.members, "introduce", seconds=INTRODUCTION_SECONDS)
         self._ids = [peer_id for peer_id, _ in answers]
+        routed = [member for member, (_, addresses) in zip(self.members, answers, strict=True) if not addresses]
+        hidden = [peer_id for peer_id, addresses in answers if not addresses]
+        call_all(routed, "wait_for_links", hidden, seconds=CALL_SECONDS)
 
     def _start(self, peer: int) -> Actor:
         return start_peer(
@@ -109,11 +112,15 @@ class SwarmCluster(Actors):
         """The round of the newest versions."""
         return self._number
 
+    def kill(self, peer: int) -> None:
+        """End a peer without notice; the rounds go on without it."""
+        self.members.pop(peer).kill()
+
     def begin_round(self) -> None:
         """Start a round on all peers; `finish_round` waits for it."""
         self._cpu_before = sum(member.cpu_seconds() for member in self.members)
         for member in self.members:
-            member.begin("round", self._number, self._peers)
+            member.begin("round", self._number, len(self.members))
 
     def finish_round(self) -> ClusterRound:
         """Wait for all peers; return the round's figures."""

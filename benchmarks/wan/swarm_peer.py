@@ -27,10 +27,10 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
-from spes_p2p.swarm.p2p.node import ListenConfig, Node
+from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
 from spes_p2p.swarm.records import MAX_SLOTS, Claim
 from spes_p2p.swarm.roster import Member
-from spes_p2p.training.fetch_plan import preferred, relays
+from spes_p2p.training.fetch_plan import plan_fetch, preferred
 
 RUN_ID = "network"
 FOUNDER = hashed_peer_id(b"network")
@@ -38,6 +38,8 @@ ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
 MEETING_SECONDS = 30.0
 """Time for all peers to arrive; a complete group does not wait for it."""
 CALL_SECONDS = MEETING_SECONDS + 2 * ROUNDS.averaging_seconds + ROUNDS.exchange_seconds
+LINK_SECONDS = 45.0
+"""Time for some heartbeats, by which peers behind routers hear of each other and meet."""
 NAMES = {SHARED: "shared", "slot": "slots"}
 """Which setting of the codecs is a kind's."""
 DELTA = 1e-3
@@ -66,7 +68,7 @@ class SwarmPeer:
 
     Args:
         directory: Holds its identity and versions.
-        host: Address to listen on.
+        host: Address to listen on; None for a peer behind a router.
         initial_peers: Addresses to join.
         payload: The model's size.
         slots: What it holds.
@@ -77,7 +79,7 @@ class SwarmPeer:
     def __init__(
         self,
         directory: Path,
-        host: str,
+        host: str | None,
         initial_peers: Sequence[str],
         payload: Payload,
         slots: Sequence[int],
@@ -94,7 +96,8 @@ class SwarmPeer:
         self._numels = {SHARED: payload.shared_numel, "slot": payload.slot_numel}
         self._anchors = {name: self._draw(name) for name in self._names}
         self._deltas = {name: DELTA * self._draw(name) for name in self._names}
-        node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=ListenConfig(host))
+        listen = ListenConfig(host or EVERY_INTERFACE, client_mode=host is None)
+        node = Node(Identity(directory / "key"), RUN_ID, initial_peers=initial_peers, listen=listen)
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
         vectors = Vectors(self._numels, segments, _advance, codecs.keyframe_rounds)
@@ -108,7 +111,14 @@ class SwarmPeer:
 
     def introduce(self) -> tuple[str, list[str]]:
         """Return its id and addresses."""
-        return self._swarm.peer_id, self._swarm.node.addresses()
+        node = self._swarm.node
+        return self._swarm.peer_id, [] if node.client_mode else node.addresses()
+
+    def wait_for_links(self, peers: Sequence[str]) -> None:
+        """Wait until this peer is connected to some others that are behind routers, too, or the time is up."""
+        others, deadline = set(peers) - {self._swarm.peer_id}, time.monotonic() + LINK_SECONDS
+        while time.monotonic() < deadline and others - set(self._swarm.links.direct()):
+            time.sleep(0.2)
 
     def publish_fresh(self, round: int, slots: Sequence[int]) -> None:
         """Publish new versions of slots that it does not hold."""
@@ -155,14 +165,9 @@ class SwarmPeer:
 
     def _pull_slots(self, result: RoundResult, round: int) -> None:
         """Fetch the others' slots as `training.slots` does."""
-        links, chains = result.roster.uplinks, relays(result.roster, {})
-        wanted = {
-            name: preferred(self._swarm.peer_id, name, makers, links)
-            for name, makers in result.roster.groups.items()
-            if name not in self._names
-        }
-        chains = {name: chain for name, chain in chains.items() if name in wanted}
-        self.pull(wanted, round, relays=chains, uplinks=links)
+        makers = {name: peers for name, peers in result.roster.groups.items() if name not in self._names}
+        plan = plan_fetch(self._swarm.peer_id, result.roster, makers, list(makers), {}, with_moments=False)
+        self.pull(plan.wanted, round, relays=plan.relays, uplinks=result.roster.uplinks)
 
     def catch_up(self, names: Sequence[str], peers: Sequence[str], min_round: int) -> float:
         """Pull versions that all `peers` have, spread over them as newcomers do; return how long it took."""
@@ -203,7 +208,7 @@ def start_peer(
     """Start a peer in its namespace; see `SwarmPeer`."""
     arguments = (initial_peers, payload, slots, codecs or CodecConfig(), uplink_mbit)
     start = functools.partial(place.run_in, peer)
-    return Actor(f"peer {peer}", SwarmPeer, folder / f"peer{peer}", place.address(peer), *arguments, start=start)
+    return Actor(f"peer {peer}", SwarmPeer, folder / f"peer{peer}", place.host(peer), *arguments, start=start)
 
 
 def encoded_bits(codec: str) -> float:

@@ -115,7 +115,7 @@ class DataConfig(Frozen):
     """File of a few public conversations, for the founder, which the manifest carries: all peers' loss gates measure
     them, and monitors without conversations of their own. By default each peer measures its own."""
     skip_unusable: bool = False
-    """Leave out conversations that cannot be used, and count them, as with --skip-unusable. By default the first one
+    """Leave out and count unusable conversations, as with --skip-unusable. By default the first one
     ends the peer."""
     tokenizer: Annotated[str, Field(min_length=1, max_length=512), AfterValidator(_tokenizer_name)] | None = None
     """A Hugging Face tokenizer (name or directory); none trains a byte-level BPE on the corpus at first use."""

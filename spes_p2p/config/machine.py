@@ -134,7 +134,7 @@ class OwnData(Frozen):
     manifest or `file_list.txt` of `spes tokenize`: raw and true `.npy`, datatrove, Megatron, MosaicML's MDS. In a run
     that mixes sources NAME=PATH, for each source. An http address of such a manifest is fetched into the cache."""
     skip_unusable: bool = False
-    """Leave out conversations that cannot be used, and count them. By default the first one ends the command."""
+    """Leave out and count unusable conversations. By default the first one ends the command."""
 
     @property
     def shards(self) -> list[Path]:
@@ -218,13 +218,15 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
     peers are on this machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """TCP port to listen on; 0 lets the system choose."""
+    """Port to listen on, TCP and UDP; 0 lets the system choose."""
     announce: list[str] = []
     """Multiaddrs by which others reach this peer; by default from host and port."""
+    map_port: bool = False
+    """Have the router forward the port. By UPnP, while the peer runs; the router's address is announced."""
     lan: bool = False
     """Tell this network of the run. By multicast DNS; machines on it then join with `spes join NAME --lan`."""
     client_mode: bool = False
-    """Call others, but do not listen. A peer that finds that others cannot call it does so by itself."""
+    """Call others, but take no calls. A peer that finds that others cannot call it does so by itself."""
     invite: Annotated[str, Field(max_length=768)] | None = None
     """The founder's invite, if the run is closed. SPES_INVITE keeps it out of the process list."""
     identity: Path | None = None

@@ -65,6 +65,7 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.lan import check_lan, told_on_lan
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
+from spes_p2p.swarm.p2p.port_map import mapped_port
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
@@ -168,6 +169,31 @@ class Kept:
 @contextlib.contextmanager
 def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
     """Be in the swarm, with manifest and averager; leave it in the end, whatever happens."""
+    with _with_port(config) as config, _joined(config, kept) as entered:
+        yield entered
+
+
+@contextlib.contextmanager
+def _with_port(config: PeerConfig) -> Iterator[PeerConfig]:
+    """Map the port on the router if that is asked for; yield the settings, with the address to announce."""
+    if not config.map_port:
+        yield config
+        return
+    if not config.port or config.announce or config.client_mode:
+        raise ConfigError(
+            "--map-port forwards the port that --port names; set --port, and drop --announce, --client-mode"
+        )
+    peer_id = _identity(config).peer_id
+    with mapped_port(config.port) as outside:
+        yield config.model_copy(update={"announce": [f"/ip4/{outside}/tcp/{config.port}/p2p/{peer_id}"]})
+
+
+def _identity(config: PeerConfig) -> Identity:
+    return Identity(config.identity or config.output / "identity.key")
+
+
+@contextlib.contextmanager
+def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admission, Amendments]]:
     if config.lan:
         check_lan()
     if config.initial_peers and config.run is not None:
@@ -182,14 +208,15 @@ def joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Admi
     founded = None if config.initial_peers or config.resume else _found(config, run)
     swarm = _swarm(config, client_mode=config.client_mode)
     try:
-        if not (config.client_mode or config.announce or swarm.can_be_called()):
+        is_told = bool(config.announce) and not config.map_port  # what a router says of its address may be wrong
+        if not (config.client_mode or is_told or swarm.can_be_called()):
             log.warning(
                 "other peers cannot open a connection to this one: %s. It calls them instead, trains and averages, and "
                 "they fetch what it publishes over its connections",
                 why_unreachable(config.host, swarm.node.port),
             )
             swarm.close()
-            swarm = _swarm(config, client_mode=True)
+            swarm = _swarm(config.model_copy(update={"announce": []}), client_mode=True)
         if swarm.node.meets_others:
             swarm.links.learn_kind()
             log.info("this peer takes no calls; %s", swarm.links.told())
@@ -205,7 +232,7 @@ def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
     """Start this peer's node, and the swarm on top of it."""
     known = Peerstore(config.output / peerstore.FILE)
     node = Node(
-        Identity(config.identity or config.output / "identity.key"),
+        _identity(config),
         config.run_name,
         initial_peers=config.initial_peers,
         peerstore=known,

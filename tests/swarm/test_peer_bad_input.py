@@ -190,6 +190,7 @@ BAD = {
     "foreign address": Bad(flags("--host", "192.0.2.1"), "192.0.2.1", "choose another"),
     "malformed announcement": Bad(flags("--announce", "1.2.3.4:4000"), "'1.2.3.4:4000'", "/p2p/"),
     "founder whom nobody can call": Bad(flags("--client-mode"), "client_mode=True", "drop --client-mode"),
+    "port to map that is not named": Bad(flags("--map-port"), "--map-port", "set --port"),
     "founder who is not": Bad(flags("--run-id", f"r@{NOBODY}"), NOBODY, "--run-id"),
     "founder that is no peer id": Bad(flags("--run-id", "r@somebody"), "run_id='r@somebody'", "--help"),
     "identity in a file that is none": Bad(flags("--identity", __file__), __file__, "chmod 600"),

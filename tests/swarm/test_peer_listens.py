@@ -17,7 +17,8 @@ from spes_p2p.commands.join import as_peer
 from spes_p2p.config import JoinConfig, PeerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import listen_host, why_unreachable
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig
+from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 
 SECONDS = 120.0
@@ -114,6 +115,16 @@ def test_every_interface_is_one_port_of_both_kinds_of_addresses() -> None:
     assert found[0] and found[0][1] == "ip4/0.0.0.0" and len({each[2] for each in found if each}) == 1
     assert ListenConfig("::1", 0).multiaddrs() == ["/ip6/::1/tcp/0"]
     assert ListenConfig("127.0.0.1").multiaddrs() == ["/ip4/127.0.0.1/tcp/0"]
+
+
+def test_an_announced_address_names_its_peer_once(tmp_path: Path) -> None:
+    identity = Identity(tmp_path / "key")
+    announced = f"/ip4/203.0.113.7/tcp/4001/p2p/{identity.peer_id}"
+    node = Node(identity, "run", listen=ListenConfig(announce=(announced,)))
+    try:
+        assert node.contacts() == (announced,) and node.port == 4001
+    finally:
+        node.close()
 
 
 def test_a_port_that_is_occupied_on_one_kind_of_address_is_found_out() -> None:

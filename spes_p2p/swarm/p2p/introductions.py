@@ -40,6 +40,8 @@ BURST, PAUSE_SECONDS = 64, 2.0
 CALLS, CALL_PAUSE_SECONDS = 64, 10.0
 """Calls that a peer makes at the word of one introducer."""
 MAX_LINKS = 64
+MAX_SHOWN = 8
+"""Peers that the page and the log name."""
 MAX_INTRODUCERS = 3
 """Introducers asked for one peer."""
 PAUSES_UNMET = 2.0, 60.0
@@ -207,10 +209,11 @@ class Links:
         return self.kind
 
     def told(self) -> str:
-        """Return for a person what the router does, and how many peers without calls this one is connected to."""
-        return (
-            f"its router {TOLD[self.kind]}; direct connections to {len(self._linked)} of {len(self._wanted)} such peers"
-        )
+        """Return for a person what the router does, and which peers without calls are met directly."""
+        direct = sorted(peer[-6:] for peer in self._linked)
+        shown = ", ".join(direct[:MAX_SHOWN]) + (", ..." if len(direct) > MAX_SHOWN else "")
+        others = f"others through third ones: {len(self._wanted - self._linked)}"
+        return f"its router {TOLD[self.kind]}; met directly: {shown or 'none'}, {others}"
 
     # ------------------------------------------------------------------ making links
 

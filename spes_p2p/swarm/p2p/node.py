@@ -16,6 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import psutil
 import uvloop
 from hivemind.dht import DHT, DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
@@ -114,6 +115,22 @@ def _listened(host: str, transport: str, port: int) -> str:
     return f"/ip{6 if ':' in host else 4}/{host}/{transport}/{port}{quic}"
 
 
+def _announced(listened: Sequence[str]) -> list[str]:
+    """Return the addresses to announce where a peer listens on UDP: those of TCP, on each interface.
+
+    p2pd would call QUIC first, which costs twice the processor time; `quic_of` derives its address where it is needed.
+    """
+    if not any("/udp/" in address for address in listened):
+        return []  # p2pd's own: the system chooses the port
+    families = {socket.AF_INET: "0.0.0.0", socket.AF_INET6: "::"}
+    found = [(each.family, each.address) for card in psutil.net_if_addrs().values() for each in card]
+    announced: list[str] = []
+    for host, port in ((words[2], words[4]) for words in (at.split("/") for at in listened) if words[3] == "tcp"):
+        on_cards = [ip for family, ip in found if families.get(family) == host and "%" not in ip]
+        announced += [_listened(ip, "tcp", int(port)) for ip in (on_cards if host in families.values() else [host])]
+    return announced
+
+
 # ---------------------------------------------------------------------- starting
 
 
@@ -126,7 +143,8 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], listen: L
         JoinError: p2pd does not start.
     """
     at = listen.multiaddrs()
-    announced = list(listen.announce) or ([NOWHERE] if listen.client_mode and at else None)
+    named = [address.rsplit("/p2p/", 1)[0] for address in listen.announce]  # p2pd's answer is extended by the peer's id
+    announced = named or ([NOWHERE] if listen.client_mode and at else _announced(at))
     reach = ({"dht_mode": "client"} if listen.client_mode else {}) | ({} if at else {"no_listen": True})
     try:
         if initial_peers and not identity.is_new and await _is_in_use(identity, initial_peers):  # guard: own-identity
@@ -134,7 +152,7 @@ async def start_p2pd(identity: Identity, initial_peers: Sequence[str], listen: L
         p2p = await DaemonP2P.create(
             identity_path=str(identity.path),
             host_maddrs=at or None,
-            announce_maddrs=announced,
+            announce_maddrs=announced or None,
             use_relay=False,
             startup_timeout=STARTUP_SECONDS,
             **reach,

@@ -13,7 +13,7 @@ from spes_p2p.swarm.exchange.protocol import Channel
 from spes_p2p.swarm.p2p import introductions
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.p2p.introductions import BURST, CALLS, MAX_AT_ONCE, Introducer, Links, seen_at
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, quic_of
+from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, _announced, quic_of
 from spes_p2p.swarm.p2p.rate_limit import Allowance
 
 INTRODUCER, OTHER, ASKER, TARGET, STRANGER = (hashed_peer_id(bytes([number])) for number in range(5))
@@ -247,6 +247,16 @@ def test_a_peer_that_can_be_called_listens_on_both_with_one_port_and_another_one
     hidden = ListenConfig(EVERY_INTERFACE, client_mode=True).multiaddrs()
     assert hidden and all("/udp/" in address for address in hidden)
     assert ListenConfig("127.0.0.1", client_mode=True).multiaddrs() == []
+
+
+def test_what_is_announced_is_tcp_alone():
+    """Otherwise p2pd would call QUIC first, also among peers that can be called."""
+    here = ["/ip4/198.51.100.1/tcp/7", "/ip4/198.51.100.1/udp/7/quic-v1"]
+    assert _announced(here) == here[:1]
+    every = _announced(ListenConfig(EVERY_INTERFACE, 0).multiaddrs())
+    assert any(address.startswith("/ip4/127.0.0.1/tcp/") for address in every)
+    assert all("/tcp/" in address and "0.0.0.0" not in address for address in every)
+    assert _announced(ListenConfig("127.0.0.1").multiaddrs()) == [], "the system chooses the port"
 
 
 def test_an_allowance_comes_back_with_time_and_remembers_few():

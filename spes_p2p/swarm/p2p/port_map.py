@@ -1,0 +1,61 @@
+"""A port that the router forwards to this machine by UPnP while a peer runs, where its owner asks for that."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+from spes_p2p.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+SEARCH_MS = 2000
+LEASE_SECONDS = 7 * 86_400
+"""Longest time that a mapping outlives a peer that was killed; some routers keep none longer."""
+PROTOCOLS = ("TCP", "UDP")
+
+
+@contextlib.contextmanager
+def mapped_port(port: int) -> Iterator[str]:
+    """Have the router forward a port, TCP and UDP, while the block runs.
+
+    Args:
+        port: The port, outside and on this machine.
+
+    Yields:
+        The router's address outside, as the router tells it: others must confirm that it leads here.
+
+    Raises:
+        ConfigError: miniupnpc is not installed, or no router forwards the port.
+    """
+    if importlib.util.find_spec("miniupnpc") is None:
+        raise ConfigError("--map-port needs miniupnpc; run: pip install 'spes-p2p[upnp]', or ./scripts/setup.sh upnp")
+    import miniupnpc
+
+    router: Any = miniupnpc.UPnP()
+    router.discoverdelay = SEARCH_MS
+    with contextlib.ExitStack() as closing:
+        try:
+            router.discover()
+            router.selectigd()
+            outside = router.externalipaddress()
+            for protocol in PROTOCOLS:
+                router.addportmapping(port, protocol, router.lanaddr, port, "spes", "", LEASE_SECONDS)
+                closing.callback(_unmap, router, port, protocol)
+        except Exception as error:  # miniupnpc raises nothing else
+            raise ConfigError(
+                f"--map-port: the router forwards no port {port}: {error}; switch UPnP on there, choose another "
+                f"--port, or forward the port by hand and drop --map-port"
+            ) from error
+        log.info("the router forwards port %d of %s to this machine", port, outside)
+        yield outside
+
+
+def _unmap(router: Any, port: int, protocol: str) -> None:
+    try:
+        router.deleteportmapping(port, protocol)
+    except Exception as error:  # noqa: BLE001 - miniupnpc raises nothing else; the lease ends by itself
+        log.warning("the router goes on forwarding %s port %d for up to 7 days: %s", protocol, port, error)
