@@ -2,6 +2,8 @@
 
     .venv/bin/python -m benchmarks.tuning [--only memory --only loading ...] [--output benchmarks/results]
 
+Each part is measured by itself; `--output` keeps what other runs have measured of the other parts.
+
 Memory is a process's own: it is read from `/proc/self`, and each case has a process. Times are CPU seconds of one
 thread, because others may be at work on the machine. The swarm's runs are simulated, with the real trainer, rounds and
 codecs, over a base that is trained here on the Python standard library's own text; the text to adapt to is the same
@@ -19,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from pydantic_settings import SettingsConfigDict
@@ -60,7 +62,8 @@ MAX_MEMORY, MAX_RECOMPUTED, MAX_STEP = 0.6, 0.3, 0.7
 MAX_BF16, MAX_INT8 = 1.15, 1.2
 MAX_SHARE, MAX_LOSS = 0.01, 1.02
 TOKENS, WARM_UP, STEPS = 512, 2, 5
-Part = Literal["memory", "loading", "swarm", "bytes"]
+Part = Literal["memory", "loading", "bytes", "dense", "mixture"]
+PARTS: tuple[Part, ...] = get_args(Part)
 
 
 class TuningConfig(CommandConfig):
@@ -68,7 +71,7 @@ class TuningConfig(CommandConfig):
 
     model_config = SettingsConfigDict(cli_prog_name="benchmarks.tuning")
 
-    only: list[Part] = ["memory", "loading", "swarm", "bytes"]
+    only: list[Part] = [*PARTS]
     """Parts to measure."""
     rounds: PositiveInt = 12
     """Rounds of the simulated runs."""
@@ -82,27 +85,37 @@ class TuningConfig(CommandConfig):
 
 def main(config: TuningConfig) -> int:
     """Measure, print and write the figures; return the exit code."""
-    load = load_average()
     parts: Mapping[Part, Callable[[Path], Iterator[Row]]] = {
         "memory": memory_rows,
         "loading": loading_rows,
         "bytes": traffic_rows,
-        "swarm": lambda folder: swarm_rows(folder, config),
+        "dense": lambda folder: swarm_rows(folder, "dense", config),
+        "mixture": lambda folder: swarm_rows(folder, "mixture", config),
     }
-    rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="tuning-") as folder:
-        for part in config.only:
+    for part in config.only:
+        load, rows = load_average(), []
+        with tempfile.TemporaryDirectory(prefix="tuning-") as folder:
             for row in parts[part](Path(folder)):
                 rows.append(row)
                 say(" | ".join(row.cells))
-    if config.output is not None:
-        circumstances = Circumstances.now(load, None)
-        config.output.mkdir(parents=True, exist_ok=True)
-        table = markdown_table(HEAD, [row.cells for row in rows])
-        record = {"rows": [row._asdict() for row in rows], "circumstances": asdict(circumstances)}
-        (config.output / "tuning.json").write_text(json.dumps(record, indent=1) + "\n")
-        (config.output / "tuning.md").write_text(f"# Fine-tuning, {circumstances.date}\n\n{table}")
+        if config.output is not None:
+            _write(config.output, part, rows, Circumstances.now(load, None))
     return 0
+
+
+def _write(folder: Path, part: Part, rows: Sequence[Row], circumstances: Circumstances) -> None:
+    """Put a part's rows in place of older ones, and write the table of all parts."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "tuning.json"
+    measured = json.loads(file.read_text()) if file.exists() else {}
+    measured[part] = {"rows": [row._asdict() for row in rows], "circumstances": asdict(circumstances)}
+    measured = {each: measured[each] for each in PARTS if each in measured}
+    file.write_text(json.dumps(measured, indent=1) + "\n")
+    cells = [Row(**row).cells for found in measured.values() for row in found["rows"]]
+    where = {each: Circumstances(**found["circumstances"]).where for each, found in measured.items()}
+    lines = [f"- {each}: {place}" for each, place in where.items()]
+    text = "\n".join(["# Fine-tuning", "", "Times are CPU seconds of one thread.", "", *lines])
+    (folder / "tuning.md").write_text(f"{text}\n\n{markdown_table(HEAD, cells)}")
 
 
 # ---------------------------------------------------------------------- memory and time of a step
@@ -336,28 +349,25 @@ def traffic_rows(folder: Path) -> Iterator[Row]:
 
 
 BASES: Mapping[str, Mapping[str, Any]] = {
-    "llama": {"family": "llama", "num_experts": 0, "top_k": 0, "intermediate_size": 192},
-    "olmoe": {"family": "olmoe", "num_experts": 8, "top_k": 2, "intermediate_size": 96},
+    "dense": {"family": "llama", "num_experts": 0, "top_k": 0, "intermediate_size": 192},
+    "mixture": {"family": "olmoe", "num_experts": 8, "top_k": 2, "intermediate_size": 96},
+}
+CASES: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
+    "dense": {"a dense model": {}, "- B alone averaged": {"factors": "b"}},
+    "mixture": {
+        "experts by slots, two holders": {"experts": "slots"},
+        "attention only": {"targets": ["attention"]},
+        "all experts everywhere": {},
+    },
 }
 SEQUENCE, VOCAB, BATCH, LOCAL_STEPS = 64, 1024, 4, 8
 
 
-def swarm_rows(folder: Path, config: TuningConfig) -> Iterator[Row]:
+def swarm_rows(folder: Path, kind: str, config: TuningConfig) -> Iterator[Row]:
     """Yield the held-out loss of three peers' adapters, of one process with their batches, and of each peer alone."""
-    texts = _texts(folder)
-    tried: dict[str, dict[str, dict[str, Any]]] = {
-        "llama": {"a dense model": {}, "- B alone averaged": {"factors": "b"}},
-        "olmoe": {
-            "experts by slots, two holders": {"experts": "slots"},
-            "- B alone averaged": {"experts": "slots", "factors": "b"},
-            "- all experts everywhere": {},
-            "attention only": {"targets": ["attention"]},
-        },
-    }
-    for family, cases in tried.items():
-        source = _pretrained(folder / family, family, config)
-        for name, adapter in cases.items():
-            yield from _swarm_rows(name, source, texts, adapter, config)
+    texts, source = _texts(folder), _pretrained(folder / kind, kind, config)
+    for name, adapter in CASES[kind].items():
+        yield from _swarm_rows(name, source, texts, adapter, config)
 
 
 def _swarm_rows(
@@ -376,7 +386,7 @@ def _swarm_rows(
             text=list(texts),
             start_from=source,
             threads=1,
-            max_slots=8 if peers == 1 else 6,
+            max_slots=8 if peers == 1 else [6, 5, 5],  # each of the 8 slots, if there are any, has two holders
             evaluate_rounds=config.rounds,
             held_out_tokens=16_384,
             seed=seed,
@@ -407,10 +417,10 @@ def _texts(folder: Path) -> list[Path]:
     return [path]
 
 
-def _pretrained(folder: Path, family: str, config: TuningConfig) -> Path:
+def _pretrained(folder: Path, kind: str, config: TuningConfig) -> Path:
     """Train a small base on the standard library's text, and save it with its tokenizer."""
     data = DataConfig(sequence_length=SEQUENCE, vocab_size=VOCAB)
-    shape = {"hidden_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, **BASES[family]}
+    shape = {"hidden_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, **BASES[kind]}
     train = TrainConfig(batch_size=16, lr=3e-3)
     tokenizer = resolve_tokenizer(data, [], config.cache.expanduser())
     model = build_slot_model(

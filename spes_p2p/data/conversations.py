@@ -206,6 +206,18 @@ def conversation_file(
     return TokenFile(ids_N, key, tokenizer.eos_token_id, ends_D)
 
 
+def num_tokens(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> tuple[int, int] | None:
+    """Return the tokens of one pass over a volunteer's conversations, and the learned ones; None without conversations.
+
+    Raises:
+        ConfigError, DataError: as `conversation_file`.
+    """
+    if (files := conversation_files(data.paths)) is None:
+        return None
+    ids_N = np.asarray(conversation_file(data, tokenizer, files, cache=cache, part="train").tokens_N)
+    return len(ids_N), int((ids_N < HIDDEN).sum())
+
+
 def _tokenise(
     data: DataConfig, tokenizer: AnyTokenizer, files: Sequence[Path], targets: Mapping[Part, tuple[Path, Path]]
 ) -> None:

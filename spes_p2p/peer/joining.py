@@ -29,7 +29,7 @@ from spes_p2p.config import (
     Storage,
     check_machine,
 )
-from spes_p2p.data.conversations import founding
+from spes_p2p.data.conversations import founding, num_tokens
 from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.remote import with_fetched
@@ -79,6 +79,11 @@ LOOK_SECONDS = 1.0
 SAY_SECONDS = 5.0
 MANIFEST_ROOM = 2048
 """Bytes of a manifest beside the run's settings, more than it takes."""
+RATE_OF_WEIGHTS, RATE_OF_ADAPTERS, WIDTH_OF_RATES = 2e-5, 2e-4, 2048
+"""Learning rates of a trained model of that width."""
+MIN_ROUND_TOKENS = 1024
+STEPS_OF_PASS = 8
+"""Least steps of a pass over the founder's conversations."""
 ANY_MEMORY = 2**60
 """In place of a GPU's memory, which is not known yet."""
 
@@ -300,8 +305,38 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
     if source is not None:  # last, because it reads all weights
+        run = _suited(run, num_tokens(corpus, tokenizer, cache))
         run = with_digests(run, len(tokenizer), source, hub_name)
     return run, tokenizer
+
+
+def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
+    """Return a run over a trained checkpoint with what its founder has not set.
+
+    Adam's best rate falls as the width grows, and is about ten times as high for adapters. A round is one pass over the
+    founder's conversations at most, and a pass has a few steps at least.
+
+    Source: LoRA Without Regret (https://thinkingmachines.ai/blog/lora/).
+
+    Args:
+        run: Settings with the checkpoint's model.
+        num_tokens: Tokens of the founder's conversations, if there are some, and the learned ones.
+    """
+    train, rounds = run.train, run.round
+    if "lr" not in train.model_fields_set:
+        rate = RATE_OF_ADAPTERS if run.adapter is not None else RATE_OF_WEIGHTS
+        train = train.model_copy(update={"lr": rate * WIDTH_OF_RATES / run.model.hidden_size})
+    if num_tokens is not None and "batch_size" not in train.model_fields_set:
+        num_sequences = num_tokens[0] // run.data.sequence_length
+        train = train.model_copy(update={"batch_size": min(max(1, num_sequences // STEPS_OF_PASS), train.batch_size)})
+    if num_tokens is not None and not {"tokens", "samples", "mode"} & rounds.model_fields_set:
+        rounds = rounds.model_copy(update={"tokens": min(max(num_tokens[1], MIN_ROUND_TOKENS), rounds.tokens)})
+    log.info(
+        "over a trained model: learning rate %.3g, %d sequences a step, %d tokens a round (--run.train.lr, "
+        "--run.train.batch-size, --run.round.tokens)",
+        *(train.lr, train.batch_size, rounds.tokens),
+    )
+    return run.model_copy(update={"train": train, "round": rounds})
 
 
 def _on_files(config: PeerConfig, run: RunConfig) -> RunConfig:

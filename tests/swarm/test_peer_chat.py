@@ -60,6 +60,7 @@ def test_two_peers_teach_a_style_and_the_exported_model_answers_in_it(commands: 
 
         settings = ["--run.round.mode", "steps", "--run.round.steps", str(STEPS), "--run.round.total", str(TOTAL)]
         settings += ["--run.round.min-peers", "2", "--run.data.sequence-length", "128", "--run.train.batch-size", "4"]
+        settings += ["--run.train.lr", "2e-3"]  # the base knows nothing yet
         peers = [start("peer", "a", "--from", base, "--data", files["a"], "--run.data.probe", probe, *settings)]
         peers[0].wait_for("others join with: .* --data PATH", SECONDS)
         join = ["--initial-peers", (tmp_path / "a" / "address").read_text().strip()]

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from spes_p2p.cli import load_settings
 from spes_p2p.config import ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
@@ -49,3 +50,27 @@ def test_no_peer_has_more_slots_than_a_claim_can_hold(monkeypatch: pytest.Monkey
     assert joining._max_slots(chosen("auto"), SIZE, setup_of(chosen("auto"))) == MAX_CLAIMED
     with pytest.raises(ConfigError, match="max_slots=150 exceeds the 128 slots that a claim can hold"):
         joining._check_choices(chosen(150), RUN)
+
+
+@pytest.mark.parametrize(
+    ("words", "num_tokens", "rate", "batch", "tokens"),
+    [
+        ([], (40_000, 5000), 4e-5, 8, 5000),
+        (["--run.adapter.rank", "4"], (40_000, 5000), 4e-4, 8, 5000),
+        (["--run.train.lr", "2e-3", "--run.round.total", "3"], (8192, 5000), 2e-3, 4, 5000),
+        (["--run.train.batch-size", "16", "--run.round.tokens", "777"], (8192, 5000), 4e-5, 16, 777),
+        (["--run.round.samples", "20"], (8192, 5000), 4e-5, 4, 98_304),
+        ([], (100, 10), 4e-5, 1, 1024),
+        ([], (10**10, 10**9), 4e-5, 8, 98_304),
+        ([], None, 4e-5, 8, 98_304),
+    ],
+)
+def test_what_a_founder_leaves_open_suits_a_trained_model_and_few_conversations(
+    words: list[str], num_tokens: tuple[int, int] | None, rate: float, batch: int, tokens: int
+) -> None:
+    chosen = load_settings(PeerConfig, ["--run-id", "r", *words]).run or RunConfig()
+    run = chosen.model_copy(update={"model": ModelConfig(hidden_size=1024, num_heads=16)})
+    suited = joining._suited(run, num_tokens)
+    assert suited.train.lr == pytest.approx(rate) and suited.train.batch_size == batch
+    assert suited.round.tokens == tokens and suited.round.samples == run.round.samples
+    assert suited.round.total == run.round.total
