@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -279,18 +280,17 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     run = _on_files(config, run)
     cache = config.cache.expanduser()
-    corpus = with_fetched(config.corpus(run.data), cache)
     source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
-    if source is None:
-        if config.adapter is not None or run.adapter is not None:
-            raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
+    if source is not None:
+        run = _over(source, config, run, hub_name)
+        _check_choices(config, run)
+    elif config.adapter is not None or run.adapter is not None:
+        raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
+    corpus = with_fetched(config.corpus(run.data), cache)
+    if source is None or run.data.tokenizer is not None:
         tokenizer = resolve_tokenizer(corpus, config.text, cache)
     else:
-        if run.model != ModelConfig():
-            raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
-        run = run.model_copy(update={"model": model_of(source), "adapter": _adapter(config, run, hub_name)})
-        _check_choices(config, run)
-        tokenizer = resolve_tokenizer(corpus, config.text, cache) if run.data.tokenizer else load_tokenizer(source)
+        tokenizer = load_tokenizer(source)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
     corpus = founding(corpus, tokenizer)
@@ -308,6 +308,18 @@ def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTok
         run = _suited(run, num_tokens(corpus, tokenizer, cache))
         run = with_digests(run, len(tokenizer), source, hub_name)
     return run, tokenizer
+
+
+def _over(source: Path, config: PeerConfig, run: RunConfig, hub_name: str | None) -> RunConfig:
+    """Return a run with the model of a checkpoint; its sequences are no longer than that allows, unless chosen so."""
+    if run.model != ModelConfig():
+        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
+    data, model = run.data, model_of(source)
+    assert model.start is not None
+    if "sequence_length" not in data.model_fields_set:
+        longest = min(data.sequence_length, model.start.max_position_embeddings)
+        data = data.model_copy(update={"sequence_length": longest})
+    return run.model_copy(update={"model": model, "adapter": _adapter(config, run, hub_name), "data": data})
 
 
 def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
