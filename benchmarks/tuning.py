@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import subprocess
+import sys
 import tempfile
 import threading
 import time
@@ -61,8 +63,9 @@ MIB = 2**20
 MAX_MEMORY, MAX_RECOMPUTED, MAX_STEP = 0.6, 0.3, 0.7
 MAX_BF16, MAX_INT8 = 1.15, 1.2
 MAX_SHARE, MAX_LOSS = 0.01, 1.02
+MAX_FIRST_SECONDS, CONVERSATIONS = 60, 200
 TOKENS, WARM_UP, STEPS = 512, 2, 5
-Part = Literal["memory", "loading", "bytes", "dense", "mixture"]
+Part = Literal["memory", "loading", "bytes", "dense", "mixture", "first"]
 PARTS: tuple[Part, ...] = get_args(Part)
 
 
@@ -91,6 +94,7 @@ def main(config: TuningConfig) -> int:
         "bytes": traffic_rows,
         "dense": lambda folder: swarm_rows(folder, "dense", config),
         "mixture": lambda folder: swarm_rows(folder, "mixture", config),
+        "first": lambda folder: first_rows(folder, config),
     }
     for part in config.only:
         load, rows = load_average(), []
@@ -417,7 +421,7 @@ def _texts(folder: Path) -> list[Path]:
     return [path]
 
 
-def _pretrained(folder: Path, kind: str, config: TuningConfig) -> Path:
+def _pretrained(folder: Path, kind: str, config: TuningConfig, steps: int = 400) -> Path:
     """Train a small base on the standard library's text, and save it with its tokenizer."""
     data = DataConfig(sequence_length=SEQUENCE, vocab_size=VOCAB)
     shape = {"hidden_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, **BASES[kind]}
@@ -433,10 +437,30 @@ def _pretrained(folder: Path, kind: str, config: TuningConfig) -> Path:
     )
     source = train_source(data, tokenizer, paths=[], cache=config.cache.expanduser(), order_seed=0)
     trainer = Trainer(model, train, source, ProcessGroup("cpu"))
-    for step in range(400):
-        trainer.step(3e-3 * min(1.0, (step + 1) / 40) * (1 - 0.9 * step / 400))
+    for step in range(steps):
+        trainer.step(3e-3 * min(1.0, (step + 1) / 40) * (1 - 0.9 * step / steps))
     save_checkpoint(model, folder, tokenizer=tokenizer)
     return folder
+
+
+# ---------------------------------------------------------------------- the first round
+
+
+def first_rows(folder: Path, config: TuningConfig) -> Iterator[Row]:
+    """Yield how long one command takes from nothing to the end of its first round, with a small model."""
+    source, chats = _pretrained(folder / "base", "mixture", config, steps=0), folder / "chats.jsonl"
+    with chats.open("w") as file:
+        for number in range(CONVERSATIONS):
+            asked = {"role": "user", "content": f"What is {number} plus {number}?"}
+            replied = {"role": "assistant", "content": f"It is {2 * number}, my friend."}
+            file.write(json.dumps({"messages": [asked, replied]}) + "\n")
+    words = ["--run-id", "first", "--from", source, "--adapter", "lora", "--data", chats, "--output", folder / "peer"]
+    words += ["--cache", folder / "cache", "--run.round.total", "1", "--seed-seconds", "0", "--host", "127.0.0.1"]
+    began = time.monotonic()
+    subprocess.run([sys.executable, "-m", "spes_p2p", "peer", *map(str, words)], check=True, timeout=600)
+    seconds = time.monotonic() - began
+    figure = f"seconds from nothing to the first round of adapters, small mixture, {CONVERSATIONS} conversations"
+    yield Row(figure, f"{seconds:.0f}", f"<= {MAX_FIRST_SECONDS}", seconds <= MAX_FIRST_SECONDS)
 
 
 if __name__ == "__main__":
