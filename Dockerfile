@@ -26,7 +26,7 @@ WORKDIR /app
 ENV PATH=/venv/bin:$PATH PYTHONPATH=/app PYTHONDONTWRITEBYTECODE=1 HOME=/data
 USER 10001:10001
 VOLUME /data
-EXPOSE 4001 8080
+EXPOSE 4001 4001/udp 8080
 HEALTHCHECK --interval=60s --timeout=30s --start-period=15m \
     CMD ["python", "-m", "spes_p2p", "health", "--output", "/data/peer"]
 ENTRYPOINT ["sh", "scripts/container.sh"]
