@@ -295,7 +295,7 @@ class Roster(tuple[Member, ...]):
     def _named_by_most(self, named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
         """Return the members that more than half of the other voters name; none in a small roster.
 
-        Members in client mode are not asked: they reduce nothing, and so see nothing of what others send.
+        Members in client mode are not asked: they rarely reduce, and so see little of what others send.
         """
         if len(self) < MIN_VOTERS:  # guard: small-roster
             return frozenset()
