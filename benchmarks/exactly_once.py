@@ -121,7 +121,8 @@ class NotingMixture(MixedSource):
         sources_I, numbers_I = self._schedule(np.arange(position))
         found = {}
         for at, name in enumerate(self._parts):
-            there = np.zeros(position + 1, bool)
+            # Within a block numbers come in any order: the first positions may have numbers beyond their count.
+            there = np.zeros(int(numbers_I.max(initial=0)) + 2, bool)
             there[numbers_I[sources_I == at]] = True
             found[name] = int(np.argmin(there))
         return found
