@@ -56,6 +56,8 @@ class Uploads:
         self._wanted: tuple[Path, CheckpointManifest] | None = None
         self._current: tuple[Path, CheckpointManifest] | None = None
         self._best: tuple[Path, CheckpointManifest] | None = None
+        self._sent: set[int] = set()
+        """Rounds that were uploaded: none twice, though the store may have kept better ones of an earlier monitor."""
         self._attempts_left = -1
         self._changed = threading.Condition()
         self._stopped = threading.Event()
@@ -68,13 +70,14 @@ class Uploads:
         """What is being uploaded, and will be next; they must stay."""
         return [each[0] for each in (self._current, self._wanted) if each is not None]
 
-    def start(self, folder: Path, checkpoint: CheckpointManifest) -> None:
-        """Upload a checkpoint in place of one that is not finished."""
+    def start(self, *checkpoints: tuple[Path, CheckpointManifest]) -> None:
+        """Upload the last of these checkpoints, each with its folder, in place of one that is not finished."""
         with self._changed:
-            self._wanted = (folder, checkpoint)
-            best = self._best[1].held_out if self._best is not None else None
-            if checkpoint.held_out is not None and (best is None or checkpoint.held_out <= best):
-                self._best = self._wanted
+            for each in checkpoints:
+                self._wanted, loss = each, each[1].held_out
+                best = self._best[1].held_out if self._best is not None else None
+                if loss is not None and (best is None or loss <= best):
+                    self._best = each
             self._changed.notify_all()
 
     def finish(self) -> bool:
@@ -109,8 +112,9 @@ class Uploads:
             else:
                 with self._changed:
                     self._current = None
+                    self._sent.add(wanted[1].round)
                     if self._wanted is wanted:
-                        is_there = self._best is None or self._best[1].round in kept
+                        is_there = self._best is None or self._best[1].round in {*kept, *self._sent}
                         self._wanted = None if is_there else self._best  # an upload that took long has skipped it
                     self._changed.notify_all()
 
@@ -179,8 +183,7 @@ class Checkpoints:
         found = read_checkpoints(folder)
         self._last = max(found, default=0)
         if uploads is not None:
-            for number in sorted(found):
-                uploads.start(*found[number])  # of the newest an earlier start may have sent a part
+            uploads.start(*(found[number] for number in sorted(found)))  # of the newest a part may have been sent
 
     def evaluated(self, round: int, loss: float | None) -> None:
         """Write the model of a round that has been evaluated, if one is due; what goes wrong ends no watch."""
@@ -212,7 +215,7 @@ class Checkpoints:
                 scratch.rename(target)
             self._last = round
             if self._uploads is not None:
-                self._uploads.start(target, checkpoint)
+                self._uploads.start((target, checkpoint))
             self._tidy(read_checkpoints(self._folder))
         except (OSError, SpesError) as error:
             log.error("cannot write a checkpoint of round %d: %s; the watch goes on without", round, error)

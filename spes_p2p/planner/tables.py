@@ -153,7 +153,7 @@ def _longer_rounds(run: RunConfig, num_peers: int, tokens_per_second: float, tra
         step_tokens = run.train.batch_size * run.data.sequence_length
         return f"--run.round.steps {math.ceil(seconds * tokens_per_second / step_tokens)}"
     if seconds > MAX_ROUND_SECONDS:
-        return f"longer than the longest round, {MAX_ROUND_SECONDS:.0f} s; send less with --run.codecs.shared int4"
+        return f"longer than the longest round, {MAX_ROUND_SECONDS:.0f} s; send less (--run.codecs.*)"
     tokens = seconds * num_peers * tokens_per_second
     flags = f"--run.round.tokens {math.ceil(tokens)}"
     if run.round.samples is not None:

@@ -160,7 +160,7 @@ from spes_p2p.monitor.uploads import CheckpointManifest, MANIFEST_FILE, open_des
 set_up_logging("debug")
 folder, place = Path(sys.argv[1]), sys.argv[2]
 uploads = Uploads(place, lambda: open_destination(place), keep_last=2, retry_seconds=0.2)
-uploads.start(folder, CheckpointManifest.parse((folder / MANIFEST_FILE).read_bytes()))
+uploads.start((folder, CheckpointManifest.parse((folder / MANIFEST_FILE).read_bytes())))
 sys.exit(0 if uploads.finish() else 1)
 """
 

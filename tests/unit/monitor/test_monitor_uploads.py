@@ -207,7 +207,7 @@ def test_a_failing_upload_holds_nothing_up_and_is_said_once(tmp_path: Path, capl
     failing = Failing()
     uploads = Uploads("there", lambda: failing, keep_last=2, retry_seconds=0.01)
     for number in (1, 2, 3):
-        uploads.start(tmp_path / f"{number}", checkpoint(tmp_path / f"{number}", number))
+        uploads.start((tmp_path / f"{number}", checkpoint(tmp_path / f"{number}", number)))
         for _ in range(4):
             assert failing.attempts.acquire(timeout=SECONDS)
     assert [record.levelno for record in caplog.records].count(logging.WARNING) == 1
@@ -223,16 +223,28 @@ def test_the_best_checkpoint_is_uploaded_though_newer_ones_came_before_it_was(tm
     uploads = Uploads("there", lambda: failing, keep_last=2, retry_seconds=0.01)
     for number, loss in {1: 5.0, 2: 3.0, 3: 4.0, 4: 4.5}.items():
         made = checkpoint(tmp_path / f"{number}", number).model_copy(update={"held_out": loss})
-        uploads.start(tmp_path / f"{number}", made)
+        uploads.start((tmp_path / f"{number}", made))
     failing.is_mended = True
     assert uploads.finish()
     assert [number for number in failing.rounds if number in (2, 4)] == [4, 2] and 3 not in failing.rounds
     uploads.close()
 
 
+def test_the_best_checkpoint_is_uploaded_once_though_the_store_keeps_a_better_one(tmp_path: Path) -> None:
+    """Of an earlier monitor: the store drops this one's best, which must not be sent again and again."""
+    made = checkpoint(tmp_path / "a")
+    failing = Failing()
+    failing.is_mended = True
+    failing.tidy = lambda keep_last: []  # type: ignore[method-assign]
+    uploads = Uploads("there", lambda: failing, keep_last=1, retry_seconds=0.01)
+    uploads.start((tmp_path / "a", made))
+    assert uploads.finish() and failing.rounds == [7]
+    uploads.close()
+
+
 def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     uploads = Uploads("there", Failing, keep_last=2, retry_seconds=0.01)
-    uploads.start(tmp_path / "a", checkpoint(tmp_path / "a"))
+    uploads.start((tmp_path / "a", checkpoint(tmp_path / "a")))
     assert not uploads.finish()
     uploads.close()
 
@@ -242,7 +254,7 @@ def test_a_rate_is_kept_on_average(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     uploads = Uploads("there", lambda: stored(str(tmp_path / "store")), keep_last=2, mbit=0.5)
     waits: list[float] = []
     monkeypatch.setattr(uploads._stopped, "wait", lambda seconds: bool(waits.append(seconds)))
-    uploads.start(tmp_path / "a", made)
+    uploads.start((tmp_path / "a", made))
     assert uploads.finish()
     assert max(waits) == pytest.approx(sum(made.parts.values()) * 8 / 0.5e6, abs=0.15)
     uploads.close()
