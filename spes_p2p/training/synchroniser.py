@@ -254,15 +254,14 @@ class Synchroniser:
             claims, last = self.held.claims(), self.swarm.last()
             announced = last.ends_at if last.ends_at > since else self._others.round_end(self.round, since)
             if not last.round and len(active_of(claims)) < times.min_peers:
-                self.swarm.wait(POLL_SECONDS)
+                pass
             elif last.round > self.round and len(active_of(claims)) > 1:
                 vectors |= self._catch_up(routed)
-                self.swarm.wait(POLL_SECONDS)
             elif times.mode == "steps" or announced:
                 return vectors, self._bounded(announced)
-            elif self._others.are_synchronising(2 * times.matchmaking_seconds + times.averaging_seconds):
-                self.swarm.wait(POLL_SECONDS)  # the next round's end is known soon
-            else:
+            elif not self._others.are_synchronising(2 * times.matchmaking_seconds + times.averaging_seconds):
+                break
+            if self.swarm.wait(POLL_SECONDS):  # the next round's end is known soon
                 break
         return vectors, None
 
@@ -375,7 +374,8 @@ class Synchroniser:
                 record.round < self.round or (record.round == self.round and not record.is_done)
                 for record in self._others.active()
             ):
-                self.swarm.wait(POLL_SECONDS)
+                if self.swarm.wait(POLL_SECONDS):
+                    return
 
     def _contribution(self, work: RoundWork, began: float) -> Contribution:
         """Return this peer's roster entry and its deltas from the anchors."""

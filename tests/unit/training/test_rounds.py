@@ -17,6 +17,7 @@ from spes_p2p.swarm.averaging.partition import weighted_mean
 from spes_p2p.swarm.clock import round_end
 from spes_p2p.swarm.interface import RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.fetch_plan import FetchPlan
 from spes_p2p.training.round_work import RoundWork, StoredVectors
@@ -220,6 +221,21 @@ def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_th
     assert (first.tokens, first.total_tokens, first.loss, first.num_members) == (0, 0, None, 3), "it only met them"
     assert [report.round for report in late.reports] == committed == list(range(first.round, rounds.total + 1))
     assert {first.shared_digest} == {r.shared_digest for p in peers for r in p.reports if r.round == first.round}
+
+
+def test_a_peer_that_has_left_its_run_waits_for_no_other(monkeypatch):
+    """Its synchronisation may go on beside its end; it used to ask again and again, without a pause."""
+    peer = run_virtual(tiny_run(round=RoundConfig(mode="steps", steps=2, total=1)), num_peers=2, max_slots=3)[0]
+    late = Progress(peer_id=peer_id(1), round=0, ends_at=0.0)
+    monkeypatch.setattr(peer.sync._others, "active", lambda: [late])
+    looks: list[None] = []
+    claims = peer.sync.held.claims
+    monkeypatch.setattr(peer.sync.held, "claims", lambda: looks.append(None) or claims())
+    peer.swarm.close()
+    peer.sync._await_steps(has_trained=True)
+    peer.sync.round = -1  # the others have gone on
+    peer.sync._rejoin()
+    assert len(looks) == 1
 
 
 def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
