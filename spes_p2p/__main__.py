@@ -86,14 +86,16 @@ def main() -> NoReturn:
     name, *argv = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         start(name, argv)
+    from spes_p2p.presentation import say
+
     if name in ("--help", "-h"):
-        sys.stdout.write(USAGE + "".join(f"  {name:<9} {purpose}\n" for name, (_, _, purpose) in COMMANDS.items()))
-        sys.exit(0)
+        say(USAGE + "\n".join(f"  {name:<9} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
+        _leave(0)
     if name == "--version":
         from spes_p2p import __version__
 
-        sys.stdout.write(f"spes_p2p {__version__}\n")
-        sys.exit(0)
+        say(f"spes_p2p {__version__}")
+        _leave(0)
     from difflib import get_close_matches
 
     close = get_close_matches(name, COMMANDS, 1)

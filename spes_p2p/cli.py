@@ -28,7 +28,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.presentation import printable
+from spes_p2p.presentation import printable, say
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -464,7 +464,7 @@ def entry_point(
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if asked := next((word for word in words if word == "-h" or HELP_FLAG.fullmatch(word)), None):
-            print(help_text(settings, asked))
+            say(help_text(settings, asked))
             sys.exit(0)
         config = load_settings(settings, words)
         run = _imported(main) if isinstance(main, str) else main

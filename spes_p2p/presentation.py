@@ -11,6 +11,7 @@ import functools
 import html
 import importlib.util
 import io
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -87,9 +88,16 @@ def problem_of(error: ValidationError) -> str:
 
 
 def say(text: str) -> None:
-    """Print a line of a command's result; standard output holds results, not logs."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+    """Print a line of a command's result; standard output holds results, not logs.
+
+    Once its reader has left, as `head` does, the output goes nowhere, and the command goes on.
+    """
+    try:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        with open(os.devnull, "w") as nowhere:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 @functools.lru_cache(8)

@@ -321,6 +321,17 @@ def test_help_exits_with_0_without_the_flags_that_a_command_needs(word, monkeypa
     assert ("Multiaddrs of peers in the swarm" in capsys.readouterr().out) == (word != "--help-run")
 
 
+@pytest.mark.parametrize("words", ["", "--version", "plan --help", "peer --help-run", "plan --config spes_1b"])
+def test_a_command_whose_output_is_read_no_longer_ends_without_a_word(words):
+    ours, theirs = os.pipe()
+    os.close(ours)  # as `head` does after its last line
+    done = subprocess.run(
+        [sys.executable, "-m", "spes_p2p", *words.split()], stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60
+    )
+    os.close(theirs)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_help_in_full_tells_every_flags_whole_text():
     text = " ".join(help_text(PeerConfig, "--help-all", 80).split())
     assert "If the rate is about half of the others' or less, they reduce in its place" in text
