@@ -38,14 +38,14 @@ ROUNDS = RoundConfig(
 )
 NUMELS = {SHARED: 1_500_000, "slot": 700}
 """Shared deltas of several parts per reducer, so that a peer can die between two of them; slots of a single part."""
-MAX_SLOTS = 4
+NUM_SLOTS, MAX_SLOTS = 8, 4
 ATTEMPTS = 3
 """Attempts at a round, as a synchroniser makes them."""
 NO_START = "0" * 64
 """In an entry: it starts from the last certificate that its peer knows."""
 
 
-def start_of(voters: Sequence[str]) -> Body:
+def start_of(voters: Sequence[str], num_slots: int = NUM_SLOTS) -> Body:
     """Return the body before the first round of a swarm in which all these peers vote."""
     return Body(
         run=RUN_ID,
@@ -54,7 +54,7 @@ def start_of(voters: Sequence[str]) -> Body:
         previous=digest(RUN_ID.encode()),
         ends_at=0.0,
         voters=tuple(sorted(voters)),
-        slots=(SlotState(round=0),) * 8,
+        slots=(SlotState(round=0),) * num_slots,
     )
 
 
@@ -108,7 +108,8 @@ class Setting(NamedTuple):
         codec: How deltas travel.
         namespace: Network namespace to live in; none is this machine's own.
         host: Address to listen on.
-        shared_numel: Elements of the shared delta.
+        shared_numel, slot_numel: Elements of the shared delta, and of a slot's.
+        max_slots: Slots that it may hold.
         falls_back: Goes into client mode where it finds that nobody can call it.
         known_peers: Keeps the addresses of others in a file of its directory.
         rounds: The run's deadlines.
@@ -122,6 +123,8 @@ class Setting(NamedTuple):
     namespace: str | None = None
     host: str = "127.0.0.1"
     shared_numel: int = NUMELS[SHARED]
+    slot_numel: int = NUMELS["slot"]
+    max_slots: int = MAX_SLOTS
     falls_back: bool = False
     known_peers: bool = False
     rounds: RoundConfig = ROUNDS
@@ -129,10 +132,14 @@ class Setting(NamedTuple):
     voters: tuple[str, ...] = ()
 
     @property
+    def numels(self) -> dict[str, int]:
+        """Elements of its vectors."""
+        return {SHARED: self.shared_numel, "slot": self.slot_numel}
+
+    @property
     def segments(self) -> dict[str, tuple[Segment, ...]]:
         """What its vectors consist of."""
-        numels = NUMELS | {SHARED: self.shared_numel}
-        return {kind: (Segment(numel, self.codec),) for kind, numel in numels.items()}
+        return {kind: (Segment(numel, self.codec),) for kind, numel in self.numels.items()}
 
 
 class AttemptNote(NamedTuple):
@@ -182,11 +189,11 @@ def serve(pipe: Connection, setting: Setting, gate: Connection | None) -> None:
         if setting.falls_back and not swarm.can_be_called():
             swarm.close()
             swarm = _start(setting, client_mode=True)
-        vectors = Vectors(NUMELS, setting.segments)
-        start = start_of(setting.voters or (swarm.peer_id,))
-        swarm.enter(setting.rounds, vectors, start, max_slots=MAX_SLOTS, is_new=True)
-        me = swarm.peer_id
-        swarm.announce(Claim(peer_id=me, state="active", max_slots=MAX_SLOTS, since=swarm.now()))
+        vectors = Vectors(setting.numels, setting.segments)
+        me, max_slots = swarm.peer_id, setting.max_slots
+        start = start_of(setting.voters or (me,), max(NUM_SLOTS, max_slots))
+        swarm.enter(setting.rounds, vectors, start, max_slots=max_slots, is_new=True)
+        swarm.announce(Claim(peer_id=me, state="active", max_slots=max_slots, since=swarm.now()))
     except Exception as error:
         pipe.send((False, repr(error)))
         raise

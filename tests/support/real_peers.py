@@ -129,7 +129,14 @@ def close_all(peers: Iterable[PeerProcess]) -> None:
 
 
 def contribution(
-    peer_id: str, generator: torch.Generator, *, slots=(), tokens=100, shared_numel=NUMELS[SHARED], **changes
+    peer_id: str,
+    generator: torch.Generator,
+    *,
+    slots=(),
+    tokens=100,
+    shared_numel=NUMELS[SHARED],
+    slot_numel=NUMELS["slot"],
+    **changes,
 ) -> Contribution:
     """Return a contribution with random deltas; it starts from the last certificate unless changed."""
     names = [SHARED, *map(VectorName.of_slot, slots)]
@@ -141,7 +148,7 @@ def contribution(
         "sync_seconds": 0.0,
     }
     member = Member(peer_id=peer_id, tokens=tokens, slots=tuple(slots), **(fields | changes))
-    numels = {name: shared_numel if name == SHARED else NUMELS["slot"] for name in names}
+    numels = {name: shared_numel if name == SHARED else slot_numel for name in names}
     deltas = {name: torch.randn(numel, generator=generator) for name, numel in numels.items()}
     return Contribution(member, deltas)
 

@@ -44,6 +44,19 @@ LIES = {
 }
 
 
+def test_peers_that_share_many_slots_average_all_of_them_at_once(tmp_path, seed):
+    """The streams of their groups used to hold back each other's messages, and p2pd refused those above a hundred."""
+    slots, slot_numel = tuple(range(24)), 400_000
+    generator = torch.Generator().manual_seed(seed)
+    peers = start_swarm(tmp_path, 3, max_slots=len(slots), slot_numel=slot_numel)
+    try:
+        for _ in range(2):
+            items = [contribution(peer.peer_id, generator, slots=slots, slot_numel=slot_numel) for peer in peers]
+            assert_mean_of(items, average(peers, items, expected=3))
+    finally:
+        close_all(peers)
+
+
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory):
     cluster = FaultCluster(tmp_path_factory.mktemp("cluster"), random.randrange(2**31))

@@ -216,6 +216,9 @@ class ButterflyAllreduce:
                 raise AllreduceException(f"hung up before message {number} of {len(self._mine)}") from error
             self._longest_gap = max(self._longest_gap, time.monotonic() - began)
             self._accept(number, index, _tensor(sent.tensor_part.buffer))
+        # Otherwise the last message counts as unhandled until all members have sent theirs, and the lanes of many
+        # groups hold back each other's (`WAITING_MESSAGES`).
+        await stream.aclose()  # type: ignore[attr-defined]
 
     def _accept(self, number: int, index: int, data: Tensor) -> None:
         """Take a sender's message; reduce it once those of all senders are here."""

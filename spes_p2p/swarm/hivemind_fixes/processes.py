@@ -9,7 +9,7 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from multiprocessing import synchronize
 from multiprocessing.connection import Connection
 from typing import Any
@@ -22,10 +22,16 @@ from hivemind.p2p.p2p_daemon_bindings.control import CallID, ControlClient
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 from hivemind.proto import p2pd_pb2
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
-from hivemind.utils.multiaddr import Multiaddr
+from hivemind.utils.multiaddr import Multiaddr, protocols
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.hivemind_fixes.streams import MAX_CALL_BYTES_PER_PEER, MAX_CALLS_PER_PEER, LimitedP2P, PeerQuota
+from spes_p2p.swarm.hivemind_fixes.streams import (
+    MAX_CALL_BYTES_PER_PEER,
+    MAX_CALLS_PER_PEER,
+    MAX_STREAMS,
+    LimitedP2P,
+    PeerQuota,
+)
 
 _PR_SET_PDEATHSIG = 1
 _LOCK_SECONDS = 5.0
@@ -153,6 +159,14 @@ class LimitedControlClient(ControlClient):
         super().__init__(*args, **kwargs)
         self._pending_calls = _PendingCalls()
         self._call_quota = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
+
+    @contextlib.asynccontextmanager
+    async def listen(self) -> AsyncIterator[ControlClient]:
+        # p2pd refuses a stream at once while this socket's queue is full. Stock has a queue of 100 streams, which the
+        # groups of a round exceed: they come all together, and this process may be busy.
+        path = self.listen_maddr.value_for_protocol(protocols.P_UNIX)
+        async with await asyncio.start_unix_server(self._handler, path=path, backlog=MAX_STREAMS):
+            yield self
 
     async def _handle_persistent_request(self, call_id: CallID, request: p2pd_pb2.CallUnaryRequest) -> None:
         try:

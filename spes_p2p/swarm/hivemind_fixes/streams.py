@@ -222,10 +222,12 @@ class Inbox:
         raise ExchangeError("sent more behind its last message")
 
     async def messages(self) -> AsyncIterator[Any]:
-        """Yield the messages; asking for the next one frees the last."""
+        """Yield the messages; asking for the next one, or closing this iterator, frees the last."""
         while (message := await self._queue.get()) is not None:
-            yield message
-            self._release(1)
+            try:
+                yield message
+            finally:
+                self._release(1)
 
     def close(self) -> None:
         """Free all messages."""
@@ -236,8 +238,8 @@ class Inbox:
         self._num_held += 1
 
     def _release(self, count: int) -> None:
-        self._num_held -= count
-        for _ in range(count):
+        for _ in range(min(count, self._num_held)):
+            self._num_held -= 1
             self._read_ahead.release()
 
 
