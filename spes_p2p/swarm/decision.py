@@ -18,6 +18,7 @@ from spes_p2p.swarm.certificate import (
     ABSENT_ROUNDS,
     MAX_ATTEMPT,
     MAX_MEMBERS,
+    MAX_SENT,
     Body,
     Certificate,
     Certificates,
@@ -454,6 +455,13 @@ class Decider:
                 self._follow(certificate, is_other=True)
         if len(message.certificates) > 1 and self.chain.last.digest != known:
             self.ask(sender)  # there may be more than one message holds
+        elif len(message.certificates) == MAX_SENT:
+            self._ask_on(sender, message.certificates[-1].body)
+
+    def _ask_on(self, peer: str, body: Body) -> None:
+        """Ask for what follows a body of this chain; another branch may leave it after what one message holds."""
+        if self.chain.has(body.round, body.digest):
+            self._network.send(peer, Question(points=(Point(round=body.round, digest=body.digest),)))
 
     def _is_preferred(self, certificate: Certificate) -> bool:
         """Tell whether a certificate opens a branch to be followed in place of this one."""

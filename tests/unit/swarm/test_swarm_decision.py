@@ -205,6 +205,25 @@ def test_questions_of_two_branches_end(seed):
 # ---------------------------------------------------------------------- the chain
 
 
+def test_halves_that_were_apart_for_long_come_together(monkeypatch, seed):
+    """Where they have parted lies further from the newest point that both know than one message reaches."""
+    for module in ("chain", "decision"):
+        monkeypatch.setattr(f"spes_p2p.swarm.{module}.MAX_SENT", 4)
+    world = swarm(seed)
+    world.run(300)
+    halves = set(PEERS[:2]), set(PEERS[2:4])
+    world.cut = {(a, b) for a in PEERS[:4] for b in PEERS[:4] if (a in halves[0]) != (b in halves[0])}
+    parted = max(heads(world))
+    while min(heads(world)) - parted < 17:
+        world.run(world.now + 5)
+    assert max(heads(world)) - parted < 22, "soon the points 31 rounds back will do"
+    assert len({node.last.digest for node in world.nodes.values()}) >= 2
+    world.cut = set()
+    world.run(world.now + 40)
+    rounds = min(heads(world))
+    assert len({node.decider.chain.body_at(rounds).digest for node in world.nodes.values()}) == 1
+
+
 def never(certificate, body):
     return False
 
