@@ -28,7 +28,7 @@ from spes_p2p.data.windows import TokenFile
 from spes_p2p.errors import SimulationError
 from spes_p2p.presentation import say
 from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.simulator import Dies, Leaves, VirtualPeer
+from spes_p2p.sim.simulator import Dies, Leaves, VirtualMachine, VirtualPeer
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
@@ -175,9 +175,7 @@ class Peer(VirtualPeer):
     def __init__(self, run: RunConfig, swarm: WatchedSwarm, speed: float) -> None:
         self.source = source_of(run.data)
         probe_BT1 = public_text(lambda seed: source_of(run.data), T)
-        super().__init__(
-            run, swarm, self.source, probe_BT1, vocab_size=VOCAB, max_slots=2, tokens_per_second=speed, device="cpu"
-        )
+        super().__init__(run, swarm, self.source, probe_BT1, VirtualMachine(2, speed), vocab_size=VOCAB)
         dealer = self.sync.dealer
         assert dealer is not None
         deal = dealer.deal

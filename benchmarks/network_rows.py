@@ -58,7 +58,7 @@ class Bench:
 
     def bed(self, peers: int, mbit: float = MBIT, uplinks: dict[int, float] | None = None) -> TestBed:
         """Return a bed of equal links, but for `uplinks`."""
-        return TestBed(peers, up_mbit=mbit, down_mbit=mbit, rtt_ms=RTT_MS, uplinks=uplinks, congestion=self.congestion)
+        return TestBed(peers, mbit=mbit, rtt_ms=RTT_MS, uplinks=uplinks, congestion=self.congestion)
 
     def note(self, name: str, value: Any) -> None:
         """Keep a round for the record."""

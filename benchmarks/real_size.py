@@ -82,7 +82,8 @@ class Peer:
         taken = sum(map(_proportional_bytes, _family(self.process.pid)))
         seconds = time.monotonic() - self.began
         if taken > self.peak_bytes:
-            self.peak_bytes, self.peak_seconds = taken, seconds
+            self.peak_bytes = taken
+            self.peak_seconds = seconds
         self.rounds = max(map(int, _ROUND.findall(self.log.read_text(errors="replace"))), default=0)
         if self.rounds and self.first_round_seconds is None:
             self.first_round_seconds = seconds

@@ -116,7 +116,7 @@ def punched_speed(bench: Bench) -> Iterator[Row]:
     name = "- processor seconds per GB, of the side that takes more"
     yield Row(name, f"{cost:.1f}", f"{MAX_CPU_PER_GB:g}", cost <= MAX_CPU_PER_GB)
     with (
-        bed_of(1, ["port_restricted"] * 2, rtt_ms=0.1, up_mbit=FAST_MBIT, down_mbit=FAST_MBIT) as bed,
+        bed_of(1, ["port_restricted"] * 2, rtt_ms=0.1, mbit=FAST_MBIT) as bed,
         RoutedPeers(bed, bench.folder_of("speed"), 1, 2) as peers,
     ):
         peers.seek(SEEK_SECONDS)
@@ -176,4 +176,4 @@ def _bytes_by_lies(bench: Bench, num_honest: int) -> int:
 
 
 def _bed(peers: int, routers: dict[int, Router]) -> TestBed:
-    return TestBed(peers, up_mbit=MBIT, down_mbit=MBIT, rtt_ms=RTT_MS, routers=routers)
+    return TestBed(peers, mbit=MBIT, rtt_ms=RTT_MS, routers=routers)

@@ -76,6 +76,13 @@ def set_rules(router: str, kind: Router, wan: str) -> None:
     _run(["ip", "netns", "exec", router, "nft", "-f", "-"], rules)
 
 
+def drop(router: str, address: str) -> None:
+    """Have a router drop all that comes from an address or goes to it."""
+    for side in ("saddr", "daddr"):
+        rule = ["nft", "insert", "rule", "ip", "home", "passing", "ip", side, address, "drop"]
+        _run(["ip", "netns", "exec", router, *rule], "")
+
+
 def _ip(*arguments: str) -> None:
     _run(["ip", *arguments], "")
 

@@ -1,6 +1,6 @@
 """An internet of one's own: peers in network namespaces, and between them links with rates, delays, losses and cuts.
 
-    with TestBed(peers=4, up_mbit=100, down_mbit=100, rtt_ms=40, uplinks={3: 20}) as bed:
+    with TestBed(peers=4, mbit=100, rtt_ms=40, uplinks={3: 20}) as bed:
         process = bed.run_in(0, function, argument)
         bed.cut(3)
 
@@ -28,7 +28,7 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from benchmarks.routers import Router, connect_home, routers_available, set_rules
+from benchmarks.routers import Router, connect_home, drop, routers_available, set_rules
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
@@ -66,11 +66,10 @@ class TestBed:
 
     Args:
         peers: Number of namespaces.
-        up_mbit: What each peer can send, in 10^6 bits per second.
-        down_mbit: What it can receive.
+        mbit: What each peer can send, and what it can receive, in 10^6 bits per second.
         rtt_ms: Round-trip time between any two, on empty links.
         loss_percent: Packets lost at random.
-        uplinks: Other values of `up_mbit`, by peer.
+        uplinks: What some can send instead, by peer.
         routers: Kinds of the routers of peers that have one.
         congestion: TCP's congestion control in the namespaces: `cubic`, `bbr` or what else the kernel has.
         seed: Of the losses; drawn by default, then found in `seed`.
@@ -85,8 +84,7 @@ class TestBed:
         self,
         peers: int,
         *,
-        up_mbit: float = 100.0,
-        down_mbit: float = 100.0,
+        mbit: float = 100.0,
         rtt_ms: float = 40.0,
         loss_percent: float = 0.0,
         uplinks: Mapping[int, float] | None = None,
@@ -102,8 +100,8 @@ class TestBed:
         self.peers = peers
         self.congestion = congestion
         self.seed = random.randrange(2**31) if seed is None else seed
-        ups = [(uplinks or {}).get(peer, up_mbit) for peer in range(peers)]
-        self._links = [f"{up:g}:{down_mbit:g}:{rtt_ms:g}:{loss_percent:g}" for up in ups]
+        ups = [(uplinks or {}).get(peer, mbit) for peer in range(peers)]
+        self._links = [f"{up:g}:{mbit:g}:{rtt_ms:g}:{loss_percent:g}" for up in ups]
         self._offload = 0 if loss_percent else 1
         self._prefix = ""
         self._closing = contextlib.ExitStack()
@@ -155,6 +153,11 @@ class TestBed:
     def hide(self, peer: int) -> None:
         """Block incoming connections to a peer, like a home router; connections that it opens work."""
         self._tell(f"hide {peer}")
+
+    def part(self, one: int, other: int) -> None:
+        """Drop every packet between two peers behind routers without any notice."""
+        for here, there in ((one, other), (other, one)):
+            drop(self._name(here), self.address(there))
 
     def bytes(self) -> list[Traffic]:
         """Return what went through each peer's device since the bed was made."""

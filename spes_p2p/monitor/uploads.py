@@ -316,7 +316,7 @@ class HubRepository:
     that of `hf auth login`, or HF_TOKEN. A repository that does not exist is made, private.
 
     Args:
-        name: `OWNER/NAME`.
+        name: Its `OWNER/NAME` there.
     """
 
     def __init__(self, name: str) -> None:

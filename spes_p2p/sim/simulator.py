@@ -106,6 +106,21 @@ class PacedTokens:
         self._source.load_state_dict(state)
 
 
+@dataclass(frozen=True)
+class VirtualMachine:
+    """What a virtual peer runs on.
+
+    Attributes:
+        max_slots: Number of slots that it can train.
+        tokens_per_second: Training speed in virtual time.
+        device: Where it is computed in truth: "auto", "cpu" or "cuda".
+    """
+
+    max_slots: int
+    tokens_per_second: float = 1000.0
+    device: str = "cpu"
+
+
 class VirtualPeer:
     """A peer of a simulation: a real peer's trainer, training loop and synchroniser, in virtual time.
 
@@ -114,10 +129,8 @@ class VirtualPeer:
         swarm: The peer's own view of the swarm.
         data: The peer's training sequences.
         probe_BT1: Public sequences that the loss gate measures.
+        machine: What it runs on.
         vocab_size: Entries of the run's tokenizer.
-        max_slots: Number of slots that the peer can train.
-        tokens_per_second: Training speed in virtual time.
-        device: "auto", "cpu" or "cuda".
         base: The frozen weights under the run's adapters, if it has any.
     """
 
@@ -127,20 +140,18 @@ class VirtualPeer:
         swarm: MemorySwarm,
         data: TokenSource,
         probe_BT1: LongTensor,
+        machine: VirtualMachine,
         *,
         vocab_size: int,
-        max_slots: int,
-        tokens_per_second: float = 1000.0,
-        device: str = "cpu",
         base: Base | None = None,
     ) -> None:
         self.swarm = swarm
         self._clock = swarm.clock
-        self._tokens_per_second = tokens_per_second
-        group = ProcessGroup(device)
+        self._tokens_per_second = machine.tokens_per_second
+        group = ProcessGroup(machine.device)
         paced = PacedTokens(data, self._spend)
         self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now, base=base)
-        self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=max_slots)
+        self.sync = build_synchroniser(swarm, run, self.trainer, run_id=swarm.run_id, max_slots=machine.max_slots)
         swarm.enter(self.sync.anchors.vectors())
         gate = LossGate(self.trainer, group, probe_BT1)
         self.loop = TrainingLoop(run, self.trainer, group, self.sync, gate=gate, start=self._clock.start)
@@ -428,10 +439,8 @@ class _Simulation:
             self._swarms[index],
             self._source(scenario.data_seeds[index] if scenario.data_seeds else 10_000 * scenario.seed + index),
             self._probe_BT1,
+            VirtualMachine(_of(scenario.max_slots, index), _of(scenario.speeds, index), scenario.device),
             vocab_size=self._vocab_size,
-            max_slots=_of(scenario.max_slots, index),
-            tokens_per_second=_of(scenario.speeds, index),
-            device=scenario.device,
             base=self._base,
         )
         if scenario.slots:

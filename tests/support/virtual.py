@@ -64,7 +64,8 @@ class VirtualPeer(simulator.VirtualPeer):
 
     def __init__(self, run: RunConfig, swarm: MemorySwarm, *, index: int, max_slots: int) -> None:
         self.probe_BT1 = public_text(lambda seed: RandomTokens(PROBE + seed, 16), 16)
-        super().__init__(run, swarm, RandomTokens(index, 16), self.probe_BT1, vocab_size=VOCAB, max_slots=max_slots)
+        machine = simulator.VirtualMachine(max_slots)
+        super().__init__(run, swarm, RandomTokens(index, 16), self.probe_BT1, machine, vocab_size=VOCAB)
         self.config, self.index, self.anchors = run, index, self.sync.anchors
 
     def initial(self) -> dict[VectorName, torch.Tensor]:

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
-from real_peers import PeerProcess, average, close_all, contribution, identities, plain_mean, with_arrays
+from real_peers import (
+    PeerProcess,
+    average,
+    begin_average,
+    close_all,
+    contribution,
+    identities,
+    plain_mean,
+    with_arrays,
+)
 
 from benchmarks.routers import routers_available
 from benchmarks.testbed import TestBed, available
@@ -21,6 +32,8 @@ MIB = 2**20
 SEEK_SECONDS = 8.0
 HEARTBEATS_SECONDS = 30.0
 """Time for the heartbeats that make peers known to each other, and for pauses after introductions that came before."""
+ROUND_SECONDS = 120.0
+"""Three attempts, of which two fail by a timeout."""
 
 
 def test_two_peers_behind_usual_routers_meet_directly_by_the_help_of_a_third(tmp_path):
@@ -110,7 +123,40 @@ def test_routed_peers_that_have_met_reduce_their_shares(swarm, seed):
 
 
 @pytest.mark.full  # starts a swarm
+def test_a_peers_page_says_how_it_reaches_each_other_peer(swarm):
+    _, peers = swarm
+    routed = peers[NUM_CALLED:]
+    ways = routed[0].call("links.ways")
+    assert {peer.peer_id: ways[peer.peer_id] for peer in peers if peer is not routed[0]} == {
+        **{peer.peer_id: "direct" for peer in peers[:NUM_CALLED]},
+        **{peer.peer_id: "met" for peer in routed[1:]},
+    }
+    assert peers[0].call("links.ways")[routed[0].peer_id] == "direct"
+
+
+@pytest.mark.full  # starts a swarm
 def test_the_round_goes_on_when_the_peer_that_introduced_the_others_is_killed(swarm, seed):
     _, peers = swarm
     peers[0].kill()
     check_round(peers[1:], torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.full  # starts a swarm
+def test_a_link_that_dies_within_a_round_costs_one_member_that_round_at_most(swarm, seed):
+    """The first of them was killed above; of the others one can be called."""
+    bed, (_, *peers) = swarm
+    generator = torch.Generator().manual_seed(seed)
+    items = [contribution(peer.peer_id, generator, slots=(1,), tokens=100 + i) for i, peer in enumerate(peers)]
+    one, other = NUM_CALLED, NUM_CALLED + 1
+    before = bed.bytes()[one].sent
+    begin_average(peers, items, expected=len(peers))
+    while bed.bytes()[one].sent - before < 2 * MIB:
+        time.sleep(0.01)
+    bed.part(one, other)
+    results = [peer.finish(ROUND_SECONDS) for peer in peers]
+    whole = [result for result in results if not result.dropped]
+    assert len(whole) >= len(peers) - 1, [result.dropped for result in results]
+    there = [item for item in items if item.member.peer_id in {member.peer_id for member in whole[0].roster}]
+    for result in whole:
+        assert {member.peer_id for member in result.roster} == {item.member.peer_id for item in there}
+        torch.testing.assert_close(result.committed[SHARED].double(), plain_mean(there, SHARED), rtol=1e-5, atol=1e-6)

@@ -132,7 +132,7 @@ def test_a_round_trip_takes_as_long_as_asked(serving) -> None:
 @needs_bed
 def test_a_link_carries_its_rate_and_no_more_and_bytes_are_counted() -> None:
     num_bytes = 2 * MIB
-    with TestBed(peers=3, up_mbit=40, down_mbit=40, rtt_ms=10) as bed:
+    with TestBed(peers=3, mbit=40, rtt_ms=10) as bed:
         seconds = all_to_all_seconds(bed, 3, num_bytes)
         traffic = bed.bytes()
     floor = num_bytes / floors.bytes_per_second(40)
@@ -145,7 +145,7 @@ def test_a_link_carries_its_rate_and_no_more_and_bytes_are_counted() -> None:
 @needs_bed
 def test_a_slow_uplink_holds_its_peer_back() -> None:
     num_bytes = MIB
-    with TestBed(peers=2, up_mbit=80, down_mbit=80, rtt_ms=10, uplinks={1: 8}) as bed:
+    with TestBed(peers=2, mbit=80, rtt_ms=10, uplinks={1: 8}) as bed:
         seconds = all_to_all_seconds(bed, 2, num_bytes)
     assert seconds >= num_bytes / floors.bytes_per_second(8)
 
