@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 import psutil
@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.5
 """Pause between two looks at the records; a commit shows within two seconds."""
-MEMORY_SECONDS = 15.0
-"""Pause between two counts of this process's memory, which look through all processes of the machine."""
+SLOW_SECONDS = 15.0
+"""Pause between two counts of this process's memory, which look through all processes of the machine, and two looks at
+its connections."""
 ALONE_SECONDS = 10.0
 STOP_SECONDS = 5.0
 
@@ -68,7 +69,8 @@ class PeerPage:
         self._reports: deque[Metrics] = deque()
         self._began = time.monotonic()
         self._memory = 0
-        self._memory_at = -MEMORY_SECONDS
+        self._ways: Mapping[str, str] = {}
+        self._slow_at = -SLOW_SECONDS
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="page-records", daemon=True)
         self._thread.start()
@@ -113,9 +115,10 @@ class PeerPage:
 
     def _own(self) -> Own:
         now, watchdog = time.monotonic(), self._swarm.watchdog
-        if now - self._memory_at >= MEMORY_SECONDS:
+        if now - self._slow_at >= SLOW_SECONDS:
             self._memory = _resident_bytes()
-            self._memory_at = now
+            self._ways = self._swarm.links.ways()
+            self._slow_at = now
         received, sent = self._swarm.traffic()
         stage, why = self._stage, self._why
         if self._controls is not None and stage != "leaving":
@@ -133,6 +136,7 @@ class PeerPage:
             sent_bytes=sent,
             received_bytes=received,
             reachability=f"{calls}; {watchdog.neighbours} near",
+            ways=self._ways,
         )
 
 

@@ -7,6 +7,7 @@ import functools
 import gc
 import logging
 import multiprocessing
+import operator
 import os
 import threading
 import time
@@ -283,7 +284,7 @@ def _call(swarm, method: str, args: tuple, kwargs: dict):
         return swarm.watchdog.death
     if method == "publish":
         args = (args[0], with_tensors(args[1]))
-    return getattr(swarm, method)(*args, **kwargs)
+    return operator.attrgetter(method)(swarm)(*args, **kwargs)
 
 
 def _wait_for_links(swarm, count: int, seconds: float) -> bool:

@@ -12,6 +12,7 @@ import torch
 from fault_cluster import FaultCluster, proposes_soon
 from lanes import sample
 from misbehaving import INVENTS, SLOW
+from peer_server import ROUNDS
 from real_peers import PeerProcess, average, close_all, contribution, plain_mean, start_swarm
 
 from spes_p2p.codecs.vectors import digest
@@ -20,6 +21,7 @@ from spes_p2p.swarm.averaging.partition import weighted_mean
 pytestmark = pytest.mark.timeout(480)
 
 LONG_SECONDS = 40.0
+PATIENT = ROUNDS.model_copy(update={"averaging_seconds": LONG_SECONDS})
 SLOTS = [(0, 1), (1,), (2,), (0, 1, 2)]  # the last is the rogue's: it shares every slot with somebody
 
 # What a rogue does, whether the others name it, and in which attempt they commit the mean of the honest.
@@ -46,9 +48,9 @@ LIES = {
 
 def test_peers_that_share_many_slots_average_all_of_them_at_once(tmp_path, seed):
     """The streams of their groups used to hold back each other's messages, and p2pd refused those above a hundred."""
-    slots, slot_numel = tuple(range(24)), 400_000
+    slots, slot_numel = tuple(range(20)), 400_000
     generator = torch.Generator().manual_seed(seed)
-    peers = start_swarm(tmp_path, 3, max_slots=len(slots), slot_numel=slot_numel)
+    peers = start_swarm(tmp_path, 3, max_slots=len(slots), slot_numel=slot_numel, rounds=PATIENT)
     try:
         for _ in range(2):
             items = [contribution(peer.peer_id, generator, slots=slots, slot_numel=slot_numel) for peer in peers]

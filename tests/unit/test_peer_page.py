@@ -27,6 +27,7 @@ class ScriptedSwarm:
         self.peer_id = peer_id(0)
         self.node = SimpleNamespace(client_mode=False)
         self.watchdog = SimpleNamespace(seconds_alone=0.0, neighbours=1)
+        self.links = SimpleNamespace(ways=lambda: {peer_id(1): "met"})
         self.reports: list[Metrics] = []
         self.silences = 0
 
@@ -97,6 +98,7 @@ def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
     figures = state["figures"]
     assert (figures["my_sent"], figures["my_received"], figures["reach"]) == (22, 11, "yes; 1 near")
     assert figures["memory"] > 1e7
+    assert [peer[-1] for peer in state["peers"].values()] == ["", "met"]
     assert any("round 2:" in words for _, words in state["events"].values())
 
 

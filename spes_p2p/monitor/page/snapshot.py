@@ -57,6 +57,7 @@ class Own:
         sent_bytes: Since the peer's start.
         received_bytes: Since the peer's start.
         reachability: In words.
+        ways: How it reaches other peers now, in words, by their ids.
     """
 
     peer_id: str
@@ -67,6 +68,7 @@ class Own:
     sent_bytes: int = 0
     received_bytes: int = 0
     reachability: str = ""
+    ways: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class Snapshots:
                 for number in thinned(list(view.held_out), MAX_ROUNDS)
             },
             "coverage": {str(slot): holders for slot, holders in enumerate(view.coverage)},
-            "peers": {keys[peer.peer_id]: _peer(peer, view) for peer in shown},
+            "peers": {keys[peer.peer_id]: _peer(peer, view, own) for peer in shown},
             "matrix": {keys[peer.peer_id]: _cells(peer) for peer in shown if peer.state != "left" and peer.slots},
             "events": dict(self._words),
             "samples": _samples(view),
@@ -307,19 +309,21 @@ def _row(summary: RoundSummary, total: int, mine: Metrics | None, before: Metric
     return row
 
 
-def _peer(peer: PeerView, view: SwarmView) -> list[Any]:
-    """Return state, round, tokens, loss, tokens/s, share not training, dropped groups, bytes out and in, and slots."""
+def _peer(peer: PeerView, view: SwarmView, own: Own | None) -> list[Any]:
+    """Return state, round, tokens, loss, tokens/s, share not training, dropped groups, bytes out and in, slots, and how
+    this peer reaches it."""
+    way = own.ways.get(peer.peer_id, "") if own else ""
     state = "silent" if peer.state != "left" and view.now - peer.last_seen > SILENT_SECONDS else peer.state
-    report = peer.report
+    slots, report = slot_ranges(peer.slots), peer.report
     if report is None:
-        return [state, peer.round, *[None] * 7, slot_ranges(peer.slots)]
+        return [state, peer.round, *[None] * 7, slots, way]
     numbers = [
         report.total_tokens,
         _digits(report.loss, 5),
         _digits(report.tokens_per_second),
         _digits(sync_share(report), 2),
     ]
-    return [state, peer.round, *numbers, report.dropped, report.bytes_out, report.bytes_in, slot_ranges(peer.slots)]
+    return [state, peer.round, *numbers, report.dropped, report.bytes_out, report.bytes_in, slots, way]
 
 
 def _cells(peer: PeerView) -> str:

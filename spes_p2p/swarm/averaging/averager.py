@@ -105,7 +105,7 @@ class SparseAverager(DecentralizedAverager):
         self._groups: dict[bytes, GroupAllreduce] = {}
         self._last_groups: dict[bytes, GroupAllreduce] = {}
         self._is_redone = False
-        self._survivors: list[PeerID] = []
+        self._survivors: dict[PeerID, bool] = {}
         super().__init__(
             [torch.zeros(1)],
             dht,
@@ -259,7 +259,12 @@ class SparseAverager(DecentralizedAverager):
                 running[name] = asyncio.create_task(group.run(buffers))
         status = await finish_all(running)
         lost = mine[SHARED].lost if SHARED in mine else ""
-        self._survivors = [peer for peer in group_info.peer_ids if peer.to_base58() not in (lost, me)]
+        callable_ones = {member.peer_id for member in self._roster if not member.calls_only}
+        self._survivors = {
+            peer: peer.to_base58() in callable_ones
+            for peer in group_info.peer_ids
+            if peer.to_base58() not in (lost, me)
+        }
         seconds = time.monotonic() - began
         if not any(status.values()):
             self._attempt_timeout.observe(seconds)

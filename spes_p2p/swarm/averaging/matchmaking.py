@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -52,8 +52,8 @@ class Declarations(GroupKeyManager):
     dht: SwarmDHT
     leaders: Leaders
     """The search that reads the declarations."""
-    survivors: Sequence[PeerID] | None = None
-    """Peers to meet when a round is redone: they know each other, and need no DHT."""
+    survivors: Mapping[PeerID, bool] | None = None
+    """Peers to meet when a round is redone, and whether each can be called: they know each other, and need no DHT."""
     _expires_at = 0.0
 
     async def declare_averager(
@@ -88,13 +88,15 @@ class Declarations(GroupKeyManager):
         ]
 
     async def _survivors_to_follow(self) -> list[tuple[PeerID, float]]:
-        """Return the survivors with smaller ids, anew each time; the one with the smallest id leads."""
+        """Return the survivors before this peer, anew each time: of those that can be called the smallest id leads."""
         assert self.survivors is not None
         await asyncio.sleep(ASK_AGAIN_SECONDS)
         me, soon = self.peer_id.to_bytes(), time.time() + 3 * ASK_AGAIN_SECONDS
-        smaller = sorted(peer.to_bytes() for peer in self.survivors if peer.to_bytes() < me)
+        able = sorted(peer.to_bytes() for peer, can_be_called in self.survivors.items() if can_be_called)
         # Hivemind does not ask a peer twice under the same time.
-        return [(PeerID(peer), soon + 1e-6 * rank) for rank, peer in enumerate(smaller)]
+        return [
+            (PeerID(peer), soon + 1e-6 * rank) for rank, peer in enumerate(able) if self.dht.client_mode or peer < me
+        ]
 
     async def update_key_on_group_assembled(self, group_info: GroupInfo) -> None:
         """Keep the key: there is only one, and a group may be larger than a member expected."""
@@ -152,8 +154,11 @@ class SwarmMatchmaking(Matchmaking):
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
         self._liars: dict[PeerID, float] = {}
 
-    def prepare(self, target: int | None, least: int, survivors: Sequence[PeerID] | None) -> None:
-        """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with."""
+    def prepare(self, target: int | None, least: int, survivors: Mapping[PeerID, bool] | None) -> None:
+        """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with.
+
+        Of these it says whether each can be called.
+        """
         self.target_group_size = target
         self.min_group_size = least
         self.group_key_manager.target_group_size = target

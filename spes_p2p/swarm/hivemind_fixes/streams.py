@@ -38,6 +38,8 @@ FIRST_SECONDS = 30.0
 """Time in which a new stream must bring its first message; handlers bound the rest."""
 MESSAGE_SECONDS = 60.0
 """Time from a message's first byte to its last."""
+HANG_UP_SECONDS = 5.0
+"""Time for a caller to hang up after the last answer: what is still on its way when this side does may be lost."""
 MAX_CALLS_PER_PEER = 64
 MAX_CALL_BYTES_PER_PEER = 2**24
 """Bytes of one peer's unary calls that are being answered."""
@@ -142,6 +144,7 @@ class LimitedP2P(P2P):
             answering = asyncio.create_task(self._answer(handler(inbox.messages(), context), writer, info.peer_id))
             try:
                 await asyncio.wait({reading, answering}, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait({reading}, timeout=HANG_UP_SECONDS if answering.done() else 0.0)
             finally:
                 answering.cancel()
                 reading.cancel()

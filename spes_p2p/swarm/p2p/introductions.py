@@ -56,6 +56,10 @@ Kind = Literal["unknown", "one port", "many ports", "no UDP"]
 `no UDP`: no call over UDP gets out."""
 
 
+Way = Literal["direct", "met", "through others"]
+"""How a peer reaches another one: by a call, by an introduction through both routers, or by way of third peers."""
+
+
 class _Question(Message):
     """Asks an introducer at which address it sees the caller, and to introduce the caller to a peer if it names one."""
 
@@ -199,6 +203,16 @@ class Links:
         except TimeoutError:  # this machine stood still
             return ()
         return tuple(sorted(peer for peer in peers if any("p2p-circuit" not in at for at in connected.get(peer, ()))))
+
+    def ways(self) -> Mapping[str, Way]:
+        """Return how this peer reaches the others now, by id: those that it is connected to, or seeks in vain."""
+        try:
+            connected = self._node.run(self._node.p2p.connected_from(), ANSWER_SECONDS)
+        except TimeoutError:  # this machine stood still
+            return {}
+        direct = [peer for peer, addresses in connected.items() if any("p2p-circuit" not in at for at in addresses)]
+        ways: dict[str, Way] = dict.fromkeys(self._wanted, "through others")
+        return ways | {peer: "met" if peer in self._wanted else "direct" for peer in direct}
 
     def learn_kind(self) -> Kind:
         """Ask the initial peers where they see this one, and return what its router does; takes seconds at most."""

@@ -172,9 +172,9 @@ def test_a_leader_refuses_an_entry_that_the_others_could_not_take(monkeypatch):
 
     assert answer(MAX_ENTRY_BYTES) is None
     assert answer(MAX_ENTRY_BYTES + 1) == averaging_pb2.PROTOCOL_VIOLATION
-    meeting.group_key_manager.survivors = PEERS[:2]
+    meeting.group_key_manager.survivors = dict.fromkeys(PEERS[:2], True)
     assert answer(1) is None
-    meeting.group_key_manager.survivors = PEERS[1:]
+    meeting.group_key_manager.survivors = dict.fromkeys(PEERS[1:], True)
     assert answer(1) == averaging_pb2.NOT_LOOKING_FOR_GROUP
 
 

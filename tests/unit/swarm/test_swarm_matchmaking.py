@@ -20,7 +20,7 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
         me = PeerID(b"me")
         leaders = Leaders(me, MEETING_SECONDS, 4)
         known = Declarations(SimpleNamespace(peer_id=me), "", "", 4)
-        known.survivors, known.leaders = [], leaders
+        known.survivors, known.leaders = {}, leaders
         now = get_dht_time()
         step = SimpleNamespace(scheduled_time=now + MEETING_SECONDS, deadline=now + 60)
         async with leaders.begin_search(step, known):
@@ -30,6 +30,19 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
 
     began, ended = asyncio.run(search())
     assert ended - began >= MEETING_SECONDS, "the peer gave the others no time"
+
+
+def test_when_a_round_is_redone_a_peer_leads_only_if_the_others_can_call_it():
+    """The smallest id led, also where it was behind a router: the others took the next one, and it was left out."""
+    first, second, third = (PeerID(b"survivor %d" % number) for number in range(3))
+    can_be_called = {first: False, second: True, third: True}
+
+    def followed(me: PeerID) -> list[PeerID]:
+        known = Declarations(SimpleNamespace(peer_id=me, client_mode=not can_be_called[me]), "", "", 3)
+        known.survivors = {peer: can for peer, can in can_be_called.items() if peer != me}
+        return [peer for peer, _ in asyncio.run(known.get_averagers("", only_active=True))]
+
+    assert [followed(me) for me in (first, second, third)] == [[second, third], [], [second]]
 
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)

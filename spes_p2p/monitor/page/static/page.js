@@ -27,7 +27,7 @@ const HELP = {
   peers_chart: "Peers that reported each round.",
   mine: "Tokens that this machine trained in each committed round, and the megabytes that it sent.",
   samples: "The model of each evaluated round continues the beginning of a held-out text, or replies to the first turn of held-out conversations, with its most likely token each time.",
-  peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging.",
+  peers: "Peers by the end of their ids. Figures are what each peer reports about itself; \"not training\" is the share of its last round spent waiting, averaging and exchanging. On a peer's own page \"link\" says how it reaches the other: by a direct call, met through both routers by an introduction, or through others.",
   controls: "What you have asked of this machine. An empty field is the default; a change takes effect within one step, the number of slots with the next round, the upload rate with the next start.",
   events: "What happened, newest first, in this device's time.",
 };
@@ -371,12 +371,12 @@ function losses(rounds, held) {
 
 // ------------------------------------------------------------------ peers, events, samples
 
-const HEADS = ["peer", "state", "round", "tokens", "loss", "tokens/s", "not training", "dropped", "sent", "received", "slots"];
+const HEADS = ["peer", "state", "round", "tokens", "loss", "tokens/s", "not training", "dropped", "sent", "received"];
 function showPeers(changed) {
-  const table = at("peers");
+  const table = at("peers"), isOwn = Boolean(data.run.get("me")); // a monitor's page says of no peer how it is reached
   if (!changed || !table.tHead) {
     const head = element("tr");
-    head.append(...HEADS.map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
+    head.append(...[...HEADS, ...(isOwn ? ["link"] : []), "slots"].map((title) => { const cell = element("th", title); cell.scope = "col"; return cell; }));
     table.replaceChildren(element("thead"), element("tbody"));
     table.tHead.append(head);
   }
@@ -384,10 +384,10 @@ function showPeers(changed) {
   for (const key of changed ? Object.keys(changed) : data.peers.keys()) {
     const old = rows.get(key), value = data.peers.get(key);
     if (!value) { old?.remove(); continue; }
-    const [state, round, tokens, loss, speed, sync, dropped, sent, received, slots] = value;
+    const [state, round, tokens, loss, speed, sync, dropped, sent, received, slots, way] = value;
     const row = element("tr");
     row.dataset.key = key;
-    const cells = [name(key), state, String(round), short(tokens), short(loss, 4), short(speed), percent(sync), short(dropped), bytes(sent), bytes(received), slots];
+    const cells = [name(key), state, String(round), short(tokens), short(loss, 4), short(speed), percent(sync), short(dropped), bytes(sent), bytes(received), ...(isOwn ? [way] : []), slots];
     row.append(...cells.map((words) => element("td", words)));
     if (old) old.replaceWith(row); else body.append(row);
   }
