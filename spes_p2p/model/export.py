@@ -6,6 +6,7 @@ Shape legend: I inner width of an expert, D model width.
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
@@ -70,7 +71,10 @@ def save_checkpoint(
         model.config.architectures = [type(model.module).__name__]
         model.config.save_pretrained(scratch)
         if model.module.generation_config is not None:
-            model.module.generation_config.save_pretrained(scratch)
+            generation = copy.copy(model.module.generation_config)
+            if generation.eos_token_id is None and tokenizer is not None:
+                generation.eos_token_id = tokenizer.eos_token_id  # otherwise no text that the model writes ends
+            generation.save_pretrained(scratch)
     return num_params
 
 
@@ -94,9 +98,9 @@ def written_folder(directory: str | Path, marker: str, tokenizer: Any, card: str
     target.parent.mkdir(parents=True, exist_ok=True)
     with scratch_path(target) as scratch:
         scratch.mkdir()
-        yield scratch
         if tokenizer is not None:
             tokenizer.save_pretrained(scratch)
+        yield scratch
         if card:
             (scratch / "README.md").write_text(card, encoding="utf-8")
         apply_umask(scratch)

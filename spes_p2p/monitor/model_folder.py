@@ -315,7 +315,9 @@ class _Tokenizer:
         self._template = source.manifest.config.data.chat_template or ""
 
     def save_pretrained(self, directory: Path) -> None:
-        ConfinedTokenizer(self._document, directory, self._max_entries, self._template).close()
+        confined = ConfinedTokenizer(self._document, directory, self._max_entries, self._template)
+        confined.close()
+        self.eos_token_id = confined.eos_token_id
 
 
 # ---------------------------------------------------------------------- reading

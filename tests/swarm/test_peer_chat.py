@@ -93,8 +93,6 @@ def test_two_peers_teach_a_style_and_the_exported_model_answers_in_it(commands: 
             row["messages"][:1], add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
         with torch.no_grad():
-            out = model.generate(
-                **prompt, max_new_tokens=60, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
-            )
+            out = model.generate(**prompt, max_new_tokens=60, do_sample=False, pad_token_id=0)
         reply = tokenizer.decode(out[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
         assert reply.startswith(FORM) and len(reply) < 60, reply

@@ -126,6 +126,8 @@ class SparseAverager(DecentralizedAverager):
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         self._inner_pipe = BlockingConnection(self._inner_pipe)
+        # Parts are small: threads that wait for each other, while others have the cores, take four times as long.
+        torch.set_num_threads(1)
         super().run()
 
     def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:

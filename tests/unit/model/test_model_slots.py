@@ -8,9 +8,10 @@ import os
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spes_p2p.config import TrainConfig
+from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.build import build_slot_model, check_attention, hf_config, stock_model
 from spes_p2p.model.export import save_checkpoint
@@ -278,6 +279,12 @@ def test_checkpoint_is_replaced_whole_or_not_at_all(slot_model, tmp_path, seed):
     loaded = AutoModelForCausalLM.from_pretrained(target).state_dict()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in second.stock_state_dict().items())
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def test_a_checkpoints_text_ends_where_its_tokenizer_says(slot_model, tmp_path):
+    tokenizer = train_bpe(["a few words to learn"], 300)
+    save_checkpoint(slot_model([]), tmp_path / "checkpoint", tokenizer=tokenizer)
+    assert GenerationConfig.from_pretrained(tmp_path / "checkpoint").eos_token_id == tokenizer.eos_token_id is not None
 
 
 def test_checkpoint_does_not_replace_a_folder_of_other_things(slot_model, tmp_path):
