@@ -48,12 +48,12 @@ LIES = {
 
 def test_peers_that_share_many_slots_average_all_of_them_at_once(tmp_path, seed):
     """The streams of their groups used to hold back each other's messages, and p2pd refused those above a hundred."""
-    slots, slot_numel = tuple(range(20)), 400_000
+    slots, numels = tuple(range(20)), {"shared_numel": 200_000, "slot_numel": 200_000}
     generator = torch.Generator().manual_seed(seed)
-    peers = start_swarm(tmp_path, 3, max_slots=len(slots), slot_numel=slot_numel, rounds=PATIENT)
+    peers = start_swarm(tmp_path, 3, max_slots=len(slots), rounds=PATIENT, **numels)
     try:
         for _ in range(2):
-            items = [contribution(peer.peer_id, generator, slots=slots, slot_numel=slot_numel) for peer in peers]
+            items = [contribution(peer.peer_id, generator, slots=slots, **numels) for peer in peers]
             assert_mean_of(items, average(peers, items, expected=3))
     finally:
         close_all(peers)

@@ -1,5 +1,6 @@
 """A peer is several processes; they start with clear errors, and end together, even by SIGKILL."""
 
+import asyncio
 import os
 import random
 import signal
@@ -19,6 +20,7 @@ from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
 
 pytestmark = pytest.mark.timeout(120)
+NUM_STREAMS = 200
 
 
 def is_gone(process):
@@ -246,3 +248,31 @@ def test_memory_is_shared_although_its_manager_stands_still_for_longer_than_torc
     finally:
         for timer in resumed:
             timer.join()
+
+
+def test_streams_that_come_while_the_process_is_busy_are_kept():
+    """p2pd refuses a stream while the socket's queue is full; hivemind's holds a hundred."""
+
+    async def echo(info, reader, writer):
+        writer.write(await reader.readexactly(1))
+        await writer.drain()
+        writer.close()
+
+    async def ask(caller, callee):
+        _, reader, writer = await caller.call_binary_stream_handler(callee.peer_id, "echo")
+        writer.write(b"x")
+        return await reader.readexactly(1)
+
+    async def scenario():
+        callee = await DaemonP2P.create()
+        caller = await DaemonP2P.create(initial_peers=await callee.get_visible_maddrs())
+        callee.stream_quota.max_items = NUM_STREAMS
+        await callee.add_binary_stream_handler("echo", echo)
+        asyncio.get_running_loop().call_later(0.05, time.sleep, 2.0)  # as a long computation would
+        try:
+            return await asyncio.gather(*(ask(caller, callee) for _ in range(NUM_STREAMS)), return_exceptions=True)
+        finally:
+            await caller.shutdown()
+            await callee.shutdown()
+
+    assert asyncio.run(scenario()) == [b"x"] * NUM_STREAMS
