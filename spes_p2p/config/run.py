@@ -205,7 +205,7 @@ class RoundConfig(Frozen):
     matchmaking_seconds: PhaseSeconds = 3.0
     """Time a leader collects members when not everybody expected shows up."""
     averaging_seconds: PhaseSeconds = 30.0
-    """Longest that one averaging attempt may take, from roster to confirmed digests; a failed attempt is redone once.
+    """Longest that one averaging attempt may take, from roster to confirmed digests; a failed attempt is redone.
     Once a peer has seen some, its own deadline follows what they took."""
     exchange_seconds: PhaseSeconds = 60.0
     """Deadline of pulling the slots that this peer does not hold."""

@@ -380,6 +380,11 @@ class Synchroniser:
     def _contribution(self, work: RoundWork, began: float) -> Contribution:
         """Return this peer's roster entry and its deltas from the anchors."""
         usable = self.held.usable()
+        if SHARED not in usable:
+            log.warning(
+                "round %d: the others have come to round %d, and no peer is here that has its model; waiting for one",
+                *(self.round + 1, self.swarm.last().round),
+            )
         last = self.swarm.certified(self.round) or self.swarm.last()
         member = Member(
             peer_id=self.swarm.peer_id,

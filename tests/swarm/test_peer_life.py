@@ -177,10 +177,11 @@ class Teller:
 
     def restart(self) -> None:
         story = self.story
-        first, second = story.survivors
+        # One trains alone: the other one finds it where it has come to, or ahead of itself. The first to stop may have
+        # served for so long that the second has gone on, with versions that it alone has.
+        first, second = sorted(story.survivors, key=lambda name: -story.saved[name][0]["round"])
         story.peers[f"{first}2"] = one = self.start(first, "--resume", "--alone")
         one.wait_for("others join with")
-        # It was the first to stop, and trains alone: the other one finds it where it has come to, or ahead of itself.
         newest = max(before["round"] for [before] in story.saved.values())
         while not any(report.round > newest for report in reports(one)):
             one.wait_for(REPORT, after=len(one.lines))
