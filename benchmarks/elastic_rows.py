@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import signal
@@ -10,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +23,7 @@ from benchmarks.claims.summary import Summary
 from benchmarks.cluster import ROOT, support
 from benchmarks.connection import DEATH_SECONDS, HEAL_SECONDS
 from benchmarks.connection import measure as measure_connection
+from benchmarks.records import program_digest
 from benchmarks.tables import Row
 from spes_p2p.presentation import say
 
@@ -101,10 +102,10 @@ def _on_record() -> list[dict[str, Any]]:
 
 
 def _code() -> str:
-    """Return a digest of the program and of what judges it here."""
+    """Return a digest of what swarms do and of what judges them here."""
     judges = (ROOT / "tests" / "support" / name for name in ("lab.py", "lab_peer.py", "history.py"))
-    files = [*sorted((ROOT / "spes_p2p").rglob("*.py")), *judges]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    rooms = (sorted((ROOT / "spes_p2p" / room).rglob("*.py")) for room in ("codecs", "swarm", "training"))
+    return program_digest([*chain.from_iterable(rooms), *judges])
 
 
 def _report(seed: int, repeats: int) -> Any:

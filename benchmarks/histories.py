@@ -13,7 +13,6 @@ of signatures.
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import logging
 import random
@@ -26,6 +25,7 @@ from typing import Any
 from benchmarks.cluster import ROOT
 from benchmarks.history_nodes import LEASE_SECONDS, LIARS, NUM_SLOTS, RULES, Alone, Node, Twice, World, hashed
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import program_digest
 from spes_p2p.fs import write_atomic
 from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
@@ -209,7 +209,7 @@ def _code() -> str:
     names = ("certificate", "certificate_checks", "chain", "decision", "votes")
     files = [*(ROOT / "spes_p2p" / "swarm" / f"{name}.py" for name in names)]
     files += [ROOT / "benchmarks" / "histories.py", ROOT / "benchmarks" / "history_nodes.py"]
-    return hashlib.sha256(b"\0".join(file.read_bytes() for file in files)).hexdigest()[:16]
+    return program_digest(files)
 
 
 if __name__ == "__main__":

@@ -46,7 +46,6 @@ REASONS = {
     "spes_p2p.monitor.tasks": "runs lm-eval in a process beside the watch",
     "spes_p2p.peer.termination": "signals alone, tested without a peer",
     "spes_p2p.swarm.decision": "what a voter does in a round, on messages alone; the consensus has network and disk",
-    "spes_p2p.swarm.votes": "one voter's promises on its disk, tested without a driver",
     "spes_p2p.__main__": "the one command, which entry scripts start",
     "spes_p2p.swarm.averaging.averager": "the averager's process; the swarm starts it",
     "spes_p2p.swarm.exchange.client": "one of the exchange's two sides",
@@ -61,6 +60,10 @@ REASONS = {
     "spes_p2p.swarm.averaging.matchmaking": "how members find each other, before they exchange anything",
     "spes_p2p.swarm.p2p.reachability": "asks peers to connect back, and needs nothing else of the swarm",
     "spes_p2p.training.fetch_plan": "pure functions, tested without a network",
+    "spes_p2p.monitor.checkpoints": "checkpoints on their way to stores, in threads beside the watch",
+    "spes_p2p.optim.inner": "the update rules, which a reader looks for by their name",
+    "spes_p2p.swarm.p2p.introductions": "one protocol, with its bounds on what a stranger can cause",
+    "spes_p2p.swarm.p2p.port_map": "the only caller of miniupnpc, which is optional",
     "spes_p2p.training.overlap": "wraps the round, which reads without it",
 }
 """Why a module with exactly one importer stands alone."""

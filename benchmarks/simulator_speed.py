@@ -22,10 +22,9 @@ from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.model.build import build_slot_model
 from spes_p2p.presentation import say
 from spes_p2p.sim.simulator import Evaluation, Scenario, simulate
-from spes_p2p.swarm.names import VectorName
-from spes_p2p.training.build import build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
@@ -111,10 +110,15 @@ def _trainer(config: SpeedConfig, run: RunConfig) -> Trainer:
     cache = config.cache.expanduser()
     tokenizer = resolve_tokenizer(run.data, (), cache)
     data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
-    trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("auto"))
-    slots = range(config.max_slots)
-    masters = {VectorName.of_slot(s): trainer.layouts["slot"].flatten(trainer.model.slot_weights(s)) for s in slots}
-    trainer.set_slots(slots, masters)
+    model = build_slot_model(
+        run.model,
+        vocab_size=len(tokenizer),
+        sequence_length=run.data.sequence_length,
+        seed=0,
+        claimed=range(config.max_slots),
+        storage=run.frozen_storage,
+    )
+    trainer = Trainer(model, run.train, data, ProcessGroup("auto"))
     trainer.calibrate()  # the first use allocates
     return trainer
 

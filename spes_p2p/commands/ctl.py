@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,21 +17,23 @@ from spes_p2p.presentation import printable, say
 
 ANSWER_SECONDS = 20.0
 MAX_ANSWER_BYTES = 2**24
+RUNS = "runs"
+"""Where peers' output folders lie by default."""
 # The names of the page's files and header, which this does not import: aiohttp takes half a second.
 PAGE_FILE, TOKEN_FILE, TOKEN_HEADER = "page", "control-token", "X-Spes-Token"
 
 
 def main(config: CtlConfig) -> int:
     """Ask the peer and print what it does now; return the exit code."""
-    values = _values(config)
-    host, port, address = _page(config.output)
+    values, output = _values(config), config.output or _only_peer(Path(RUNS))
+    host, port, address = _page(output)
     if config.verb == "link":
-        say(f"{address}#token={_token(config.output)}")
+        say(f"{address}#token={_token(output)}")
         return 0
     if config.verb == "status":
-        state = _ask("GET", (host, port), "/state.json", None, config.output).get("control") or {}
+        state = _ask("GET", (host, port), "/state.json", None, output).get("control") or {}
     else:
-        state = _ask("POST", (host, port), f"/control/{config.verb}", values, config.output)
+        state = _ask("POST", (host, port), f"/control/{config.verb}", values, output)
     for line in told(state):
         say(line)
     return 0
@@ -70,6 +73,31 @@ def _values(config: CtlConfig) -> dict[str, Any]:
     if given:
         raise ConfigError(f"{config.verb} takes no {given[-1][:60]!r}; leave it out")
     return {}
+
+
+def _only_peer(runs: Path) -> Path:
+    """Return the output folder of the peer in `runs`, of several that of the only one whose page answers.
+
+    Raises:
+        ConfigError: there is none, or there are several.
+    """
+    found = sorted(token.parent for token in runs.glob(f"*/{TOKEN_FILE}"))
+    if len(found) > 1:
+        found = [folder for folder in found if _answers(folder)]
+    if not found:
+        raise ConfigError(f"no peer with a page in {runs}/; name its --output, and start it without --page off")
+    if len(found) > 1:
+        raise ConfigError(f"several peers in {runs}/: name one, as in --output {found[0]}")
+    return found[0]
+
+
+def _answers(output: Path) -> bool:
+    """Tell whether a peer's page takes connections."""
+    try:
+        socket.create_connection(_page(output)[:2], timeout=ANSWER_SECONDS).close()
+    except (OSError, ConfigError):
+        return False
+    return True
 
 
 def _page(output: Path) -> tuple[str, int, str]:

@@ -11,7 +11,7 @@ from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.start import model_of
 from spes_p2p.planner.memory import Setup, fits, peer_memory, shortage, slots_that_fit
-from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
+from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, time_lines, traffic_lines
 from spes_p2p.planner.traffic import round_traffic
 from spes_p2p.presentation import say
@@ -89,11 +89,11 @@ def vocabulary(data: DataConfig) -> int:
 
 
 def _available(config: PlanConfig) -> tuple[int, int | None]:
-    """Return the bytes where the peer trains, and on a GPU's host, if they are known."""
+    """Return the bytes where the peer trains, those of this machine unless told, and on a GPU's host, if known."""
     host = int(config.host_memory_gb * 1e9) if config.host_memory_gb else None
     if config.memory_gb:
         return int(config.memory_gb * 1e9), host
-    return ANY_MEMORY if config.device == "cuda" else free_memory_bytes(), host
+    return (free_gpu_bytes() or ANY_MEMORY) if config.device == "cuda" else free_memory_bytes(), host
 
 
 def _claimed(config: PlanConfig, size: ModelSize, setup: Setup, memory: int, host: int | None) -> int:

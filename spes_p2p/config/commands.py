@@ -484,8 +484,8 @@ class CtlConfig(CommandConfig):
     """What to do."""
     values: CliPositionalArg[list[str]] = []
     """TIME of a pause; NAME=VALUE words of set and rules."""
-    output: Path = Path("runs/peer")
-    """The peer's --output."""
+    output: Path | None = None
+    """The peer's --output; by default the one folder in runs/ of a peer with a page."""
     log_level: str = "warning"
     """Least severe event to log."""
 

@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -43,7 +43,7 @@ from spes_p2p.model.start import model_of
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup, fits, peer_bytes, shortage, slots_that_fit
-from spes_p2p.planner.size import ModelSize, free_memory_bytes, run_size
+from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say_qr
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
@@ -86,7 +86,7 @@ MIN_ROUND_TOKENS = 1024
 STEPS_OF_PASS = 8
 """Least steps of a pass over the founder's conversations."""
 ANY_MEMORY = 2**60
-"""In place of a GPU's memory, which is not known yet."""
+"""In place of a GPU's memory, where it does not tell."""
 
 
 def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
@@ -500,17 +500,14 @@ def _enter(
 def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:
     """Return the number of slots that this peer may claim.
 
-    A GPU must not be looked at before the averager has forked; of a peer that trains there, a chosen number is compared
-    with the memory that the host must have.
-
     Raises:
         ConfigError: the chosen number, or one slot, does not fit this machine's free memory.
     """
     free = free_memory_bytes()
+    limits = (free_gpu_bytes() or ANY_MEMORY, free) if setup.on_gpu else (free, None)
     if config.max_slots == "auto":
-        fitting = slots_that_fit(size, replace(setup, on_gpu=False), free)
+        fitting = slots_that_fit(size, setup, *limits)
         return min(max(fitting, 1), MAX_CLAIMED)  # where there are no slots, 0 would say that this peer leaves
-    limits = (ANY_MEMORY, free) if setup.on_gpu else (free, None)
     if not fits(size, config.max_slots, setup, *limits):  # guard: chosen-slots
         raise ConfigError(f"max_slots={config.max_slots}: {shortage(size, config.max_slots, setup, *limits)}")
     return config.max_slots

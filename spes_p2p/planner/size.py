@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -15,6 +18,9 @@ from spes_p2p.config import AdapterTarget, CodecName, ModelConfig, RunConfig
 
 SMALL_NUMEL = 4096
 """Tensors with fewer elements keep an optimizer's state in fp32, as in bitsandbytes."""
+
+LOOK_SECONDS = 60.0
+"""Longest that a look at a GPU may take: the child imports PyTorch."""
 
 Kind = Literal["table", "matrix", "vector"]
 
@@ -189,6 +195,17 @@ def free_memory_bytes(groups: Path = Path("/proc/self/cgroup"), mount: Path = Pa
         mount: Mount point of control groups.
     """
     return min(int(psutil.virtual_memory().available), *_free_in_groups(groups, mount))
+
+
+def free_gpu_bytes() -> int | None:
+    """Return the free memory of the first GPU that PyTorch finds; None if it finds none or does not answer.
+
+    A child looks: what has looked at a GPU must not fork any more.
+    """
+    look = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
+    with contextlib.suppress(subprocess.SubprocessError, OSError, ValueError):
+        return int(subprocess.check_output([sys.executable, "-c", look], text=True, timeout=LOOK_SECONDS))
+    return None
 
 
 def _free_in_groups(groups: Path, mount: Path) -> list[int]:

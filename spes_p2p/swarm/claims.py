@@ -287,7 +287,7 @@ class Claimant:
         Args:
             now: Monotonic seconds, of the same clock.
             claims: Unexpired claims by peer id, with this peer's present one.
-            round: The round that begins.
+            round: The round that was committed last.
         """
         self._update(now, claims)
         held = claims[self._peer_id].slots

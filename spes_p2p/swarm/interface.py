@@ -54,7 +54,11 @@ class RoundResult:
 
 
 class Swarm(Protocol):
-    """One peer's view of the swarm. Every call returns within the run's deadlines."""
+    """One peer's view of the swarm.
+
+    Calls return within the run's deadlines, except `average`, which may wait for lost peers for
+    `round.shrink_seconds`, and `decide`, which waits until the round is decided or another attempt begins.
+    """
 
     peer_id: str
 
@@ -91,7 +95,7 @@ class Swarm(Protocol):
         Args:
             contribution: This peer's deltas and roster entry; the deltas are not changed.
             expected: Number of peers that completes the roster at once.
-            starts_at: DHT time from which the roster may be complete with fewer.
+            starts_at: DHT time from which the roster may be closed without the rest.
         """
 
     def decide(

@@ -134,13 +134,13 @@ class Progress(Record):
     kind: ClassVar[str] = "progress"
 
     round: Count
-    """The round in training."""
+    """The last round that this peer has committed; it trains the next one."""
     ends_at: Seconds
-    """DHT time at which this round's training ends; 0 while unknown."""
+    """DHT time at which the next round's training ends; 0 while unknown."""
     certificate: Digest | Literal[""] = ""
-    """Digest of the body of this round's certificate, where the peer's chain of certificates ends; empty at first."""
+    """Digest of the body of `round`'s certificate, where the peer's chain of certificates ends; empty at first."""
     is_done: bool = False
-    """This peer has made all local steps of the round."""
+    """This peer has made all local steps of the next round."""
 
 
 class Metrics(Record):

@@ -62,8 +62,8 @@ def plan_fetch(
     found = relays(roster, keepers, has_kept=has_kept)
     chains = {name: peers for name, peers in found.items() if name in chosen and name not in direct}
     for name in [name for name, peers in chains.items() if me not in peers]:
-        # A peer that the others do not count on to relay a slot need not load its holder either, unless that is
-        # relayed only because others cannot reach it.
+        # This peer is no relay of the slot. It asks the relays first, to spare a slow holder. If the slot is relayed
+        # only because others cannot reach the holder, and this peer can, it asks the holder first.
         relaying, direct_first = preferred(me, name, chains.pop(name), links), wanted[name]
         is_met = callable_of(direct_first, links) and not callable_of(direct_first, roster.uplinks)
         wanted[name] = [*direct_first, *relaying] if is_met else [*relaying, *direct_first]

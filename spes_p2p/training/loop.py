@@ -488,7 +488,8 @@ class TrainingLoop:
 
         Args:
             work: What was committed.
-            waited_seconds: Time for which training stood still for synchronisations; None if for all of this one.
+            waited_seconds: Seconds for which training waited; None without overlap, where it waits for the whole
+                synchronisation.
             ended: Second at which the round's time ended; by default now.
         """
         self._checkpointer.save(self._round, work.steps, work.total_tokens, work.data, is_last=self._is_over)
@@ -513,8 +514,8 @@ def _correction(sync: Synchroniser, work: RoundWork, starts_at: float) -> Correc
 def keeps_draws(sync: Synchroniser, work: RoundWork) -> bool:
     """Tell whether what is trained beside a synchronisation can count.
 
-    Where peers share data and this one has not committed the round, it is given up: the next delta would contain draws
-    of two deals.
+    If peers share data and this peer has not committed the round, what it trains meanwhile is given up: its next delta
+    would contain batches of two deals.
     """
     return work.dealt is None or sync.stats.num_committed > 0  # guard: given-up-draws
 

@@ -151,7 +151,7 @@ class PendingSync:
         return self._steps >= self._delay or (now is not None and update.ends_at <= now)
 
     def land(self) -> Correction:
-        """Wait, on the leader, for the result. A peer that has lost all others waits for them without a limit.
+        """Wait, on the leader rank, for the result; if all others are lost, for `round.shrink_seconds` or longer.
 
         Raises:
             SpesError: what the synchronisation raised.

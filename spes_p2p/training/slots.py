@@ -203,7 +203,7 @@ class HeldSlots:
         self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
 
     def rebalance(self, round: int) -> dict[VectorName, Tensor]:
-        """Hold, from `round` on, what the claims allocate to this peer; return the vectors of new slots."""
+        """Hold, after `round` is committed, what the claims allocate to this peer; return the vectors of new slots."""
         claims = self.trusted(self.claims())
         target = self._claimant.after_round(self.clock(), claims, round)
         if len(target) > self._chosen_slots:  # its owner has lowered the limit: others hold what it keeps least
@@ -220,7 +220,7 @@ class HeldSlots:
         return self._hold(target) if target != self.slots else {}
 
     def _hold(self, target: Sequence[int]) -> dict[VectorName, Tensor]:
-        """Hold `target`; weights come from the newest version that is not ahead of this peer's model."""
+        """Hold `target`; weights are the certified version, or the newest other one if no peer has that."""
         new = [VectorName.of_slot(slot) for slot in sorted(set(target) - set(self.slots))]
         old = [VectorName.of_slot(slot) for slot in sorted(set(self.slots) - set(target))]
         missing = [name for name in map(VectorName.of_slot, sorted(set(target))) if name not in self._anchors.names]

@@ -282,7 +282,7 @@ class Synchroniser:
 
         Args:
             work: This peer's training since the anchors; empty work only meets the others.
-            starts_at: DHT time from which the roster may stand without everyone.
+            starts_at: DHT time from which the roster may be closed without the rest.
         """
         began = self.swarm.now()
         self._await_steps(has_trained=bool(work.vectors))  # guard: infinite-peer

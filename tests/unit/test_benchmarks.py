@@ -12,7 +12,7 @@ import torch
 from benchmarks.accounts import account, local_steps, observed_seconds
 from benchmarks.baselines import Together
 from benchmarks.machine import Circumstances
-from benchmarks.records import write_rows
+from benchmarks.records import program_digest, write_rows
 from benchmarks.stock import default_stock_model, pace_in_window, stock_step
 from benchmarks.tables import Row
 from spes_p2p.config import ModelConfig, RunConfig, TrainConfig
@@ -184,3 +184,12 @@ def test_what_a_benchmark_leaves_says_where_and_when(tmp_path):
     assert page.startswith("# Figures\n\n") and "| a figure | 1 s | 2 s | yes |" in page
     for part in (circumstances.date, circumstances.cpu, circumstances.commit, "load average 0.25"):
         assert part in page
+
+
+def test_a_program_is_known_by_what_it_does(tmp_path: Path) -> None:
+    texts = ['"""Adds."""\n\nA = 1  # one\n', "A = 1\n", "A = 2\n", 'A = "1"\n']
+    files = [tmp_path / f"{number}.py" for number in range(len(texts))]
+    for file, text in zip(files, texts, strict=True):
+        file.write_text(text)
+    digests = [program_digest([file]) for file in files]
+    assert digests[0] == digests[1] and len(set(digests)) == 3

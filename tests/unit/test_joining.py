@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from spes_p2p.cli import load_settings
 from spes_p2p.config import ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
-from spes_p2p.planner.size import model_size
+from spes_p2p.planner.size import free_gpu_bytes, model_size
 from spes_p2p.swarm.records import MAX_CLAIMED
 
 RUN = RunConfig(model=ModelConfig(num_experts=200))
@@ -37,12 +38,25 @@ def test_a_chosen_number_of_slots_that_does_not_fit_is_refused_and_those_that_fi
         joining._max_slots(chosen(61), SIZE, setup)
 
 
-def test_of_a_peer_that_trains_on_a_gpu_the_hosts_share_must_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_peer_that_trains_on_a_gpu_both_the_gpus_and_the_hosts_share_must_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     setup = replace(setup_of(chosen(4)), on_gpu=True)
-    monkeypatch.setattr(joining, "free_memory_bytes", lambda: peer_memory(SIZE, 60, setup).host_bytes)
-    assert joining._max_slots(chosen(60), SIZE, setup) == 60
+    of_60, of_30 = peer_memory(SIZE, 60, setup), peer_memory(SIZE, 30, setup)
+    monkeypatch.setattr(joining, "free_memory_bytes", lambda: of_60.host_bytes)
+    monkeypatch.setattr(joining, "free_gpu_bytes", lambda: None)
+    assert joining._max_slots(chosen(60), SIZE, setup) == joining._max_slots(chosen("auto"), SIZE, setup) == 60
     with pytest.raises(ConfigError, match=r"max_slots=100: .* on the host"):
         joining._max_slots(chosen(100), SIZE, setup)
+    monkeypatch.setattr(joining, "free_gpu_bytes", lambda: of_30.device_bytes)
+    assert joining._max_slots(chosen("auto"), SIZE, setup) == 30
+    with pytest.raises(ConfigError, match=r"max_slots=31: .*claim at most 30"):
+        joining._max_slots(chosen(31), SIZE, setup)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_machine_without_a_gpu_has_no_gpu_memory() -> None:
+    assert free_gpu_bytes() is None
 
 
 def test_no_peer_has_more_slots_than_a_claim_can_hold(monkeypatch: pytest.MonkeyPatch) -> None:

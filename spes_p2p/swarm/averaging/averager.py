@@ -157,7 +157,7 @@ class SparseAverager(DecentralizedAverager):
                 vectors are not what the entry promised to the others, and the attempt fails.
             expected: Group size at which the roster is complete.
             least: Smallest size of a roster.
-            starts_at: DHT time from which the roster may stand without the rest.
+            starts_at: DHT time from which the roster may be closed without the rest.
             is_redone: Meet only the members that were not lost in the last attempt.
 
         Returns:

@@ -78,6 +78,6 @@ class BufferPool:
             buffers[name].has_residual = True
 
     def reset_residuals(self) -> None:
-        """Discard all residuals, because the anchors have been replaced."""
+        """Discard all residuals: the peer did not commit the round, so its next deltas have another start."""
         for buffers in self._all:
             buffers.reset_residual()

@@ -198,7 +198,7 @@ class DeltaEncoding:
             self._feedback.keep(name, residual_N.clone())
 
     def forget(self) -> None:
-        """Discard all residuals, because the anchors have been replaced."""
+        """Discard all residuals: the peer did not commit the round, so its next deltas have another start."""
         self._pending = {}
         for name in self._feedback.names:
             self._feedback.drop(name)

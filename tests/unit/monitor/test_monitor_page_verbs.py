@@ -209,6 +209,29 @@ def test_ctl_finds_the_peer_by_its_folder(tmp_path: Path, where: str, capsys: py
         peer.page.close()
 
 
+def test_ctl_finds_the_only_peer_in_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="no peer with a page in runs/"):
+        ctl.main(CtlConfig(verb="pause"))
+    (tmp_path / "runs" / "my-run").mkdir(parents=True)
+    peer = Peer(tmp_path / "runs" / "my-run")
+    try:
+        assert ctl.main(CtlConfig(verb="pause")) == 0
+        assert capsys.readouterr().out == "paused: paused until it is resumed\n"
+        (tmp_path / "runs" / "other").mkdir()
+        other = Peer(tmp_path / "runs" / "other")
+        try:
+            with pytest.raises(ConfigError, match="several peers in runs/: name one, as in --output runs/my-run"):
+                ctl.main(CtlConfig(verb="pause"))
+        finally:
+            other.page.close()
+        assert ctl.main(CtlConfig(verb="resume")) == 0, "the other one has ended"
+    finally:
+        peer.page.close()
+
+
 def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
     def refused(*given: str, output: Path = tmp_path) -> str:
         with pytest.raises(ConfigError) as error:
