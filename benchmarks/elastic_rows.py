@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import signal
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -66,15 +68,11 @@ def kills(bench: Bench) -> Iterator[Row]:
     """
     code = _code()
     bench.seen["labs"] = labs = [lab for lab in _on_record() if lab.get("code") == code]
-    for done in range(0, bench.repeats, REPEATS_PER_LAB):
-        try:
-            report = _report(bench.seed + done, min(REPEATS_PER_LAB, bench.repeats - done))
-        except KeyboardInterrupt:
-            if not labs:
-                raise
-            say("stopped; what follows counts the swarms before this one")
-            break
-        labs.append({"code": code, "seed": bench.seed + done, **asdict(report)})
+    with _interrupts() as is_interrupted:
+        for done in range(0, bench.repeats, REPEATS_PER_LAB):
+            if not is_interrupted.is_set():
+                report = _report(bench.seed + done, min(REPEATS_PER_LAB, bench.repeats - done), is_interrupted)
+                labs.append({"code": code, "seed": bench.seed + done, **asdict(report)})
     verdicts = [lab["verdict"] for lab in labs]
     lost, wrong = (sum(len(verdict[kind]) for verdict in verdicts) for kind in ("lost", "wrong"))
     accepted, means, versions = (sum(v[kind] for v in verdicts) for kind in ("accepted", "means", "versions"))
@@ -96,6 +94,24 @@ def kills(bench: Bench) -> Iterator[Row]:
     )
 
 
+@contextlib.contextmanager
+def _interrupts() -> Iterator[threading.Event]:
+    """Yield an event that Ctrl-C sets the first time, so that a swarm under way is judged by what has befallen it."""
+    asked = threading.Event()
+    before = signal.getsignal(signal.SIGINT)
+
+    def ask(*_: object) -> None:
+        signal.signal(signal.SIGINT, before)
+        asked.set()
+        say("stops after this kill, and judges; Ctrl-C again ends at once")
+
+    signal.signal(signal.SIGINT, ask)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def _on_record() -> list[dict[str, Any]]:
     document = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
     return document.get("kills", {}).get("seen", {}).get("labs", [])
@@ -108,13 +124,15 @@ def _code() -> str:
     return program_digest([*chain.from_iterable(rooms), *judges])
 
 
-def _report(seed: int, repeats: int) -> Any:
-    """Return what came of one swarm in which each phase has cost peers their lives so often."""
+def _report(seed: int, repeats: int, is_interrupted: threading.Event) -> Any:
+    """Return what came of one swarm in which each phase has cost peers their lives so often, unless interrupted."""
     lab_of = support("lab")
     with tempfile.TemporaryDirectory(prefix="lab-") as folder:
         lab = lab_of.Lab(Path(folder) / "lab", seed, NUM_PEERS)
         with lab.running():
             for number, (phase, anew) in enumerate(lab_of.schedule(repeats, seed)):
+                if is_interrupted.is_set():
+                    break
                 strike = lab.kill(phase, anew=anew)
                 say(f"  killed in {phase}; all others went on after {strike.committed_after:.1f} s")
                 if number % len(lab_of.PHASES) == 0:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import signal
 import sys
-import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -20,8 +18,6 @@ start here:
 commands:
 """
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
-EXIT_BROKEN_PIPE = 120
-"""The interpreter's own, for output that could not be written."""
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
     "join": ("JoinConfig", "spes_p2p.commands.join", "join the run that a link names, and train it"),
@@ -53,32 +49,14 @@ def start(name: str, argv: Sequence[str] | None = None) -> NoReturn:
     # An interrupt before the command has begun ends quietly: nothing has to be tidied up.
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     from spes_p2p import config
-    from spes_p2p.cli import entry_point
+    from spes_p2p.cli import entry_point, leave
 
     settings, module, _ = COMMANDS[name]
     try:
         entry_point(getattr(config, settings), module, argv)
     except SystemExit as ended:
         assert isinstance(ended.code, int), f"a command's exit code is a number, not {ended.code!r}"
-        _leave(ended.code)
-
-
-def _leave(code: int) -> NoReturn:
-    """End this process as `sys.exit` does, but leave its daemon threads to the kernel.
-
-    The interpreter ends a daemon thread when it returns from C++ to Python, by unwinding its stack; torch's frames let
-    nothing through, and the process aborts after all its work. Hivemind's thread for futures computes with torch, and
-    waits on a pipe without end, so that it cannot be joined.
-    """
-    try:
-        threading._shutdown()  # type: ignore[attr-defined]  # joins the other threads, those of executors too
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        sys.stderr.flush()
-    except BrokenPipeError:  # whatever read the output has left
-        code = code or EXIT_BROKEN_PIPE
-    finally:
-        os._exit(code)
+        leave(ended.code)
 
 
 def main() -> NoReturn:
@@ -86,16 +64,17 @@ def main() -> NoReturn:
     name, *argv = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         start(name, argv)
+    from spes_p2p.cli import leave
     from spes_p2p.presentation import say
 
     if name in ("--help", "-h"):
         say(USAGE + "\n".join(f"  {name:<9} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
-        _leave(0)
+        leave(0)
     if name == "--version":
         from spes_p2p import __version__
 
         say(f"spes_p2p {__version__}")
-        _leave(0)
+        leave(0)
     from difflib import get_close_matches
 
     close = get_close_matches(name, COMMANDS, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
 import errno
 import importlib
@@ -39,6 +40,8 @@ OTHER_PREFIXES = (
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130
+EXIT_BROKEN_PIPE = 120
+"""The interpreter's own, for output that could not be written."""
 AGAIN_SECONDS = 0.1
 """After which an interrupt that Python has ignored is repeated; by then it is elsewhere, or ignores it once more."""
 KIND = re.compile(r"constrained-\w+|int|float|str|bool|bytes|none|path|\w[\w-]*\[.*\]|\[key\]")
@@ -484,6 +487,24 @@ def entry_point(
             raise
         print(f"error: {reason}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
+
+
+def leave(code: int) -> NoReturn:
+    """End this process as `sys.exit` does, but leave its daemon threads to the kernel.
+
+    The interpreter ends a daemon thread when it returns from C++ to Python, by unwinding its stack; torch's frames let
+    nothing through, and the process aborts after all its work. Hivemind's thread for futures computes with torch, and
+    waits on a pipe without end, so that it cannot be joined.
+    """
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins the other threads, those of executors too
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BrokenPipeError:  # whatever read the output has left
+        code = code or EXIT_BROKEN_PIPE
+    finally:
+        os._exit(code)
 
 
 def full_disk(error: BaseException | None) -> str | None:

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import os
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import yaml
 from pydantic import ValidationError
 
-from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, explain
-from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, RunConfig, check_machine
-from spes_p2p.config.commands import ExperimentConfig
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point, explain, leave
+from spes_p2p.commands import monitor
+from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.config.commands import ExperimentConfig, MonitorConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.conversations import founding
 from spes_p2p.data.packing import held_out_by_source, train_source
@@ -29,6 +31,7 @@ from spes_p2p.data.remote import url_of, with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.monitor.model_folder import ModelFolder, export
+from spes_p2p.peer import life
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
 from spes_p2p.peer.output_dir import can_resume, check_output
 from spes_p2p.presentation import say
@@ -41,12 +44,34 @@ STOP_SECONDS = 30.0
 TAIL_LINES = 12
 
 
+class Process(Protocol):
+    """What is asked of a child; `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative if a signal has killed it; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not come in time.
+        """
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+
+    def kill(self) -> None:
+        """End it."""
+
+
 @dataclass
 class Child:
     """A process, its name and its log."""
 
     name: str
-    process: subprocess.Popen[bytes]
+    process: Process
     log: Path
 
     def wait(self, seconds: float) -> bool:
@@ -78,31 +103,102 @@ class Child:
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-TAIL_LINES:])
 
 
-def start(name: str, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> Child:
-    """Start a command of this program in a session of its own, so that the terminal's Ctrl-C reaches only its parent.
+class Fork:
+    """A fork of this process, which waits for the command that it is to run: one import serves all children.
 
-    It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for it.
-
-    Args:
-        name: For messages.
-        arguments: The command and its flags.
-        log: File for its standard error, and its output unless `on_terminal`; appended to.
-        on_terminal: Let it write to this process's standard output.
+    Make it before this process starts threads, which a fork does not have. It dies with this process.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SPES_")}
-    environment |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "spes_p2p", *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=None if on_terminal else file,
-            stderr=file,
-            env=environment,
-            start_new_session=True,
-            preexec_fn=functools.partial(die_with_parent, os.getpid()),
-        )
-    return Child(name, process, log)
+
+    def __init__(self) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        orders, self._orders = os.pipe()
+        parent = os.getpid()
+        self.pid = os.fork()
+        if not self.pid:
+            _obey(orders, parent)
+        os.close(orders)
+        self._pidfd = os.pidfd_open(self.pid)
+        self._code: int | None = None
+
+    def run(self, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
+        """Let it run a command.
+
+        It does not see this command's `SPES_` variables: they configure the parent, which passes on what is meant for
+        it.
+
+        Args:
+            arguments: The command, one of PROGRAMS, and its flags.
+            log: File for its standard error, and its output unless `on_terminal`; appended to.
+            on_terminal: Let it write to this process's standard output.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._orders, "w", encoding="utf-8") as orders:
+            orders.write(json.dumps([list(arguments), str(log.absolute()), on_terminal]) + "\n")
+
+    def poll(self) -> int | None:
+        """Return the exit code, negative if a signal has killed it; None while it runs."""
+        if self._code is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self._code = os.waitstatus_to_exitcode(status) if pid else None
+        return self._code
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not come in time.
+        """
+        while self.poll() is None:
+            if not select.select([self._pidfd], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired("a fork", timeout or 0.0)
+        assert self._code is not None
+        return self._code
+
+    def terminate(self) -> None:
+        """Ask it to end."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+PROGRAMS: dict[str, tuple[Any, Callable[[Any], int]]] = {
+    "peer": (PeerConfig, life.main),
+    "monitor": (MonitorConfig, monitor.main),
+}
+"""What a fork can run."""
+
+
+def _obey(orders: int, parent: int) -> NoReturn:
+    """Wait, in a fork, for the command to run; run it and exit."""
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, end_at_once)
+        die_with_parent(parent)
+        with open(orders, encoding="utf-8") as stream:
+            arguments, log, on_terminal = json.loads(stream.readline())
+        os.setsid()
+        with open(os.devnull) as nothing, open(log, "ab") as file:
+            os.dup2(nothing.fileno(), 0)
+            os.dup2(file.fileno(), 2)
+            if not on_terminal:
+                os.dup2(file.fileno(), 1)
+        for name in [name for name in os.environ if name.startswith("SPES_")]:
+            del os.environ[name]
+        os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        sys.argv = [sys.argv[0], *arguments]
+        sys.orig_argv = [sys.executable, "-m", "spes_p2p", *arguments]  # what a peer starts again with
+        settings, main = PROGRAMS[arguments[0]]
+        entry_point(settings, main, arguments[1:])
+    except SystemExit as ended:
+        leave(int(ended.code or 0))
+    finally:  # an error of the program's own
+        traceback.print_exc()
+        os._exit(1)
 
 
 def stop(children: Sequence[Child]) -> None:
@@ -136,10 +232,16 @@ def main(config: ExperimentConfig) -> int:
         raise ConfigError(f"max_slots={slots} exceeds the run's {num_slots} slots; lower it, or leave it out")
     check_machine(config.run, config)
     check_output(config.output, resume=config.resume, overwrite=config.overwrite)
-    _prepare_corpus(config)
-    if config.overwrite and config.output.exists():
-        shutil.rmtree(config.output)
-    return Experiment(config, slots).run()
+    forks = [Fork() for _ in range(config.peers + 1)]  # tokenising starts threads
+    try:
+        _prepare_corpus(config)
+        if config.overwrite and config.output.exists():
+            shutil.rmtree(config.output)
+        return Experiment(config, slots, forks).run()
+    finally:
+        for fork in forks:
+            fork.kill()
+            fork.wait()
 
 
 def _resumed(config: ExperimentConfig) -> ExperimentConfig:
@@ -203,11 +305,13 @@ class Experiment:
     Args:
         config: The experiment's settings.
         max_slots: Slots per peer.
+        forks: One for each peer, and one for the monitor.
     """
 
-    def __init__(self, config: ExperimentConfig, max_slots: int) -> None:
+    def __init__(self, config: ExperimentConfig, max_slots: int, forks: Sequence[Fork]) -> None:
         self._config = config
         self._max_slots = max_slots
+        self._forks = iter(forks)
         self._peers: list[Child] = []
         self._monitor: Child | None = None
 
@@ -222,7 +326,8 @@ class Experiment:
             (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
         leaves_model = True
         try:
-            say(_opening(self._config, self._start(), self._max_slots))
+            link = self._start()
+            say(_opening(self._config, link, self._max_slots, self._peers[:2][-1]))
             code = self._watch()
         except KeyboardInterrupt as interrupt:
             say("\nstopping ...")
@@ -303,7 +408,9 @@ class Experiment:
     def _spawn(self, name: str, command: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
         own = [word for flag, paths in _own(self._config).items() for path in paths for word in (f"--{flag}", path)]
         log = self._config.output / "logs" / f"{name}.log"
-        return start(name, [command, *arguments, *own], log, on_terminal=on_terminal)
+        fork = next(self._forks)
+        fork.run([command, *arguments, *own], log, on_terminal=on_terminal)
+        return Child(name, fork, log)
 
     def _watch(self) -> int:
         """Wait for the monitor's end; note peers that die on the way."""
@@ -316,7 +423,7 @@ class Experiment:
                     if killer := child.killer():
                         say(f"{child.name} was killed by {killer}; the swarm goes on without it")
             self._monitor.wait(POLL_SECONDS)
-        code = self._monitor.process.returncode
+        code = self._monitor.process.wait()
         if code:
             say(self._monitor.tail())
         else:
@@ -354,13 +461,13 @@ def _flags(choices: Mapping[str, Any]) -> list[str]:
     return flags
 
 
-def _opening(config: ExperimentConfig, link: str, slots: int) -> str:
+def _opening(config: ExperimentConfig, link: str, slots: int, peer: Child) -> str:
     out = config.output
     text = "".join(f" --{flag} {path}" for flag, paths in _own(config).items() for path in paths)
     return (
         f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
         f"join by hand:  {_spes()} join {link} --output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
-        f"kill a peer:   pkill -KILL -o -f 'spes_p2p peer.*{out / 'peer-1'} '\n"
+        f"kill {peer.name}:   kill -KILL {peer.process.pid}\n"
         "stop:          Ctrl-C\n"
     )
 

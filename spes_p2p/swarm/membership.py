@@ -129,9 +129,10 @@ class Membership:
                 continue
             told = time.monotonic()
             log.warning(
-                "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses (start again with "
-                "--resume --alone to train without the others)",
+                "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses; a voter goes on "
+                "alone in %.0f s (at once: start again with --resume --alone)",
                 *(max(told - began, watchdog.seconds_alone), round, self._node.num_addresses()),
+                began + seconds - told,
             )
         return False
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from model_folders import PeerFolder, assert_same
@@ -24,39 +28,38 @@ PEERS, SLOTS = 4, 3
 SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, "intermediate_size": 8}
 
 
-class Running:
-    """A child that does nothing, and of which nothing is left when it is stopped."""
+class Idle:
+    """A child that does nothing: a monitor that ends at once, or a peer that runs on."""
 
-    returncode = 0
+    pid = 0
 
-    def __init__(self, name: str) -> None:
-        self.name, self.process, self.log = name, self, Path(name)
+    def __init__(self, started: Words) -> None:
+        self._started, self._code = started, None
+
+    def run(self, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
+        assert words[0] == ("monitor" if log.stem == "monitor" else "peer")
+        self._started[log.stem] = list(words)
+        output = Path(words[words.index("--output") + 1])
+        output.mkdir(parents=True, exist_ok=True)
+        (output / LINK_FILE).write_text(f"link-of-{log.stem}\n")
+        (output / ADDRESS_FILE).write_text(f"address-of-{log.stem}\n")
+        self._code = 0 if log.stem == "monitor" else None
 
     def poll(self) -> int | None:
-        return 0 if self.name == "monitor" else None
+        return self._code
 
-    def is_running(self) -> bool:
-        return True
+    def wait(self, timeout: float | None = None) -> int:
+        return 0
 
-    def wait(self, seconds: float) -> bool:
-        return True
+    def kill(self) -> None:
+        """Nothing runs."""
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Words:
     """What was started last, in that order: each child's words by its name."""
     started: Words = {}
-
-    def start(name: str, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> Running:
-        assert words[0] == ("monitor" if name == "monitor" else "peer")
-        started[name] = list(words)
-        output = Path(words[words.index("--output") + 1])
-        output.mkdir(parents=True, exist_ok=True)
-        (output / LINK_FILE).write_text(f"link-of-{name}\n")
-        (output / ADDRESS_FILE).write_text(f"address-of-{name}\n")
-        return Running(name)
-
-    monkeypatch.setattr(local, "start", start)
+    monkeypatch.setattr(local, "Fork", lambda: Idle(started))
     monkeypatch.setattr(local, "stop", lambda children: None)
     monkeypatch.setattr(local, "_prepare_corpus", lambda config: None)
     return started
@@ -215,3 +218,27 @@ def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_p
         assert local._resumed(load_settings(ExperimentConfig, [*common, *same])).run == kept
     with pytest.raises(ConfigError, match=r"--run.round.total is 77, .* has 9; .*spes amend .*peer-0 --run"):
         local._resumed(load_settings(ExperimentConfig, [*common, "--run.round.total", "77"]))
+
+
+FORKS = """
+import pathlib, sys
+from spes_p2p.commands.local import Fork
+
+log = pathlib.Path(sys.argv[1])
+forks = [Fork() for _ in range(4)]
+forks[0].run(["peer", "--help"], log)
+forks[1].run(["peer", "--max-slot", "4"], log)
+forks[2].kill()
+print(*(fork.wait(60) for fork in forks[:3]), forks[3].poll(), forks[3].pid, flush=True)
+"""
+
+
+def test_a_fork_runs_a_command_in_a_log_of_its_own_and_dies_with_its_parent(tmp_path: Path) -> None:
+    log = tmp_path / "logs" / "peer.log"
+    words = [sys.executable, "-c", FORKS, str(log)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    *codes, pid = ended.stdout.split()
+    assert codes == ["0", "2", "-9", "None"], ended.stderr
+    assert "usage: spes peer" in log.read_text() and "did you mean --max-slots" in log.read_text()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        psutil.Process(int(pid)).wait(20)

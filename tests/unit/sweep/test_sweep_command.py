@@ -257,7 +257,7 @@ def program(*words: object) -> subprocess.Popen[str]:
 def test_the_program_answers_in_a_line(words, code, said, monkeypatch, capsys):
     handler = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(sys, "argv", ["spes_p2p", *words])
-    monkeypatch.setattr("spes_p2p.__main__._leave", sys.exit)  # it ends the process
+    monkeypatch.setattr("spes_p2p.cli.leave", sys.exit)  # it ends the process
     monkeypatch.chdir(REPOSITORY)
     with pytest.raises(SystemExit) as ended:
         program_main()
