@@ -22,7 +22,7 @@ from pathlib import Path
 from spes_p2p.config import PeerConfig
 from spes_p2p.config.commands import ClusterConfig
 from spes_p2p.config.launch import RANK_VARIABLES, Place, place_of
-from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.errors import ConfigError, JoinError, SpesError
 from spes_p2p.fs import write_atomic
 from spes_p2p.peer import life, restart
 from spes_p2p.peer.output_dir import can_resume
@@ -62,6 +62,10 @@ def main(config: ClusterConfig) -> int:
     except restart.DaemonDied as died:
         os.environ.update(environment)
         restart.restart(peer, died, num_ranks=place.num_ranks)
+        raise
+    except SpesError:
+        if not (others or can_resume(output)):
+            folder.cede()
         raise
     finally:
         folder.withdraw()
@@ -199,6 +203,10 @@ class Rendezvous:
     def withdraw(self) -> None:
         """Take this node's addresses back."""
         (self._addresses / self._name).unlink(missing_ok=True)
+
+    def cede(self) -> None:
+        """Let another node found the run, or find the same fault, instead of waiting for this one."""
+        (self.path / FOUNDER).unlink(missing_ok=True)
 
     def finish(self) -> None:
         """Tell nodes that are started later that nothing is left to do."""

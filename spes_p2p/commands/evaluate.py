@@ -7,6 +7,7 @@ processes, as torchrun or accelerate start them, share the tasks' requests; the 
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 from collections.abc import Sequence
@@ -239,6 +240,9 @@ def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
 def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, ranks: Ranks) -> Any:
     """Return the model as lm-eval takes it; lm-eval itself shares requests only where each process has a GPU."""
     from lm_eval.models.huggingface import HFLM
+
+    # It warns of a model that is loaded already, as this one is on purpose.
+    logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
 
     adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if ranks.accelerator is not None:

@@ -353,7 +353,7 @@ def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
 
 def _on_files(config: PeerConfig, run: RunConfig) -> RunConfig:
     """Return the settings of a run on files, if the founder names some and no other source."""
-    if not config.shards or "source" in run.data.model_fields_set:
+    if not (config.shards or config.text) or "source" in run.data.model_fields_set:
         return run
     return run.model_copy(update={"data": run.data.model_copy(update={"source": "files"})})
 

@@ -56,6 +56,16 @@ def ended_within(node: Command, seconds: float) -> bool:
     return time.monotonic() - began <= seconds
 
 
+def test_nodes_end_with_the_founders_fault_and_do_not_wait_for_it(tmp_path: Path) -> None:
+    words = [*flags(tmp_path, min_peers=2), "--text", tmp_path / "nowhere.txt"]
+    with commands_in(tmp_path) as commands:
+        nodes = [start_node(commands, tmp_path, *words, RANK=rank, WORLD_SIZE="2") for rank in "01"]
+        for node in nodes:
+            assert node.end(120) == 2, node.tail()
+            assert "nowhere.txt" in node.tail()
+        commands.wait_until_gone()
+
+
 def test_nodes_meet_in_the_folder_and_go_on_where_they_were(tmp_path: Path) -> None:
     words = flags(tmp_path, min_peers=2)
     with commands_in(tmp_path) as commands:
