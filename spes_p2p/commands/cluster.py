@@ -81,11 +81,13 @@ def as_peer(config: ClusterConfig, output: Path) -> PeerConfig:
         config: The job's settings, the same on all nodes.
         output: The peer's folder; what it holds of a peer goes on.
     """
-    chosen = {name: getattr(config, name) for name in config.model_fields_set & PeerConfig.model_fields.keys()}
+    given = config.model_fields_set & PeerConfig.model_fields.keys() - {"run"}
+    chosen = {name: getattr(config, name) for name in given}
     resume = not config.overwrite and can_resume(output)
     is_cut_off = not resume and output.is_dir() and any(output.iterdir())  # its start was killed before it was kept
     kept = {"output": output, "resume": resume, "overwrite": config.overwrite or is_cut_off}
-    return PeerConfig(**chosen | kept | {"yes": True})  # the run is this user's own
+    peer = PeerConfig(**chosen | kept | {"yes": True})  # the run is this user's own
+    return peer.model_copy(update={"run": config.run})  # as it was given: a new one would not tell what was left out
 
 
 # ---------------------------------------------------------------------- ranks
