@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from spes_p2p.cli import load_settings
-from spes_p2p.config import ModelConfig, PeerConfig, RunConfig
+from spes_p2p.commands import cluster
+from spes_p2p.config import ClusterConfig, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
@@ -88,3 +90,18 @@ def test_what_a_founder_leaves_open_suits_a_trained_model_and_few_conversations(
     assert suited.train.lr == pytest.approx(rate) and suited.train.batch_size == batch
     assert suited.round.tokens == tokens and suited.round.samples == run.round.samples
     assert suited.round.total == run.round.total
+
+
+@pytest.mark.parametrize("flag", ["--text", "--data"])
+@pytest.mark.parametrize(
+    ("settings", "source"), [("{vocab_size: 512}", "files"), ("{source: embedded}", "embedded"), ("", "files")]
+)
+def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
+    flag: str, settings: str, source: str, tmp_path: Path
+) -> None:
+    (tmp_path / "run.yaml").write_text(f"run: {{data: {settings or '{}'}}}\n")
+    words = ["--run-id", "r", "--config", str(tmp_path / "run.yaml"), flag, "mine"]
+    peer = load_settings(PeerConfig, words)
+    node = cluster.as_peer(load_settings(ClusterConfig, [*words, "--shared", str(tmp_path)]), tmp_path / "node")
+    for config in (peer, node):
+        assert config.run is not None and joining._on_files(config, config.run).data.source == source
