@@ -64,17 +64,16 @@ def main() -> NoReturn:
     name, *argv = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         start(name, argv)
-    from spes_p2p.cli import leave
     from spes_p2p.presentation import say
 
     if name in ("--help", "-h"):
         say(USAGE + "\n".join(f"  {name:<9} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))
-        leave(0)
+        sys.exit(0)
     if name == "--version":
         from spes_p2p import __version__
 
         say(f"spes_p2p {__version__}")
-        leave(0)
+        sys.exit(0)
     from difflib import get_close_matches
 
     close = get_close_matches(name, COMMANDS, 1)

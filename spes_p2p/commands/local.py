@@ -119,6 +119,7 @@ class Fork:
             _obey(orders, parent)
         os.close(orders)
         self._pidfd = os.pidfd_open(self.pid)
+        self._is_ordered = False
         self._code: int | None = None
 
     def run(self, arguments: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
@@ -133,6 +134,7 @@ class Fork:
             on_terminal: Let it write to this process's standard output.
         """
         log.parent.mkdir(parents=True, exist_ok=True)
+        self._is_ordered = True
         with open(self._orders, "w", encoding="utf-8") as orders:
             orders.write(json.dumps([list(arguments), str(log.absolute()), on_terminal]) + "\n")
 
@@ -164,6 +166,14 @@ class Fork:
         """End it."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """End it, wait until it has gone, and free what it held here."""
+        self.kill()
+        self.wait()
+        os.close(self._pidfd)
+        if not self._is_ordered:
+            os.close(self._orders)
 
 
 PROGRAMS: dict[str, tuple[Any, Callable[[Any], int]]] = {
@@ -240,8 +250,7 @@ def main(config: ExperimentConfig) -> int:
         return Experiment(config, slots, forks).run()
     finally:
         for fork in forks:
-            fork.kill()
-            fork.wait()
+            fork.close()
 
 
 def _resumed(config: ExperimentConfig) -> ExperimentConfig:

@@ -93,7 +93,10 @@ def _available(config: PlanConfig) -> tuple[int, int | None]:
     host = int(config.host_memory_gb * 1e9) if config.host_memory_gb else None
     if config.memory_gb:
         return int(config.memory_gb * 1e9), host
-    return (free_gpu_bytes() or ANY_MEMORY) if config.device == "cuda" else free_memory_bytes(), host
+    if config.device != "cuda":
+        return free_memory_bytes(), host
+    # To look at a GPU takes seconds.
+    return (config.max_slots == "auto" and free_gpu_bytes()) or ANY_MEMORY, host
 
 
 def _claimed(config: PlanConfig, size: ModelSize, setup: Setup, memory: int, host: int | None) -> int:

@@ -204,7 +204,10 @@ def free_gpu_bytes() -> int | None:
     """
     look = "import torch; print(torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else '')"
     with contextlib.suppress(subprocess.SubprocessError, OSError, ValueError):
-        return int(subprocess.check_output([sys.executable, "-c", look], text=True, timeout=LOOK_SECONDS))
+        answer = subprocess.check_output(
+            [sys.executable, "-c", look], stderr=subprocess.DEVNULL, text=True, timeout=LOOK_SECONDS
+        )
+        return int(answer)
     return None
 
 

@@ -51,7 +51,7 @@ class Idle:
     def wait(self, timeout: float | None = None) -> int:
         return 0
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """Nothing runs."""
 
 
