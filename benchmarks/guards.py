@@ -425,7 +425,7 @@ def run_tests(root: Path, tests: Sequence[str], seconds: float, folder: Path, *f
     report, scratch = folder / "report.xml", folder / "scratch"
     report.unlink(missing_ok=True)
     words = [sys.executable, "-m", "pytest", "-q", "-m", "", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    words += [f"--basetemp={scratch}", f"--junitxml={report}", *flags, *tests]
+    words += [f"--basetemp={scratch}", f"--junitxml={report}", "--disable-warnings", *flags, *tests]
     # No compiled files: two edits of equal length within one second would share one.
     environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
     try:
@@ -436,7 +436,8 @@ def run_tests(root: Path, tests: Sequence[str], seconds: float, folder: Path, *f
     if report.exists():
         for suite in ElementTree.parse(report).iter("testsuite"):
             counts = {name: count + int(suite.get(name, "0")) for name, count in counts.items()}
-    return Outcome(ended.returncode, output=(ended.stdout + ended.stderr)[-1500:].strip(), **counts)
+    output = (ended.stdout + ended.stderr).replace(f"{root}/", "")
+    return Outcome(ended.returncode, output=output[-1500:].strip(), **counts)
 
 
 if __name__ == "__main__":
