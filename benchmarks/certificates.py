@@ -171,7 +171,9 @@ def faults(seen: Seen) -> Iterator[Row]:
     cases, commit = found["cases"], found["circumstances"]["commit"]
     wrong, whole = sum(bool(case["wrong"]) for case in cases), sum(bool(case["committed"]) for case in cases)
     count = len(cases)
-    yield _dated(Row("faults: wrong or partial means", f"{wrong} of {count}", "0 of 300", not wrong), commit)
+    yield _dated(
+        Row("faults: wrong or partial means", f"{wrong} of {count}", "0 of 300", count >= 300 and not wrong), commit
+    )
     what = "- rounds that the survivors committed"
     yield _dated(Row(what, f"{whole} of {count}", "all of 300", whole == count >= 300), commit)
 

@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from itertools import chain
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,7 +24,7 @@ from benchmarks.claims.summary import Summary
 from benchmarks.cluster import ROOT, support
 from benchmarks.connection import DEATH_SECONDS, HEAL_SECONDS
 from benchmarks.connection import measure as measure_connection
-from benchmarks.records import program_digest
+from benchmarks.records import swarm_digest
 from benchmarks.tables import Row
 from spes_p2p.presentation import say
 
@@ -118,10 +117,7 @@ def _on_record() -> list[dict[str, Any]]:
 
 
 def _code() -> str:
-    """Return a digest of what swarms do and of what judges them here."""
-    judges = (ROOT / "tests" / "support" / name for name in ("lab.py", "lab_peer.py", "history.py"))
-    rooms = (sorted((ROOT / "spes_p2p" / room).rglob("*.py")) for room in ("codecs", "swarm", "training"))
-    return program_digest([*chain.from_iterable(rooms), *judges])
+    return swarm_digest("lab.py", "lab_peer.py", "history.py")
 
 
 def _report(seed: int, repeats: int, is_interrupted: threading.Event) -> Any:

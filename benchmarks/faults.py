@@ -4,6 +4,7 @@
 
 Four real peers; one is struck in a chosen phase of a round. A referee, which follows every peer's arithmetic in
 memory, then holds what the others commit to the weighted mean of exactly the members of their roster, bit for bit.
+It keeps each case at once, and goes on from those on record with the same code.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import swarm_digest
 from benchmarks.testbed import TestBed, available
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
+from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import say
 
 CODECS = ("fp32", "fp32", "fp32", "int8")
@@ -60,53 +63,68 @@ def main(config: FaultsConfig) -> int:
     """Strike, count and report; return 1 if anything wrong or partial was committed."""
     torch.set_num_threads(1)
     load_before, began = load_average(), time.monotonic()
-    seed = secrets.randbits(31) if config.seed is None else config.seed
-    say(f"seed {seed}")
-    cases, skipped = [], {}
-    for fault in config.faults:
-        if fault == "cut" and (reason := available()):
-            skipped[fault] = reason
-            continue
-        cases += [asdict(case) for codec in sorted(set(CODECS)) for case in _cases(fault, codec, config.repeats, seed)]
-    notes = [asdict(note) for note in _meetings(config.splits, seed)]
-    measured = {
-        "seed": seed,
-        "minutes": round((time.monotonic() - began) / 60, 1),
-        "deadline_seconds": support("fault_cases").DEADLINE_SECONDS,
-        "skipped": skipped,
-        "cases": cases,
-        "meetings": notes,
-        "circumstances": asdict(Circumstances.now(load_before, None)),
-    }
-    config.output.mkdir(parents=True, exist_ok=True)
-    (config.output / "faults.json").write_text(json.dumps(measured, indent=1) + "\n")
+    measured = _begun(config)
+    say(f"seed {measured['seed']}, {len(measured['cases'])} cases and {len(measured['meetings'])} meetings on record")
+    minutes_before = measured["minutes"]
+    for name, found in _found(config, measured):
+        measured[name].append(asdict(found))
+        measured["minutes"] = round(minutes_before + (time.monotonic() - began) / 60, 1)
+        measured["circumstances"] = asdict(Circumstances.now(load_before, None))
+        with write_atomic(config.output / "faults.json") as stream:
+            stream.write((json.dumps(measured, indent=1) + "\n").encode())
     text = "\n".join(report(measured)) + "\n"
     (config.output / "faults.md").write_text(text)
     say(text)
-    return 1 if any(case["wrong"] for case in cases) else 0
+    return 1 if any(case["wrong"] for case in measured["cases"]) else 0
 
 
-def _cases(fault: str, codec: str, repeats: int, seed: int) -> Iterator[Any]:
-    clusters = support("fault_cluster")
-    mine = [number for number in range(repeats) if CODECS[number % len(CODECS)] == codec]
+def _begun(config: FaultsConfig) -> dict[str, Any]:
+    """Return what is on record of this code and, where one is named, this seed; else nothing but a seed."""
+    config.output.mkdir(parents=True, exist_ok=True)
+    file, code = config.output / "faults.json", swarm_digest("fault_cluster.py", "fault_cases.py", "meetings.py")
+    known = json.loads(file.read_text()) if file.exists() else {}
+    if known.get("code") == code and config.seed in (None, known["seed"]):
+        return known
+    seed = secrets.randbits(31) if config.seed is None else config.seed
+    deadline = support("fault_cases").DEADLINE_SECONDS
+    begun: dict[str, Any] = {"code": code, "seed": seed, "minutes": 0.0, "deadline_seconds": deadline}
+    return begun | {"skipped": {}, "cases": [], "meetings": []}
+
+
+def _found(config: FaultsConfig, measured: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield each case and meeting that is not on record yet."""
+    for fault in config.faults:
+        if fault == "cut" and (reason := available()):
+            measured["skipped"][fault] = reason
+            continue
+        for codec in sorted(set(CODECS)):
+            done = sum((case["fault"], case["codec"]) == (fault, codec) for case in measured["cases"])
+            yield from (("cases", case) for case in _cases(fault, codec, config.repeats, measured["seed"], done))
+    done = len(measured["meetings"])
+    yield from (("meetings", note) for note in _meetings(range(done, config.splits), measured["seed"]))
+
+
+def _cases(fault: str, codec: str, repeats: int, seed: int, num_done: int) -> Iterator[Any]:
+    phases = support("fault_cases").PHASES.items()
+    mine = sum(CODECS[number % len(CODECS)] == codec for number in range(repeats))
+    strikes = [(phase, moments[number % len(moments)]) for number in range(mine) for phase, moments in phases]
     with contextlib.ExitStack() as closing:
-        if not mine:
+        if num_done >= len(strikes):
             return
         bed = closing.enter_context(TestBed(peers=4, rtt_ms=10, seed=seed)) if fault == "cut" else None
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="faults-")))
-        cluster = clusters.FaultCluster(folder, seed, codec, bed)
+        cluster = support("fault_cluster").FaultCluster(folder, seed, codec, bed)
         closing.callback(cluster.close)
         cluster.start()
-        for repeat in range(len(mine)):
-            for phase, moments in support("fault_cases").PHASES.items():
-                case = _strike(cluster, fault, phase, moments[repeat % len(moments)])
-                say(
-                    f"{fault}, {codec}, the victim {case.moment}: {case.committed} of {SURVIVORS} survivors committed, "
-                    f"{case.seconds:.1f} s; {case.victim}; {'; '.join(case.wrong) or 'nothing wrong'}"
-                )
-                yield case
-                if not case.victim:
-                    return
+        for phase, moment in strikes[num_done:]:
+            case = _strike(cluster, fault, phase, moment)
+            say(
+                f"{fault}, {codec}, the victim {case.moment}: {case.committed} of {SURVIVORS} survivors committed, "
+                f"{case.seconds:.1f} s; {case.victim}; {'; '.join(case.wrong) or 'nothing wrong'}"
+            )
+            yield case
+            if not case.victim:
+                return
 
 
 def _strike(cluster: Any, fault: str, phase: str, moment: str) -> Any:
@@ -119,7 +137,7 @@ def _strike(cluster: Any, fault: str, phase: str, moment: str) -> Any:
     return case
 
 
-def _meetings(rounds: int, seed: int) -> Iterator[Any]:
+def _meetings(rounds: range, seed: int) -> Iterator[Any]:
     meetings, peers = support("meetings"), support("real_peers")
     with contextlib.ExitStack() as closing:
         if not rounds:
@@ -127,7 +145,7 @@ def _meetings(rounds: int, seed: int) -> Iterator[Any]:
         folder = Path(closing.enter_context(tempfile.TemporaryDirectory(prefix="meetings-")))
         cluster = meetings.start_meeting(folder, NUM_PEERS)
         closing.callback(peers.close_all, cluster)
-        for number in range(rounds):
+        for number in rounds:
             note = meetings.meet(cluster, seed + number)
             if note.sizes != (NUM_PEERS,) or note.dropped:
                 say(f"round {number} of {NUM_PEERS} peers: {note}")

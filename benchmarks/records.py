@@ -7,9 +7,11 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.presentation import say
@@ -28,6 +30,12 @@ def program_digest(files: Iterable[Path]) -> str:
     """Return a digest of what Python files do: comments, layout and strings that stand alone change nothing."""
     programs = [_Bare().visit(ast.parse(file.read_bytes())) for file in files]
     return hashlib.sha256("\0".join(map(ast.dump, programs)).encode()).hexdigest()[:16]
+
+
+def swarm_digest(*judges: str) -> str:
+    """Return a digest of what swarms do, and of the files of `tests/support` that judge them."""
+    rooms = (sorted((ROOT / "spes_p2p" / room).rglob("*.py")) for room in ("codecs", "swarm", "training"))
+    return program_digest([*chain.from_iterable(rooms), *(ROOT / "tests" / "support" / name for name in judges)])
 
 
 class _Bare(ast.NodeTransformer):

@@ -26,9 +26,9 @@ from spes_p2p.data.sources import SPLIT_SEED, TUNING_SEED, split_number
 from spes_p2p.errors import DataError
 from spes_p2p.fs import write_atomic
 
-BATCH_CHARACTERS = 2**19
+BATCH_CHARACTERS = 2**18
 POLL_SECONDS = 0.5
-SPAWN = "spawn"  # tokenizers has threads, which do not survive a fork
+_SERVED = "forkserver"  # processes share what is imported; tokenizers' threads of this one would not survive a fork
 IDS_SUFFIX = ".ids"
 
 
@@ -82,7 +82,8 @@ def make_parts(
     # The largest first: a compressed file is one piece, and must not be the last to begin.
     in_order = sorted(pieces, key=lambda piece: -piece.num_bytes)
     num_processes = min(num_processes, len(pieces))
-    context = multiprocessing.get_context(SPAWN)
+    context = multiprocessing.get_context(_SERVED)
+    context.set_forkserver_preload([__name__])
     start = (tokenizer_file, context.Value("Q", 0), context.Event())
     done_bytes = 0
     if num_processes == 1:
@@ -211,7 +212,7 @@ def _encode_batch(texts: list[str], dtype: np.dtype, ids: BinaryIO, documents: B
 
 
 def _batches(texts: Iterable[str], batch_size: int) -> Iterator[list[str]]:
-    """Yield texts in batches of at most so many, and of about half a million characters."""
+    """Yield texts in batches of at most so many, and of about `BATCH_CHARACTERS`."""
     batch: list[str] = []
     num_characters = 0
     for text in texts:

@@ -39,8 +39,10 @@ from spes_p2p.data.token_parts import IDS_SUFFIX, How, Piece, checked_state, mak
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import write_atomic
 
-PIECE_BYTES = 16 * 2**20
-"""Text of a piece, about: what a kill costs each process at most."""
+PIECE_BYTES = 2**21, 2**24
+"""Least and most text of a piece: what a kill costs each process at most."""
+PIECES = 64
+"""Pieces of the whole work, where their bounds allow it, so that processes end at about the same time."""
 COPY_BYTES = 2**22
 _LAYOUT_VERSION = 1
 
@@ -211,12 +213,14 @@ def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None
 
 def _plan(files: Sequence[Path], settings: Settings) -> list[Source]:
     """Cut the files into pieces."""
+    least, most = PIECE_BYTES
+    piece_bytes = min(max(sum(checked_state(path)[0] for path in files) // PIECES, least), most)
     sources = []
     for path in files:
         state = checked_state(path)
         source = Source(path, state[0])
         try:
-            parts = ranges(path, PIECE_BYTES)
+            parts = ranges(path, piece_bytes)
         except DataError as error:
             _refuse(source, error, settings)
             parts = []

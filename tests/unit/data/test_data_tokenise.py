@@ -124,7 +124,7 @@ def test_a_run_trains_on_shards_as_on_their_text(tokenised, tmp_path, seed):
 
 def test_the_bytes_do_not_depend_on_processes_or_batches(tokenised, tmp_path, seed, monkeypatch):
     corpus = mixed(tmp_path / "corpus", seed)
-    monkeypatch.setattr(module, "PIECE_BYTES", random.Random(seed).randint(5_000, 30_000))
+    monkeypatch.setattr(module, "PIECE_BYTES", (random.Random(seed).randint(5_000, 30_000),) * 2)
     settings = {"max_shard_bytes": 50_000}
     one = contents(tokenised(corpus, output="one/", **settings).parent)
     assert len(one) > 5
