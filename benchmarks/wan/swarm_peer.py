@@ -142,9 +142,9 @@ class SwarmPeer:
         averaged_at = time.monotonic()
         if len(result.roster) < expected or result.dropped:
             raise ExchangeError(f"{len(result.roster)} of {expected} peers met, dropped: {dict(result.dropped)}")
-        self._swarm.settle(result, result.means)
         for name, mean in result.means.items():
             self._anchors[name] = self._anchors[name] - mean
+        self._swarm.settle(result, result.means)
         self._swarm.publish(number + 1, self._anchors, result.encoded)
         self._pull_slots(result, number + 1)
         met_at = began + result.matchmaking_seconds

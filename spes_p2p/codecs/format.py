@@ -249,7 +249,7 @@ class ErrorFeedback:
 
         Returns:
             The bytes, uint8 [format.num_bytes], and the new residual to `keep` at the commit; None if the delta's
-            codec is exact.
+            codec is exact. Of an exact format they are the vector's own memory, unless it has an old residual.
 
         Raises:
             ValueError: the residual has another length, or a value cannot be encoded.
@@ -260,7 +260,7 @@ class ErrorFeedback:
             raise ValueError(f"the error kept for {name} has {kept_N.numel()} elements, not {numel}; forget it first")
         is_exact = not numel or format.segments[0].codec == "fp32"
         if kept_N is None and is_exact:
-            return format.encode(flat_N), None
+            return format.encode(flat_N, flat_N.view(torch.uint8) if format.is_exact else None), None
         flat_N = checked(flat_N, format.numel)
         data = torch.empty(format.num_bytes, dtype=torch.uint8)
         error_N = torch.empty(numel)

@@ -416,7 +416,9 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     k is 1 + the number of averaged moments, a is 2 with outer momentum and else 1, e is the encoded bytes of k numbers.
     Between rounds, a trained parameter takes 4 a (anchor) and 2 e (the averager's inputs and outputs), and with a lossy
     codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k (read from
-    the model), 4 k (contribution) and 4 k (result), and with a lossy codec 4 (new residual) and e (one more copy).
+    the model), 4 k (contribution) and 4 k (result), and with a lossy codec 4 (new residual) and e (one more copy). Of
+    these, a result takes no memory of its own if all codecs are exact. Unless rounds overlap, the contribution of k = 1
+    takes that of the weights, which are read into the averager's inputs if the codec is exact.
     On top come the kept forms of the trained slots, and the largest of these phases: joining a group's parts (k), all
     slots for the merge (E P, and a layer of them three times more), versions to publish (a), a fetched slot (3 a P),
     and with FSDP the unsharded parameters on each rank (k).
@@ -432,12 +434,16 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
         sum(group.numel * group.anchors for group in vectors) + shifts,
         3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) else 0,
-        (setup.num_ranks - 3) * copies * trained if setup.shard == "fsdp" else 0,
     )
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
     held = sum(group.numel * group.held_bytes for group in vectors)
     peak = forms + sum(group.numel * (group.held_bytes + group.round_bytes) for group in vectors)
-    return round(held), round(peak + FP32 * (3 * copies * trained + max(phases)))
+    are_exact = not setup.averaged_moments or is_exact(setup.codecs.moments)
+    in_place = copies == 1 and not setup.overlaps
+    copied = sum((not group.is_exact if in_place else 2 * copies) * group.numel for group in vectors)
+    decoded = sum(copies * group.numel for group in vectors if not (group.is_exact and are_exact))
+    on_all_ranks = setup.num_ranks * copies * trained if setup.shard == "fsdp" else 0
+    return round(held), round(peak + FP32 * max(copied + decoded + max(phases), on_all_ranks))
 
 
 @dataclass(frozen=True)
@@ -448,7 +454,7 @@ class _GroupVectors:
         numel: Number of parameters.
         anchors: fp32 vectors in a version: 2 with outer momentum, else 1.
         encoded: Bytes per parameter of an encoded contribution, with moments.
-        is_exact: Whether the codec is lossless.
+        is_exact: Whether the codec of deltas is lossless.
     """
 
     numel: int

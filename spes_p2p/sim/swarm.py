@@ -182,6 +182,9 @@ class MemorySwarm:
 
     # ------------------------------------------------------------------ versions
 
+    def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
+        return {}
+
     def publish(
         self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None
     ) -> Mapping[VectorName, Version]:

@@ -259,6 +259,11 @@ class HivemindSwarm:
         self._averaged = (result, attempt)
         return result
 
+    def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
+        if self._averager is None:
+            return {}
+        return self._averager.room(slots, self.last().round + 1)
+
     def _stated_links(self) -> tuple[str, ...]:
         """Return the peers to which this one, in client mode, is connected; none for a while after a failed attempt.
 
@@ -307,17 +312,20 @@ class HivemindSwarm:
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged
+        buffers = self._averager.buffers if self._averager is not None else None
         self._encoded_deltas = None
         if averaged is not result or SHARED not in committed:
             self._encoding.forget()
-            if self._averager is not None:
-                self._averager.buffers.reset_residuals()
+            if buffers is not None:
+                buffers.reset_residuals()
             self.exchange.release()
-            return
-        self._encoding.commit(committed)
-        if self._averager is not None:
-            kept = {name: residual for name, residual in attempt.residuals.items() if name in committed}
-            self._averager.buffers.keep_residuals(kept)
+        else:
+            self._encoding.commit(committed)
+            if buffers is not None:
+                kept = {name: residual for name, residual in attempt.residuals.items() if name in committed}
+                buffers.keep_residuals(kept)
+        if buffers is not None:
+            buffers.free()
 
     def leave(self) -> None:
         if self._consensus is not None:

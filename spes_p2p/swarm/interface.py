@@ -38,7 +38,8 @@ class RoundResult:
     Attributes:
         roster: Entries of all members, the same on each of them; only this peer's own if it was alone, none if no
             others were met.
-        means: Averaged flat vectors; bit-identical on all members of a group.
+        means: Averaged flat vectors; bit-identical on all members of a group. Their memory counts until the next
+            `average`, or `settle`.
         encoded: Their deltas as they travelled, for peers that have the last version; empty if the codec is exact.
         dropped: Reasons for this peer's groups that return to their anchor.
         matchmaking_seconds: Time until the roster was complete.
@@ -116,6 +117,12 @@ class Swarm(Protocol):
 
         Returns:
             The body of the round's certificate; None if another attempt at the round has begun.
+        """
+
+    def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
+        """Return memory for fp32 vectors of `shared` and of held slots, of which `average` needs no copy.
+
+        Only where the next round's vectors travel exactly. What is there counts until the next round's is written.
         """
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:

@@ -144,7 +144,9 @@ class Anchors:
 
     # ------------------------------------------------------------------ steps
 
-    def contribution(self, name: VectorName, local: Tensor, moments: Tensor | None, round: int) -> Tensor:
+    def contribution(
+        self, name: VectorName, local: Tensor, moments: Tensor | None, round: int, *, overwrites: bool = False
+    ) -> Tensor:
         """Return what this peer brings to a group: anchor minus local (DiLoCo's pseudo-gradient), then its moments.
 
         Args:
@@ -152,8 +154,9 @@ class Anchors:
             local: Its parameters now.
             moments: Its moments; None counts as zeros if moments are averaged.
             round: The round to be committed; moments travel in some rounds only.
+            overwrites: Whether the delta takes the memory of `local`.
         """
-        delta = self._weights[name] - local
+        delta = torch.sub(self._weights[name], local, out=local if overwrites else None)
         if not self.averages_moments(round):
             return delta
         if moments is None:
@@ -169,7 +172,7 @@ class Anchors:
         mean_delta, moments = mean[:numel], mean[numel:]
         weights, momentum = self._step(name, self._weights[name], self._momenta.get(name), mean_delta)
         bundle = _join(weights if shift is None else weights + shift, momentum)
-        return bundle, moments if moments.numel() else None
+        return bundle, moments.clone() if moments.numel() else None  # a mean's memory is used again
 
     def advance(self, name: VectorName, bundle: Tensor, mean_delta: Tensor) -> Tensor:
         """Return the bundle that follows from a mean delta, bit for bit as the holders publish it.

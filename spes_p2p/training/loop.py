@@ -258,14 +258,17 @@ class TrainingLoop:
 
     def _work(self, tokens: int, weighted_loss: float, seconds: float, speed: float) -> RoundWork:
         """Return what was trained, at what speed, and start the counters again."""
-        averaged = self._trainer.names if self._run.averaged_moments else self._trainer.names[1:]
+        room: Mapping[VectorName, Tensor] = {}
+        if not self._run.round.overlap:
+            give_back_freed()  # gradients and activations: the round's vectors take as much
+            room = self._sync.swarm.room(self._trainer.slots) if self._sync is not None else room
         work = RoundWork(
-            vectors=self._trainer.all_vectors(),
+            vectors=self._trainer.all_vectors(room),
             tokens=tokens,
             tokens_per_second=speed,
             places_per_second=self._places_per_second if speed else 0.0,
             seconds=seconds,
-            moments=self._trainer.all_moments(self._run.kept_moments, averaged),
+            moments=self._moments(),
             routed=self._trainer.routed_tokens(),
             loss=weighted_loss / tokens if tokens else None,
             steps=self._trainer.steps,
@@ -280,6 +283,18 @@ class TrainingLoop:
         self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         return work
+
+    def _moments(self) -> Mapping[VectorName, Tensor]:
+        """Return the moments that the round averages or publishes; those that are published are read one at a time."""
+        run, trainer = self._run, self._trainer
+        if run.averaged_moments:
+            return trainer.all_moments(run.kept_moments)
+        if (self._round + 1) % run.codecs.moments_interval:
+            return {}
+        if run.round.overlap or trainer.is_sharded:  # they change meanwhile, or all ranks must help to read them
+            return trainer.all_moments(run.kept_moments, trainer.names[1:])
+        names = trainer.names[1:] if self._group.is_leader and run.kept_moments else ()
+        return StoredVectors(names, lambda name: trainer.moments(name, run.kept_moments))
 
     def _await_end(self) -> None:
         """Wait for the round's end, where it has a time that is known: no data are left to this peer until then."""

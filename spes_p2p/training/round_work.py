@@ -46,11 +46,12 @@ class RoundWork:
 
     Attributes:
         vectors: Flat fp32 parameters of `shared` and the held slots as they are now; empty if nothing was trained.
+            Unless rounds overlap, the synchronisation turns them into deltas.
         tokens: Tokens trained.
         tokens_per_second: Speed of this peer.
         places_per_second: The same with all tokens of its sequences, learned or not.
         seconds: Time spent training.
-        moments: Flat optimizer moments of the same names, where the run averages or publishes them.
+        moments: Flat optimizer moments of the same names, where the run averages or this round publishes them.
         routed: Tokens routed to each slot, over all layers; slots without tokens are left out.
         loss: Mean cross entropy, nats per token; None if no step had a finite gradient.
         steps: Local steps since this peer joined.

@@ -400,11 +400,13 @@ class Synchroniser:
             refreshes=self._machine.refresh_slots is not None,
         )
         own = work.vectors or {name: self.anchors.weights(name) for name in self.anchors.names}
+        overwrites = bool(work.vectors) and not self._run.round.overlap  # with overlap they are needed again
+        moments = work.moments if self.anchors.averages_moments(self.round + 1) else {}
         if self.dealer is not None:
             said = self.dealer.said(self.round + 1, member.tokens, work.dealt, work.drawn)
             member = member.model_copy(update=said)
         deltas = {
-            name: self.anchors.contribution(name, vector, work.moments.get(name), self.round + 1)
+            name: self.anchors.contribution(name, vector, moments.get(name), self.round + 1, overwrites=overwrites)
             for name, vector in own.items()
             if name in usable
         }
@@ -433,7 +435,7 @@ class Synchroniser:
         moments = {name.moments: staged.moments[name.moments] for name in own if name.moments in staged.moments}
         deltas = {name: result.encoded[name] for name in own if name in result.encoded and name not in staged.moved}
         unaveraged = [name for name in own if name.moments not in moments]
-        bundles = {name: staged.bundles[name] for name in own}
+        bundles = StoredVectors() | {name: staged.bundles[name] for name in own}
         bundles |= {name: form for name, form in staged.kept.items() if name.weights in own}
         self.swarm.publish(body.round, bundles | moments | self._own_moments(work, unaveraged), deltas)
         self.swarm.settle(result, own)
@@ -445,12 +447,13 @@ class Synchroniser:
             self.anchors.set(name, self.swarm.load(name))
         return fetched | moments
 
-    def _own_moments(self, work: RoundWork, names: Sequence[VectorName]) -> dict[VectorName, Tensor]:
+    def _own_moments(self, work: RoundWork, names: Sequence[VectorName]) -> StoredVectors:
         """Return this peer's moments of its slots, in rounds that publish them for peers that adopt a slot."""
         if not self.anchors.publishes_moments(self.round):
-            return {}
-        own = {name: work.moments[name] for name in names if name in work.moments and name != SHARED}
-        return {name.moments: moments for name, moments in own.items() if moments.isfinite().all()}
+            return StoredVectors()
+        own = [name for name in names if name in work.moments and name != SHARED]
+        finite = [name.moments for name in own if work.moments[name].isfinite().all()]
+        return StoredVectors(finite, lambda name: work.moments[name.weights])
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
         if not merges_in(self._run.merge, round):

@@ -130,7 +130,10 @@ def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> Sharding:
     return DDP() if name == "ddp" else FSDP(group)
 
 
-CALIBRATION_STEPS = 2
+CALIBRATION_PASSES = 2
+"""Passes over a microbatch, after the first, of which the last is measured."""
+WARM_SECONDS = 1.0
+"""A pass that lasts longer is measured, and the last, though it was the first."""
 Name = TypeVar("Name", bound=str)
 
 
@@ -201,6 +204,11 @@ class Trainer:
         """The slots trained here, ascending."""
         return self.model.claimed
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each rank keeps only a shard of each parameter, so that all ranks must join to gather one."""
+        return self._sharding.is_sharded
+
     def close(self) -> None:
         """Drop the DDP wrapper: its destructor may wait forever for a process group that has ended."""
         self._wrapped = self._loss
@@ -243,17 +251,18 @@ class Trainer:
             measures: If False, only warm up, and return zeros.
         """
         state = self.data.state_dict()
-        self._backward(self.data.next_batch(self._train.batch_size), 1.0)  # first use allocates and compiles
-        started, tokens, places = self.clock(), 0, 0
-        for _ in range(CALIBRATION_STEPS if measures else 0):
-            tokens_BT1 = self.data.next_batch(self._train.batch_size)
+        per_second = 0.0, 0.0
+        for _ in range(1 + CALIBRATION_PASSES if measures else 1):
+            started = self.clock()
+            tokens_BT1 = self.data.next_batch(self._micro * self._group.world_size)
             self._backward(tokens_BT1, 1.0)
-            tokens += num_targets(tokens_BT1)
-            places += tokens_BT1[:, 1:].numel()
+            seconds = self._group.from_leader(lambda began=started: self.clock() - began)  # type: ignore[misc]
+            per_second = max(num_targets(tokens_BT1), 1) / seconds, tokens_BT1[:, 1:].numel() / seconds
+            if seconds > WARM_SECONDS:  # what a first use allocates and compiles is little of it
+                break
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
-        seconds = self.clock() - started
-        return (tokens / seconds, places / seconds) if measures else (0.0, 0.0)
+        return per_second if measures else (0.0, 0.0)
 
     def loss_on(self, tokens_BT1: LongTensor) -> float:
         """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training; on all ranks."""
@@ -276,9 +285,10 @@ class Trainer:
         """`shared` and the slots trained here."""
         return (SHARED, *map(VectorName.of_slot, self.slots))
 
-    def all_vectors(self) -> dict[VectorName, Tensor]:
-        """Return all trained parameters as flat fp32 CPU vectors; on the leader only."""
-        return self._on_leader(lambda: {name: self.vector(name) for name in self.names})
+    def all_vectors(self, room: Mapping[VectorName, Tensor] | None = None) -> dict[VectorName, Tensor]:
+        """Return all trained parameters as flat fp32 CPU vectors, where there is room in it; on the leader only."""
+        room = room or {}
+        return self._on_leader(lambda: {name: self.vector(name, room.get(name)) for name in self.names})
 
     def all_moments(self, kinds: Sequence[str], names: Sequence[VectorName] | None = None) -> dict[VectorName, Tensor]:
         """Return the `moments` of these names, by default of all that are trained; on the leader only."""
@@ -296,9 +306,9 @@ class Trainer:
         collected = collect()
         return collected if self._group.is_leader else {}
 
-    def vector(self, name: VectorName) -> Tensor:
+    def vector(self, name: VectorName, out: Tensor | None = None) -> Tensor:
         """Return the current parameters of `shared` or of a trained slot as a flat fp32 CPU vector."""
-        return self.layouts[name.kind].flatten(self._parameters(name))
+        return self.layouts[name.kind].flatten(self._parameters(name), out)
 
     def _parameters(self, name: VectorName) -> Mapping[str, Tensor]:
         return self.model.shared_parameters() if name.slot is None else self.model.slot_parameters(name.slot)

@@ -122,4 +122,4 @@ class _VirtualLiar(AttackingSwarm):
 
     def learn(self, result: RoundResult) -> None:
         """Remember means, which it may bring as its own."""
-        self._means |= result.means
+        self._means |= {name: mean.clone() for name, mean in result.means.items()}

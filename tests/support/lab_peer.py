@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -157,7 +157,8 @@ def record(scribe: Scribe) -> None:
         return stock(swarm, contribution, **settings)
 
     def decide(stock: Callable, swarm: HivemindSwarm, result, digests, *others):
-        tried[digests.get(SHARED, "")] = result, digests
+        means = {name: mean.clone() for name, mean in result.means.items()}
+        tried[digests.get(SHARED, "")] = replace(result, means=means), digests
         body = stock(swarm, result, digests, *others)
         if body is not None:
             result, digests = tried.get(body.shared, (RoundResult(), {}))

@@ -78,10 +78,11 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
     if member.previous == NO_START:
         member = member.model_copy(update={"previous": start.digest, "round": start.round})
     item = Contribution(member, {VectorName(name): delta for name, delta in deltas.items()})
-    body, result = None, RoundResult()
+    body, result, means = None, RoundResult(), {}
     for _ in range(ATTEMPTS):
         result = swarm.average(item, expected=expected, starts_at=starts_at)
-        digests = {name: digest(mean) for name, mean in result.means.items()}
+        means = {name: mean.clone() for name, mean in result.means.items()}
+        digests = {name: digest(mean) for name, mean in means.items()}
         body = swarm.decide(result, digests, swarm.now() + 1.0)
         if body is not None or swarm.last().digest != start.digest:
             break
@@ -94,8 +95,11 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
     lost = {name: "the round's certificate names another version" for name in item.deltas if name not in own}
     return Outcome(
         **{field.name: getattr(result, field.name) for field in dataclasses.fields(RoundResult)}
-        | {"dropped": lost | {name: reason for name, reason in result.dropped.items() if name not in own}},
-        committed={name: result.means[name] for name in own},
+        | {
+            "means": means,
+            "dropped": lost | {name: reason for name, reason in result.dropped.items() if name not in own},
+        },
+        committed={name: means[name] for name in own},
         is_behind=not is_own and swarm.last().digest != start.digest,
     )
 

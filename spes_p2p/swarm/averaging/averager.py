@@ -8,7 +8,7 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind recognises only typing's
 
@@ -140,7 +140,7 @@ class SparseAverager(DecentralizedAverager):
         self,
         member: Member,
         last: Body,
-        encode: Callable[[], tuple[Member, Mapping[VectorName, Tensor]]],
+        encode: Callable[[], tuple[Member, dict[VectorName, Tensor]]],
         *,
         expected: int,
         least: int,
@@ -153,8 +153,9 @@ class SparseAverager(DecentralizedAverager):
             member: This peer's roster entry.
             last: Body of the last certificate, which all deltas start from.
             encode: Returns that entry again, and the vectors to send: `shared` and the member's slots, uint8, in the
-                formats of the round after the member's. Called during the matchmaking. If it returns another entry, the
-                vectors are not what the entry promised to the others, and the attempt fails.
+                formats of the round after the member's; they are in the buffers from then on. Called during the
+                matchmaking. If it returns another entry, the vectors are not what the entry promised to the others, and
+                the attempt fails.
             expected: Group size at which the roster is complete.
             least: Smallest size of a roster.
             starts_at: DHT time from which the roster may be closed without the rest.
@@ -176,8 +177,7 @@ class SparseAverager(DecentralizedAverager):
             wait=False,
         )
         checked, encoded = encode()
-        for name, shared in buffers.items():
-            shared.source[: encoded[name].numel()].copy_(encoded[name])
+        self.buffers.take(member.slots, encoded)
         self._outer_pipe.send(("_load", [checked.tokens == member.tokens], {}))
         try:
             attempt, met_at, spans = control.result(timeout=timeout + 2 * self._max_seconds)
@@ -188,7 +188,13 @@ class SparseAverager(DecentralizedAverager):
         formats = {name: self._encoding.format(name, attempt.roster.round + 1) for name in spans}
         return replace(
             attempt,
-            averaged={name: buffers[name].result[: format.num_bytes] for name, format in formats.items()},
+            averaged={
+                # What a peer sends to itself needs no second memory: the kernel backs a result where it is written.
+                name: (buffers[name].source if len(attempt.roster.members_of(name)) == 1 else buffers[name].result)[
+                    : format.num_bytes
+                ]
+                for name, format in formats.items()
+            },
             residuals={
                 name: (start, buffers[name].new_residual[start:stop])
                 for name, (start, stop) in spans.items()
@@ -197,6 +203,15 @@ class SparseAverager(DecentralizedAverager):
             matchmaking_seconds=met_at - began,
             averaging_seconds=get_dht_time() - met_at,
         )
+
+    def room(self, slots: tuple[int, ...], round: int) -> dict[VectorName, Tensor]:
+        """Return the memory from which vectors of `shared` and these slots are sent in a round, where they are fp32."""
+        formats = {name: self._encoding.format(name, round) for name in self.buffers.of(slots)}
+        return {
+            name: buffers.source[: formats[name].num_bytes].view(torch.float32)
+            for name, buffers in self.buffers.of(slots).items()
+            if formats[name].is_exact and len(formats[name].segments) == 1
+        }
 
     # ------------------------------------------------------------------ in the averager's process
 

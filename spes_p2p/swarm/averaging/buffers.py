@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 
 import torch
@@ -20,19 +21,23 @@ class Buffers:
 
     Attributes:
         source: The encoded vector to send, uint8.
-        result: The encoded mean, uint8.
+        result: The encoded mean, uint8; unused in a group of one, whose source is its mean.
         residual: Rounding error that earlier committed means left in this reducer's slice of the delta, fp32.
         new_residual: Rounding error of the newest mean, committed or not.
     """
 
     def __init__(self, format: Format) -> None:
-        self.source = _shared(torch.uint8, format.num_bytes)
-        self.result = _shared(torch.uint8, format.num_bytes)
-        # The kernel backs these with memory only where they are written: in this reducer's own slice.
         numel = 0 if format.is_exact else format.segments[0].numel
-        self.residual = _shared(torch.float32, numel)
-        self.new_residual = _shared(torch.float32, numel)
+        memories = [_shared(size) for size in (format.num_bytes, format.num_bytes, 4 * numel, 4 * numel)]
+        self._of_round = memories[:3]
+        self.source, self.result, new_residual, residual = map(_bytes_of, memories)
+        self.new_residual, self.residual = new_residual.view(torch.float32), residual.view(torch.float32)
         self.has_residual = False
+
+    def free(self) -> None:
+        """Give back the memory of all but the residual; what is read from it is zeros."""
+        for memory in filter(None, self._of_round):
+            memory.madvise(mmap.MADV_REMOVE)
 
     def reset_residual(self) -> None:
         if self.has_residual:
@@ -40,9 +45,17 @@ class Buffers:
             self.has_residual = False
 
 
-def _shared(dtype: torch.dtype, numel: int) -> Tensor:
-    storage = torch.UntypedStorage._new_shared(max(numel, 1) * dtype.itemsize, device="cpu")
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,))  # type: ignore[call-overload]
+def _shared(num_bytes: int) -> mmap.mmap | None:
+    """Return zeros that forks share; None for none.
+
+    The kernel backs them with memory where they are written; residuals, in this reducer's own slice. Unlike torch's
+    shared tensors they have no name, so that no killed process can leave them behind.
+    """
+    return mmap.mmap(-1, num_bytes) if num_bytes else None
+
+
+def _bytes_of(memory: mmap.mmap | None) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8) if memory is None else torch.frombuffer(memory, dtype=torch.uint8)
 
 
 class BufferPool:
@@ -70,12 +83,30 @@ class BufferPool:
             self._slots = slots
         return self.of(slots)
 
+    def take(self, slots: tuple[int, ...], encoded: dict[VectorName, Tensor]) -> None:
+        """Move encoded vectors of `shared` and these slots to where they are sent from, if they are not there yet."""
+        places = {buffers.source.data_ptr() for buffers in self._all}
+        own = self.of(slots)
+        for name, buffers in own.items():  # one at another's place, because slots have changed, would be overwritten
+            if encoded[name].data_ptr() in places - {buffers.source.data_ptr()}:
+                encoded[name] = encoded[name].clone()
+        for name, buffers in own.items():
+            place = buffers.source[: encoded[name].numel()]
+            if encoded[name].data_ptr() != place.data_ptr():
+                place.copy_(encoded[name])
+            encoded[name] = place
+
     def keep_residuals(self, residuals: Mapping[VectorName, tuple[int, Tensor]]) -> None:
         """Add what encoding the committed means has left over to a later round's means; as in `Attempt.residuals`."""
         buffers = self.of(self._slots)
         for name, (start, residual) in residuals.items():
             buffers[name].residual[start : start + residual.numel()] = residual
             buffers[name].has_residual = True
+
+    def free(self) -> None:
+        """Give back the memory of the last round's vectors, which has been decided."""
+        for buffers in self._all:
+            buffers.free()
 
     def reset_residuals(self) -> None:
         """Discard all residuals: the peer did not commit the round, so its next deltas have another start."""

@@ -161,14 +161,14 @@ class DeltaEncoding:
             return member.model_copy(update={"tokens": 0}), zeros
         return member, encoded
 
-    def encoder(self, contribution: Contribution) -> Callable[[], tuple[Member, Mapping[VectorName, Tensor]]]:
+    def encoder(self, contribution: Contribution) -> Callable[[], tuple[Member, dict[VectorName, Tensor]]]:
         """Return a function that encodes a contribution once: when it is first called, or now if encoding is slow.
 
         Members that have met a peer wait for its first byte while it encodes, and not for long.
         """
 
         @cache
-        def encode() -> tuple[Member, Mapping[VectorName, Tensor]]:
+        def encode() -> tuple[Member, dict[VectorName, Tensor]]:
             began = time.monotonic()
             encoded = self.encode(contribution)
             self._encode_seconds = time.monotonic() - began
@@ -206,12 +206,13 @@ class DeltaEncoding:
     # ------------------------------------------------------------------ means
 
     def decode(self, name: str, round: int, data: Tensor) -> Tensor:
-        """Return the values of a mean, as a new tensor.
+        """Return the values of a mean, in the memory of its bytes if the format is exact.
 
         Raises:
             ExchangeError: a value is not finite.
         """
-        return self.format(name, round).decode(data)
+        format = self.format(name, round)
+        return format.decode(data, data.view(torch.float32) if format.is_exact else None)
 
     def delta_of(self, name: str, data: Tensor) -> bytes:
         """Return the delta's bytes of an encoded mean; empty if its codec is exact."""

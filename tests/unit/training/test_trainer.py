@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import socket
@@ -231,7 +232,18 @@ def test_the_speed_in_sequences_counts_what_is_not_learned(seed):
     measured = trainer(TRAIN, seed, claimed=[0])
     measured.data, measured.clock = Conversations(seed, 16), lambda: float(next(ticks))
     tokens_per_second, all_per_second = measured.calibrate()
-    assert all_per_second == 2 * BATCH * 16 and 0 < tokens_per_second < all_per_second / 2
+    assert all_per_second == BATCH * 16 and 0 < tokens_per_second < all_per_second / 2
+
+
+@pytest.mark.parametrize(("seconds", "passes"), [(0.5, 3), (20.0, 1)])
+def test_a_slow_machine_measures_its_speed_by_one_pass_over_a_microbatch(seed, seconds, passes):
+    ticks = itertools.count()
+    measured = trainer(TRAIN, seed, claimed=[0], micro=2)
+    drawn, draw = [], measured.data.next_batch
+    measured.data.next_batch = lambda num: drawn.append(num) or draw(num)
+    measured.clock = lambda: seconds * next(ticks)
+    assert measured.calibrate()[1] == 2 * measured.data.next_batch(1)[:, 1:].numel() / seconds
+    assert drawn[:-1] == [2] * passes
 
 
 def test_a_released_slot_is_not_trained_any_more_and_an_adopted_one_is(seed):
