@@ -43,7 +43,6 @@ def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16
 
 
 def _chunk_bytes(precision: Literal["fp32", "bf16"]) -> int:
-    """Return a chunk's bytes per logit."""
     return WIDE if precision == "fp32" else WIDE + NARROW[precision]
 
 
@@ -415,18 +414,16 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
 
     k is 1 + the number of averaged moments, a is 2 with outer momentum and else 1, e is the encoded bytes of k numbers.
     Between rounds, a trained parameter takes 4 a (anchor) and 2 e (the averager's inputs and outputs), and with a lossy
-    codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k (read from
-    the model), 4 k (contribution) and 4 k (result), and with a lossy codec 4 (new residual) and e (one more copy). Of
-    these, a result takes no memory of its own if all codecs are exact. Unless rounds overlap, the contribution of k = 1
-    takes that of the weights, which are read into the averager's inputs if the codec is exact.
-    On top come the kept forms of the trained slots, and the largest of these phases: joining a group's parts (k), all
-    slots for the merge (E P, and a layer of them three times more), versions to publish (a), a fetched slot (3 a P),
-    and with FSDP the unsharded parameters on each rank (k).
+    codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k each for what
+    is read from the model, the contribution and the result, and with a lossy codec 4 (new residual) and e (one more
+    copy). Exact results take no memory of their own; neither does, unless rounds overlap, a contribution of k = 1, nor,
+    if its codec is exact, what it is made of. On top come the kept forms of the trained slots, and the largest of: a
+    group's parts (k), all slots for the merge (E P, and a layer of them three times more), versions to publish (a), a
+    fetched slot (3 a P), and with FSDP the unsharded parameters on each rank (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md with exact deltas.
     """
     copies, vectors = 1 + setup.averaged_moments, _group_vectors(size, claimed, setup)
-    trained = size.trained_params(claimed)
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
     phases = (
@@ -438,12 +435,11 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
     held = sum(group.numel * group.held_bytes for group in vectors)
     peak = forms + sum(group.numel * (group.held_bytes + group.round_bytes) for group in vectors)
-    are_exact = not setup.averaged_moments or is_exact(setup.codecs.moments)
-    in_place = copies == 1 and not setup.overlaps
+    in_place, are_exact = copies == 1 and not setup.overlaps, copies == 1 or is_exact(setup.codecs.moments)
     copied = sum((not group.is_exact if in_place else 2 * copies) * group.numel for group in vectors)
     decoded = sum(copies * group.numel for group in vectors if not (group.is_exact and are_exact))
-    on_all_ranks = setup.num_ranks * copies * trained if setup.shard == "fsdp" else 0
-    return round(held), round(peak + FP32 * max(copied + decoded + max(phases), on_all_ranks))
+    everywhere = setup.num_ranks * copies * size.trained_params(claimed) if setup.shard == "fsdp" else 0
+    return round(held), round(peak + FP32 * max(copied + decoded + max(phases), everywhere))
 
 
 @dataclass(frozen=True)
@@ -539,12 +535,10 @@ def shortage(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, hos
     """Return by how much `claimed` slots do not fit, and what to set instead, in one line."""
     memory = peer_memory(size, claimed, setup)
     slots = {0: "the model", 1: "1 slot"}.get(claimed, f"{claimed} slots")
-    missing = memory.device_bytes - memory_bytes
     where, needed, there = "", memory.device_bytes, memory_bytes
-    if missing <= 0 and host_bytes is not None:
+    if needed <= there and host_bytes is not None:
         where, needed, there = " on the host", memory.host_bytes, host_bytes
-        missing = needed - there
-    said = f"training {slots} needs {_gb(needed)}{where}, {_gb(missing)} more than the {_gb(there)} there are; "
+    said = f"training {slots} needs {_gb(needed)}{where}, {_gb(needed - there)} more than the {_gb(there)} there are; "
     return said + _remedy(size, claimed, setup, memory_bytes, host_bytes)
 
 

@@ -161,7 +161,7 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_says_what_would() -> None:
         (["--memory-gb", "nan"], "memory_gb=.*finite"),
         (["--device", "cuda", "--max-slots", "auto"], "set --memory-gb, or --slots"),
         (["--peer", "3"], "see --help"),
-        (["--slots", "1", "--device", "cuda", "--host-memory-gb", "50"], "on the host, .* there are; "),
+        (["--slots", "1", "--device", "cuda", "--host-memory-gb", "40"], "on the host, .* there are; "),
     ],
 )
 def test_bad_input_is_one_line_with_the_remedy(flags: list[str], said: str) -> None:
