@@ -38,6 +38,7 @@ CODECS = ("fp32", "fp32", "fp32", "int8")
 """Of every four repeats."""
 NUM_PEERS = 8
 SURVIVORS = 3
+JUDGES = ("fault_cluster.py", "fault_cases.py", "meetings.py", "misbehaving.py", "peer_server.py", "referee.py")
 
 
 class FaultsConfig(CommandConfig):
@@ -81,7 +82,7 @@ def main(config: FaultsConfig) -> int:
 def _begun(config: FaultsConfig) -> dict[str, Any]:
     """Return what is on record of this code and, where one is named, this seed; else nothing but a seed."""
     config.output.mkdir(parents=True, exist_ok=True)
-    file, code = config.output / "faults.json", swarm_digest("fault_cluster.py", "fault_cases.py", "meetings.py")
+    file, code = config.output / "faults.json", swarm_digest(*JUDGES)
     known = json.loads(file.read_text()) if file.exists() else {}
     if known.get("code") == code and config.seed in (None, known["seed"]):
         return known

@@ -114,7 +114,7 @@ class Codec(ABC):
 
 
 class Fp32(Codec):
-    """Exact values: 32 bits per element."""
+    """Exact values: 32 bits per element; bytes and values may share memory."""
 
     name = "fp32"
 
@@ -124,10 +124,12 @@ class Fp32(Codec):
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         if not _are_good(flat_N, self.non_negative):
             raise self.refusal()
-        out.copy_(flat_N.view(torch.uint8))
+        if out.data_ptr() != flat_N.data_ptr():
+            out.copy_(flat_N.view(torch.uint8))
 
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
-        out_N.view(torch.uint8).copy_(data)
+        if data.data_ptr() != out_N.data_ptr():
+            out_N.view(torch.uint8).copy_(data)
         if not _are_good(out_N, self.non_negative):
             raise self.malformed()
 

@@ -214,10 +214,10 @@ def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None
 def _plan(files: Sequence[Path], settings: Settings) -> list[Source]:
     """Cut the files into pieces."""
     least, most = PIECE_BYTES
-    piece_bytes = min(max(sum(checked_state(path)[0] for path in files) // PIECES, least), most)
+    states = [checked_state(path) for path in files]
+    piece_bytes = min(max(sum(state[0] for state in states) // PIECES, least), most)
     sources = []
-    for path in files:
-        state = checked_state(path)
+    for path, state in zip(files, states, strict=True):
         source = Source(path, state[0])
         try:
             parts = ranges(path, piece_bytes)

@@ -180,10 +180,10 @@ class MemorySwarm:
         """Return how the peer falsifies means in a round; None for an honest peer."""
         return None
 
-    # ------------------------------------------------------------------ versions
-
     def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
         return {}
+
+    # ------------------------------------------------------------------ versions
 
     def publish(
         self, round: int, bundles: Mapping[VectorName, Tensor], deltas: Mapping[VectorName, bytes] | None = None

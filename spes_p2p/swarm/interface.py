@@ -122,11 +122,14 @@ class Swarm(Protocol):
     def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
         """Return memory for fp32 vectors of `shared` and of held slots, of which `average` needs no copy.
 
-        Only where the next round's vectors travel exactly. What is there counts until the next round's is written.
+        Only where the next round's vectors travel exactly. What is there counts until `settle`.
         """
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
-        """Keep the rounding errors of what of a result was committed; nothing of it if this peer fell behind."""
+        """Keep the rounding errors of what of a result was committed; nothing of it if this peer fell behind.
+
+        The memory of its means, and of what was written to `room`, is given back.
+        """
 
     def leave(self) -> None:
         """Tell the other voters that this peer takes part in no further round, until `come_back`."""

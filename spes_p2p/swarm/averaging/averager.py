@@ -189,10 +189,7 @@ class SparseAverager(DecentralizedAverager):
         return replace(
             attempt,
             averaged={
-                # What a peer sends to itself needs no second memory: the kernel backs a result where it is written.
-                name: (buffers[name].source if len(attempt.roster.members_of(name)) == 1 else buffers[name].result)[
-                    : format.num_bytes
-                ]
+                name: buffers[name].mean(len(attempt.roster.members_of(name)))[: format.num_bytes]
                 for name, format in formats.items()
             },
             residuals={

@@ -34,6 +34,10 @@ class Buffers:
         self.new_residual, self.residual = new_residual.view(torch.float32), residual.view(torch.float32)
         self.has_residual = False
 
+    def mean(self, num_members: int) -> Tensor:
+        """Return the encoded mean of a group: of one, what it would send, so that its result takes no memory."""
+        return self.source if num_members == 1 else self.result
+
     def free(self) -> None:
         """Give back the memory of all but the residual; what is read from it is zeros."""
         for memory in filter(None, self._of_round):
