@@ -13,7 +13,6 @@ import json
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +26,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
-from benchmarks.guards import PASSED, run_tests
+from benchmarks.passing import passing
 from benchmarks.round_end import RoundEndConfig, measure_round_ends
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
@@ -39,7 +38,7 @@ from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim
 from spes_p2p.swarm.validation import RecordValidator
 
 RESULTS = ROOT / "benchmarks" / "results"
-TEST_SECONDS = 3600.0
+STORE_SECONDS = 3600.0
 NUM_GHOSTS, NUM_SLOTS = 1000, 128
 FIRST_SECONDS, LATER_SECONDS = 0.3, 0.02
 BEFORE = "f5f8ccb"
@@ -50,35 +49,26 @@ DECIDING = ("spes_p2p/swarm", "spes_p2p/training")
 Seen = dict[str, Any]
 
 
-def _tests(what: str, goal: str, tests: list[str], seen: Seen) -> Row:
-    with tempfile.TemporaryDirectory(prefix="certificates-") as folder:
-        outcome = run_tests(ROOT, tests, TEST_SECONDS, Path(folder))
-    seen[what] = asdict(outcome)
-    is_passed = outcome.code == PASSED
-    measured = f"{outcome.tests - outcome.failures} of {outcome.tests} tests pass"
-    return Row(what, measured if is_passed else f"{measured}; pytest's exit code {outcome.code}", goal, is_passed)
-
-
 def documents(seen: Seen) -> Iterator[Row]:
     """Yield what a founder's documents can do to a volunteer's machine."""
     tests = ["test_strangers.py", "test_peer_confined.py"]
     files = [*(f"tests/swarm/{name}" for name in tests), "tests/attacks/test_shown_text.py"]
-    yield _tests("a founder's documents: files read, processes ended, escapes printed", "0", files, seen)
+    yield passing("a founder's documents: files read, processes ended, escapes printed", "0", files, seen)
 
 
 def ghosts(seen: Seen) -> Iterator[Row]:
     """Yield what identities do that claim slots, or come to meetings, and do nothing."""
     what = "one ghost, and as many as honest peers, before and after the first commit, real processes"
-    yield _tests(what, "no round lost, no slot starved", ["tests/attacks/test_ghosts.py"], seen)
+    yield passing(what, "no round lost, no slot starved", ["tests/attacks/test_ghosts.py"], seen)
     figures = (
         "tests/unit/monitor/test_monitor_view.py::test_records_of_peers_that_no_certificate_knows_change_no_figure"
     )
-    yield _tests("- their metrics", "figures unchanged", [figures], seen)
+    yield passing("- their metrics", "figures unchanged", [figures], seen)
     forged = "certificates and proposals that ghosts or a minority of voters sign"
-    yield _tests(forged, "none counts", ["tests/attacks/test_who_counts.py"], seen)
+    yield passing(forged, "none counts", ["tests/attacks/test_who_counts.py"], seen)
     idle = "test_swarm_decision.py::test_as_many_idle_identities_as_honest_peers_in_each_meeting_stop_no_round"
     what = "n idle identities against n honest in each meeting, n = 3, 5, 8, simulated"
-    yield _tests(what, "the honest commit", [f"tests/unit/swarm/{idle}"], seen)
+    yield passing(what, "the honest commit", [f"tests/unit/swarm/{idle}"], seen)
 
 
 def claims(seen: Seen) -> Iterator[Row]:
@@ -117,7 +107,7 @@ def _haunt(node: Node, folder: Path) -> None:
         records.append((key, signer.subkey, signer.sign_value(record), ends_at))
     file = folder / "records"
     file.write_bytes(msgpack.packb(records))
-    stored = node.dht.run_coroutine(functools.partial(_take, file), return_future=True).result(TEST_SECONDS)
+    stored = node.dht.run_coroutine(functools.partial(_take, file), return_future=True).result(STORE_SECONDS)
     assert stored == NUM_GHOSTS
 
 

@@ -12,11 +12,9 @@ from __future__ import annotations
 import ast
 import functools
 import itertools
-import os
 import re
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
@@ -24,12 +22,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
-from xml.etree import ElementTree
 
 import yaml
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
+from benchmarks.passing import FAILED, PASSED, Outcome, run_tests
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
@@ -39,8 +37,6 @@ from spes_p2p.presentation import say
 GUARDS = ROOT / "tests" / "attacks" / "guards.yaml"
 SECONDS, ALL_SECONDS = 300.0, 1200.0
 """Time limits: for the tests of one guard, and for the tests of all guards before any removal."""
-PASSED, FAILED = 0, 1
-"""pytest's exit codes; any other code means that the tests could not run."""
 
 
 MARKED_FOLDERS, MARKED_FILES = ("spes_p2p", "monitor", "peers"), ("compose.yaml", "Dockerfile")
@@ -81,23 +77,6 @@ class Marker(NamedTuple):
 
 Markers = Mapping[str, Sequence[Marker]]
 """Markers by id; an id that occurs several times is an error."""
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of a pytest run.
-
-    Attributes:
-        code: pytest's exit code; None after a timeout.
-        failures: Number of failed tests, without errors in fixtures.
-        tests: Number of tests that ran.
-        output: The end of pytest's output.
-    """
-
-    code: int | None
-    failures: int
-    tests: int
-    output: str
 
 
 class GuardsConfig(CommandConfig):
@@ -410,34 +389,6 @@ def _run_without(root: Path, guard: Guard, markers: Markers) -> Outcome:
         return run_tests(root, guard.tests, SECONDS, root.parent, "--exitfirst")
     finally:
         file.write_text(whole, encoding="utf-8")
-
-
-def run_tests(root: Path, tests: Sequence[str], seconds: float, folder: Path, *flags: str) -> Outcome:
-    """Run tests in a process of their own.
-
-    Args:
-        root: The repository, or a copy of it.
-        tests: pytest ids.
-        seconds: Time limit.
-        folder: Where the report and the temporary files go.
-        flags: Further arguments of pytest.
-    """
-    report, scratch = folder / "report.xml", folder / "scratch"
-    report.unlink(missing_ok=True)
-    words = [sys.executable, "-m", "pytest", "-q", "-m", "", "--no-header", "--tb=line", "-p", "no:cacheprovider"]
-    words += [f"--basetemp={scratch}", f"--junitxml={report}", "--disable-warnings", *flags, *tests]
-    # No compiled files: two edits of equal length within one second would share one.
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
-    try:
-        ended = subprocess.run(words, cwd=root, env=environment, capture_output=True, text=True, timeout=seconds)
-    except subprocess.TimeoutExpired:
-        return Outcome(None, 0, 0, f"timeout after {seconds:.0f} s")
-    counts = {"failures": 0, "tests": 0}
-    if report.exists():
-        for suite in ElementTree.parse(report).iter("testsuite"):
-            counts = {name: count + int(suite.get(name, "0")) for name, count in counts.items()}
-    output = (ended.stdout + ended.stderr).replace(f"{root}/", "")
-    return Outcome(ended.returncode, output=output[-1500:].strip(), **counts)
 
 
 if __name__ == "__main__":

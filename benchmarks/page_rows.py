@@ -17,12 +17,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.cluster import ROOT
-from benchmarks.guards import PASSED, run_tests
+from benchmarks.passing import passing
 from benchmarks.tables import Row
 from spes_p2p.monitor.events import METRICS_FILE
 
 Seen = dict[str, Any]
-TEST_SECONDS = 900.0
 START_SECONDS, ROUND_SECONDS, STOP_SECONDS = 300.0, 240.0, 120.0
 NUM_PAIRS = 3
 NUM_BYTES = 300_000_000
@@ -39,15 +38,6 @@ VERBS = [
     "test_controls.py::test_a_verb_wakes_a_held_training_at_once",
     "test_controls.py::test_a_duty_cycle_rests_after_a_step_for_its_share",
 ]
-
-
-def passing(what: str, goal: str, tests: list[str], seen: Seen, least: int = 1) -> Row:
-    """Run tests; return a row that tells how many pass, reached if all do and there are enough of them."""
-    with tempfile.TemporaryDirectory(prefix="page-") as folder:
-        outcome = run_tests(ROOT, tests, TEST_SECONDS, Path(folder))
-    seen[what] = asdict(outcome)
-    measured = f"{outcome.tests - outcome.failures} of {outcome.tests} tests pass"
-    return Row(what, measured, goal, outcome.code == PASSED and outcome.tests >= least)
 
 
 def refused(seen: Seen) -> Iterator[Row]:

@@ -18,7 +18,8 @@ from benchmarks.cluster import ROOT, support
 from benchmarks.fuzz.__main__ import draw, throw
 from benchmarks.fuzz.decoders import decoders
 from benchmarks.fuzz.guided import guide, untyped
-from benchmarks.guards import PASSED, guard_row, load_guards, not_missed, run_tests
+from benchmarks.guards import guard_row, load_guards, not_missed
+from benchmarks.passing import PASSED, run_tests
 from benchmarks.tables import Row
 from spes_p2p.errors import ConfigError
 

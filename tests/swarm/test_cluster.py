@@ -7,6 +7,7 @@ import re
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -138,6 +139,51 @@ def test_a_second_sigterm_ends_a_hung_peer_at_once(tmp_path: Path) -> None:
                 if process.name() == "torch_shm_manager":
                     process.send_signal(signal.SIGCONT)
         commands.wait_until_gone()
+
+
+MOMENTS = {
+    "it starts": "",
+    "it has imported": "file limit",
+    "its node listens": "Launched p2pd",
+    "it knows the run": "founded by",
+    "it shows a page": r"page: http",
+    "it measures": "kernel auto",
+    "it fetches versions": "caught up with round",
+    "it has entered": "entered the run",
+    "it has met the other": "assembled group",
+    "it has committed": r"round \d+: 2 peers",
+}
+"""Moments of a peer's life, by what it has printed last."""
+
+
+@pytest.fixture(scope="module")
+def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Commands, Path, list[str | Path], Command]]:
+    """A peer whose run others enter and leave: processes, folder, flags, and the peer."""
+    folder = tmp_path_factory.mktemp("moments")
+    words = flags(folder, max_seconds=30)
+    with commands_in(folder) as commands:
+        founder = start_node(commands, folder, *words, RANK="0")
+        founder.wait_for(r"round 1: 1 peers")
+        yield commands, folder, words, founder
+        commands.kill_all()
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_sigterm_at_any_moment_ends_a_peer_within_its_grace_and_the_run_goes_on(
+    moment: str, founded: tuple[Commands, Path, list[str | Path], Command]
+) -> None:
+    commands, folder, words, founder = founded
+    node = start_node(commands, folder, *words, "--log-level", "debug", RANK="1")
+    if printed := MOMENTS[moment]:
+        node.wait_for(printed)
+    processes = psutil.Process(node.pid).children(recursive=True)
+    node.signal(signal.SIGTERM)
+    assert ended_within(node, GRACE_SECONDS)
+    assert node.end() in (130, -signal.SIGTERM) and not node.faults(), (
+        node.tail()
+    )  # before Python listens, SIGTERM's own
+    assert not psutil.wait_procs(processes, LAST_SECONDS)[1]
+    founder.wait_for(r"round \d+: 1 peers, .* slots 0,1,2,3;", after=len(founder.lines))
 
 
 # ---------------------------------------------------------------------- SLURM

@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 
 from benchmarks.guards import (
-    FAILED,
     NO_CONTEXT,
-    PASSED,
     Guard,
     faults_of,
     find_markers,
     guard_row,
     load_guards,
     removed_from,
-    run_tests,
     unlisted,
     without,
 )
+from benchmarks.passing import FAILED, PASSED, run_tests
 from benchmarks.tables import Row
 from spes_p2p.errors import DataError
 

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import strangers_rows
 from benchmarks.bit_flips import Flips
 from benchmarks.fuzz.guided import Guided
-from benchmarks.guards import FAILED, PASSED, Outcome
+from benchmarks.passing import FAILED, PASSED, Outcome
 from benchmarks.strangers import BOARD, PARTS
 from benchmarks.strangers_rows import MIN_EXECUTIONS, MIN_FLIPS, Bench
 from benchmarks.tables import Row
