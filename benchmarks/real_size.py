@@ -1,6 +1,6 @@
 """What peers of the 1B shape take on one machine without a GPU: memory and time, beside what they have to reach.
 
-    .venv/bin/python benchmarks/real_size.py [--output benchmarks/results/real_size] [--only logits plan ...]
+    .venv/bin/python benchmarks/real_size.py [--only logits plan ...] [--write]
 
 Memory is the proportional set size over all processes of a peer, every half second: pages that processes share are
 divided among them. Peers are ended, and the row says so, when the machine has less than a gigabyte left.
@@ -9,12 +9,15 @@ divided among them. Peers are ended, and the row says so, when the machine has l
 from __future__ import annotations
 
 import contextlib
+import math
+import random
 import re
 import shutil
+import string
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -26,11 +29,11 @@ from pydantic_settings import SettingsConfigDict
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.cluster import ROOT
-from benchmarks.machine import Circumstances, load_average
-from benchmarks.records import say_rows, write_rows
+from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
+from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.planner.memory import Setup
@@ -43,13 +46,23 @@ REAL_VOCABULARY, MICRO_BATCH = 151_665, (8, 512)
 MAX_PEER_GB, MAX_START_SECONDS, MAX_LOGITS_MB = 7.5, 40.0, 0.1
 HOME, HOME_PEERS, HOME_SLOTS = ROOT / "configs" / "home_7b.yaml", 4, 8
 MAX_ROUND_GB, MAX_BUDGET_GB, MAX_NEWCOMER_GB = 4.6, 2.9, 5.5
+MAX_FOUNDER_GB, MAX_HALF_NEWCOMER_GB = 15.0, 12.0
 SMALLER = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1280}
 """With 16 experts, 0.27 B parameters."""
+SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit", "--seed-seconds", "0")
+MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "int8", *SMALL_MACHINE)
+HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", *SMALL_MACHINE)
+"""Flags of peers that join the 1B shape and half of 7B."""
+HALF_TOKENS = 64
 SAMPLE_SECONDS = 0.5
 LEAST_FREE_BYTES = 10**9
 DEADLINE_SECONDS = 1800.0
 _ROUND = re.compile(r"round (\d+): \d+ peers, ")
+_TOGETHER = re.compile(r"round \d+: 2 peers, ")
 _FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
+
+
+Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half"]
 
 
 class RealSizeConfig(CommandConfig):
@@ -57,12 +70,12 @@ class RealSizeConfig(CommandConfig):
 
     model_config = SettingsConfigDict(cli_prog_name="real_size.py")
 
-    only: list[Literal["logits", "plan", "newcomer", "start", "pair"]] = ["logits", "plan", "newcomer", "start", "pair"]
-    """What to measure."""
+    only: list[Part] = []
+    """What to measure; by default all."""
     work: Path = Path("runs/real_size")
     """Folder of the peers; emptied first."""
-    output: Path | None = None
-    """Where to leave the figures: this name with `.md` and with `.json`."""
+    write: bool = False
+    """Leave what was measured in benchmarks/results/real_size.json and, between its markers, in docs/benchmarks.md."""
 
 
 @dataclass
@@ -70,6 +83,7 @@ class Peer:
     """A peer as a process, and what it has taken so far."""
 
     folder: Path
+    log: Path
     process: subprocess.Popen[bytes]
     began: float = field(default_factory=time.monotonic)
     peak_bytes: int = 0
@@ -87,10 +101,6 @@ class Peer:
         self.rounds = max(map(int, _ROUND.findall(self.log.read_text(errors="replace"))), default=0)
         if self.rounds and self.first_round_seconds is None:
             self.first_round_seconds = seconds
-
-    @property
-    def log(self) -> Path:
-        return self.folder.with_suffix(".log")
 
     def end(self) -> None:
         """End it with all its processes, if it has not ended by itself."""
@@ -135,17 +145,20 @@ def _settings(work: Path, *, min_peers: int, rounds: int, storage: str | None = 
     return path
 
 
-def _start(work: Path, name: str, *flags: str) -> Peer:
-    folder = work / name
-    log = folder.with_suffix(".log").open("wb")
-    command = [sys.executable, "-m", "spes_p2p", "peer", "--run-id", "real-size", "--output", str(folder), *flags]
-    return Peer(folder, subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log))
+def _start(work: Path, name: str, *flags: str, folder: Path | None = None) -> Peer:
+    """Start a peer, whose log has this name; with a folder, it goes on there."""
+    command = [sys.executable, "-m", "spes_p2p", "peer", "--run-id", "real-size"]
+    command += ["--output", str(work / name)] if folder is None else ["--output", str(folder), "--resume"]
+    log = (work / name).with_suffix(".log")
+    with log.open("wb") as stream:
+        process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=stream, stderr=stream)
+    return Peer(folder or work / name, log, process)
 
 
-def _watch(peers: Sequence[Peer], until: int, least: Peer | None = None) -> str:
-    """Measure peers until each, or `least`, has committed so many rounds or ended; return why that failed, or ""."""
+def _watch(peers: Sequence[Peer], is_done: Callable[[Peer], bool], least: Peer | None = None) -> str:
+    """Measure peers until each, or `least`, is done or has ended; return why that failed, or ""."""
     began, watched = time.monotonic(), peers if least is None else [least]
-    while any(peer.process.poll() is None and peer.rounds < until for peer in watched):
+    while any(peer.process.poll() is None and not is_done(peer) for peer in watched):
         for peer in peers:
             peer.look()
         if psutil.virtual_memory().available < LEAST_FREE_BYTES:
@@ -153,8 +166,16 @@ def _watch(peers: Sequence[Peer], until: int, least: Peer | None = None) -> str:
         if time.monotonic() > began + DEADLINE_SECONDS:
             return f"not done after {DEADLINE_SECONDS:.0f} s"
         time.sleep(SAMPLE_SECONDS)
-    short = [peer for peer in watched if peer.rounds < until]
-    return f"{short[0].folder.name} ended with {short[0].process.returncode}; see {short[0].log}" if short else ""
+    short = [peer for peer in watched if not is_done(peer)]
+    return f"{short[0].log.stem} ended with {short[0].process.returncode}; see {short[0].log}" if short else ""
+
+
+def _committed(rounds: int) -> Callable[[Peer], bool]:
+    return lambda peer: peer.rounds >= rounds
+
+
+def _said(pattern: re.Pattern[str]) -> Callable[[Peer], bool]:
+    return lambda peer: pattern.search(peer.log.read_text(errors="replace")) is not None
 
 
 def _wait_for(path: Path, peer: Peer) -> None:
@@ -168,7 +189,7 @@ def start_rows(work: Path) -> Iterator[Row]:
     settings = _settings(work, min_peers=1, rounds=1)
     alone = _start(work, "alone", "--config", str(settings))
     try:
-        failure = _watch([alone], 1)
+        failure = _watch([alone], _committed(1))
     finally:
         alone.end()
     seconds = alone.first_round_seconds
@@ -186,10 +207,8 @@ def pair_rows(work: Path) -> Iterator[Row]:
     try:
         _wait_for(address := first.folder / "address", first)
         if address.exists():
-            machine = ["--max-slots", "4", "--micro-batch-size", "8", "--activation-checkpointing", "--storage", "int8"]
-            machine += ["--inner-optimizer", "adamw8bit", "--seed-seconds", "0"]
-            peers.append(_start(work, "second", "--initial-peers", address.read_text().split()[0], *machine))
-        failure = _watch(peers, ROUNDS)
+            peers.append(_start(work, "second", "--initial-peers", address.read_text().split()[0], *MACHINE))
+        failure = _watch(peers, _committed(ROUNDS))
     finally:
         for peer in peers:
             peer.end()
@@ -204,6 +223,78 @@ def pair_rows(work: Path) -> Iterator[Row]:
 
 def _gigabytes(peer: Peer) -> str:
     return f"{peer.peak_bytes / 1e9:.1f} GB after {peer.peak_seconds:.0f} s"
+
+
+def late_rows(work: Path) -> Iterator[Row]:
+    """Yield the peaks of a peer that is killed and resumed beside one that joined it after its second round."""
+    settings = _settings(work, min_peers=1, rounds=10_000)
+    peers = [first := _start(work, "first", "--config", str(settings))]
+    try:
+        failure = _watch(peers, _committed(2))
+        address = (first.folder / "address").read_text().split()[0]
+        peers.append(second := _start(work, "second", "--initial-peers", address, *MACHINE))
+        failure = failure or _watch(peers, _said(_TOGETHER))
+        first.end()
+        resumed = _start(work, "resumed", folder=first.folder)
+        peers = [second, resumed]
+        failure = failure or _watch(peers, _said(_TOGETHER))
+    finally:
+        for peer in peers:
+            peer.end()
+    peers = [first, second, resumed]
+    peaks = ", ".join(map(_gigabytes, peers)) + (f"; {failure}" if failure else "")
+    what = "- the second joining after round 2; the first killed by -9 and resumed beside it: peak of each, and resumed"
+    is_met = not failure and all(peer.peak_bytes <= MAX_PEER_GB * 1e9 for peer in peers)
+    yield Row(what, peaks, f"{MAX_PEER_GB} GB", is_met)
+
+
+def half_rows(work: Path) -> Iterator[Row]:
+    """Yield what half of the layers of 7B take: of a founder alone, and of a newcomer while the founder pauses."""
+    settings = _half_settings(work)
+    peers = [founder := _start(work, "founder", "--config", str(settings))]
+    try:
+        failure = _watch(peers, _committed(2))
+        peak = founder.peak_bytes
+        what = "4.0 B parameters (home_7b with half of its layers), one slot: a founder alone, two rounds: peak"
+        found = _gigabytes(founder) + (f"; {failure}" if failure else "")
+        yield Row(what, found, f"{MAX_FOUNDER_GB} GB", not failure and peak <= MAX_FOUNDER_GB * 1e9)
+        if failure:
+            return
+        pause = [sys.executable, "-m", "spes_p2p", "ctl", "pause", "--output", str(founder.folder)]
+        subprocess.run(pause, cwd=ROOT, check=True)
+        address = (founder.folder / "address").read_text().split()[0]
+        peers.append(newcomer := _start(work, "newcomer", "--initial-peers", address, *HALF_MACHINE))
+        failure = _watch(peers, _said(_FETCHED), least=newcomer)
+        peak = newcomer.peak_bytes
+        failure = failure or _watch(peers, _committed(founder.rounds + 1), least=newcomer)
+    finally:
+        for peer in peers:
+            peer.end()
+    fetched = _FETCHED.search(newcomer.log.read_text(errors="replace"))
+    gigabytes = float(fetched[1]) / 1e3 if fetched else math.inf
+    is_met = gigabytes <= MAX_NEWCOMER_GB
+    yield Row("- a newcomer: fetched before it trains", f"{gigabytes:.2f} GB", f"{MAX_NEWCOMER_GB} GB", is_met)
+    found = f"{peak / 1e9:.1f} GB" + (f"; {failure}" if failure else "")
+    is_met = fetched is not None and peak <= MAX_HALF_NEWCOMER_GB * 1e9
+    yield Row("- its peak until it trains", found, f"{MAX_HALF_NEWCOMER_GB} GB", is_met)
+    yield Row("- its peak over its first round", _gigabytes(newcomer), "", None)
+
+
+def _half_settings(work: Path) -> Path:
+    """Write the settings of a run of 4.0 B parameters, with a tokenizer as large as its model's; return the file."""
+    settings = yaml.safe_load(HOME.read_text())
+    run = settings["run"]
+    run["model"]["num_layers"] //= 2
+    draw = random.Random(0)
+    words = ("".join(draw.choices(string.ascii_lowercase, k=24)) for _ in range(REAL_VOCABULARY // 5))
+    tokenizer = train_bpe((f"{word} {word}" for word in words), REAL_VOCABULARY)
+    tokenizer.save_pretrained(folder := work / "tokenizer")
+    run["data"] = {"source": "embedded", "tokenizer": str(folder), "sequence_length": HALF_TOKENS}
+    run["train"] |= {"precision": "fp32", "batch_size": 1}
+    run["round"] = {"mode": "steps", "steps": 1, "total": 10_000, "min_peers": 1, "copies": 2, "max_seconds": 1800}
+    settings |= {"storage": "nf4", "gradients": "bf16", "seed_seconds": 0}
+    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
+    return path
 
 
 def logits_rows(_: Path) -> Iterator[Row]:
@@ -255,12 +346,12 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         founder = _start(folder, "founder", "--config", str(settings))
         peers = [founder]
         try:
-            failure = _watch(peers, 2)
+            failure = _watch(peers, _committed(2))
             address = (founder.folder / "address").read_text().split()[0]
             machine = ["--max-slots", "1", "--micro-batch-size", "8", "--storage", "nf4"]
             machine += ["--inner-optimizer", "adamw8bit", "--seed-seconds", "0"]
             peers.append(newcomer := _start(folder, "newcomer", "--initial-peers", address, *machine))
-            failure = failure or _watch(peers, founder.rounds + 3, least=newcomer)
+            failure = failure or _watch(peers, _committed(founder.rounds + 3), least=newcomer)
         finally:
             for peer in peers:
                 peer.end()
@@ -272,20 +363,27 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         yield Row("- its versions on disk after three rounds", f"{disk / 1e6:.0f} MB", "", None)
 
 
-ROWS = {"logits": logits_rows, "plan": plan_rows, "newcomer": newcomer_rows, "start": start_rows, "pair": pair_rows}
+PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
+    "logits": logits_rows,
+    "plan": plan_rows,
+    "newcomer": newcomer_rows,
+    "start": start_rows,
+    "pair": pair_rows,
+    "late": late_rows,
+    "half": half_rows,
+}
+BOARD = Scoreboard(ROOT / "benchmarks/results/real_size.json", ROOT / "docs/benchmarks.md", "REAL SIZE", PARTS)
 
 
 def main(config: RealSizeConfig) -> int:
-    """Measure and print; return the exit code."""
-    load_before = load_average()
-    found: list[Row] = []
-    for name in config.only:
+    """Measure and print; return 1 if a goal was missed."""
+
+    def emptied(_: str) -> Path:
         shutil.rmtree(config.work, ignore_errors=True)
         config.work.mkdir(parents=True)
-        found += say_rows(ROWS[name](config.work.resolve()))
-    if config.output is not None:
-        write_rows(config.output, Circumstances.now(load_before, None), "Peers of real size", found)
-    return 0
+        return config.work.resolve()
+
+    return 0 if BOARD.run(config.only, emptied, (lambda _: {}) if config.write else None) else 1
 
 
 if __name__ == "__main__":

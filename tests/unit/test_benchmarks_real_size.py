@@ -9,9 +9,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.real_size import Peer, _proportional_bytes, _settings
+from benchmarks.real_size import REAL_VOCABULARY, Peer, _half_settings, _proportional_bytes, _settings
 from spes_p2p.cli import load_settings
 from spes_p2p.config import PeerConfig
+from spes_p2p.data.tokenizer import resolve_tokenizer
+from spes_p2p.planner.size import model_size
 
 HOLD = "import time; held = bytearray(b'x' * 2**26); print('held', flush=True); time.sleep(60)"
 
@@ -21,7 +23,7 @@ def test_a_peer_takes_what_all_its_processes_take(tmp_path: Path) -> None:
     nested = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {HOLD!r}])"
     process = subprocess.Popen([sys.executable, "-c", nested], stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"held\n"
-    peer = Peer(tmp_path / "peer", process)  # type: ignore[arg-type]
+    peer = Peer(tmp_path / "peer", tmp_path / "peer.log", process)  # type: ignore[arg-type]
     peer.log.write_text("round 1: 2 peers, loss 9.0\nround 2: 2 peers, loss 8.9\n")
     child = psutil.Process(process.pid).children()[0]
     try:
@@ -39,3 +41,12 @@ def test_its_peers_train_the_shape_that_it_names(tmp_path: Path) -> None:
     )
     assert config.run is not None and config.run.model.num_experts == 16 and config.run.round.total == 5
     assert (config.max_slots, config.storage, config.inner_optimizer) == (4, "int8", "adamw8bit")
+
+
+def test_half_of_7b_has_a_tokenizer_as_large_as_its_model(tmp_path: Path) -> None:
+    path = _half_settings(tmp_path)
+    config = load_settings(PeerConfig, ["--config", str(path), "--run-id", "half", "--output", str(tmp_path / "peer")])
+    assert config.run is not None
+    tokenizer = resolve_tokenizer(config.run.data, [], tmp_path)
+    size = model_size(config.run.model, len(tokenizer))
+    assert len(tokenizer) == REAL_VOCABULARY and 3.9e9 < size.total_params < 4.1e9
