@@ -51,7 +51,7 @@ SMALLER = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 
 """With 16 experts, 0.27 B parameters."""
 SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit", "--seed-seconds", "0")
 MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "int8", *SMALL_MACHINE)
-HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", *SMALL_MACHINE)
+HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", "--yes", *SMALL_MACHINE)
 """Flags of peers that join the 1B shape and half of 7B."""
 HALF_TOKENS = 64
 SAMPLE_SECONDS = 0.5
@@ -262,11 +262,14 @@ def half_rows(work: Path) -> Iterator[Row]:
             return
         pause = [sys.executable, "-m", "spes_p2p", "ctl", "pause", "--output", str(founder.folder)]
         subprocess.run(pause, cwd=ROOT, check=True)
+        founder.end()
+        peers = [founder := _start(work, "paused", folder=founder.folder)]  # without gradients, beside the newcomer
+        failure = _watch(peers, _said(_FETCHED))
         address = (founder.folder / "address").read_text().split()[0]
         peers.append(newcomer := _start(work, "newcomer", "--initial-peers", address, *HALF_MACHINE))
         failure = _watch(peers, _said(_FETCHED), least=newcomer)
         peak = newcomer.peak_bytes
-        failure = failure or _watch(peers, _committed(founder.rounds + 1), least=newcomer)
+        failure = failure or _watch(peers, _committed(1), least=newcomer)
     finally:
         for peer in peers:
             peer.end()

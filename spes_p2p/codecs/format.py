@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spes_p2p.codecs.blocks import Bf16, Codec, Fp32, Int2, Int4, Int8, NonNegativeBf16, NonNegativeFp32, RootInt8
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.errors import ConfigError, ExchangeError
 
 PART_NUMEL = 65_536
@@ -234,17 +236,21 @@ class ErrorFeedback:
 
     Source: Seide et al., 1-bit stochastic gradient descent (Interspeech 2014); Karimireddy et al.
     (https://arxiv.org/abs/1901.09847) prove convergence for every codec whose error is smaller than the value.
+
+    Args:
+        folder: Where residuals lie that are too large for memory; None keeps them there.
     """
 
-    def __init__(self) -> None:
-        self._residuals: dict[str, Tensor] = {}
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder
+        self._residuals: dict[str, PagedVector] = {}
 
     @property
     def names(self) -> set[str]:
         """Names with a residual."""
         return set(self._residuals)
 
-    def encode(self, name: str, format: Format, flat_N: Tensor) -> tuple[Tensor, Tensor | None]:
+    def encode(self, name: str, format: Format, flat_N: Tensor) -> tuple[Tensor, PagedVector | None]:
         """Encode a vector plus the residual of its first segment, the delta; moments have no residual.
 
         Returns:
@@ -253,36 +259,49 @@ class ErrorFeedback:
 
         Raises:
             ValueError: the residual has another length, or a value cannot be encoded.
+            OSError: the disk has no room for the new residual.
         """
         numel = format.segments[0].numel if format.segments else 0
-        kept_N = self._residuals.get(name)
-        if kept_N is not None and kept_N.numel() != numel:
-            raise ValueError(f"the error kept for {name} has {kept_N.numel()} elements, not {numel}; forget it first")
+        kept = self._residuals.get(name)
+        if kept is not None and kept.numel != numel:
+            raise ValueError(f"the error kept for {name} has {kept.numel} elements, not {numel}; forget it first")
         is_exact = not numel or format.segments[0].codec == "fp32"
-        if kept_N is None and is_exact:
+        if kept is None and is_exact:
             return format.encode(flat_N, flat_N.view(torch.uint8) if format.is_exact else None), None
         flat_N = checked(flat_N, format.numel)
         data = torch.empty(format.num_bytes, dtype=torch.uint8)
-        error_N = torch.empty(numel)
-        for part in format.joined_parts:
+        error = PagedVector.scratch(numel, self._folder)
+        old, new = kept.open() if kept is not None else None, error.open()
+        for number, part in enumerate(format.joined_parts):
             here, bytes_here = slice(part.start, part.stop), data[part.byte_start : part.byte_stop]
             if part.start < numel:
-                kept_part_N = None if kept_N is None else kept_N[here]
-                _encode_with_error(part, flat_N[here], kept_part_N, bytes_here, error_N[here])
+                kept_part_N = None if old is None else old.values_N[here]
+                _encode_with_error(part, flat_N[here], kept_part_N, bytes_here, new.values_N[here])
             else:
                 part.encode(flat_N[here], bytes_here)
-        return data, None if is_exact else error_N
+            if number % PARTS == PARTS - 1:
+                new.release()
+                if old is not None:
+                    old.release()
+        return data, None if is_exact else error
 
-    def keep(self, name: str, error_N: Tensor | None) -> None:
+    def keep(self, name: str, error: PagedVector | None) -> None:
         """Replace a name's residual by the one that `encode` returned."""
-        if error_N is None:
+        if error is None:
             self.drop(name)
         else:
-            self._residuals[name] = error_N
+            self._residuals[name] = error
+
+    def restore(self, name: str, error_N: Tensor) -> None:
+        """Replace a name's residual by a copy of this one."""
+        error = PagedVector.scratch(error_N.numel(), self._folder)
+        for here, piece in error.pieces():
+            piece.copy_(error_N[here])
+        self._residuals[name] = error
 
     def residuals(self) -> dict[str, Tensor]:
         """Return the residuals by name; they are replaced, never modified."""
-        return dict(self._residuals)
+        return {name: error.whole() for name, error in self._residuals.items()}
 
     def drop(self, name: str) -> None:
         """Drop a name's residual, if it has one."""

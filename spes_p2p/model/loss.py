@@ -21,7 +21,7 @@ from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
 from spes_p2p.model.build import FAMILIES
 from spes_p2p.model.slot_model import SlotModel
-from spes_p2p.planner.memory import head_rows
+from spes_p2p.planner.activations import head_rows
 
 NO_TARGET = -100
 """What PyTorch's cross entropy leaves out."""

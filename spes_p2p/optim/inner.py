@@ -6,7 +6,7 @@ A rule is one torch optimizer with the state that it keeps per parameter; `Inner
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -16,17 +16,13 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from spes_p2p.config import OptimizerName, TrainConfig
 from spes_p2p.dtensor import distribute_like, full_tensor
-from spes_p2p.errors import ConfigError
+from spes_p2p.optim.blockwise import BLOCK_SIZE, blockwise, is_quantised
 
 SHARED = "shared"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 """The kinds of moments, by torch's names, in the order in which they follow a delta."""
 UNBIASED_STEPS = 1e6
 """Step count of averaged moments: they are corrected already, and at this count the correction has no effect."""
-MIN_8BIT_SIZE = 4096
-"""Parameters with fewer elements keep their state in fp32, as in bitsandbytes."""
-BLOCK_SIZE = 256
-"""Elements that share a scale in 8-bit state; fixed in bitsandbytes."""
 NOT_HIDDEN = ("embed_tokens", "lm_head")
 """Modules whose matrices Muon leaves to AdamW, by their stock names."""
 
@@ -215,9 +211,9 @@ class BlockwiseRule(Rule):
         layout = super().layout(param)
         blocks = torch.Size([-(-param.numel() // BLOCK_SIZE)])
         for kind in self.moments:
-            layout[kind] = (param.shape, torch.uint8 if _is_quantised(param) else torch.float32)
+            layout[kind] = (param.shape, torch.uint8 if is_quantised(param) else torch.float32)
             layout[f"{kind}_absmax"] = (blocks, torch.float32)
-        return {kind: spec for kind, spec in layout.items() if _is_quantised(param) or not kind.endswith("_absmax")}
+        return {kind: spec for kind, spec in layout.items() if is_quantised(param) or not kind.endswith("_absmax")}
 
     def read(self, param: Parameter) -> dict[str, Tensor]:
         state = super().read(param)
@@ -227,7 +223,7 @@ class BlockwiseRule(Rule):
         super().write(param, state)
         own = self.optimizer.state[param]
         own["step"] = int(state["step"].item())
-        if _is_quantised(param):
+        if is_quantised(param):
             own |= {f"qmap{number}": self._map(kind, param) for number, kind in enumerate(self.moments, 1)}
 
     def _map(self, kind: str, param: Parameter) -> Tensor:
@@ -237,7 +233,7 @@ class BlockwiseRule(Rule):
         return maps[name]
 
     def _decode(self, param: Parameter, kind: str, state: Mapping[str, Tensor]) -> Tensor:
-        if not _is_quantised(param):
+        if not is_quantised(param):
             return state[kind]
         from bitsandbytes.functional import dequantize_blockwise
 
@@ -245,16 +241,12 @@ class BlockwiseRule(Rule):
         return dequantize_blockwise(state[kind], absmax=state[f"{kind}_absmax"], code=code, blocksize=BLOCK_SIZE)
 
     def _encode(self, param: Parameter, kind: str, value: Tensor) -> dict[str, Tensor]:
-        if not _is_quantised(param):
+        if not is_quantised(param):
             return {kind: value}
         from bitsandbytes.functional import quantize_blockwise
 
         numbers, scale = quantize_blockwise(value, code=self._map(kind, param), blocksize=BLOCK_SIZE)
         return {kind: numbers, f"{kind}_absmax": scale.absmax}
-
-
-def _is_quantised(param: Parameter) -> bool:
-    return param.numel() >= MIN_8BIT_SIZE
 
 
 def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) -> tuple[Rule, ...]:
@@ -277,11 +269,11 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
         return (Rule(Lamb(none, {"eps": train.eps, **settings}), both, decays),)
     first, step = {"exp_avg": "state1", "exp_avg_absmax": "absmax1"}, {"step": "step"}
     if name == "adamw8bit":
-        optimizer = _blockwise("AdamW8bit", name, device)(none, eps=train.eps, **settings)
+        optimizer = blockwise("AdamW8bit", name, device)(none, eps=train.eps, **settings)
         second = {"exp_avg_sq": "state2", "exp_avg_sq_absmax": "absmax2"}
         return (BlockwiseRule(optimizer, first | second | step, decays),)
     if name == "lion8bit":
-        optimizer = _blockwise("Lion8bit", name, device)(none, **settings)
+        optimizer = blockwise("Lion8bit", name, device)(none, **settings)
         # Lion's step weighs its momentum by beta1, but the momentum decays by beta2.
         return (BlockwiseRule(optimizer, first | step, {"exp_avg": train.beta2}, is_biased=False),)
     if name == "sgd":
@@ -294,52 +286,6 @@ def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) ->
     options = {"lr": train.lr, "momentum": train.beta1, "weight_decay": train.weight_decay}
     muon = torch.optim.Muon(none, adjust_lr_fn="match_rms_adamw", **options)  # so that train.lr keeps its meaning
     return (MuonRule(muon, {"exp_avg": "momentum_buffer"}, {"exp_avg": train.beta1}, is_biased=False), adamw)
-
-
-def _blockwise(cls: str, name: str, device: torch.device) -> Callable[..., torch.optim.Optimizer]:
-    """Return a bitsandbytes optimizer class after a trial step on a small tensor.
-
-    Raises:
-        ConfigError: bitsandbytes is missing, or the trial failed.
-    """
-    remedy = "pip install 'bitsandbytes>=0.50', or set adamw"
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ConfigError(f"optimizer {name} needs bitsandbytes, which does not import ({error}); {remedy}") from error
-    trial = Parameter(torch.zeros(MIN_8BIT_SIZE, device=device))
-    trial.grad = torch.zeros_like(trial)
-    made = getattr(bitsandbytes.optim, cls)
-    try:
-        made([trial]).step()
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"optimizer {name} does not work on {device.type} here ({reason}); {remedy}") from error
-    return _widening(made)
-
-
-def _widening(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Make a bitsandbytes optimizer accept gradients in a narrower dtype than their parameters.
-
-    Stock would read them as if they had the parameters' dtype. One gradient at a time is widened, and dropped after
-    its parameter's step.
-    """
-
-    class Widening(base):  # type: ignore[misc, valid-type]
-        def update_step(self, group: dict[str, Any], p: Parameter, gindex: int, pindex: int) -> None:
-            narrow = p.grad_dtype
-            if p.grad is None or p.grad.dtype == p.dtype:
-                super().update_step(group, p, gindex, pindex)
-                return
-            grad = p.grad
-            p.grad = None
-            p.grad_dtype = p.dtype
-            p.grad = grad.to(p.dtype)
-            super().update_step(group, p, gindex, pindex)
-            p.grad = None
-            p.grad_dtype = narrow
-
-    return Widening
 
 
 class InnerOptimizer:

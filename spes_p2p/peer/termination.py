@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 
 HANG_SECONDS = 5.0
 """After SIGTERM a main thread that has not begun to hand over counts as hung; less where the grace is short."""
-LAST_SECONDS = 4.0
+LAST_SECONDS = 3.0
 """From a second SIGTERM to the end."""
 SAME_SECONDS = 2.0
 """SIGTERMs within so long are one: a scheduler signals a job's batch script, which passes it on, and its tasks."""

@@ -11,146 +11,14 @@ from spes_p2p.config import (
     EIGHT_BIT,
     CodecConfig,
     MachineConfig,
-    ModelConfig,
     OptimizerName,
     RunConfig,
     Storage,
     sequences_at_once,
 )
 from spes_p2p.errors import ConfigError
+from spes_p2p.planner.activations import NARROW, Activations
 from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
-
-WIDE = 4
-"""Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
-NORMALISED = ("olmoe", "qwen3_moe", "qwen3")
-"""Families that normalise queries and keys."""
-NARROW = {"fp32": 4, "bf16": 2}
-LOGITS_BYTES = 2**28
-"""Most memory for logits and their gradients; microbatches with more have them computed in chunks."""
-
-
-def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16"]) -> int | None:
-    """Return the tokens whose logits are in memory at once, or None for all, with their log-softmax and gradients.
-
-    Args:
-        num_tokens: Of a microbatch.
-        vocab_size: Entries of the vocabulary.
-        precision: The run's precision; in bf16 a chunk has a rounded copy.
-    """
-    if 3 * WIDE * vocab_size * num_tokens <= LOGITS_BYTES:
-        return None
-    return max(1, LOGITS_BYTES // (_chunk_bytes(precision) * vocab_size))
-
-
-def _chunk_bytes(precision: Literal["fp32", "bf16"]) -> int:
-    return WIDE if precision == "fp32" else WIDE + NARROW[precision]
-
-
-@dataclass(frozen=True)
-class Activations:
-    """Activation memory of one rank's forward and backward pass.
-
-    Assumes experts in an `ExpertBank`.
-
-    Attributes:
-        model: Shapes of the model.
-        vocab_size: Width of the logits.
-        sequences: Sequences of one microbatch.
-        sequence_length: Tokens per sequence.
-        precision: The run's precision.
-        checkpointing: Whether only each layer's input is kept, and the rest computed again.
-        keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
-        keeps_masks: Whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers.
-        has_frozen_base: Whether adapters are trained: a matrix of the base is made dense for one product at a time.
-    """
-
-    model: ModelConfig
-    vocab_size: int
-    sequences: int
-    sequence_length: int
-    precision: Literal["fp32", "bf16"] = "fp32"
-    checkpointing: bool = False
-    keeps_scores: bool = False
-    keeps_masks: bool = False
-    has_frozen_base: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return self.sequences * self.sequence_length
-
-    @property
-    def kept_bytes(self) -> int:
-        """Bytes that the forward pass keeps: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
-
-        Without `4 V` where logits are computed in chunks. Autocast also keeps rounded copies of the matrices of
-        attention, routers and the head.
-        """
-        layer = WIDE * self.model.hidden_size if self.checkpointing else self._layer()
-        logits = WIDE * self.vocab_size if self._head_rows is None else 0
-        per_token = self.model.num_layers * layer + self._norm() + logits
-        return self.tokens * per_token + self._rounded_weights()
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes at the peak of the backward pass.
-
-        The peak is at the logits, with two gradients of their size or the chunk's, or, if the vocabulary is small, in a
-        layer, whose gradients take about what it has kept; with checkpointing the layer is also computed again.
-        """
-        logits = WIDE * self.vocab_size
-        in_a_layer = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
-        if (rows := self._head_rows) is not None:
-            at_the_logits = min(rows, self.tokens) * _chunk_bytes(self.precision) * self.vocab_size
-            return self.kept_bytes + max(at_the_logits, self.tokens * in_a_layer)
-        return self.kept_bytes + self.tokens * max(2 * logits, in_a_layer - logits)
-
-    @property
-    def _head_rows(self) -> int | None:
-        return head_rows(self.tokens, self.vocab_size, self.precision)
-
-    def _norm(self) -> int:
-        """Return the last norm's bytes per token: its input, normalised input and output."""
-        return (2 * WIDE + NARROW[self.precision]) * self.model.hidden_size
-
-    def _layer(self) -> int:
-        """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`, F the keys' width.
-
-        Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head, and `4 S`
-        with masks, which also copy keys and values to every head.
-        """
-        model, narrow = self.model, NARROW[self.precision]
-        width, query_width, key_width = model.hidden_size, model.head_dim * model.num_heads, _key_width(model)
-        # Each norm's input, normalised input and output; autocast rounds the output for every module that takes it.
-        norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
-        attention = narrow * (2 * query_width + 2 * key_width)  # queries, keys, values and the output
-        if model.family in NORMALISED:  # queries and keys are normalised
-            attention += (WIDE + narrow) * (query_width + key_width)
-        if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
-            scores = WIDE if self.precision == "fp32" else WIDE + narrow
-            attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (query_width - key_width)
-        if self.keeps_masks:  # keys and values are copied here, too
-            attention += narrow * self.sequence_length + 2 * narrow * (query_width - key_width)
-        router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
-        experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
-        if model.is_dense:  # gate, its activation, up and their product, which plain modules keep
-            experts = 4 * narrow * model.intermediate_size
-        return norms + attention + router + experts
-
-    def _rounded_weights(self) -> int:
-        model, width = self.model, self.model.hidden_size
-        if self.has_frozen_base:
-            matrix = max(2 * model.intermediate_size, model.head_dim * model.num_heads) * width
-            return NARROW[self.precision] * (matrix + self.vocab_size * width)
-        if self.precision == "fp32":
-            return 0
-        layer = 2 * width * (model.head_dim * model.num_heads + _key_width(model)) + model.num_experts * width
-        layer += 3 * width * model.intermediate_size if model.is_dense else 0
-        num_layers = 1 if self.checkpointing else model.num_layers
-        return NARROW[self.precision] * (num_layers * layer + self.vocab_size * width)
-
-
-def _key_width(model: ModelConfig) -> int:
-    return model.head_dim * model.num_kv_heads
 
 
 @dataclass(frozen=True)
@@ -352,7 +220,7 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         gathered=gathered_bytes(size, claimed, setup),
         vectors=held,
         round_vectors=peak,
-        startup=startup_bytes(size, claimed, setup),
+        startup=startup_bytes(size, setup),
         overlaps=setup.overlaps,
         num_ranks=setup.num_ranks,
         on_gpu=setup.on_gpu,
@@ -413,33 +281,46 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     """Return the bytes of a leader's flat vectors, between rounds and at their peak.
 
     k is 1 + the number of averaged moments, a is 2 with outer momentum and else 1, e is the encoded bytes of k numbers.
-    Between rounds, a trained parameter takes 4 a (anchor) and 2 e (the averager's inputs and outputs), and with a lossy
-    codec 8 (residuals of its own delta and, at most, of the part that it reduces). A round's end adds 4 k each for what
-    is read from the model, the contribution and the result, and with a lossy codec 4 (new residual) and e (one more
-    copy). Exact results take no memory of their own; neither does, unless rounds overlap, a contribution of k = 1, nor,
-    if its codec is exact, what it is made of. On top come the kept forms of the trained slots, and the largest of: a
-    group's parts (k), all slots for the merge (E P, and a layer of them three times more), versions to publish (a), a
-    fetched slot (3 a P), and with FSDP the unsharded parameters on each rank (k).
+    Anchors and a peer's own residuals lie on its disk. Between rounds, a lossy codec takes 2 bytes per trained
+    parameter: residuals of the part that a member of two reduces. A round's end adds 2 e (the averager's inputs and
+    outputs), with a lossy codec 2 (new residuals), the kept forms of the trained slots, and the larger of two sums:
 
-    Source: the code of `training/` and `swarm/`; measured in docs/planning.md with exact deltas.
+    - what is brought: 4 (k - 1) for averaged moments, and 4 k + e of the largest vector, which is read and encoded
+      after the others; nothing if k = 1 and the codec is exact, because it is read into the averager's inputs;
+    - results: 4 k decoded, unless exact, which take no memory of their own; and the largest of: all slots for the merge
+      (E P, and a layer of them three times more), versions to publish (a, unless they take the memory of a decoded
+      result), and a fetched slot (3 a P).
+
+    Where rounds overlap or FSDP shards, all vectors are read before any is encoded, and both sums count. FSDP puts
+    unsharded parameters together on each rank (k).
+
+    Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """
     copies, vectors = 1 + setup.averaged_moments, _group_vectors(size, claimed, setup)
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
     phases = (
-        copies * max(size.shared_params, size.slot_params if claimed else 0),
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
-        sum(group.numel * group.anchors for group in vectors) + shifts,
+        sum(group.numel * group.anchors for group in vectors if group.is_exact or group.anchors > 1) + shifts,
         3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) else 0,
     )
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
-    held = sum(group.numel * group.held_bytes for group in vectors)
-    peak = forms + sum(group.numel * (group.held_bytes + group.round_bytes) for group in vectors)
-    in_place, are_exact = copies == 1 and not setup.overlaps, copies == 1 or is_exact(setup.codecs.moments)
-    copied = sum((not group.is_exact if in_place else 2 * copies) * group.numel for group in vectors)
-    decoded = sum(copies * group.numel for group in vectors if not (group.is_exact and are_exact))
-    everywhere = setup.num_ranks * copies * size.trained_params(claimed) if setup.shard == "fsdp" else 0
-    return round(held), round(peak + FP32 * max(copied + decoded + max(phases), everywhere))
+    held = sum(group.numel * group.residual_bytes for group in vectors)
+    sent = sum(group.numel * (2 * group.encoded + group.residual_bytes) for group in vectors)
+    are_exact = copies == 1 or is_exact(setup.codecs.moments)
+    results = sum(copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
+    is_sharded = setup.num_ranks > 1 and setup.shard == "fsdp"
+    if setup.overlaps or is_sharded:
+        each = 2 * copies if setup.overlaps or copies > 1 else 1  # what is read, and what is made of it
+        brought = sum(each * group.numel for group in vectors if each > 1 or not group.is_exact)
+        everywhere = setup.num_ranks * copies * size.trained_params(claimed) if is_sharded else 0
+        largest: float = FP32 * max(brought + results, everywhere)
+    else:
+        made = [group for group in vectors if not (group.is_exact and copies == 1)]
+        moments = FP32 * setup.averaged_moments * size.trained_params(claimed)
+        one = max((group.largest * (FP32 * copies + group.encoded) for group in made), default=0)
+        largest = max(moments + one, FP32 * results)
+    return round(held), round(held + forms + sent + largest)
 
 
 @dataclass(frozen=True)
@@ -448,25 +329,22 @@ class _GroupVectors:
 
     Attributes:
         numel: Number of parameters.
+        largest: Those of one vector.
         anchors: fp32 vectors in a version: 2 with outer momentum, else 1.
         encoded: Bytes per parameter of an encoded contribution, with moments.
         is_exact: Whether the codec of deltas is lossless.
     """
 
     numel: int
+    largest: int
     anchors: int
     encoded: float
     is_exact: bool
 
     @property
-    def held_bytes(self) -> float:
-        """Bytes per parameter between rounds."""
-        return FP32 * self.anchors + 2 * self.encoded + (0 if self.is_exact else 2 * FP32)
-
-    @property
-    def round_bytes(self) -> float:
-        """Additional bytes per parameter at a round's end."""
-        return 0 if self.is_exact else FP32 + self.encoded
+    def residual_bytes(self) -> int:
+        """Bytes per parameter of the residuals of results, in the half that a member of two reduces."""
+        return 0 if self.is_exact else FP32 // 2
 
 
 def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupVectors, _GroupVectors]:
@@ -474,19 +352,28 @@ def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupV
     moments = setup.averaged_moments * element_bytes(setup.codecs.moments)
     shared, slots = setup.codecs.shared, setup.codecs.slots
     return (
-        _GroupVectors(size.shared_params, 1 + setup.shared_momentum, element_bytes(shared) + moments, is_exact(shared)),
         _GroupVectors(
-            claimed * size.slot_params, 1 + setup.slot_momentum, element_bytes(slots) + moments, is_exact(slots)
+            numel=size.shared_params,
+            largest=size.shared_params,
+            anchors=1 + setup.shared_momentum,
+            encoded=element_bytes(shared) + moments,
+            is_exact=is_exact(shared),
+        ),
+        _GroupVectors(
+            numel=claimed * size.slot_params,
+            largest=size.slot_params if claimed else 0,
+            anchors=1 + setup.slot_momentum,
+            encoded=element_bytes(slots) + moments,
+            is_exact=is_exact(slots),
         ),
     )
 
 
-def startup_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
+def startup_bytes(size: ModelSize, setup: Setup) -> int:
     """Return the host's bytes while a peer joins.
 
-    Every rank holds the model with all slots frozen, and the leader the averager's buffers and its anchors. The leader
-    draws and publishes, or fetches, and then loads one vector of the run's state after the other, of which two copies
-    are in memory at a time: as read and as decoded.
+    Every rank holds the model with all slots frozen. The leader draws and publishes, or fetches, and then loads one
+    vector of the run's state after the other, of which one copy is in memory at a time.
     """
     models = FP32 * size.shared_params + frozen_bytes(size, 0, setup.storage)
     if size.is_adapted:  # one document of the base, as its founder or a joiner gets it: the shared part or a slot
@@ -494,10 +381,8 @@ def startup_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
             base_bytes(replace(size, base_params=size.base_params - size.expert_params), setup.base),
             round(FROZEN_BYTES[setup.base] * size.slot_base_params),
         )
-    vectors = _group_vectors(size, claimed, setup)
-    kept = sum((2 * group.encoded + FP32 * group.anchors) * group.numel for group in vectors)
     largest = max((1 + setup.shared_momentum) * size.shared_params, (1 + setup.slot_momentum) * size.slot_params)
-    return setup.num_ranks * models + round(kept) + 2 * FP32 * largest
+    return setup.num_ranks * models + FP32 * largest
 
 
 def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:

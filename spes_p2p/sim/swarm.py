@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.errors import ExchangeError, SimulationError
 from spes_p2p.sim.hub import Entry, Lie, MemoryHub
@@ -142,6 +143,7 @@ class MemorySwarm:
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged
+        self._averaged = (RoundResult(), Attempt())  # whose means take memory
         if averaged is not result or SHARED not in committed:
             self._encoding.forget()
             self._errors.clear()
@@ -221,6 +223,9 @@ class MemorySwarm:
         if name not in kept:
             raise ExchangeError(f"this peer has no version of {name}{' before its newest' if before else ''}")
         return kept[name][1].clone()
+
+    def mapped(self, name: VectorName) -> PagedVector:
+        return PagedVector.of(self._mine[name][1])
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str], digest: str = "") -> None:
         round = self.last().round - 1

@@ -13,6 +13,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
 from spes_p2p import __version__
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.averager import SparseAverager
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding, Vectors
@@ -33,7 +34,7 @@ from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
-from spes_p2p.swarm.roster import MAX_STATED_LINKS
+from spes_p2p.swarm.roster import MAX_STATED_LINKS, Member
 from spes_p2p.swarm.votes import Rules
 
 log = logging.getLogger(__name__)
@@ -89,6 +90,8 @@ class HivemindSwarm:
         self._directory = directory
         self._consensus: Consensus | None = None
         self._encoded_deltas: Mapping[VectorName, Tensor] | None = None
+        self._encoded: dict[VectorName, Tensor] = {}
+        self._tokens = 0
         self._averaged = (RoundResult(), Attempt())
         """The last result, and the attempt that it came from."""
         self._has_met = ""
@@ -125,7 +128,7 @@ class HivemindSwarm:
         """
         self._rounds = rounds
         self._vectors = vectors
-        self._encoding = DeltaEncoding(vectors.segments)
+        self._encoding = DeltaEncoding(vectors.segments, self._directory)
         self._membership.guests = guests
         self._store.keep_only(vectors.names)  # guard: strange-on-disk
         self._store.refused.initial = vectors.initial
@@ -247,8 +250,10 @@ class HivemindSwarm:
         if contribution.deltas is not self._encoded_deltas:
             self._encoded_deltas = contribution.deltas
             self._reserve_uplink()
-            self._encode = self._encoding.encoder(contribution)
-        attempt = self._meet(contribution, last, expected, starts_at, number)
+            entry, self._encoded = self._encoding.encode(contribution)
+            self._tokens = entry.tokens
+        member = contribution.member.model_copy(update={"tokens": self._tokens})
+        attempt = self._meet(member, last, expected, starts_at, number)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
         self.bans.record(last.round, [attempt.evidence])
@@ -278,24 +283,21 @@ class HivemindSwarm:
         is_sole_voter = last.voters == (self.peer_id,)
         return expected <= 1 and bool(self._membership.live_peers) and not (self._trains_alone or is_sole_voter)
 
-    def _meet(self, contribution: Contribution, last: Body, expected: int, starts_at: float, number: int) -> Attempt:
-        member = self._encoding.entry(contribution)
+    def _meet(self, member: Member, last: Body, expected: int, starts_at: float, number: int) -> Attempt:
         if expected <= 1:
-            entry, vectors = self._encode()
-            return alone(entry, last, vectors)
+            return alone(member, last, self._encoded)
         assert self._averager is not None
         # The members of a failed attempt know each other, and need no DHT to meet again.
         is_redone = number == 1 and self._has_met == last.digest
         least = max(2, self.consensus.quorum)
         attempt = self._averager.attempt(
-            member, last, self._encode, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
+            member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
         )
         if attempt.roster:  # otherwise the survivors are those of an earlier round
             self._has_met = last.digest
         if not attempt.roster and last.voters == (self.peer_id,):
             log.info("round %d: no other peer came: %s", last.round + 1, attempt.failure)
-            entry, vectors = self._encode()
-            return alone(entry, last, vectors)
+            return alone(member, last, self._encoded)
         return attempt
 
     def decide(
@@ -312,8 +314,9 @@ class HivemindSwarm:
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged
+        self._averaged = (RoundResult(), Attempt())  # whose means take memory
         buffers = self._averager.buffers if self._averager is not None else None
-        self._encoded_deltas = None
+        self._encoded_deltas, self._encoded = None, {}
         if averaged is not result or SHARED not in committed:
             self._encoding.forget()
             if buffers is not None:
@@ -396,7 +399,12 @@ class HivemindSwarm:
         self._declare()
 
     def load(self, name: VectorName, *, before: bool = False) -> Tensor:
+        if self._vectors.codec(name) == "fp32":
+            return self._store.map(name, before=before).whole()
         return self._vectors.decode(name, self._store.read(name, before=before))
+
+    def mapped(self, name: VectorName) -> PagedVector:
+        return self._store.map(name, is_trusted=True)
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str], digest: str = "") -> None:
         round = self.last().round

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
@@ -94,7 +95,8 @@ class Swarm(Protocol):
         """Meet the other peers and average, in the present attempt at the round after the last certificate.
 
         Args:
-            contribution: This peer's deltas and roster entry; the deltas are not changed.
+            contribution: This peer's deltas and roster entry; the deltas are not changed. Each is asked for once and
+                encoded, the first time that they are brought.
             expected: Number of peers that completes the roster at once.
             starts_at: DHT time from which the roster may be closed without the rest.
         """
@@ -164,6 +166,13 @@ class Swarm(Protocol):
         """Return this peer's newest version of a flat vector, or the one before it, as a new tensor.
 
         A kept form stays encoded, as uint8.
+
+        Raises:
+            ExchangeError: there is none.
+        """
+
+    def mapped(self, name: VectorName) -> PagedVector:
+        """Return this peer's newest version of an fp32 vector where it lies; nothing changes it.
 
         Raises:
             ExchangeError: there is none.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 
 import torch
@@ -9,7 +10,8 @@ from torch import Tensor
 
 from spes_p2p.codecs.format import Segment
 from spes_p2p.codecs.kept import KeptForm
-from spes_p2p.codecs.vectors import Layout, digest
+from spes_p2p.codecs.paged import PagedVector
+from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import MergeConfig, RunConfig
 from spes_p2p.optim.outer import OuterOptimizer, merge_alpha, merge_experts
 from spes_p2p.swarm.averaging.encoding import Vectors
@@ -17,10 +19,11 @@ from spes_p2p.swarm.names import SHARED, VectorName
 
 
 class Anchors:
-    """Anchors of `shared` and of the held slots, fp32 on the CPU, with their outer momentum.
+    """Anchors of `shared` and of the held slots, fp32, with their outer momentum.
 
     A *bundle* is what is published of an anchor: its weights, followed by its momentum if its outer optimizer has any,
-    in one flat vector. A peer that fetches it steps on exactly as its holders do.
+    in one flat vector. A peer that fetches it steps on exactly as its holders do. An anchor lies where its bundle does,
+    which is a peer's disk: little of it is in memory at a time.
 
     Args:
         run: The run's outer optimizer, averaged moments, and codecs.
@@ -37,8 +40,8 @@ class Anchors:
         self.form = KeptForm(run.kept_form, numels["slot"]) if run.kept_form is not None else None
         """The form in which slots travel to peers that do not train them; None if these take fp32 versions."""
         self._initial: Mapping[str, str] = {str(name): digest for name, digest in start_digests(run).items()}
-        self._weights: dict[VectorName, Tensor] = {}
-        self._momenta: dict[VectorName, Tensor] = {}
+        self._weights: dict[VectorName, PagedVector] = {}
+        self._momenta: dict[VectorName, PagedVector] = {}
 
     @property
     def names(self) -> tuple[VectorName, ...]:
@@ -101,22 +104,17 @@ class Anchors:
 
     # ------------------------------------------------------------------ bundles
 
-    def set(self, name: VectorName, bundle: Tensor) -> None:
-        """Take a published bundle as the anchor."""
-        weights, momentum = self.split(name, bundle)
-        name = VectorName(name)
-        self._weights[name] = weights.clone()
-        if momentum is not None:
-            self._momenta[name] = momentum.clone()
+    def set(self, name: VectorName, bundle: PagedVector) -> None:
+        """Take a published bundle, which nothing changes any more, as the anchor."""
+        name, numel = VectorName(name), self._numels[name.kind]
+        self._weights[name] = bundle.part(0, numel)
+        if self._outers[name.kind].has_state:
+            self._momenta[name] = bundle.part(numel, 2 * numel)
 
     def split(self, name: VectorName, bundle: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return a bundle's weights and momentum, as views."""
         numel = self._numels[name.kind]
         return bundle[:numel], bundle[numel:] if self._outers[name.kind].has_state else None
-
-    def bundle(self, name: VectorName) -> Tensor:
-        """Return the bundle to publish, as a new vector."""
-        return _join(self._weights[name], self._momenta.get(name))
 
     def kept_form(self, name: VectorName, bundle: Tensor) -> Tensor:
         """Return the kept form, uint8, of a slot's bundle."""
@@ -131,11 +129,7 @@ class Anchors:
 
     def weights(self, name: VectorName) -> Tensor:
         """Return the anchor's weights; do not change them."""
-        return self._weights[name]
-
-    def digest(self, name: VectorName) -> str:
-        """Return the first half of the bundle's digest, as rosters carry it."""
-        return digest(self.bundle(name))[:16]
+        return self._weights[name].whole()
 
     def forget(self, name: VectorName) -> None:
         """Drop the anchor of a released slot."""
@@ -156,22 +150,38 @@ class Anchors:
             round: The round to be committed; moments travel in some rounds only.
             overwrites: Whether the delta takes the memory of `local`.
         """
-        delta = torch.sub(self._weights[name], local, out=local if overwrites else None)
+        delta = local if overwrites else torch.empty_like(local)
+        for here, anchor in self._weights[name].pieces():
+            torch.sub(anchor, local[here], out=delta[here])
         if not self.averages_moments(round):
             return delta
         if moments is None:
             moments = delta.new_zeros(len(self._moments) * delta.numel())
         return torch.cat([delta, moments])
 
-    def stepped(self, name: VectorName, mean: Tensor, shift: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+    def stepped(
+        self, name: VectorName, mean: Tensor, shift: Tensor | None = None, *, overwrites: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the bundle that follows from a mean contribution and a merge's shift, and the mean moments, if any.
 
         The anchor stays as it is; `set` takes the bundle.
+
+        Args:
+            name: Its name.
+            mean: The mean delta, and moments where they are averaged.
+            shift: How far a merge moves it.
+            overwrites: Whether the bundle takes the memory of `mean`, where it has no momentum.
         """
-        numel = self._numels[name.kind]
-        mean_delta, moments = mean[:numel], mean[numel:]
-        weights, momentum = self._step(name, self._weights[name], self._momenta.get(name), mean_delta)
-        bundle = _join(weights if shift is None else weights + shift, momentum)
+        numel, momentum = self._numels[name.kind], self._momenta.get(name)
+        has_state = self._outers[name.kind].has_state
+        bundle = mean[:numel] if overwrites and not has_state else mean.new_empty((1 + has_state) * numel)
+        momenta = (piece for _, piece in momentum.pieces()) if momentum is not None else itertools.repeat(None)
+        for (here, anchor), before in zip(self._weights[name].pieces(), momenta, strict=False):
+            weights, after = self._outers[name.kind].step(anchor, mean[:numel][here], before)
+            bundle[:numel][here] = weights if shift is None else weights + shift[here]
+            if after is not None:
+                bundle[numel:][here] = after
+        moments = mean[numel:]
         return bundle, moments.clone() if moments.numel() else None  # a mean's memory is used again
 
     def advance(self, name: VectorName, bundle: Tensor, mean_delta: Tensor) -> Tensor:
@@ -184,12 +194,8 @@ class Anchors:
             bundle: The version that the holders started the round from; not changed.
             mean_delta: The decoded mean that they committed.
         """
-        return _join(*self._step(name, *self.split(name, bundle), mean_delta))
-
-    def _step(
-        self, name: VectorName, weights: Tensor, momentum: Tensor | None, mean_delta: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        return self._outers[name.kind].step(weights, mean_delta, momentum)
+        weights, momentum = self.split(name, bundle)
+        return _join(*self._outers[name.kind].step(weights, mean_delta, momentum))
 
 
 def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:

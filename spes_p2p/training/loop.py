@@ -258,12 +258,10 @@ class TrainingLoop:
 
     def _work(self, tokens: int, weighted_loss: float, seconds: float, speed: float) -> RoundWork:
         """Return what was trained, at what speed, and start the counters again."""
-        room: Mapping[VectorName, Tensor] = {}
         if not self._run.round.overlap:
             give_back_freed()  # gradients and activations: the round's vectors take as much
-            room = self._sync.swarm.room(self._trainer.slots) if self._sync is not None else room
         work = RoundWork(
-            vectors=self._trainer.all_vectors(room),
+            vectors=self._vectors(),
             tokens=tokens,
             tokens_per_second=speed,
             places_per_second=self._places_per_second if speed else 0.0,
@@ -283,6 +281,17 @@ class TrainingLoop:
         self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         return work
+
+    def _vectors(self) -> Mapping[VectorName, Tensor]:
+        """Return what was trained; each vector is read when it is asked for, where nothing changes it meanwhile."""
+        trainer = self._trainer
+        if self._run.round.overlap:
+            return trainer.all_vectors()
+        room = self._sync.swarm.room(trainer.slots) if self._sync is not None else {}
+        if trainer.is_sharded:  # all ranks must help to read them
+            return trainer.all_vectors(room)
+        names = trainer.names if self._group.is_leader else ()
+        return StoredVectors(names, lambda name: trainer.vector(name, room.get(name)))
 
     def _moments(self) -> Mapping[VectorName, Tensor]:
         """Return the moments that the round averages or publishes; those that are published are read one at a time."""
@@ -556,7 +565,7 @@ def _metrics(
         num_members=stats.num_members,
         committed=stats.num_committed,
         dropped=stats.num_dropped,
-        shared_digest=sync.anchors.digest(SHARED),
+        shared_digest=sync.swarm.versions()[SHARED].digest[:16],
         train_seconds=work.seconds,
         matchmaking_seconds=stats.matchmaking_seconds,
         averaging_seconds=stats.averaging_seconds,

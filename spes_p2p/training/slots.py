@@ -238,7 +238,7 @@ class HeldSlots:
         for name in old:
             self._anchors.forget(name)
         for name in missing:
-            self._anchors.set(name, self._swarm.load(name))
+            self._anchors.set(name, self._swarm.mapped(name))
         self.slots = tuple(sorted(target))
         return {name: self._anchors.weights(name) for name in missing} | moments
 
@@ -323,7 +323,7 @@ class HeldSlots:
         if name in self._anchors.names:  # guard: refused-anchor
             if name not in self._swarm.versions():
                 self._publish_from_kept(name)
-            self._anchors.set(name, self._swarm.load(name))
+            self._anchors.set(name, self._swarm.mapped(name))
 
     def _publish_from_kept(self, name: VectorName) -> None:
         version = self._swarm.versions()[name.kept]
@@ -548,7 +548,7 @@ class HeldSlots:
             raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
         self._make_masters(name for name in self._anchors.names if name != SHARED)
         for name in self._anchors.names:
-            self._anchors.set(name, self._swarm.load(name))
+            self._anchors.set(name, self._swarm.mapped(name))
         if wanted:
             round = self._swarm.versions()[SHARED].round
             log.info("caught up with round %d: fetched %d of %d versions", round, len(vectors), len(wanted))

@@ -202,7 +202,7 @@ class Synchroniser:
         self._take_over()
         publish_initial(self.swarm, self.held, model, initial)
         self.round = self.held.model_round()
-        self.anchors.set(SHARED, self.swarm.load(SHARED))
+        self.anchors.set(SHARED, self.swarm.mapped(SHARED))
         self.held.rebalance(self.round)
         log.info("entered the run at round %d: fetched %.1f MB", self.round, self.swarm.traffic()[0] / 1e6)
         self._announce(0.0)
@@ -357,7 +357,8 @@ class Synchroniser:
         bundles: dict[VectorName, Tensor] = {}
         moments: dict[VectorName, Tensor] = {}
         for name, mean in result.means.items():
-            bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name))
+            is_own = name in result.encoded  # an exact mean lies where it is sent from
+            bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name), overwrites=is_own)
             if mean_moments is not None:
                 moments[name.moments] = mean_moments
         slots = [name for name in bundles if name != SHARED] if self.anchors.form is not None else []
@@ -399,18 +400,21 @@ class Synchroniser:
             uplink_mbit=self._machine.uplink_mbit,
             refreshes=self._machine.refresh_slots is not None,
         )
-        own = work.vectors or {name: self.anchors.weights(name) for name in self.anchors.names}
+        own = work.vectors or StoredVectors(self.anchors.names, self.anchors.weights)
         overwrites = bool(work.vectors) and not self._run.round.overlap  # with overlap they are needed again
         moments = work.moments if self.anchors.averages_moments(self.round + 1) else {}
         if self.dealer is not None:
             said = self.dealer.said(self.round + 1, member.tokens, work.dealt, work.drawn)
             member = member.model_copy(update=said)
-        deltas = {
-            name: self.anchors.contribution(name, vector, moments.get(name), self.round + 1, overwrites=overwrites)
-            for name, vector in own.items()
-            if name in usable
-        }
-        return Contribution(member, deltas)
+
+        def delta(name: VectorName) -> Tensor:
+            vector, round = own[name], self.round + 1
+            return self.anchors.contribution(name, vector, moments.get(name), round, overwrites=overwrites)
+
+        names = [name for name in own if name in usable]
+        # What is read anew each time is in memory only while it is encoded.
+        is_read = isinstance(own, StoredVectors)
+        return Contribution(member, StoredVectors(names, delta) if is_read else {name: delta(name) for name in names})
 
     def _commit(
         self, body: Body, result: RoundResult, staged: Staged, own: Sequence[VectorName], work: RoundWork
@@ -429,8 +433,6 @@ class Synchroniser:
         Returns:
             What changed.
         """
-        for name in own:
-            self.anchors.set(name, staged.bundles[name])
         self.round = body.round
         moments = {name.moments: staged.moments[name.moments] for name in own if name.moments in staged.moments}
         deltas = {name: result.encoded[name] for name in own if name in result.encoded and name not in staged.moved}
@@ -438,13 +440,15 @@ class Synchroniser:
         bundles = StoredVectors() | {name: staged.bundles[name] for name in own}
         bundles |= {name: form for name, form in staged.kept.items() if name.weights in own}
         self.swarm.publish(body.round, bundles | moments | self._own_moments(work, unaveraged), deltas)
+        for name in own:
+            self.anchors.set(name, self.swarm.mapped(name))
         self.swarm.settle(result, own)
         fetched = self.held.fetch(result.roster, body.round, own, work.routed)
         # Slots held here whose other holders have confirmed another result, or whose certified version is missing.
         astray = [name for name in self.anchors.names if not self.held.is_certified(name)]
         fetched |= self.held.fetch_newest(astray)
         for name in set(astray) & set(fetched):
-            self.anchors.set(name, self.swarm.load(name))
+            self.anchors.set(name, self.swarm.mapped(name))
         return fetched | moments
 
     def _own_moments(self, work: RoundWork, names: Sequence[VectorName]) -> StoredVectors:

@@ -160,7 +160,7 @@ MOMENTS = {
 def founded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Commands, Path, list[str | Path], Command]]:
     """A peer whose run others enter and leave: processes, folder, flags, and the peer."""
     folder = tmp_path_factory.mktemp("moments")
-    words = flags(folder, max_seconds=30)
+    words = flags(folder, max_seconds=30, steps=40)  # rounds that last long enough to enter
     with commands_in(folder) as commands:
         founder = start_node(commands, folder, *words, RANK="0")
         founder.wait_for(r"round 1: 1 peers")

@@ -47,11 +47,11 @@ def shards(folder: Path) -> tuple[Path, DataConfig]:
     return path, DataConfig(**common, held_out_fraction=0.3)
 
 
-def draws_of(words: str) -> list[int]:
-    """Return the batches that a log line names."""
+def draws_of(words: str, num_streams: int) -> list[int]:
+    """Return the batches that a log line names: those of one stream, which has every other one if there are two."""
     found: list[int] = []
     for first, last in re.findall(r"(\d+)-(\d+)", words):
-        step = 1 if int(first) <= int(last) else -1
+        step = num_streams if int(first) <= int(last) else -num_streams
         found += range(int(first), int(last) + step, step)
     return found
 
@@ -93,10 +93,10 @@ class Peers:
         for name in NAMES[1:]:
             self.start(name, "--resume", "--initial-peers", self.address("a"))
 
-    def trained(self, name: str) -> dict[int, list[int]]:
+    def trained(self, name: str, num_streams: int) -> dict[int, list[int]]:
         """Return what a peer says it has brought to each round: of one that it brought several times, the last."""
         found = (TRAINED.search(line) for peer in self._all[name] for line in peer.lines)
-        return {int(each[1]): draws_of(each[2]) for each in found if each is not None}
+        return {int(each[1]): draws_of(each[2], num_streams) for each in found if each is not None}
 
     def close(self) -> None:
         self._server.close()
@@ -137,7 +137,7 @@ def test_no_window_counts_twice_or_never_in_a_swarm_of_four_with_kills(
     bodies = max((bodies_of(tmp_path / name) for name in NAMES), key=len)
     ids = {name: re.search(r"this peer is (\w+)", "\n".join(peers._all[name][0].lines))[1] for name in NAMES}
     names = {peer_id: name for name, peer_id in ids.items()}
-    said = {name: peers.trained(name) for name in NAMES}
+    said = {name: peers.trained(name, 1 + overlap) for name in NAMES}
     draws = Counter(
         draw
         for body in bodies

@@ -28,9 +28,8 @@ from spes_p2p.model.frozen import unavailable
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
+from spes_p2p.planner.activations import LOGITS_BYTES, Activations
 from spes_p2p.planner.memory import (
-    LOGITS_BYTES,
-    Activations,
     Setup,
     fits,
     peer_bytes,
@@ -142,7 +141,7 @@ def test_activations_are_about_what_autograd_keeps(
 ) -> None:
     """The z-loss on the outputs, on in half of the cases, keeps nothing more."""
     if attention == "chunks":
-        monkeypatch.setattr("spes_p2p.planner.memory.LOGITS_BYTES", 2**14)
+        monkeypatch.setattr("spes_p2p.planner.activations.LOGITS_BYTES", 2**14)
     model = small_model(family=family, hidden_size=64, num_kv_heads=2, intermediate_size=96)
     built = slot_model(model, claimed, attention=attention if attention == "eager" else "sdpa")
     loss = TrainingLoss(built, TrainConfig(precision=precision, output_z_loss=1e-5 if claimed == 2 else 0.0))
@@ -219,40 +218,47 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     trained, frozen = 1000 + 2 * 300, 6 * 300
     local = Setup("fp32", averaged_moments=0)
     plan = peer_memory(SIZE, 2, local)
-    assert plan.vectors == 4 * 3 * trained  # anchor, averager's inputs and outputs
-    # What is published; the contribution is made where it is sent from.
-    assert plan.round_vectors == 4 * (3 + 1) * trained
-    assert plan.training_bytes == 16 * trained + 4 * frozen + plan.vectors
+    assert plan.vectors == 0  # anchors lie on the disk
+    # The averager's inputs, where the contribution is made, its outputs, and what is published.
+    assert plan.round_vectors == 4 * (2 + 1) * trained
+    assert plan.training_bytes == 16 * trained + 4 * frozen
     assert plan.round_bytes == 12 * trained + 4 * frozen + plan.round_vectors
     wide = replace(SIZE, shared_params=10, slot_params=900)
-    assert peer_memory(wide, 1, local).round_vectors == 4 * (3 * 910 + 3 * 900)  # a slot that is fetched
-    assert peer_memory(SIZE, 8, local).round_vectors == 4 * (3 + 1) * 3400
+    assert peer_memory(wide, 1, local).round_vectors == 4 * (2 * 910 + 3 * 900)  # a slot that is fetched
+    assert peer_memory(SIZE, 8, local).round_vectors == 4 * (2 + 1) * 3400
     both = peer_memory(SIZE, 2, replace(local, averaged_moments=2))
-    assert both.vectors == 4 * 7 * trained and both.round_vectors == 4 * (13 * trained + 3 * 1000)
+    # Beside inputs and outputs: moments, and one contribution as it is made and encoded.
+    assert both.vectors == 0 and both.round_vectors == 4 * (6 * trained + 2 * trained + 6 * 1000)
     nesterov = peer_memory(SIZE, 2, replace(local, shared_momentum=True, slot_momentum=True))
-    assert nesterov.vectors == 4 * 4 * trained and nesterov.round_vectors == 4 * (4 + 2) * trained
+    assert nesterov.vectors == 0 and nesterov.round_vectors == 4 * (2 + 2) * trained
     merging = peer_memory(SIZE, 2, replace(local, merges=True))
-    assert merging.round_vectors == 4 * (3 * trained + 4 * 8 * 300 + 2 * 300)
+    assert merging.round_vectors == 4 * (2 * trained + 4 * 8 * 300 + 2 * 300)
     apart = peer_memory(SIZE, 2, replace(local, slot_momentum=True))
-    assert apart.vectors == plan.vectors + 4 * 2 * 300 and apart.round_vectors == plan.round_vectors + 4 * (2 + 2) * 300
+    assert apart.round_vectors == plan.round_vectors + 4 * 300 * 2
     overlapping = peer_memory(SIZE, 2, replace(local, overlaps=True))
     assert overlapping.round_vectors == plan.round_vectors + 8 * trained  # what was taken is needed again
-    assert overlapping.training_bytes == plan.training_bytes + overlapping.round_vectors - plan.vectors
-    start = 4 * 1000 + 4 * 8 * 300 + 4 * (3 * trained + 2 * 1000)  # as read, and as decoded
+    assert overlapping.training_bytes == plan.training_bytes + overlapping.round_vectors
+    start = 4 * 1000 + 4 * 8 * 300 + 4 * 1000  # one vector beside the model
     assert plan.startup == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
-    assert nesterov.startup == start + 4 * (trained + 2 * 1000)
+    assert nesterov.startup == start + 4 * 1000
 
 
 def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None:
-    exact = Setup("fp32", averaged_moments=2)
-    lossy = replace(exact, codecs=CodecConfig(shared="int4", slots="fp32", moments="int8"))
+    exact = Setup("fp32", averaged_moments=0)
+    lossy = replace(exact, codecs=CodecConfig(shared="int4", slots="fp32"))
     before, after = peer_memory(SIZE, 2, exact), peer_memory(SIZE, 2, lossy)
-    int4, int8 = 0.5 + 2 / 64, 1 + 2 / 128
-    shared, slots = 1000 * (4 + 2 * (int4 + 2 * int8) + 8), 600 * (4 + 2 * (4 + 2 * int8))
-    assert after.vectors == pytest.approx(shared + slots, abs=1) and after.vectors < before.vectors
-    anew = 1000 * (4 + int4 + 2 * int8) + 4 * 3 * 1600  # results are not what has come
-    assert after.round_vectors - after.vectors == pytest.approx(before.round_vectors - before.vectors + anew, abs=1)
-    assert after.startup < before.startup
+    int4 = 0.5 + 2 / 64
+    assert after.vectors == 2 * 1000  # residuals of results: half of a vector, of which the other of two has the rest
+    sent = 2 * int4 * 1000 + 2 * 4 * 600 + 2 * 1000
+    results = 4 * 1000 + 4 * 3 * 300  # decoded; the bundle of `shared` takes their memory, and a slot is fetched
+    assert after.round_vectors == pytest.approx(after.vectors + sent + results, abs=1)
+    assert after.startup == before.startup
+    everything = replace(exact, averaged_moments=2, codecs=CodecConfig(shared="int4", slots="int4", moments="int8"))
+    per_element = int4 + 2 * (1 + 2 / 128)
+    plan = peer_memory(SIZE, 2, everything)
+    held, sent = 2 * 1600, 2 * per_element * 1600 + 2 * 1600
+    brought = 4 * 2 * 1600 + (4 * 3 + per_element) * 1000  # moments, and `shared` as it is made and encoded
+    assert plan.round_vectors == pytest.approx(held + sent + brought, abs=2)
 
 
 def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
@@ -266,10 +272,9 @@ def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
     assert fsdp.gathered == 4 * (2 * 400 + 3 * (600 + 2 * 300) // 3)
     several = replace(two, shard="fsdp", accumulates=True)
     assert peer_memory(size, 2, several).gathered == fsdp.gathered + 4 * trained
-    assert ddp.vectors == fsdp.vectors == alone.vectors  # the leader's alone
-    assert ddp.training_bytes == 2 * (alone.static_bytes + ddp.gathered) + alone.vectors
+    assert ddp.training_bytes == 2 * (alone.static_bytes + ddp.gathered)
     eight = replace(two, shard="fsdp", num_ranks=8)
-    assert peer_memory(size, 2, eight).round_vectors == 4 * (16 + 5 * 3) * trained  # all ranks put vectors together
+    assert peer_memory(size, 2, eight).round_vectors == 4 * (8 * 3 + 2 * 3) * trained  # all ranks put vectors together
 
 
 def test_eight_bit_adamw_is_not_offered_to_ranks_that_have_parts() -> None:

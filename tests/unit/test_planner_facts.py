@@ -10,7 +10,8 @@ import pytest
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.plan import PlanConfig
 from spes_p2p.config import MachineConfig, RunConfig
-from spes_p2p.planner.memory import FROZEN_BYTES, Activations, Setup, peer_memory
+from spes_p2p.planner.activations import Activations
+from spes_p2p.planner.memory import FROZEN_BYTES, Setup, peer_memory
 from spes_p2p.planner.size import ModelSize, model_size
 from spes_p2p.planner.traffic import round_traffic, star_traffic
 
@@ -129,7 +130,7 @@ def test_the_model_of_two_billion_needs_what_the_paper_measured(monkeypatch: pyt
 
     They keep all logits of a microbatch; in chunks, a third less is needed.
     """
-    monkeypatch.setattr("spes_p2p.planner.memory.LOGITS_BYTES", 2**40)
+    monkeypatch.setattr("spes_p2p.planner.activations.LOGITS_BYTES", 2**40)
     run, size = of_config("spes_2b")
     assert size.total_params / 1e9 == pytest.approx(2.0, rel=0.01)
     config = load_settings(PlanConfig, ["--config", str(CONFIGS / "spes_2b.yaml")])

@@ -102,9 +102,9 @@ class ButterflyAllreduce:
         tasks = [asyncio.create_task(self._blaming(index, part)) for index, part in work]
         everything = asyncio.gather(*tasks, *self._reduced)
         try:
-            if self._me in self._plan.senders:
-                for number, message in enumerate(self._mine):
-                    self._accept(number, self._me, self._buffers.source[bytes_of(message)])
+            if not senders:
+                for number in range(len(self._mine)):
+                    self._reduce(number)
             await asyncio.wait([everything, self._failed], return_when=asyncio.FIRST_COMPLETED)  # type: ignore[type-var]
             if self._failed.done():
                 self._failed.result()
@@ -221,11 +221,17 @@ class ButterflyAllreduce:
         await stream.aclose()  # type: ignore[attr-defined]
 
     def _accept(self, number: int, index: int, data: Tensor) -> None:
-        """Take a sender's message; reduce it once those of all senders are here."""
+        """Take another sender's message; reduce it once those of all senders are here."""
+        inbox = self._inbox[number]
+        inbox[index] = self.auditor.decode(index, self._mine[number], data)
+        if len(inbox) == len(self._plan.senders) - (self._me in self._plan.senders):
+            self._reduce(number)
+
+    def _reduce(self, number: int) -> None:
+        """Reduce a message of all senders; this member's own is decoded only now."""
         message, inbox, senders = self._mine[number], self._inbox[number], self._plan.senders
-        inbox[index] = self.auditor.decode(index, message, data)
-        if len(inbox) < len(senders):
-            return
+        if self._me in senders:
+            inbox[self._me] = self.auditor.decode(self._me, message, self._buffers.source[bytes_of(message)])
         span, decoded = self._plan.residual_span(message), [inbox[sender] for sender in senders]
         inbox.clear()
         try:

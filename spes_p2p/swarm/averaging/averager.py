@@ -8,7 +8,7 @@ import hashlib
 import logging
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind recognises only typing's
 
@@ -16,7 +16,6 @@ import torch
 from hivemind.averaging.averager import DecentralizedAverager
 from hivemind.averaging.group_info import GroupInfo
 from hivemind.averaging.matchmaking import Matchmaking
-from hivemind.averaging.partition import AllreduceException
 from hivemind.p2p import P2PContext, PeerID
 from hivemind.p2p.servicer import StubBase
 from hivemind.proto import averaging_pb2, runtime_pb2
@@ -78,8 +77,6 @@ class SparseAverager(DecentralizedAverager):
 
     _matchmaking: Matchmaking
     _inner_pipe: Any
-    _loaded: asyncio.Future[bool]
-    """Whether the buffers hold what this peer's roster entry promises."""
     _limits: Limits
     """Limits of one attempt, made anew for each, so that unsent bytes of a failed one do not slow the next."""
 
@@ -140,7 +137,7 @@ class SparseAverager(DecentralizedAverager):
         self,
         member: Member,
         last: Body,
-        encode: Callable[[], tuple[Member, dict[VectorName, Tensor]]],
+        encoded: dict[VectorName, Tensor],
         *,
         expected: int,
         least: int,
@@ -152,10 +149,8 @@ class SparseAverager(DecentralizedAverager):
         Args:
             member: This peer's roster entry.
             last: Body of the last certificate, which all deltas start from.
-            encode: Returns that entry again, and the vectors to send: `shared` and the member's slots, uint8, in the
-                formats of the round after the member's; they are in the buffers from then on. Called during the
-                matchmaking. If it returns another entry, the vectors are not what the entry promised to the others, and
-                the attempt fails.
+            encoded: The vectors to send: `shared` and the member's slots, uint8, in the formats of the round after the
+                member's; they are in the buffers from then on.
             expected: Group size at which the roster is complete.
             least: Smallest size of a roster.
             starts_at: DHT time from which the roster may be closed without the rest.
@@ -165,6 +160,7 @@ class SparseAverager(DecentralizedAverager):
             The attempt's outcome; its tensors lie in the buffers.
         """
         buffers = self.buffers.assign(member.slots)
+        self.buffers.take(member.slots, encoded)
         self._outer_pipe.send(("_prepare", [is_redone, least, last], {}))
         began = get_dht_time()
         scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
@@ -176,9 +172,6 @@ class SparseAverager(DecentralizedAverager):
             allow_retries=False,
             wait=False,
         )
-        checked, encoded = encode()
-        self.buffers.take(member.slots, encoded)
-        self._outer_pipe.send(("_load", [checked.tokens == member.tokens], {}))
         try:
             attempt, met_at, spans = control.result(timeout=timeout + 2 * self._max_seconds)
         except Exception as error:  # noqa: BLE001 - hivemind reports a missing group by a dozen types
@@ -216,11 +209,7 @@ class SparseAverager(DecentralizedAverager):
         self._is_redone = is_redone
         self._least = least
         self._last = last
-        self._loaded = asyncio.get_running_loop().create_future()
         self._limits = Limits(self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit))
-
-    async def _load(self, is_as_promised: bool) -> None:
-        self._loaded.set_result(is_as_promised)
 
     async def _step(self, *, step, future_for_init) -> None:
         keep_current_task_alive()
@@ -259,10 +248,6 @@ class SparseAverager(DecentralizedAverager):
         """Return the attempt, the DHT time of its roster, and by averaged vector the span of the delta reduced here."""
         met_at, began = get_dht_time(), time.monotonic()
         me = self.peer_id.to_base58()
-        if not await asyncio.wait_for(self._loaded, self._max_seconds):
-            for promised in self._groups.values():
-                promised.lost = me
-            raise AllreduceException("this peer's vectors cannot be encoded")
         slots = next((member.slots for member in self._roster if member.peer_id == me), ())
         mine: dict[VectorName, GroupAllreduce] = {}
         running: dict[VectorName, asyncio.Task[str]] = {}

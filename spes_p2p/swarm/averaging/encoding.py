@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import logging
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, format_of
 from spes_p2p.codecs.kept import KeptForm
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes, to_bytes
 from spes_p2p.swarm.exchange.versions import CodecKind, vector_names
 from spes_p2p.swarm.interface import Contribution
@@ -25,8 +25,6 @@ log = logging.getLogger(__name__)
 
 KEPT_SLOT = "kept-slot"
 """Kind of the kept forms."""
-PROMPT_SECONDS = 1.0
-"""Vectors that took longer to encode are encoded before the matchmaking."""
 
 
 @dataclass(frozen=True)
@@ -101,14 +99,14 @@ class DeltaEncoding:
 
     Args:
         segments: Contents and codecs of a vector, for the kinds `shared` and `slot`: the delta, then averaged moments.
+        folder: Where large residuals lie; None keeps them in memory.
     """
 
-    def __init__(self, segments: Mapping[str, Sequence[Segment]]) -> None:
+    def __init__(self, segments: Mapping[str, Sequence[Segment]], folder: Path | None = None) -> None:
         self._segments = {kind: tuple(parts) for kind, parts in segments.items()}
         self._formats: dict[tuple[Segment, ...], Format] = {}
-        self._feedback = ErrorFeedback()
-        self._pending: dict[str, Tensor | None] = {}
-        self._encode_seconds = math.inf
+        self._feedback = ErrorFeedback(folder)
+        self._pending: dict[str, PagedVector | None] = {}
 
     @property
     def description(self) -> str:
@@ -132,15 +130,8 @@ class DeltaEncoding:
 
     # ------------------------------------------------------------------ contributions
 
-    def entry(self, contribution: Contribution) -> Member:
-        """Return the roster entry that `encode` will return, unless a codec refuses finite values; fast."""
-        for flat_N in contribution.deltas.values():
-            if flat_N.numel() and not all(torch.isfinite(extreme) for extreme in flat_N.aminmax()):
-                return contribution.member.model_copy(update={"tokens": 0})
-        return contribution.member
-
     def encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
-        """Return a contribution's roster entry, and its vectors as uint8.
+        """Return a contribution's roster entry, and its vectors as uint8; one of them is in fp32 at a time.
 
         A peer whose own vectors hold NaN or infinity enters without weight: it loses its own work of the round, and
         the others lose nothing.
@@ -161,31 +152,14 @@ class DeltaEncoding:
             return member.model_copy(update={"tokens": 0}), zeros
         return member, encoded
 
-    def encoder(self, contribution: Contribution) -> Callable[[], tuple[Member, dict[VectorName, Tensor]]]:
-        """Return a function that encodes a contribution once: when it is first called, or now if encoding is slow.
-
-        Members that have met a peer wait for its first byte while it encodes, and not for long.
-        """
-
-        @cache
-        def encode() -> tuple[Member, dict[VectorName, Tensor]]:
-            began = time.monotonic()
-            encoded = self.encode(contribution)
-            self._encode_seconds = time.monotonic() - began
-            return encoded
-
-        if self._encode_seconds > PROMPT_SECONDS:
-            encode()
-        return encode
-
     # ------------------------------------------------------------------ residuals
 
     def commit(self, committed: Iterable[str]) -> None:
         """Keep the residuals of the committed groups; those of the others are dropped together with their deltas."""
         for name in committed:
-            residual_N = self._pending.get(name)
-            if residual_N is not None:
-                self._feedback.keep(name, residual_N)
+            residual = self._pending.get(name)
+            if residual is not None:
+                self._feedback.keep(name, residual)
         self._pending = {}
 
     def residuals(self) -> dict[str, Tensor]:
@@ -195,7 +169,7 @@ class DeltaEncoding:
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
         """Continue with the residuals of an earlier process, whose anchors were the same."""
         for name, residual_N in residuals.items():
-            self._feedback.keep(name, residual_N.clone())
+            self._feedback.restore(name, residual_N)
 
     def forget(self) -> None:
         """Discard all residuals: the peer did not commit the round, so its next deltas have another start."""

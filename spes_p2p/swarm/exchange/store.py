@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import digest as digest_of
 from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.errors import ExchangeError
@@ -132,6 +133,7 @@ class VersionStore:
         directory.mkdir(parents=True, exist_ok=True)
         self._index = directory / INDEX
         self._num_lines = 0
+        self._stored: set[str] = set()
         self.deltas = DeltaStore(directory)
         self._read_index()
 
@@ -165,6 +167,7 @@ class VersionStore:
                 if not self.path(version).exists():  # another thread has displaced and deleted it since
                     write_whole(self.path(version), data)
                 self._insert(version)
+                self._stored.add(version.digest)
             self._append_to_index([version for version, _ in items.values()])
         self._notify()
 
@@ -252,20 +255,46 @@ class VersionStore:
         Raises:
             ExchangeError: there is none, or its file is damaged.
         """
+        version = self._wanted(name, before, digest)
+        try:
+            data = self.path(version).read_bytes()
+        except OSError as error:
+            raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
+        self._check(version, digest_of(data))
+        return data
+
+    def _wanted(self, name: str, before: bool = False, digest: str = "") -> Version:
         with self._lock:
             kept = [each for each in self._versions.get(name, [])[before:] if digest in ("", each.digest)]
         if not kept:
             which = " before its newest" if before else f" with digest {digest[:12]}" if digest else ""
             raise ExchangeError(f"this peer has no version of {name}{which}")
-        version = kept[0]
-        try:
-            data = self.path(version).read_bytes()
-        except OSError as error:
-            raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
-        if digest_of(data) != version.digest:  # guard: disk-digest
+        return kept[0]
+
+    def _check(self, version: Version, found: str) -> None:
+        if found != version.digest:  # guard: disk-digest
             self.delete(version)
             raise ExchangeError(f"{self.path(version)} was damaged and is deleted; it can be pulled again")
-        return data
+
+    def map(self, name: str, *, before: bool = False, is_trusted: bool = False) -> PagedVector:
+        """Return the newest version of an fp32 vector, or the one before it, where it lies.
+
+        Args:
+            name: Its name.
+            before: Whether the one before the newest is wanted.
+            is_trusted: Whether what this process has stored itself is not compared with its digest again.
+
+        Raises:
+            ExchangeError: there is none, or its file is damaged.
+        """
+        version = self._wanted(name, before)
+        try:
+            is_known = is_trusted and version.digest in self._stored
+            if not is_known:
+                self._check(version, digest_of_file(self.path(version)))
+            return PagedVector.of_file(self.path(version))
+        except OSError as error:
+            raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
 
     def load(self, name: str, digest: str) -> Tensor:
         """Return a version as a new fp32 vector, not verified: the vector that deltas make of it is.

@@ -193,7 +193,7 @@ def test_a_greedy_continuation_is_stocks_own_and_ends_in_time(seed):
 
 
 def few_logits(monkeypatch, num_bytes: int) -> None:
-    monkeypatch.setattr("spes_p2p.planner.memory.LOGITS_BYTES", num_bytes)
+    monkeypatch.setattr("spes_p2p.planner.activations.LOGITS_BYTES", num_bytes)
 
 
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])

@@ -14,7 +14,8 @@ from torch.nn import Parameter
 from spes_p2p.config import ModelConfig, OptimizerName, OuterConfig, RunConfig, TrainConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import stock_model
-from spes_p2p.optim.inner import MIN_8BIT_SIZE, InnerOptimizer
+from spes_p2p.optim.blockwise import MIN_8BIT_SIZE
+from spes_p2p.optim.inner import InnerOptimizer
 
 NAMES = get_args(OptimizerName)
 TRAIN = TrainConfig(clip_norm=1e9)
@@ -86,7 +87,11 @@ def test_lion_makes_its_papers_steps_where_its_state_is_exact(seed: int) -> None
 
 
 @pytest.mark.parametrize(("name", "cls"), [("adamw8bit", "AdamW8bit"), ("lion8bit", "Lion8bit")])
-def test_8_bit_steps_are_those_of_bitsandbytes(seed: int, name: OptimizerName, cls: str) -> None:
+@pytest.mark.parametrize("piece", [2**20, 1024])
+def test_8_bit_steps_are_those_of_bitsandbytes_whole_or_piece_by_piece(
+    seed: int, name: OptimizerName, cls: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("spes_p2p.optim.blockwise.PIECE_NUMEL", piece)
     params, reference = draw(seed), draw(seed)
     optimizer = inner(params, name)
     theirs = getattr(bitsandbytes.optim, cls)(
@@ -98,6 +103,11 @@ def test_8_bit_steps_are_those_of_bitsandbytes(seed: int, name: OptimizerName, c
             reference[key].grad = gradient
         theirs.step()
     assert_same(params, reference, rtol=0, atol=0)
+    (own,) = (rule.optimizer.state for rule in optimizer._rules)
+    assert set(own) == set(params.values()), "no piece stays"
+    for key, param in params.items():
+        for kind, value in theirs.state[reference[key]].items():
+            torch.testing.assert_close(own[param][kind], value, rtol=0, atol=0)
 
 
 def test_adamw_in_8_bits_steps_as_torchs_adamw_does_but_for_rounding(seed: int) -> None:

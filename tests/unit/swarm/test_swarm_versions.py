@@ -2,6 +2,7 @@
 
 import json
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -148,6 +149,22 @@ def test_a_damaged_file_is_never_read_and_can_be_had_again(tmp_path, make):
         store.read("slot-1")
     store.add({"slot-1": (version, data)})
     assert store.read("slot-1") == data
+
+
+def test_a_version_is_mapped_where_it_lies_and_compared_unless_this_process_has_stored_it(tmp_path, make):
+    store = VersionStore(tmp_path, "run")
+    version, data = make("slot-1", 7)
+    store.add({"slot-1": (version, data)})
+    for vector in (store.map("slot-1"), store.map("slot-1", is_trusted=True)):
+        assert vector.whole().numpy().tobytes() == data
+    damaged = data[:-1] + bytes([data[-1] ^ 1])
+    for reads in (partial(store.map, "slot-1"), lambda: VersionStore(tmp_path, "run").map("slot-1", is_trusted=True)):
+        store.add({"slot-1": (version, data)})
+        store.path(version).write_bytes(damaged)
+        with pytest.raises(ExchangeError, match="damaged"):
+            reads()
+    with pytest.raises(ExchangeError, match="no version of slot-1 before its newest"):
+        store.map("slot-1", before=True)
 
 
 def test_what_another_thread_has_written_but_not_yet_listed_is_left_alone(tmp_path, make, monkeypatch):

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM, set_seed
 
+from spes_p2p.codecs import paged
 from spes_p2p.codecs.format import Segment, format_of
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
 from spes_p2p.model.build import build_slot_model, stock_model
@@ -24,11 +26,15 @@ MIXED = RunConfig(outer=OuterConfig(slots=OuterStep(optimizer="nesterov", lr=0.5
 STOCK = {"olmoe": OlmoeForCausalLM, "qwen3_moe": Qwen3MoeForCausalLM, "mixtral": MixtralForCausalLM}
 
 
-def step(anchors: Anchors, name: VectorName, mean: torch.Tensor) -> torch.Tensor | None:
-    """Commit a mean; return its moments."""
+def start(anchors: Anchors, name: VectorName, bundle: torch.Tensor) -> None:
+    anchors.set(name, PagedVector.of(bundle))
+
+
+def step(anchors: Anchors, name: VectorName, mean: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Commit a mean; return the bundle and its moments."""
     bundle, moments = anchors.stepped(name, mean)
-    anchors.set(name, bundle)
-    return moments
+    start(anchors, name, bundle)
+    return bundle, moments
 
 
 def shape(family: str = "olmoe", **changes) -> ModelConfig:
@@ -41,16 +47,12 @@ def test_whoever_takes_over_a_bundle_steps_on_exactly_as_its_author_does(run, se
     torch.manual_seed(seed)
     author, newcomer = Anchors(run, NUMELS), Anchors(run, NUMELS)
     sizes = author.bundle_numel()
-    author.set(SLOT_3, torch.zeros(sizes["slot"]))
-    step(author, SLOT_3, torch.randn(7))
-    bundle = author.bundle(SLOT_3)
+    start(author, SLOT_3, torch.zeros(sizes["slot"]))
+    bundle, _ = step(author, SLOT_3, torch.randn(7))
     assert bundle.numel() == sizes["slot"] == (14 if run is NESTEROV else 7)
-    newcomer.set(SLOT_3, bundle)
-    assert newcomer.digest(SLOT_3) == author.digest(SLOT_3)
+    start(newcomer, SLOT_3, bundle)
     delta = torch.randn(7)
-    for anchors in (author, newcomer):
-        step(anchors, SLOT_3, delta)
-    assert torch.equal(author.bundle(SLOT_3), newcomer.bundle(SLOT_3))
+    assert torch.equal(step(author, SLOT_3, delta)[0], step(newcomer, SLOT_3, delta)[0])
 
 
 @pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
@@ -59,8 +61,7 @@ def test_an_anchor_steps_as_torchs_sgd_does(run, seed):
     anchors, parameter = Anchors(run, NUMELS), nn.Parameter(torch.randn(11))
     settings = {"lr": 0.7, "momentum": 0.9, "nesterov": True} if run is NESTEROV else {"lr": 1.0}
     sgd = torch.optim.SGD([parameter], **settings)
-    start = parameter.detach()
-    anchors.set(SHARED, torch.cat([start, torch.zeros(anchors.bundle_numel()[SHARED] - 11)]))
+    start(anchors, SHARED, torch.cat([parameter.detach(), torch.zeros(anchors.bundle_numel()[SHARED] - 11)]))
     for _ in range(4):
         parameter.grad = torch.randn(11)
         step(anchors, SHARED, parameter.grad.clone())
@@ -68,18 +69,34 @@ def test_an_anchor_steps_as_torchs_sgd_does(run, seed):
     torch.testing.assert_close(anchors.weights(SHARED), parameter.detach(), rtol=1e-6, atol=1e-6)
 
 
-def test_an_anchor_shares_no_memory_with_what_it_was_made_from():
-    anchors, bundle = Anchors(NESTEROV, NUMELS), torch.ones(22)
-    anchors.set(SHARED, bundle)
-    bundle.zero_()
-    anchors.bundle(SHARED).zero_()
-    assert torch.equal(anchors.bundle(SHARED), torch.ones(22))
+@pytest.mark.parametrize("run", [MEAN, NESTEROV], ids=["mean", "nesterov"])
+def test_an_anchor_on_the_disk_steps_as_one_in_memory_and_its_file_does_not_change(run, tmp_path, seed, monkeypatch):
+    monkeypatch.setattr(paged, "PIECE_NUMEL", 4)
+    torch.manual_seed(seed)
+    bundle, path = torch.randn(Anchors(run, NUMELS).bundle_numel()[SHARED]), tmp_path / "bundle"
+    path.write_bytes(bundle.numpy().tobytes())
+    on_disk, in_memory, local = Anchors(run, NUMELS), Anchors(run, NUMELS), torch.randn(11)
+    on_disk.set(SHARED, PagedVector.of_file(path))
+    start(in_memory, SHARED, bundle)
+    assert torch.equal(on_disk.weights(SHARED), in_memory.weights(SHARED))
+    delta, other = (anchors.contribution(SHARED, local, None, 1) for anchors in (on_disk, in_memory))
+    overwritten = on_disk.contribution(SHARED, given := local.clone(), None, 1, overwrites=True)
+    assert torch.equal(delta, other) and torch.equal(overwritten, delta)
+    assert overwritten.data_ptr() == given.data_ptr()
+    stepped, expected = on_disk.stepped(SHARED, delta)[0], in_memory.stepped(SHARED, delta)[0]
+    in_place = on_disk.stepped(SHARED, mean := delta.clone(), overwrites=True)[0]
+    assert torch.equal(stepped, expected) and torch.equal(in_place, expected)
+    assert (in_place.data_ptr() == mean.data_ptr()) == (run is MEAN)
+    on_disk.weights(SHARED).zero_()
+    assert path.read_bytes() == bundle.numpy().tobytes()
+    path.unlink()
+    assert torch.equal(on_disk.weights(SHARED), bundle[:11]), "a deleted version is read as long as it is an anchor"
 
 
 def test_a_delta_is_anchor_minus_local_and_committing_it_arrives_at_local(seed):
     torch.manual_seed(seed)
     anchors, local = Anchors(MEAN, NUMELS), torch.randn(11)
-    anchors.set(SHARED, torch.zeros(11))
+    start(anchors, SHARED, torch.zeros(11))
     step(anchors, SHARED, anchors.contribution(SHARED, local, None, 1))
     assert torch.equal(anchors.weights(SHARED), local)
 
@@ -87,12 +104,12 @@ def test_a_delta_is_anchor_minus_local_and_committing_it_arrives_at_local(seed):
 def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed):
     torch.manual_seed(seed)
     anchors = Anchors(RunConfig(), NUMELS)
-    start, local, moments = torch.randn(7), torch.randn(7), torch.rand(14)
-    anchors.set(SLOT_2, start)
+    local, moments = torch.randn(7), torch.rand(14)
+    start(anchors, SLOT_2, torch.randn(7))
     contribution = anchors.contribution(SLOT_2, local, moments, 1)
     assert contribution.numel() == format_of(anchors.segments()["slot"], 1).numel == 21
     assert torch.equal(contribution[7:], moments)
-    assert torch.equal(step(anchors, SLOT_2, contribution), moments)
+    assert torch.equal(step(anchors, SLOT_2, contribution)[1], moments)
     torch.testing.assert_close(anchors.weights(SLOT_2), local)
     assert anchors.bundle_numel()["moments-slot"] == 14
 
@@ -103,13 +120,13 @@ def test_shared_and_slots_each_step_by_their_own_optimizer(seed):
     assert anchors.bundle_numel() == {SHARED: 11, "slot": 14, "moments-shared": 22, "moments-slot": 14}
     for name in (SHARED, SLOT_2):
         numel = 11 if name == SHARED else 7
-        start, deltas = torch.randn(numel), torch.randn(2, numel)
-        anchors.set(name, torch.cat([start, torch.zeros(anchors.bundle_numel()[VectorName(name).kind] - numel)]))
-        slots.set(name, torch.cat([start, torch.zeros(numel)]))
+        begin, deltas = torch.randn(numel), torch.randn(2, numel)
+        start(anchors, name, torch.cat([begin, torch.zeros(anchors.bundle_numel()[VectorName(name).kind] - numel)]))
+        start(slots, name, torch.cat([begin, torch.zeros(numel)]))
         for delta in deltas:
             step(anchors, name, delta)
             step(slots, name, delta)
-        expected = start - deltas[0] - deltas[1] if name == SHARED else slots.weights(name)
+        expected = begin - deltas[0] - deltas[1] if name == SHARED else slots.weights(name)
         assert torch.equal(anchors.weights(name), expected)
 
 
@@ -119,13 +136,13 @@ def test_who_does_not_hold_it_arrives_at_the_bits_of_those_who_do(run, name, see
     torch.manual_seed(seed)
     holder, other = Anchors(run, NUMELS), Anchors(run, NUMELS)
     numel = NUMELS[VectorName(name).kind]
-    holder.set(name, torch.cat([torch.randn(numel), torch.zeros(holder.bundle_numel()[VectorName(name).kind] - numel)]))
-    followed = holder.bundle(name)
+    followed = torch.cat([torch.randn(numel), torch.zeros(holder.bundle_numel()[VectorName(name).kind] - numel)])
+    start(holder, name, followed)
     for _ in range(3):
         before, delta = followed.clone(), torch.randn(numel)
-        step(holder, name, delta)
+        bundle, _ = step(holder, name, delta)
         advanced = other.advance(name, followed, delta)
-        assert advanced.numpy().tobytes() == holder.bundle(name).numpy().tobytes()
+        assert advanced.numpy().tobytes() == bundle.numpy().tobytes()
         assert torch.equal(followed, before) and other.names == ()
         advanced_again = other.advance(name, followed, delta)
         advanced_again.zero_()
@@ -150,28 +167,28 @@ def test_a_contribution_travels_as_the_run_says():
 @pytest.mark.parametrize("round", range(1, 8))
 def test_moments_stay_at_home_in_rounds_between(round):
     anchors = Anchors(RunConfig(codecs=CodecConfig(moments_interval=3)), NUMELS)
-    anchors.set(SHARED, torch.ones(11))
+    start(anchors, SHARED, torch.ones(11))
     contribution = anchors.contribution(SHARED, torch.zeros(11), torch.full((22,), 5.0), round)
     assert contribution.numel() == format_of(anchors.segments()[SHARED], round).numel
     assert contribution.numel() == (33 if round in (3, 6) else 11)
-    moments = step(anchors, SHARED, contribution)
+    _, moments = step(anchors, SHARED, contribution)
     assert moments is None if round not in (3, 6) else torch.equal(moments, torch.full((22,), 5.0))
     assert torch.equal(anchors.weights(SHARED), torch.zeros(11))
 
 
 def test_who_has_trained_nothing_brings_no_moments():
     anchors = Anchors(RunConfig(), NUMELS)
-    anchors.set(SHARED, torch.ones(11))
+    start(anchors, SHARED, torch.ones(11))
     assert not anchors.contribution(SHARED, torch.ones(11), None, 1).any()
 
 
 def test_a_forgotten_slot_leaves_neither_weights_nor_momentum():
     anchors = Anchors(NESTEROV, NUMELS)
-    anchors.set(SLOT_0, torch.ones(14))
+    start(anchors, SLOT_0, torch.ones(14))
     anchors.forget(SLOT_0)
     assert anchors.names == ()
-    anchors.set(SLOT_0, torch.cat([torch.ones(7), torch.zeros(7)]))
-    assert torch.equal(anchors.bundle(SLOT_0)[7:], torch.zeros(7))
+    start(anchors, SLOT_0, torch.cat([torch.ones(7), torch.zeros(7)]))
+    assert torch.equal(step(anchors, SLOT_0, torch.zeros(7))[0][7:], torch.zeros(7))
 
 
 # ---------------------------------------------------------------------- SPES's merge

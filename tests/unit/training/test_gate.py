@@ -163,12 +163,12 @@ def test_a_slot_that_makes_the_model_worse_is_taken_back_and_refused(by_loss_alo
 def test_whoever_adopts_a_slot_that_makes_the_model_worse_trains_on_from_the_version_before():
     gate, peer, newer = opened()
     before, vectors = peer.trainer.model.slot_weights(1), newer(1e3)
-    peer.sync.anchors.set(VectorName.of_slot(1), peer.swarm.load(VectorName.of_slot(1)))
+    peer.sync.anchors.set(VectorName.of_slot(1), peer.swarm.mapped(VectorName.of_slot(1)))
     peer.trainer.set_slots([0, 1], vectors)
     gate.load(vectors, peer.sync, adopted={VectorName.of_slot(1)})
     after = peer.trainer.model.slot_weights(1)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    anchor, version = peer.sync.anchors.bundle(VectorName.of_slot(1)), peer.swarm.versions()[VectorName.of_slot(1)]
+    anchor, version = peer.sync.anchors.weights(VectorName.of_slot(1)), peer.swarm.versions()[VectorName.of_slot(1)]
     assert version.round == 0 and torch.equal(anchor, peer.swarm.load(VectorName.of_slot(1))), (
         "its delta is what it trains"
     )

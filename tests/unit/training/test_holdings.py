@@ -8,6 +8,7 @@ import pytest
 import torch
 from virtual import certify, peer_id, tiny_run
 
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.config import OuterConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
@@ -84,7 +85,7 @@ def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_non
     named = [peers[0].swarm.versions()[SHARED], gone.swarm.versions()["slot-0"]]
     certify(hub, 13, named, voters=[peer_id(i) for i in range(3)])
     mine = peers[0]
-    mine.anchors.set(VectorName("slot-0"), mine.swarm.load("slot-0"))
+    mine.anchors.set(VectorName("slot-0"), mine.swarm.mapped("slot-0"))
     for silent in peers[1 + answering :]:
         hub.bundles.pop(silent.swarm.peer_id)
     assert mine.held.fetch_newest([VectorName("slot-0")]) == {}
@@ -143,7 +144,7 @@ def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(hub):
         peer.swarm.announce(Progress(peer_id=peer.swarm.peer_id, round=round, ends_at=0.0))
     sync = Synchroniser(late.swarm, tiny_run(), held=late.held, anchors=late.anchors, layout=None)
     sync.round = 13
-    late.anchors.set(SHARED, late.swarm.load(SHARED))
+    late.anchors.set(SHARED, late.swarm.mapped(SHARED))
     sync.synchronise(RoundWork({}, 0, 1.0, 0.0), starts_at=0.0)
     assert sync.round == 14 and late.swarm.load(SHARED)[0].item() == 14.0
 
@@ -257,7 +258,7 @@ def test_old_copies_of_a_slots_moments_do_not_outvote_the_newest(hub):
     for index, round in enumerate([5, 5, 12, 7]):
         members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
     certify(hub, 13, members[0].swarm.versions().values(), voters=[peer_id(index) for index in range(4)])
-    members[3].anchors.set(VectorName("slot-0"), torch.zeros(3))
+    members[3].anchors.set(VectorName("slot-0"), PagedVector.of(torch.zeros(3)))
     members[3].catch_up()
     assert members[3].swarm.versions()["moments-slot-0"].round == 12
 
@@ -268,7 +269,7 @@ def test_a_copy_of_a_slots_moments_is_not_replaced_by_an_older_one(hub):
     for index, round in enumerate([5, 7, 12]):
         members[index].swarm.publish(round, {"moments-slot-0": torch.full((6,), float(round))})
     certify(hub, 13, members[0].swarm.versions().values(), voters=[peer_id(index) for index in range(3)])
-    members[2].anchors.set(VectorName("slot-0"), torch.zeros(3))
+    members[2].anchors.set(VectorName("slot-0"), PagedVector.of(torch.zeros(3)))
     members[2].catch_up()
     assert members[2].swarm.versions()["moments-slot-0"].round == 12
 
@@ -280,7 +281,7 @@ def test_a_peer_that_loses_a_partition_goes_back_to_the_winners_slots(hub):
     for winner in winners:
         winner.swarm.publish(8, {"slot-0": torch.full((3,), 8.0)})
     certify(hub, 10, winners[0].swarm.versions().values(), voters=[peer_id(index) for index in (1, 2, 3)])
-    loser.anchors.set(VectorName("slot-0"), loser.swarm.load("slot-0"))
+    loser.anchors.set(VectorName("slot-0"), loser.swarm.mapped("slot-0"))
     assert loser.catch_up() == (10, 10.0)
     assert loser.swarm.versions()["slot-0"].round == 8
     assert torch.equal(loser.anchors.weights("slot-0"), torch.full((3,), 8.0))
@@ -294,7 +295,7 @@ def test_a_peer_that_adopts_a_slot_takes_its_certified_version_not_a_later_one(h
     heir = Member(hub, 5, 10, "active")
     heir.swarm.publish(11, {"slot-0": torch.full((3,), 11.0)})
     heir.held.slots = (1,)
-    heir.anchors.set(VectorName("slot-1"), torch.zeros(3))
+    heir.anchors.set(VectorName("slot-1"), PagedVector.of(torch.zeros(3)))
     masters = heir.held._hold([0])
     assert torch.equal(masters["slot-0"], torch.full((3,), 9.0))
 
@@ -325,7 +326,7 @@ def refusing(hub):
 
 def test_a_peer_that_adopts_a_slot_does_not_take_the_version_that_it_has_refused(refusing):
     refusing.held.slots = (1,)
-    refusing.anchors.set(VectorName("slot-1"), torch.zeros(3))
+    refusing.anchors.set(VectorName("slot-1"), PagedVector.of(torch.zeros(3)))
     assert torch.equal(refusing.held._hold([0])["slot-0"], torch.full((3,), 13.0))
     assert refusing.swarm.versions()["slot-0"].round == 13
     assert refusing.held.starts() == {"slot-0": (13, refusing.swarm.versions()["slot-0"].digest)}, "and says so"
@@ -394,11 +395,11 @@ def test_no_peer_goes_on_from_another_version_of_a_slot_than_the_certified_one()
     heir = members[0]
     heir.swarm.publish(9, {"slot-0": torch.full((3,), 9.0)})
     heir.held.resume([0])
-    heir.anchors.set(VectorName("slot-0"), heir.swarm.load("slot-0"))
+    heir.anchors.set(VectorName("slot-0"), heir.swarm.mapped("slot-0"))
     syncs = [Synchroniser(m.swarm, tiny_run(), held=m.held, anchors=m.anchors, layout=None) for m in members]
     for member, sync in zip(members, syncs, strict=True):
         sync.round = 13
-        member.anchors.set(SHARED, member.swarm.load(SHARED))
+        member.anchors.set(SHARED, member.swarm.mapped(SHARED))
         member.swarm.enter(member.anchors.vectors())
 
     for round, version in ((14, (13, 13.0)), (15, (15, 14.0))):

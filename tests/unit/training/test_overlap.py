@@ -17,6 +17,7 @@ from ranks import run_ranks
 from torch import Tensor
 from virtual import VOCAB, RandomTokens, VirtualPeer, peer_id, run_virtual, tiny_run
 
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import MachineConfig, OuterConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.monitor.view import sync_share, wall_seconds
@@ -109,7 +110,9 @@ def test_members_agree_each_round_learn_much_as_blocking_and_repeat_themselves(m
     assert digests(peers) == digests(again)
     assert [peer.reports for peer in peers] == [peer.reports for peer in again]
     for slot in range(4):
-        assert len({peer.anchors.digest(VectorName.of_slot(slot)) for peer in peers if slot in peer.slots}) == 1
+        assert (
+            len({digest(peer.anchors.weights(VectorName.of_slot(slot))) for peer in peers if slot in peer.slots}) == 1
+        )
     for peer, other in zip(peers, blocking, strict=True):
         assert peer.reports[-1].loss < 0.8 * peer.reports[0].loss
         assert peer.reports[-1].loss == pytest.approx(other.reports[-1].loss, rel=cost)

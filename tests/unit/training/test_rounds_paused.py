@@ -8,6 +8,7 @@ import pytest
 import torch
 from virtual import VirtualPeer, peer_id, tiny_run
 
+from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
@@ -114,7 +115,7 @@ def test_after_a_lease_its_slots_go_to_the_others_and_it_counts_again_at_once(ti
     assert peers[2].slots, "it has slots again"
     for slot in range(4):
         holders = [peer for peer in peers if slot in peer.sync.held.slots or slot in peer.slots]
-        digests = {peer.anchors.digest(VectorName.of_slot(slot)) for peer in holders}
+        digests = {digest(peer.anchors.weights(VectorName.of_slot(slot))) for peer in holders}
         assert len(digests) == 1, "no version was lost or forked"
     vectors = [peer.trainer.all_vectors() for peer in peers]
     assert all(torch.equal(vectors[0][name], other[name]) for other in vectors for name in other if name in vectors[0])

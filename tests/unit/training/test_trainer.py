@@ -24,7 +24,7 @@ from spes_p2p.config import MachineConfig, ModelConfig, TrainConfig
 from spes_p2p.data.windows import CONTEXT, PADDING
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
-from spes_p2p.planner import memory
+from spes_p2p.planner import activations
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
@@ -327,7 +327,7 @@ def rank_main(rank: int, port: int, seed: int, folder: str, micro: int | None, s
 def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, shard: str) -> None:
     """A function of its own, so that the trainer's DDP wrapper is gone before its process group is."""
     if micro is not None:
-        memory.LOGITS_BYTES = 2**10  # so that the head computes in chunks
+        activations.LOGITS_BYTES = 2**10  # so that the head computes in chunks
     model = build_slot_model(
         MODEL, vocab_size=VOCAB, sequence_length=16, seed=seed, claimed=[0, STARVED], storage="fp32"
     )

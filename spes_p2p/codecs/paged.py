@@ -1,0 +1,111 @@
+"""Flat vectors in files, of which little is in memory at a time.
+
+Shape legend: N elements of a vector.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+PIECE_NUMEL = 2**22
+"""Elements that are in memory at once."""
+
+
+@dataclass(frozen=True)
+class Pages:
+    """A vector's memory for a while: with a file, pages are in memory from their first use until `release`.
+
+    Attributes:
+        values_N: The vector.
+        memory: The mapped file, which is mapped until no tensor shows it any more; None for a vector in memory.
+    """
+
+    values_N: Tensor
+    memory: mmap.mmap | None = None
+
+    def release(self) -> None:
+        """Give pages back to the system; they are read again from its cache, or from the disk."""
+        if self.memory is not None:
+            self.memory.madvise(mmap.MADV_DONTNEED)
+
+
+class PagedVector:
+    """A flat fp32 vector, in a file or, where it is small or there is no disk for it, in memory.
+
+    Args:
+        held: The vector, or the file that has it.
+        start: Its first element there.
+        stop: The element after its last.
+        is_scratch: Whether the file may be written.
+    """
+
+    def __init__(self, held: Tensor | BinaryIO, start: int, stop: int, *, is_scratch: bool = False) -> None:
+        self._held = held
+        self._span = slice(start, stop)
+        self._is_scratch = is_scratch
+        self.numel = stop - start
+
+    @classmethod
+    def of(cls, flat_N: Tensor) -> PagedVector:
+        """Return a vector in memory."""
+        return cls(flat_N, 0, flat_N.numel())
+
+    @classmethod
+    def of_file(cls, path: Path) -> PagedVector:
+        """Return the vector of a file that nothing changes any more; it may be deleted meanwhile.
+
+        Raises:
+            OSError: it cannot be read.
+        """
+        file = path.open("rb")
+        return cls(file, 0, os.fstat(file.fileno()).st_size // 4)
+
+    @classmethod
+    def scratch(cls, numel: int, folder: Path | None) -> PagedVector:
+        """Return room for a vector: where it has several pieces and there is a folder, in a nameless file there.
+
+        Raises:
+            OSError: the disk is full.
+        """
+        if folder is None or numel <= PIECE_NUMEL or sys.platform != "linux":
+            return cls.of(torch.empty(numel))
+        file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - it ends with the vector
+        os.posix_fallocate(file.fileno(), 0, 4 * numel)  # a write to a page without room would end the process
+        return cls(file, 0, numel, is_scratch=True)
+
+    def part(self, start: int, stop: int) -> PagedVector:
+        """Return elements `start` to `stop`."""
+        first = self._span.start
+        return PagedVector(self._held, first + start, first + stop, is_scratch=self._is_scratch)
+
+    def open(self) -> Pages:
+        """Return the vector's memory; a tensor of it is not to be written, unless it is a scratch."""
+        if isinstance(self._held, Tensor):
+            return Pages(self._held[self._span])
+        if not self.numel:
+            return Pages(torch.empty(0))
+        access = mmap.ACCESS_WRITE if self._is_scratch else mmap.ACCESS_COPY  # torch has no tensors to read only
+        memory = mmap.mmap(self._held.fileno(), 0, access=access)
+        return Pages(torch.frombuffer(memory, dtype=torch.float32)[self._span], memory)
+
+    def whole(self) -> Tensor:
+        """Return the vector, which takes memory where it is read, until the tensor ends."""
+        return self.open().values_N
+
+    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the vector piece by piece, with each one's place; a piece leaves memory when the next is asked for."""
+        pages = self.open()
+        for start in range(0, self.numel, PIECE_NUMEL):
+            here = slice(start, min(start + PIECE_NUMEL, self.numel))
+            yield here, pages.values_N[here]
+            pages.release()

@@ -1,0 +1,140 @@
+"""The memory of activations: of one forward and backward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from spes_p2p.config import ModelConfig
+
+WIDE = 4
+"""Bytes per element of tensors that stay fp32 under autocast: residual stream, norms, router scores, logits."""
+NORMALISED = ("olmoe", "qwen3_moe", "qwen3")
+"""Families that normalise queries and keys."""
+NARROW = {"fp32": 4, "bf16": 2}
+LOGITS_BYTES = 2**28
+"""Most memory for logits and their gradients; microbatches with more have them computed in chunks."""
+
+
+def head_rows(num_tokens: int, vocab_size: int, precision: Literal["fp32", "bf16"]) -> int | None:
+    """Return the tokens whose logits are in memory at once, or None for all, with their log-softmax and gradients.
+
+    Args:
+        num_tokens: Of a microbatch.
+        vocab_size: Entries of the vocabulary.
+        precision: The run's precision; in bf16 a chunk has a rounded copy.
+    """
+    if 3 * WIDE * vocab_size * num_tokens <= LOGITS_BYTES:
+        return None
+    return max(1, LOGITS_BYTES // (_chunk_bytes(precision) * vocab_size))
+
+
+def _chunk_bytes(precision: Literal["fp32", "bf16"]) -> int:
+    return WIDE if precision == "fp32" else WIDE + NARROW[precision]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Activation memory of one rank's forward and backward pass.
+
+    Assumes experts in an `ExpertBank`.
+
+    Attributes:
+        model: Shapes of the model.
+        vocab_size: Width of the logits.
+        sequences: Sequences of one microbatch.
+        sequence_length: Tokens per sequence.
+        precision: The run's precision.
+        checkpointing: Whether only each layer's input is kept, and the rest computed again.
+        keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
+        keeps_masks: Whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers.
+        has_frozen_base: Whether adapters are trained: a matrix of the base is made dense for one product at a time.
+    """
+
+    model: ModelConfig
+    vocab_size: int
+    sequences: int
+    sequence_length: int
+    precision: Literal["fp32", "bf16"] = "fp32"
+    checkpointing: bool = False
+    keeps_scores: bool = False
+    keeps_masks: bool = False
+    has_frozen_base: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return self.sequences * self.sequence_length
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that the forward pass keeps: `L layer + norm + 4 V` per token, with checkpointing `4 L D + ...`.
+
+        Without `4 V` where logits are computed in chunks. Autocast also keeps rounded copies of the matrices of
+        attention, routers and the head.
+        """
+        layer = WIDE * self.model.hidden_size if self.checkpointing else self._layer()
+        logits = WIDE * self.vocab_size if self._head_rows is None else 0
+        per_token = self.model.num_layers * layer + self._norm() + logits
+        return self.tokens * per_token + self._rounded_weights()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes at the peak of the backward pass.
+
+        The peak is at the logits, with two gradients of their size or the chunk's, or, if the vocabulary is small, in a
+        layer, whose gradients take about what it has kept; with checkpointing the layer is also computed again.
+        """
+        logits = WIDE * self.vocab_size
+        in_a_layer = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
+        if (rows := self._head_rows) is not None:
+            at_the_logits = min(rows, self.tokens) * _chunk_bytes(self.precision) * self.vocab_size
+            return self.kept_bytes + max(at_the_logits, self.tokens * in_a_layer)
+        return self.kept_bytes + self.tokens * max(2 * logits, in_a_layer - logits)
+
+    @property
+    def _head_rows(self) -> int | None:
+        return head_rows(self.tokens, self.vocab_size, self.precision)
+
+    def _norm(self) -> int:
+        """Return the last norm's bytes per token: its input, normalised input and output."""
+        return (2 * WIDE + NARROW[self.precision]) * self.model.hidden_size
+
+    def _layer(self) -> int:
+        """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`, F the keys' width.
+
+        Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head, and `4 S`
+        with masks, which also copy keys and values to every head.
+        """
+        model, narrow = self.model, NARROW[self.precision]
+        width, query_width, key_width = model.hidden_size, model.head_dim * model.num_heads, _key_width(model)
+        # Each norm's input, normalised input and output; autocast rounds the output for every module that takes it.
+        norms = 2 * 2 * WIDE * width + narrow * width * (2 if self.precision == "fp32" else 5)
+        attention = narrow * (2 * query_width + 2 * key_width)  # queries, keys, values and the output
+        if model.family in NORMALISED:  # queries and keys are normalised
+            attention += (WIDE + narrow) * (query_width + key_width)
+        if self.keeps_scores:  # in fp32 from the softmax, and rounded; keys and values are copied to every head
+            scores = WIDE if self.precision == "fp32" else WIDE + narrow
+            attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (query_width - key_width)
+        if self.keeps_masks:  # keys and values are copied here, too
+            attention += narrow * self.sequence_length + 2 * narrow * (query_width - key_width)
+        router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
+        experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
+        if model.is_dense:  # gate, its activation, up and their product, which plain modules keep
+            experts = 4 * narrow * model.intermediate_size
+        return norms + attention + router + experts
+
+    def _rounded_weights(self) -> int:
+        model, width = self.model, self.model.hidden_size
+        if self.has_frozen_base:
+            matrix = max(2 * model.intermediate_size, model.head_dim * model.num_heads) * width
+            return NARROW[self.precision] * (matrix + self.vocab_size * width)
+        if self.precision == "fp32":
+            return 0
+        layer = 2 * width * (model.head_dim * model.num_heads + _key_width(model)) + model.num_experts * width
+        layer += 3 * width * model.intermediate_size if model.is_dense else 0
+        num_layers = 1 if self.checkpointing else model.num_layers
+        return NARROW[self.precision] * (num_layers * layer + self.vocab_size * width)
+
+
+def _key_width(model: ModelConfig) -> int:
+    return model.head_dim * model.num_kv_heads
