@@ -59,6 +59,7 @@ LEAST_FREE_BYTES = 10**9
 DEADLINE_SECONDS = 1800.0
 _ROUND = re.compile(r"round (\d+): \d+ peers, ")
 _TOGETHER = re.compile(r"round \d+: 2 peers, ")
+_NEEDS = re.compile(r"it needs ([\d.]+ [GM]B) of memory")
 _FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
 
 
@@ -222,7 +223,10 @@ def pair_rows(work: Path) -> Iterator[Row]:
 
 
 def _gigabytes(peer: Peer) -> str:
-    return f"{peer.peak_bytes / 1e9:.1f} GB after {peer.peak_seconds:.0f} s"
+    """Return a peer's peak, when it was, and what it has said it would need, without Python and its libraries."""
+    needs = _NEEDS.search(peer.log.read_text(errors="replace"))
+    planned = f", planned {needs[1]}" if needs else ""
+    return f"{peer.peak_bytes / 1e9:.1f} GB after {peer.peak_seconds:.0f} s{planned}"
 
 
 def late_rows(work: Path) -> Iterator[Row]:

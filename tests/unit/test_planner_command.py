@@ -144,7 +144,7 @@ def test_a_plan_that_does_not_fit_exits_with_2_and_says_what_would() -> None:
     assert done.returncode == 2, done.stderr
     assert "= static" in done.stdout
     assert len(done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
-    assert re.search(r"error: training 8 slots needs 76.4 GB, 52.4 GB more than the 24 GB there are; ", done.stderr)
+    assert re.search(r"error: training 8 slots needs 69.5 GB, 45.5 GB more than the 24 GB there are; ", done.stderr)
     command += ["--slots", "1", "--storage", "bf16"]
     done = run_script(*command)
     remedy = re.search(r"set (--storage .*) \(", done.stderr)

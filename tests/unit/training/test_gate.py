@@ -103,6 +103,7 @@ def test_nobody_takes_up_the_slot_of_a_liar_that_gives_it_up_as_the_liar_left_it
         if report.round == FROM_ROUND + 1:
             for peer in peers[:ATTACKER]:
                 peer.sync.held._max_slots = 2  # from now on there is room for the orphan
+                peer.sync.held.limit(None)
             raise Leaves
 
     initial, on_round = peers[0].initial, [lambda report: None] * ATTACKER + [leave]
