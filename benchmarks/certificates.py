@@ -142,6 +142,9 @@ def histories(seen: Seen) -> Iterator[Row]:
     ):
         bad = honest.get(key, 0)
         yield Row(f"histories: {what}", f"{bad} of {count:,}", "0 of 10,000", not bad and count >= 10_000)
+        if key == "lost":
+            gone = honest.get("on_no_disk", 0)
+            yield Row("- that no disk had any more, after restores of older backups", f"{gone} of {count:,}")
     of = f"of {twice['histories']:,}"
     unproven, rounds = twice.get("unproven", 0), twice["rounds_until_out"]
     yield Row("- with a voter that signs twice: forks unproven", f"{unproven} {of}", "0", not unproven)

@@ -5,7 +5,8 @@
 With `--write`, histories that are on record with the same code count too, and the record grows as they end: 10,000 take
 two hours of two cores.
 Each history is a swarm in virtual time. Chaos lasts for some rounds; then the network heals, and more than half of the
-voters stay up. Reported: forks, lost certificates, and runs that stand though more than half of the voters answer.
+voters stay up. Reported: forks, certificates that a disk kept and the run has lost, those that no disk has because all
+that had them were restored from older backups, and runs that stand though more than half of the voters answer.
 Nodes (`history_nodes`) run `spes_p2p.swarm.decision` as it is; keys are HMACs, because 10,000 histories need millions
 of signatures.
 """
@@ -123,6 +124,9 @@ def _disturb(world: World, rng: random.Random) -> None:
         # `BallotFile` notices by the inode's time.
         ballot, node.chain = node.backup[0], list(node.backup[1])
         node.disk = barred(ballot, world.now) if ballot is not None else Ballot(barred_at=world.now)
+        has = {certificate.body.digest for certificate in node.chain}
+        for digest in world.adopted.keys() - has:
+            world.adopted[digest].discard(node.peer_id)
         node.crash(1.0)
 
 
@@ -134,6 +138,7 @@ def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
     forked = [round for round, digests in unshrunk.items() if len(digests) > 1]
     final = max(honest, key=lambda node: node.last.round)
     kept = {certificate.body.digest for certificate in final.chain}
+    missing = [disks for digest, disks in world.adopted.items() if digest not in kept]
     shrunk = sum(bool(body.shrunk) for body in world.certified.values())
     guilty = set(world.proven_at)
     out = [0]
@@ -143,7 +148,8 @@ def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
     return {
         "forks": len(forked),
         "unproven": len(forked) if forked and not guilty else 0,
-        "lost": 0 if shrunk or forked else len(world.adopted - kept),
+        "lost": 0 if shrunk or forked else sum(map(bool, missing)),
+        "on_no_disk": 0 if shrunk or forked else sum(not disks for disks in missing),
         "shrunk": shrunk,
         "proven": len(guilty),
         "wrongly_convicted": sum(not isinstance(world.nodes[peer], Twice | Alone) for peer in guilty),

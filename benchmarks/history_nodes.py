@@ -82,8 +82,8 @@ class World:
     """Directed links that lose everything."""
     certified: dict[str, Body] = field(default_factory=dict)
     """Bodies that were certified, by digest; of those that name voters absent, the ones that an honest node follows."""
-    adopted: set[str] = field(default_factory=set)
-    """Digests of bodies that an honest node has adopted."""
+    adopted: dict[str, set[str]] = field(default_factory=dict)
+    """Digests of bodies that honest nodes have adopted, each with those whose disk has not lost it to a backup."""
     proven_at: dict[str, int] = field(default_factory=dict)
     """Round in which the first proof against each peer arrived."""
     events: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -178,7 +178,7 @@ class Node:
         if self.is_honest:
             self.world.certified[certificate.body.digest] = certificate.body
             if not certificate.body.shrunk:
-                self.world.adopted.add(certificate.body.digest)
+                self.world.adopted.setdefault(certificate.body.digest, set()).add(self.peer_id)
         self.joined.clear()
         self.later(0.0, self._train)
 
