@@ -60,6 +60,7 @@ DEADLINE_SECONDS = 1800.0
 _ROUND = re.compile(r"round (\d+): \d+ peers, ")
 _TOGETHER = re.compile(r"round \d+: 2 peers, ")
 _NEEDS = re.compile(r"it needs ([\d.]+ [GM]B) of memory")
+_SERVES = re.compile(r"others join with")
 _FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
 
 
@@ -268,7 +269,7 @@ def half_rows(work: Path) -> Iterator[Row]:
         subprocess.run(pause, cwd=ROOT, check=True)
         founder.end()
         peers = [founder := _start(work, "paused", folder=founder.folder)]  # without gradients, beside the newcomer
-        failure = _watch(peers, _said(_FETCHED))
+        failure = _watch(peers, _said(_SERVES))
         address = (founder.folder / "address").read_text().split()[0]
         peers.append(newcomer := _start(work, "newcomer", "--initial-peers", address, *HALF_MACHINE))
         failure = _watch(peers, _said(_FETCHED), least=newcomer)

@@ -299,9 +299,9 @@ class ErrorFeedback:
             piece.copy_(error_N[here])
         self._residuals[name] = error
 
-    def residuals(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, PagedVector]:
         """Return the residuals by name; they are replaced, never modified."""
-        return {name: error.whole() for name, error in self._residuals.items()}
+        return dict(self._residuals)
 
     def drop(self, name: str) -> None:
         """Drop a name's residual, if it has one."""

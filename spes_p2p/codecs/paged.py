@@ -5,11 +5,12 @@ Shape legend: N elements of a vector.
 
 from __future__ import annotations
 
+import json
 import mmap
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -54,6 +55,7 @@ class PagedVector:
         self._span = slice(start, stop)
         self._is_scratch = is_scratch
         self.numel = stop - start
+        self.nbytes = 4 * self.numel
 
     @classmethod
     def of(cls, flat_N: Tensor) -> PagedVector:
@@ -109,3 +111,33 @@ class PagedVector:
             here = slice(start, min(start + PIECE_NUMEL, self.numel))
             yield here, pages.values_N[here]
             pages.release()
+
+
+DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
+"""Names of the format safetensors."""
+
+
+def save_tensors(tensors: Mapping[str, Tensor | PagedVector], path: Path) -> None:
+    """Write tensors on the CPU as safetensors; of a vector in a file, piece by piece.
+
+    The library's own `save_file` needs all that it writes in memory at once.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    header: dict[str, object] = {}
+    end = 0
+    for name, each in tensors.items():
+        shape, dtype = (
+            ([each.numel], torch.float32) if isinstance(each, PagedVector) else (list(each.shape), each.dtype)
+        )
+        header[name] = {"dtype": DTYPES[dtype], "shape": shape, "data_offsets": [end, end + each.nbytes]}
+        end += each.nbytes
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    with path.open("wb") as file:
+        file.write(len(encoded).to_bytes(8, "little") + encoded)
+        for each in tensors.values():
+            pieces = each.pieces() if isinstance(each, PagedVector) else [(slice(0, None), each)]
+            for _, piece in pieces:
+                file.write(piece.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data)

@@ -169,7 +169,7 @@ class MemorySwarm:
                 f"or see the attacks and events"
             )
 
-    def residuals(self) -> Mapping[str, Tensor]:
+    def residuals(self) -> Mapping[str, PagedVector]:
         return self._encoding.residuals()
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:

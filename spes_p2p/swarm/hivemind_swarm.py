@@ -344,7 +344,7 @@ class HivemindSwarm:
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
         self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
 
-    def residuals(self) -> Mapping[str, Tensor]:
+    def residuals(self) -> Mapping[str, PagedVector]:
         return self._encoding.residuals()
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:

@@ -139,7 +139,7 @@ class Swarm(Protocol):
     def come_back(self) -> None:
         """Take part again, and vote once a certificate admits this peer anew."""
 
-    def residuals(self) -> Mapping[str, Tensor]:
+    def residuals(self) -> Mapping[str, PagedVector]:
         """Return the rounding errors of this peer's own deltas, by group; they are added to a later delta."""
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
+from spes_p2p.codecs.paged import PagedVector, save_tensors
 from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.config import KeptRounds
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
@@ -172,7 +172,7 @@ class PeerCheckpoint:
             self._thread.join(seconds)
         return not self.is_busy
 
-    def save(self, state: PeerState, tensors: Mapping[str, Tensor]) -> None:
+    def save(self, state: PeerState, tensors: Mapping[str, Tensor | PagedVector]) -> None:
         """Start to save; does nothing while an earlier save is under way.
 
         Args:
@@ -353,26 +353,18 @@ def _has_digest(file: Path, digest: str) -> bool:
         return False
 
 
-def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor]) -> None:
+def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor | PagedVector]) -> None:
     """Add state and tensors to a folder of version files, and sync all of it to the disk.
 
     Raises:
         OSError: the disk is full, or fails.
     """
-    try:
-        save_file(dict(tensors), folder / TENSORS)
-    except SafetensorError as error:  # it hides the system's error number
-        raise OSError(*_system_error(error)) from error
+    save_tensors(tensors, folder / TENSORS)
     content = encode_state(state, digest_of_file(folder / TENSORS))
     (folder / STATE).write_bytes(content)
     for name in (TENSORS, STATE, *map(file_name, state.versions)):
         sync(folder / name)
     sync(folder)
-
-
-def _system_error(error: SafetensorError) -> tuple[int, str]:
-    found = re.search(r"os error (\d+)", str(error))
-    return int(found[1]) if found else errno.EIO, str(error)
 
 
 MAX_ROLLBACK_ROUNDS = 8

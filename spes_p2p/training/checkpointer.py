@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.errors import DataError
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState, Saved
@@ -68,8 +69,8 @@ class Checkpointer:
         swarm = self._sync.swarm
         versions = tuple(swarm.versions().values())
         state = PeerState(self._sync.held.run_id, round, self._trainer.slots, steps, total_tokens, data, versions)
-        tensors = {f"{MOMENTS}{name}": tensor for name, tensor in moments.items()}
-        tensors |= {f"{RESIDUALS}{name}": tensor for name, tensor in swarm.residuals().items()}
+        tensors: dict[str, Tensor | PagedVector] = {f"{MOMENTS}{name}": tensor for name, tensor in moments.items()}
+        tensors |= {f"{RESIDUALS}{name}": residual for name, residual in swarm.residuals().items()}
         tensors |= {f"{RANDOM}{name}": tensor for name, tensor in self._random_state().items()}
         checkpoint.save(state, tensors)
 

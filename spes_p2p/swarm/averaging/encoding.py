@@ -162,7 +162,7 @@ class DeltaEncoding:
                 self._feedback.keep(name, residual)
         self._pending = {}
 
-    def residuals(self) -> dict[str, Tensor]:
+    def residuals(self) -> dict[str, PagedVector]:
         """Return the residuals by group, to be saved in a checkpoint."""
         return self._feedback.residuals()
 

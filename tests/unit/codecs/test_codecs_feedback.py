@@ -158,7 +158,7 @@ def test_residuals_on_the_disk_are_those_in_memory_and_leave_no_file(tmp_path, s
         in_memory.keep("shared", expected[1])
         assert found[1].open().memory is not None and not list(tmp_path.iterdir())
     resumed = ErrorFeedback(tmp_path)
-    resumed.restore("shared", on_disk.residuals()["shared"])
+    resumed.restore("shared", on_disk.residuals()["shared"].whole())
     assert torch.equal(resumed.encode("shared", whole, delta_N)[0], in_memory.encode("shared", whole, delta_N)[0])
 
 
