@@ -60,7 +60,6 @@ DEADLINE_SECONDS = 1800.0
 _ROUND = re.compile(r"round (\d+): \d+ peers, ")
 _TOGETHER = re.compile(r"round \d+: 2 peers, ")
 _NEEDS = re.compile(r"it needs ([\d.]+ [GM]B) of memory")
-_SERVES = re.compile(r"others join with")
 _FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
 
 
@@ -240,7 +239,7 @@ def late_rows(work: Path) -> Iterator[Row]:
         peers.append(second := _start(work, "second", "--initial-peers", address, *MACHINE))
         failure = failure or _watch(peers, _said(_TOGETHER))
         first.end()
-        resumed = _start(work, "resumed", folder=first.folder)
+        resumed = _start(work, "resumed", *MACHINE, folder=first.folder)
         peers = [second, resumed]
         failure = failure or _watch(peers, _said(_TOGETHER))
     finally:
@@ -265,11 +264,11 @@ def half_rows(work: Path) -> Iterator[Row]:
         yield Row(what, found, f"{MAX_FOUNDER_GB} GB", not failure and peak <= MAX_FOUNDER_GB * 1e9)
         if failure:
             return
-        pause = [sys.executable, "-m", "spes_p2p", "ctl", "pause", "--output", str(founder.folder)]
-        subprocess.run(pause, cwd=ROOT, check=True)
         founder.end()
-        peers = [founder := _start(work, "paused", folder=founder.folder)]  # without gradients, beside the newcomer
-        failure = _watch(peers, _said(_SERVES))
+        peers = [founder := _start(work, "resumed", *HALF_MACHINE, folder=founder.folder)]
+        failure = _watch(peers, _said(_FETCHED))
+        pause = [sys.executable, "-m", "spes_p2p", "ctl", "pause", "--output", str(founder.folder)]
+        subprocess.run(pause, cwd=ROOT, check=True)  # before it trains: both peers fit this machine
         address = (founder.folder / "address").read_text().split()[0]
         peers.append(newcomer := _start(work, "newcomer", "--initial-peers", address, *HALF_MACHINE))
         failure = _watch(peers, _said(_FETCHED), least=newcomer)
