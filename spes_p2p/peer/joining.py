@@ -208,7 +208,7 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
         raise ConfigError("whether a run trains adapters is in its manifest; drop --adapter, or --initial-peers")
     if config.client_mode and not (config.initial_peers or config.resume):
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
-    run = config.run or RunConfig()
+    run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
     if not (config.initial_peers or config.start_from):
         _check_choices(config, run)
     founded = None if config.initial_peers or config.resume else _found(config, run)
