@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -83,7 +84,9 @@ def vocabulary(data: DataConfig) -> int:
     if data.tokenizer is None or not file.is_file():
         return data.vocab_size
     try:
-        return Tokenizer.from_file(str(file)).get_vocab_size(with_added_tokens=True)
+        text = file.read_text(encoding="utf-8")
+        text = json.loads(text).get("tokenizer.json", text)  # beside the shards of `spes tokenize`, as runs send it
+        return Tokenizer.from_str(text).get_vocab_size(with_added_tokens=True)
     except Exception as error:  # tokenizers raises bare Exceptions
         raise DataError(f"cannot read {file}: {error}; name a folder with a tokenizer.json") from error
 

@@ -109,7 +109,7 @@ class MachineConfig(Frozen):
 
 
 class KeptRounds(Frozen):
-    """Which checkpoints a peer keeps; each takes the disk of the whole model in fp32, and of the optimizer's state."""
+    """Which checkpoints a peer keeps; each takes up to six fp32 vectors of what it trains, and the other slots."""
 
     keep_last: PositiveInt = 2
     """Checkpoints to keep of the newest rounds."""

@@ -13,7 +13,7 @@ import pytest
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.plan import PlanConfig, main, vocabulary
 from spes_p2p.config import DataConfig
-from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.data.tokenizer import tokenizer_bytes, train_bpe
 from spes_p2p.errors import ConfigError, DataError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -173,6 +173,8 @@ def test_bad_input_is_one_line_with_the_remedy(flags: list[str], said: str) -> N
 def test_a_local_tokenizer_is_counted_and_another_taken_as_configured(tmp_path: Path) -> None:
     tokenizer = train_bpe(["peers average slots in rounds"] * 3, 270)
     tokenizer.save_pretrained(tmp_path)
+    assert vocabulary(DataConfig(tokenizer=str(tmp_path), vocab_size=9)) == len(tokenizer)
+    (tmp_path / "tokenizer.json").write_bytes(tokenizer_bytes(tokenizer))  # as it lies beside shards
     assert vocabulary(DataConfig(tokenizer=str(tmp_path), vocab_size=9)) == len(tokenizer)
     assert vocabulary(DataConfig(tokenizer="someone/elses", vocab_size=99)) == 99
     assert vocabulary(DataConfig(vocab_size=300)) == 300
