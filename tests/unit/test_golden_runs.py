@@ -165,7 +165,10 @@ class Kept:
         return True
 
     def save(self, state: Any, tensors: Mapping[str, Any]) -> None:
-        self.state, self.tensors = state, {name: tensor.clone() for name, tensor in tensors.items()}
+        from spes_p2p.codecs.paged import PagedVector
+
+        plain = {name: each.whole() if isinstance(each, PagedVector) else each for name, each in tensors.items()}
+        self.state, self.tensors = state, {name: tensor.clone() for name, tensor in plain.items()}
 
     def on_disk(self) -> bytes:
         """Return the state's file, which has the digest of the tensors' file in it."""
