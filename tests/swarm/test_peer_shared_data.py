@@ -152,6 +152,7 @@ def test_no_window_counts_twice_or_never_in_a_swarm_of_four_with_kills(
     for number, stream in enumerate(ledger.streams):
         intervals = [*stream.intervals(), (stream.next, end)]
         free |= {draw * streams + number for start, stop in intervals for draw in range(start, stop)}
+    free &= set(range(end))
     source = train_source(
         data.model_copy(update={"paths": [path]}),
         load_tokenizer(TOKENIZER),
