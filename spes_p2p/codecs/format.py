@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spes_p2p.codecs.blocks import Bf16, Codec, Fp32, Int2, Int4, Int8, NonNegativeBf16, NonNegativeFp32, RootInt8
-from spes_p2p.codecs.paged import PagedVector
+from spes_p2p.codecs.paged import PIECE_NUMEL, PagedVector
 from spes_p2p.errors import ConfigError, ExchangeError
 
 PART_NUMEL = 65_536
@@ -272,17 +272,18 @@ class ErrorFeedback:
         data = torch.empty(format.num_bytes, dtype=torch.uint8)
         error = PagedVector.scratch(numel, self._folder)
         old, new = kept.open() if kept is not None else None, error.open()
-        for number, part in enumerate(format.joined_parts):
+        released = 0
+        for part in format.joined_parts:
             here, bytes_here = slice(part.start, part.stop), data[part.byte_start : part.byte_stop]
             if part.start < numel:
                 kept_part_N = None if old is None else old.values_N[here]
                 _encode_with_error(part, flat_N[here], kept_part_N, bytes_here, new.values_N[here])
             else:
                 part.encode(flat_N[here], bytes_here)
-            if number % PARTS == PARTS - 1:
-                new.release()
-                if old is not None:
-                    old.release()
+            if part.stop - released >= PIECE_NUMEL:
+                released = part.stop
+                for pages in filter(None, (old, new)):
+                    pages.release()
         return data, None if is_exact else error
 
     def keep(self, name: str, error: PagedVector | None) -> None:

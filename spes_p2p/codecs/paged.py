@@ -113,8 +113,11 @@ class PagedVector:
             pages.release()
 
 
-DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.uint8: "U8", torch.int64: "I64"}
-"""Names of the format safetensors."""
+DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.uint8: "U8", torch.bool: "BOOL"},
+}
+"""Names in the format safetensors."""
 
 
 def save_tensors(tensors: Mapping[str, Tensor | PagedVector], path: Path) -> None:

@@ -179,9 +179,8 @@ def test_sigterm_at_any_moment_ends_a_peer_within_its_grace_and_the_run_goes_on(
     processes = psutil.Process(node.pid).children(recursive=True)
     node.signal(signal.SIGTERM)
     assert ended_within(node, GRACE_SECONDS)
-    assert node.end() in (130, -signal.SIGTERM) and not node.faults(), (
-        node.tail()
-    )  # before Python listens, SIGTERM's own
+    assert node.end() in (130, -signal.SIGTERM), node.tail()  # SIGTERM's own code before Python listens to it
+    assert not node.faults(), node.tail()
     assert not psutil.wait_procs(processes, LAST_SECONDS)[1]
     founder.wait_for(r"round \d+: 1 peers, .* slots 0,1,2,3;", after=len(founder.lines))
 

@@ -134,6 +134,7 @@ class VersionStore:
         self._index = directory / INDEX
         self._num_lines = 0
         self._stored: set[str] = set()
+        """Digests of the versions here whose files this process has written."""
         self.deltas = DeltaStore(directory)
         self._read_index()
 
@@ -202,6 +203,7 @@ class VersionStore:
         older = self._versions.get(version.name, [])
         kept = [version, *(old for old in older if old.round != version.round)][:KEEP_PER_NAME]
         self._versions[version.name] = kept
+        self._stored -= {old.digest for old in older} - {new.digest for new in kept}
         # Only the displaced files: those of other threads may be written and not inserted yet.
         for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
             path.unlink(missing_ok=True)
@@ -245,6 +247,7 @@ class VersionStore:
         with self._lock:
             others = [other for other in self._versions.get(version.name, []) if other.digest != version.digest]
             self._versions[version.name] = others
+            self._stored.discard(version.digest)
             self.path(version).unlink(missing_ok=True)
 
     # ------------------------------------------------------------------ reading

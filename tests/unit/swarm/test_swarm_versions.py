@@ -165,6 +165,9 @@ def test_a_version_is_mapped_where_it_lies_and_compared_unless_this_process_has_
             reads()
     with pytest.raises(ExchangeError, match="no version of slot-1 before its newest"):
         store.map("slot-1", before=True)
+    for round in range(8, 20):
+        store.add({"slot-1": make("slot-1", round)})
+        assert len(store._stored) <= KEEP_PER_NAME, "what is gone is forgotten"
 
 
 def test_what_another_thread_has_written_but_not_yet_listed_is_left_alone(tmp_path, make, monkeypatch):
