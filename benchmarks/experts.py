@@ -122,7 +122,7 @@ def step_rows(device: Device, pairs: int) -> Iterator[Row]:
     every = run.model.num_experts
     turns = {f"{count} of {every} slots": count for count in (every, every // 4)}
     vocab_size = run.data.vocab_size
-    batches = _Batches(vocab_size, run.data.sequence_length, torch.device(device))
+    batches = RandomTokens(vocab_size, run.data.sequence_length, device)
     steps: dict[str, Callable[[], object]] = {STOCK: _stock_turn(run, batches, device)}
     steps |= {name: _trainer_turn(run, count, batches, device) for name, count in turns.items()}
     seconds = _take_turns(steps, pairs, device)
@@ -210,17 +210,19 @@ def _module_turn(module: nn.Module, inputs: tuple[Tensor, Tensor, Tensor, Tensor
 # ---------------------------------------------------------------------- the whole step
 
 
-class _Batches:
+class RandomTokens:
     """Random tokens; a `TokenSource`."""
 
-    def __init__(self, vocab_size: int, sequence_length: int, device: torch.device) -> None:
+    def __init__(self, vocab_size: int, sequence_length: int, device: torch.device | str, seed: int = 0) -> None:
         self._vocab_size = vocab_size
         self._shape = (sequence_length + 1,)
-        self._device = device
+        self._generator = torch.Generator(device).manual_seed(seed)
 
     def next_batch(self, num_sequences: int) -> LongTensor:
         """Return `[B, T + 1]`."""
-        return cast(LongTensor, torch.randint(self._vocab_size, (num_sequences, *self._shape), device=self._device))
+        size = (num_sequences, *self._shape)
+        drawn = torch.randint(self._vocab_size, size, generator=self._generator, device=self._generator.device)
+        return cast(LongTensor, drawn)
 
     def state_dict(self) -> dict[str, Any]:
         """Return nothing: there is no place to go on from."""
@@ -242,7 +244,7 @@ def _filling_run() -> RunConfig:
     )
 
 
-def _stock_turn(run: RunConfig, batches: _Batches, device: Device) -> Callable[[], object]:
+def _stock_turn(run: RunConfig, batches: RandomTokens, device: Device) -> Callable[[], object]:
     module = default_stock_model(run, run.data.vocab_size)
     nn.Module.to(module, torch.device(device))
     if run.train.precision == "bf16":
@@ -252,7 +254,7 @@ def _stock_turn(run: RunConfig, batches: _Batches, device: Device) -> Callable[[
     return lambda: stock_step(module, optimizer, batches.next_batch(run.train.batch_size), run)
 
 
-def _trainer_turn(run: RunConfig, claimed: int, batches: _Batches, device: Device) -> Callable[[], object]:
+def _trainer_turn(run: RunConfig, claimed: int, batches: RandomTokens, device: Device) -> Callable[[], object]:
     model = build_slot_model(
         run.model,
         vocab_size=run.data.vocab_size,

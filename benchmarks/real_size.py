@@ -8,7 +8,6 @@ divided among them. Peers are ended, and the row says so, when the machine has l
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
 import re
@@ -17,19 +16,17 @@ import statistics
 import string
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-import psutil
 import torch
 import yaml
 from pydantic_settings import SettingsConfigDict
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.cluster import ROOT
+from benchmarks.large_peers import FETCHED, TOGETHER, committed, gigabytes, said, start, wait_for, watch
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
@@ -54,17 +51,10 @@ SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit",
 MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "int8", *SMALL_MACHINE)
 HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", "--yes", *SMALL_MACHINE)
 """Flags of peers that join the 1B shape and half of 7B."""
-HALF_TOKENS = 64
-SAMPLE_SECONDS = 0.5
-LEAST_FREE_BYTES = 10**9
-DEADLINE_SECONDS = 1800.0
-_ROUND = re.compile(r"round (\d+): \d+ peers, ")
-_TOGETHER = re.compile(r"round \d+: 2 peers, ")
+HALF_LAYERS, HALF_TOKENS = 8, 64
 _SPENT = re.compile(
     r"round \d+: 2 peers, .* s training, ([\d.]+) matchmaking, ([\d.]+) averaging, ([\d.]+) exchange, ([\d.]+) other"
 )
-_NEEDS = re.compile(r"it needs ([\d.]+ [GM]B) of memory")
-_FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
 
 
 Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half"]
@@ -81,56 +71,6 @@ class RealSizeConfig(CommandConfig):
     """Folder of the peers; emptied first."""
     write: bool = False
     """Leave what was measured in benchmarks/results/real_size.json and, between its markers, in docs/benchmarks.md."""
-
-
-@dataclass
-class Peer:
-    """A peer as a process, and what it has taken so far."""
-
-    folder: Path
-    log: Path
-    process: subprocess.Popen[bytes]
-    began: float = field(default_factory=time.monotonic)
-    peak_bytes: int = 0
-    peak_seconds: float = 0.0
-    first_round_seconds: float | None = None
-    rounds: int = 0
-
-    def look(self) -> None:
-        """Measure it, and read how far it is."""
-        taken = sum(map(_proportional_bytes, _family(self.process.pid)))
-        seconds = time.monotonic() - self.began
-        if taken > self.peak_bytes:
-            self.peak_bytes = taken
-            self.peak_seconds = seconds
-        self.rounds = max(map(int, _ROUND.findall(self.log.read_text(errors="replace"))), default=0)
-        if self.rounds and self.first_round_seconds is None:
-            self.first_round_seconds = seconds
-
-    def end(self) -> None:
-        """End it with all its processes, if it has not ended by itself."""
-        family = _family(self.process.pid)
-        for process in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-        psutil.wait_procs(family, timeout=10)
-        self.process.wait()
-
-
-def _family(pid: int) -> list[psutil.Process]:
-    try:
-        parent = psutil.Process(pid)
-        return [parent, *parent.children(recursive=True)]
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _proportional_bytes(process: psutil.Process) -> int:
-    try:
-        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
-    except OSError:  # it has just ended
-        return 0
-    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
 
 def _settings(work: Path, *, min_peers: int, rounds: int, storage: str | None = None) -> Path:
@@ -150,74 +90,35 @@ def _settings(work: Path, *, min_peers: int, rounds: int, storage: str | None = 
     return path
 
 
-def _start(work: Path, name: str, *flags: str, folder: Path | None = None) -> Peer:
-    """Start a peer, whose log has this name; with a folder, it goes on there."""
-    command = [sys.executable, "-m", "spes_p2p", "peer", "--run-id", "real-size"]
-    command += ["--output", str(work / name)] if folder is None else ["--output", str(folder), "--resume"]
-    log = (work / name).with_suffix(".log")
-    with log.open("wb") as stream:
-        process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=stream, stderr=stream)
-    return Peer(folder or work / name, log, process)
-
-
-def _watch(peers: Sequence[Peer], is_done: Callable[[Peer], bool], least: Peer | None = None) -> str:
-    """Measure peers until each, or `least`, is done or has ended; return why that failed, or ""."""
-    began, watched = time.monotonic(), peers if least is None else [least]
-    while any(peer.process.poll() is None and not is_done(peer) for peer in watched):
-        for peer in peers:
-            peer.look()
-        if psutil.virtual_memory().available < LEAST_FREE_BYTES:
-            return "the machine ran out of memory"
-        if time.monotonic() > began + DEADLINE_SECONDS:
-            return f"not done after {DEADLINE_SECONDS:.0f} s"
-        time.sleep(SAMPLE_SECONDS)
-    short = [peer for peer in watched if not is_done(peer)]
-    return f"{short[0].log.stem} ended with {short[0].process.returncode}; see {short[0].log}" if short else ""
-
-
-def _committed(rounds: int) -> Callable[[Peer], bool]:
-    return lambda peer: peer.rounds >= rounds
-
-
-def _said(pattern: re.Pattern[str]) -> Callable[[Peer], bool]:
-    return lambda peer: pattern.search(peer.log.read_text(errors="replace")) is not None
-
-
-def _wait_for(path: Path, peer: Peer) -> None:
-    while not path.exists() and peer.process.poll() is None:
-        peer.look()
-        time.sleep(SAMPLE_SECONDS)
-
-
 def start_rows(work: Path) -> Iterator[Row]:
     """Yield how long a peer alone takes from its process's start to its first committed round, and its peak."""
     settings = _settings(work, min_peers=1, rounds=1)
-    alone = _start(work, "alone", "--config", str(settings))
+    alone = start(work, "alone", "--config", str(settings))
     try:
-        failure = _watch([alone], _committed(1))
+        failure = watch([alone], committed(1))
     finally:
         alone.end()
     seconds = alone.first_round_seconds
     found = f"{seconds:.0f} s" if seconds is not None else failure
     is_met = seconds is not None and seconds <= MAX_START_SECONDS
     yield Row("start of the 1B shape, alone, to the first committed round", found, f"{MAX_START_SECONDS:.0f} s", is_met)
-    yield Row("- its peak, all processes", _gigabytes(alone), "", None)
+    yield Row("- its peak, all processes", gigabytes(alone), "", None)
 
 
 def pair_rows(work: Path) -> Iterator[Row]:
     """Yield the peaks of two peers that train five rounds beside each other."""
     settings = _settings(work, min_peers=2, rounds=ROUNDS)
-    first = _start(work, "first", "--config", str(settings))
+    first = start(work, "first", "--config", str(settings))
     peers = [first]
     try:
-        _wait_for(address := first.folder / "address", first)
+        wait_for(address := first.folder / "address", first)
         if address.exists():
-            peers.append(_start(work, "second", "--initial-peers", address.read_text().split()[0], *MACHINE))
-        failure = _watch(peers, _committed(ROUNDS))
+            peers.append(start(work, "second", "--initial-peers", address.read_text().split()[0], *MACHINE))
+        failure = watch(peers, committed(ROUNDS))
     finally:
         for peer in peers:
             peer.end()
-    peaks = " and ".join(map(_gigabytes, peers)) + (f"; {failure}" if failure else "")
+    peaks = " and ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
     what = (
         "two peers of the 1B shape (vocabulary 8 192; 4 slots; int8; adamw8bit; sequences of 128), 5 rounds of 2 steps"
     )
@@ -226,31 +127,24 @@ def pair_rows(work: Path) -> Iterator[Row]:
     yield Row("- rounds committed by each", ", ".join(str(peer.rounds) for peer in peers), f"{ROUNDS}", not failure)
 
 
-def _gigabytes(peer: Peer) -> str:
-    """Return a peer's peak, when it was, and what it has said it would need, without Python and its libraries."""
-    needs = _NEEDS.search(peer.log.read_text(errors="replace"))
-    planned = f", planned {needs[1]}" if needs else ""
-    return f"{peer.peak_bytes / 1e9:.1f} GB after {peer.peak_seconds:.0f} s{planned}"
-
-
 def late_rows(work: Path) -> Iterator[Row]:
     """Yield the peaks of a peer that is killed and resumed beside one that joined it after its second round."""
     settings = _settings(work, min_peers=1, rounds=10_000)
-    peers = [first := _start(work, "first", "--config", str(settings))]
+    peers = [first := start(work, "first", "--config", str(settings))]
     try:
-        failure = _watch(peers, _committed(2))
+        failure = watch(peers, committed(2))
         address = (first.folder / "address").read_text().split()[0]
-        peers.append(second := _start(work, "second", "--initial-peers", address, *MACHINE))
-        failure = failure or _watch(peers, _said(_TOGETHER))
+        peers.append(second := start(work, "second", "--initial-peers", address, *MACHINE))
+        failure = failure or watch(peers, said(TOGETHER))
         first.end()
-        resumed = _start(work, "resumed", *MACHINE, folder=first.folder)
+        resumed = start(work, "resumed", *MACHINE, folder=first.folder)
         peers = [second, resumed]
-        failure = failure or _watch(peers, _said(_TOGETHER))
+        failure = failure or watch(peers, said(TOGETHER))
     finally:
         for peer in peers:
             peer.end()
     peers = [first, second, resumed]
-    peaks = ", ".join(map(_gigabytes, peers)) + (f"; {failure}" if failure else "")
+    peaks = ", ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
     what = "- the second joining after round 2; the first killed by -9 and resumed beside it: peak of each, and resumed"
     is_met = not failure and all(peer.peak_bytes <= MAX_PEER_GB * 1e9 for peer in peers)
     yield Row(what, peaks, f"{MAX_PEER_GB} GB", is_met)
@@ -259,49 +153,65 @@ def late_rows(work: Path) -> Iterator[Row]:
 def half_rows(work: Path) -> Iterator[Row]:
     """Yield what half of the layers of 7B take: of a founder alone, and of a newcomer while the founder pauses."""
     settings = _half_settings(work)
-    peers = [founder := _start(work, "founder", "--config", str(settings))]
+    peers = [founder := start(work, "founder", "--config", str(settings))]
     try:
-        failure = _watch(peers, _committed(2))
+        failure = watch(peers, committed(2))
         peak = founder.peak_bytes
         what = "4.0 B parameters (home_7b with half of its layers), one slot: a founder alone, two rounds: peak"
-        found = _gigabytes(founder) + (f"; {failure}" if failure else "")
+        found = gigabytes(founder) + (f"; {failure}" if failure else "")
         yield Row(what, found, f"{MAX_FOUNDER_GB} GB", not failure and peak <= MAX_FOUNDER_GB * 1e9)
         if failure:
             return
         founder.end()
-        peers = [founder := _start(work, "resumed", *HALF_MACHINE, folder=founder.folder)]
-        failure = _watch(peers, _said(_FETCHED))
+        peers = [founder := start(work, "resumed", *HALF_MACHINE, folder=founder.folder)]
+        failure = watch(peers, said(FETCHED))
         pause = [sys.executable, "-m", "spes_p2p", "ctl", "pause", "--output", str(founder.folder)]
         subprocess.run(pause, cwd=ROOT, check=True)  # before it trains: both peers fit this machine
         address = (founder.folder / "address").read_text().split()[0]
-        peers.append(newcomer := _start(work, "newcomer", "--initial-peers", address, *HALF_MACHINE))
-        failure = _watch(peers, _said(_FETCHED), least=newcomer)
+        peers.append(newcomer := start(work, "newcomer", "--initial-peers", address, *HALF_MACHINE))
+        failure = watch(peers, said(FETCHED), least=newcomer)
     finally:
         for peer in peers:
             peer.end()
-    fetched = _FETCHED.search(newcomer.log.read_text(errors="replace"))
-    gigabytes = float(fetched[1]) / 1e3 if fetched else math.inf
-    is_met = gigabytes <= MAX_NEWCOMER_GB
-    yield Row("- a newcomer: fetched before it trains", f"{gigabytes:.2f} GB", f"{MAX_NEWCOMER_GB} GB", is_met)
+    fetched = FETCHED.search(newcomer.log.read_text(errors="replace"))
+    fetched_gb = float(fetched[1]) / 1e3 if fetched else math.inf
+    is_met = fetched_gb <= MAX_NEWCOMER_GB
+    yield Row("- a newcomer: fetched before it trains", f"{fetched_gb:.2f} GB", f"{MAX_NEWCOMER_GB} GB", is_met)
     found = f"{newcomer.peak_bytes / 1e9:.1f} GB" + (f"; {failure}" if failure else "")
     is_met = not failure and newcomer.peak_bytes <= MAX_HALF_NEWCOMER_GB * 1e9
     yield Row("- its peak until it trains", found, f"{MAX_HALF_NEWCOMER_GB} GB", is_met)
 
 
-def _half_settings(work: Path) -> Path:
-    """Write the settings of a run of 4.0 B parameters, with a tokenizer as large as its model's; return the file."""
+def home_settings(work: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `home_7b`'s settings for the embedded text, with a tokenizer as large as its model's.
+
+    Args:
+        work: Folder that keeps the tokenizer.
+        **changes: Values by section of `run`.
+    """
     settings = yaml.safe_load(HOME.read_text())
+    if not (folder := work / "tokenizer").exists():
+        draw = random.Random(0)
+        words = ("".join(draw.choices(string.ascii_lowercase, k=24)) for _ in range(REAL_VOCABULARY // 5))
+        train_bpe((f"{word} {word}" for word in words), REAL_VOCABULARY).save_pretrained(folder)
     run = settings["run"]
-    run["model"]["num_layers"] //= 2
-    draw = random.Random(0)
-    words = ("".join(draw.choices(string.ascii_lowercase, k=24)) for _ in range(REAL_VOCABULARY // 5))
-    tokenizer = train_bpe((f"{word} {word}" for word in words), REAL_VOCABULARY)
-    tokenizer.save_pretrained(folder := work / "tokenizer")
-    run["data"] = {"source": "embedded", "tokenizer": str(folder), "sequence_length": HALF_TOKENS}
-    run["train"] |= {"precision": "fp32", "batch_size": 1}
-    run["round"] = {"mode": "steps", "steps": 1, "total": 10_000, "min_peers": 1, "copies": 2, "max_seconds": 1800}
-    settings |= {"storage": "nf4", "gradients": "bf16", "seed_seconds": 0}
-    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
+    run["data"] = {"source": "embedded", "tokenizer": str(folder)}
+    run["round"] = {"mode": "steps", "total": 10_000, "min_peers": 1, "copies": 2, "max_seconds": 1800}
+    for section, values in changes.items():
+        run[section] |= values
+    return settings | {"storage": "nf4", "seed_seconds": 0}
+
+
+def _half_settings(work: Path) -> Path:
+    """Write the settings of a run of 4.0 B parameters; return the file."""
+    settings = home_settings(
+        work,
+        model={"num_layers": HALF_LAYERS},
+        data={"sequence_length": HALF_TOKENS},
+        train={"precision": "fp32", "batch_size": 1},
+        round={"steps": 1},
+    )
+    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings | {"gradients": "bf16"}))
     return path
 
 
@@ -351,23 +261,23 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         shutil.rmtree(work / storage, ignore_errors=True)
         (folder := work / storage).mkdir()
         settings = _settings(folder, min_peers=1, rounds=10_000, storage=storage)
-        founder = _start(folder, "founder", "--config", str(settings))
+        founder = start(folder, "founder", "--config", str(settings))
         peers = [founder]
         try:
-            failure = _watch(peers, _committed(2))
+            failure = watch(peers, committed(2))
             address = (founder.folder / "address").read_text().split()[0]
             machine = ["--max-slots", "1", "--micro-batch-size", "8", "--storage", "nf4"]
             machine += ["--inner-optimizer", "adamw8bit", "--seed-seconds", "0"]
-            peers.append(newcomer := _start(folder, "newcomer", "--initial-peers", address, *machine))
-            failure = failure or _watch(peers, _committed(founder.rounds + 3), least=newcomer)
+            peers.append(newcomer := start(folder, "newcomer", "--initial-peers", address, *machine))
+            failure = failure or watch(peers, committed(founder.rounds + 3), least=newcomer)
         finally:
             for peer in peers:
                 peer.end()
-        fetched = _FETCHED.search(newcomer.log.read_text(errors="replace"))
+        fetched = FETCHED.search(newcomer.log.read_text(errors="replace"))
         disk = sum(file.stat().st_size for file in (newcomer.folder / "versions").iterdir())
         name = f"newcomer, 0.27 B parameters, 1 of 16 slots, the others in nf4, slots travel in {storage}"
         yield Row(f"{name}: fetched before it trains", f"{fetched[1]} MB" if fetched else failure, "", None)
-        yield Row("- its peak, all processes", _gigabytes(newcomer) + (f"; {failure}" if failure else ""), "", None)
+        yield Row("- its peak, all processes", gigabytes(newcomer) + (f"; {failure}" if failure else ""), "", None)
         yield Row("- its versions on disk after three rounds", f"{disk / 1e6:.0f} MB", "", None)
         rounds = _SPENT.findall(founder.log.read_text(errors="replace"))  # of two peers; the founder waits for no steps
         seconds = statistics.median(sum(map(float, spent)) for spent in rounds) if rounds else math.inf

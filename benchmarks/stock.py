@@ -143,7 +143,7 @@ def default_stock_model(run: RunConfig, vocab_size: int) -> PreTrainedModel:
 def stock_step(module: nn.Module, optimizer: torch.optim.Optimizer, tokens_BT1: LongTensor, run: RunConfig) -> float:
     """One step as a Hugging Face training loop makes it, on as many targets as ours; return its loss."""
     targets_BT = tokens_BT1[:, 1:].contiguous()
-    with torch.autocast("cpu", torch.bfloat16, enabled=run.train.precision == "bf16"):
+    with torch.autocast(tokens_BT1.device.type, torch.bfloat16, enabled=run.train.precision == "bf16"):
         output = module(input_ids=tokens_BT1[:, :-1], labels=targets_BT, shift_labels=targets_BT, use_cache=False)
     output.loss.backward()
     nn.utils.clip_grad_norm_(module.parameters(), run.train.clip_norm)

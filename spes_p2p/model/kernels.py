@@ -11,7 +11,7 @@ import functools
 import importlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import ModuleType
 from typing import Any, ClassVar
 
@@ -35,14 +35,14 @@ class Routing:
         order_R: Index of each row among the choices `[T * K]`.
         place_TK: Row of each choice.
         ends_E: End of each expert's rows, which begin at the previous expert's end; int32.
-        counts: Number of each expert's rows, on the host.
+        counts_E: Number of each expert's rows, on the host.
     """
 
     token_R: Tensor
     order_R: Tensor
     place_TK: Tensor
     ends_E: Tensor
-    counts: list[int]
+    counts_E: Tensor
 
     @classmethod
     def of(cls, rank_TK: Tensor, num_experts: int) -> Routing:
@@ -56,8 +56,18 @@ class Routing:
             order_R=order_R,
             place_TK=place_R.view(rank_TK.shape),
             ends_E=counts_E.cumsum(0, dtype=torch.int32),
-            counts=counts_E.tolist(),
+            counts_E=counts_E.cpu(),
         )
+
+    @functools.cached_property
+    def counts(self) -> list[int]:
+        """Number of each expert's rows."""
+        return self.counts_E.tolist()
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All that it consists of, in the order of its fields."""
+        return self.token_R, self.order_R, self.place_TK, self.ends_E, self.counts_E
 
     def split(self, *tensors_R: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield every expert that has rows, with its part of each tensor."""
@@ -115,6 +125,10 @@ class Kernel:
 
     def available(self, device: torch.device) -> str | None:
         """Return why this machine cannot use the kernel on `device`; None if it can."""
+        return None
+
+    def slow(self, device: torch.device) -> str | None:
+        """Return why `auto` should take another kernel on `device`; None if it should not."""
         return None
 
     def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
@@ -235,6 +249,9 @@ ALIGNMENT = 8
 """Row alignment that `grouped_mm` needs, in elements: 16 bytes in bf16."""
 MIN_CAPABILITY = (8, 0)
 """Oldest CUDA compute capability that `grouped_mm` runs on."""
+FAST_CAPABILITIES = (9, 10)
+"""Major CUDA compute capabilities for which PyTorch has one launch for a whole product: Hopper and B200. Elsewhere its
+`grouped_mm` is a loop that waits for the device before each product."""
 
 
 class StackedKernel(Kernel):
@@ -313,6 +330,11 @@ class GroupedMMKernel(StackedKernel):
             return f"PyTorch {torch.__version__} has no grouped_mm, which came with 2.10"
         if device.type == "cuda" and torch.cuda.get_device_capability(device) < MIN_CAPABILITY:
             return f"{torch.cuda.get_device_name(device)} is older than Ampere"
+        return None
+
+    def slow(self, device: torch.device) -> str | None:
+        if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] not in FAST_CAPABILITIES:
+            return f"PyTorch has no fast one for {torch.cuda.get_device_name(device)}"
         return None
 
     def refuses(self, shapes: Sequence[tuple[int, ...]]) -> str | None:
@@ -403,21 +425,22 @@ class RoutedExperts(torch.autograd.Function):
         scores_R1 = scores_TK.reshape(-1, 1)[routing.order_R].to(x_TD.dtype)
         y_TD, gate_up_RG = kernel.forward(routing, _by_name(claimed, frozen), x_TD, scores_R1)
         ctx.kernel = kernel
-        ctx.routing = routing
         ctx.frozen = frozen
-        ctx.save_for_backward(gate_up_RG, scores_R1, x_TD if claimed else None, *claimed)
+        # The routing too: a pass that is computed again may route a token otherwise, and its rows are in its own order.
+        ctx.save_for_backward(gate_up_RG, scores_R1, x_TD if claimed else None, *routing.tensors, *claimed)
         return y_TD
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up_RG, scores_R1, x_TD, *claimed = ctx.saved_tensors
+        gate_up_RG, scores_R1, x_TD, *saved = ctx.saved_tensors
+        routing, claimed = Routing(*saved[: len(fields(Routing))]), saved[len(fields(Routing)) :]
         weights, num_claimed = _by_name(claimed, ctx.frozen), len(claimed) // len(WEIGHT_NAMES)
         grad_x_TD, grad_scores_R1, by_name = ctx.kernel.backward(
-            ctx.routing, weights, num_claimed, x_TD, scores_R1, gate_up_RG, grads[0].contiguous()
+            routing, weights, num_claimed, x_TD, scores_R1, gate_up_RG, grads[0].contiguous()
         )
         in_turn = (by_name[name][expert] for expert in range(num_claimed) for name in WEIGHT_NAMES)
-        return (None, None, None, grad_x_TD, grad_scores_R1[:, 0][ctx.routing.place_TK], *in_turn)
+        return (None, None, None, grad_x_TD, grad_scores_R1[:, 0][routing.place_TK], *in_turn)
 
 
 def _by_name(claimed: Sequence[Tensor], frozen: Sequence[Mapping[str, Weight]]) -> dict[str, list[Weight]]:
@@ -464,7 +487,7 @@ def _automatic(device: torch.device, shapes: Sequence[tuple[int, ...]]) -> Kerne
     passed_over = ""
     for name in PREFERRED.get(device.type, ("loop",)):
         found = KERNELS[name]()
-        reason = found.available(device) or found.refuses(shapes)
+        reason = found.available(device) or found.slow(device) or found.refuses(shapes)
         if reason is None:
             log.info("kernel auto: %s, the fastest on %s that can be used%s", name, device.type, passed_over)
             return found

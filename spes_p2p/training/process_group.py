@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -17,6 +19,7 @@ from torch import Tensor
 
 from spes_p2p.errors import ConfigError, SpesError
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Name = TypeVar("Name", bound=str)
 
@@ -27,6 +30,8 @@ LEADER_TIMEOUT = datetime.timedelta(weeks=52)
 died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
 
 
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists where NVIDIA's driver is loaded."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's `malloc.h`."""
 LARGE_BYTES = 2**25
@@ -72,6 +77,15 @@ def _glibc(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
+def _why_no_cuda() -> str:
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is a build without CUDA; install one with it, see https://pytorch.org"
+    return (
+        f"PyTorch {torch.__version__} was built for CUDA {torch.version.cuda}, which the driver does not run; update the "
+        f"driver, or install PyTorch for an older CUDA, see https://pytorch.org"
+    )
+
+
 class ProcessGroup:
     """A peer's ranks, started by `torchrun`, or this process alone.
 
@@ -89,6 +103,8 @@ class ProcessGroup:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
         use_cuda = device != "cpu" and torch.cuda.is_available()
+        if device == "auto" and not use_cuda and NVIDIA_DRIVER.exists():
+            log.warning("this machine has an NVIDIA GPU, but training is on the CPU: %s", _why_no_cuda())
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if use_cuda and 0 < local_rank >= (num_gpus := torch.cuda.device_count()):
             raise ConfigError(
@@ -104,9 +120,12 @@ class ProcessGroup:
 
     def connect(self) -> None:
         """Join the other ranks; after everything that forks, because forks and GPU contexts do not mix."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)  # NCCL and FSDP take the current device, which is GPU 0 on every rank
         if self.world_size > 1:
-            backend = "nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT)
+            device_id = self.device if on_gpu else None
+            dist.init_process_group("nccl" if on_gpu else "gloo", timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
             # On the CPU: a GPU that waits for a message would be busy all the time.
             self._from_leader = dist.new_group(backend="gloo", timeout=LEADER_TIMEOUT)
 

@@ -234,15 +234,16 @@ class Trainer:
         """Accumulate the batch's mean gradient; return this rank's share of its mean cross entropy."""
         micros = tokens_BT1[self._group.rank :: self._group.world_size].split(self._micro)
         num_on_average = max(num_targets(tokens_BT1), 1) / self._group.world_size
-        loss = 0.0
+        # In double precision, as floats add up, and on the device: reading it would wait for each microbatch.
+        loss = torch.zeros((), dtype=torch.float64, device=self._group.device)
         for index, micro_BT1 in enumerate(micros):
             share = num_targets(micro_BT1) / num_on_average
             is_last = index == len(micros) - 1
             with contextlib.nullcontext() if is_last else self._sharding.accumulating(self._wrapped):
                 parts = self._wrapped(micro_BT1.to(self._group.device), claimed_factor)
                 (parts.total * share).backward()
-            loss += parts.cross_entropy.item() * share
-        return loss
+            loss += parts.cross_entropy.double() * share
+        return loss.item()
 
     def calibrate(self, *, measures: bool = True) -> tuple[float, float]:
         """Return the learned tokens, and all tokens, per second of forward and backward; model and data order stay.
