@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import json
 import re
 import shutil
@@ -162,9 +163,8 @@ def expert_rows(bench: Bench) -> Iterator[Row]:
 def step_size_rows(bench: Bench) -> Iterator[Row]:
     """Yield speed and peak memory of a peer's steps in shipped runs, beside its plan, and of stock Hugging Face."""
     for name, claimed in RUNS.items():
-        for kernel in ("loop",) if bench.is_tiny else ("grouped_mm", "loop"):
-            yield from _run_rows(name, claimed, kernel, bench)
-            _empty(bench)
+        yield from _run_rows(name, claimed, "loop" if bench.is_tiny else "grouped_mm", bench)
+        _empty(bench)
     yield from _stock_rows(bench)
 
 
@@ -243,6 +243,7 @@ def _measured(step: Callable[[], object], bench: Bench) -> tuple[float, int]:
 
 
 def _empty(bench: Bench) -> None:
+    gc.collect()
     if not bench.is_tiny:
         torch.cuda.empty_cache()
 

@@ -133,6 +133,8 @@ class ExpertBank(nn.Module):
 
     def forward(self, hidden_states_TD: Tensor, top_k_index_TK: Tensor, top_k_weights_TK: Tensor) -> Tensor:
         """Sum each token's chosen experts by their weights: `[T, D]` in the dtype of `hidden_states_TD`."""
+        if self.kernel.takes_all:
+            self.frozen.pack()
         routing = Routing.of(self._rank_E[top_k_index_TK], self.num_experts)
         frozen = [{name: self.frozen.stored(slot, name) for name in WEIGHT_NAMES} for slot in self._frozen]
         x_TD = hidden_states_TD.to(compute_dtype(hidden_states_TD))

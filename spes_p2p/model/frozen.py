@@ -11,12 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.kept import NF4_BLOCK, dequantise_int8, quantise_int8, quantise_nf4
+from spes_p2p.codecs.kept import INT8_BLOCK, NF4_BLOCK, dequantise_int8, quantise_int8, quantise_nf4
 from spes_p2p.errors import ConfigError
 
 W = TypeVar("W", bound="Weight")
@@ -35,8 +35,15 @@ class Weight(Protocol):
     def shape(self) -> tuple[int, ...]:
         """`(O, I)`."""
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is made of whole blocks, so that its neighbours' blocks follow its own."""
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight `[O, I]` in `dtype`, read-only; without a copy if it is stored in that dtype."""
+
+    def write(self, out_OI: Tensor) -> None:
+        """Write the weight to contiguous memory, in its dtype; only if it is whole."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +57,15 @@ class Plain:
     def shape(self) -> tuple[int, ...]:
         return tuple(self.weight_OI.shape)
 
+    @property
+    def is_whole(self) -> bool:
+        return True
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.weight_OI.to(dtype)
+
+    def write(self, out_OI: Tensor) -> None:
+        out_OI.copy_(self.weight_OI.view_as(out_OI))
 
 
 @dataclass(frozen=True)
@@ -67,8 +81,16 @@ class Int8:
     def of(cls, weight_OI: Tensor) -> Int8:
         return cls(*quantise_int8(weight_OI.reshape(-1)), tuple(weight_OI.shape))
 
+    @property
+    def is_whole(self) -> bool:
+        return math.prod(self.shape) % INT8_BLOCK == 0
+
     def dense(self, dtype: torch.dtype) -> Tensor:
         return dequantise_int8(self.values_N, self.scales_B).view(self.shape).to(dtype)
+
+    def write(self, out_OI: Tensor) -> None:
+        rows = len(self.scales_B), INT8_BLOCK
+        torch.mul(self.values_N.view(rows), self.scales_B[:, None], out=out_OI.view(rows))
 
 
 @dataclass(frozen=True)
@@ -88,9 +110,24 @@ class Nf4:
         packed, scales_B = quantise_nf4(weight_OI.reshape(-1))
         return cls(packed, scales_B, tuple(weight_OI.shape))
 
+    @property
+    def is_whole(self) -> bool:
+        return math.prod(self.shape) % NF4_BLOCK == 0
+
     def dense(self, dtype: torch.dtype) -> Tensor:
-        functional = _bitsandbytes()
-        state = functional.QuantState(
+        functional, state = _bitsandbytes(), self._state(dtype)
+        flat_N = functional.dequantize_4bit(self.packed.view(-1, 1), state).view(-1)
+        return flat_N[: math.prod(self.shape)].view(self.shape)
+
+    def write(self, out_OI: Tensor) -> None:
+        if out_OI.device.type == "cpu":  # there bitsandbytes cannot
+            out_OI.copy_(self.dense(out_OI.dtype))
+            return
+        state = self._state(out_OI.dtype)
+        _bitsandbytes().dequantize_4bit(self.packed.view(-1, 1), state, out=out_OI.view(state.shape))
+
+    def _state(self, dtype: torch.dtype) -> Any:
+        return _bitsandbytes().QuantState(
             absmax=self.scales_B,
             # One row per block: bitsandbytes 0.50 on CPUs silently mixes up rows that are not a multiple of a block.
             shape=torch.Size((len(self.scales_B), NF4_BLOCK)),
@@ -99,8 +136,6 @@ class Nf4:
             quant_type="nf4",
             dtype=dtype,
         )
-        flat_N = functional.dequantize_4bit(self.packed.view(-1, 1), state).view(-1)
-        return flat_N[: math.prod(self.shape)].view(self.shape)
 
 
 @functools.cache
@@ -134,6 +169,48 @@ def moved(weight: W, device: torch.device) -> W:
     return replace(weight, **{part: getattr(weight, part).to(device) for part in weight.PARTS})  # type: ignore[type-var]
 
 
+def write_all(weights: Sequence[Weight], out_EOI: Tensor) -> None:
+    """Write weights of one shape to contiguous memory; those that lie side by side, see `FrozenStore.pack`, at once."""
+    start = 0
+    while start < len(weights):
+        stop = start + 1
+        while stop < len(weights) and _follows(weights[stop - 1], weights[stop]):
+            stop += 1
+        run = weights[start:stop]
+        if run[0].is_whole:
+            _joined(run).write(out_EOI[start:stop].flatten(0, 1))
+        else:
+            out_EOI[start].copy_(run[0].dense(out_EOI.dtype))
+        start = stop
+
+
+def _follows(weight: Weight, following: Weight) -> bool:
+    """Tell whether all parts of a weight lie directly behind those of another one of the same kind and shape."""
+    return (
+        type(weight) is type(following)
+        and weight.is_whole
+        and all(
+            getattr(weight, part).data_ptr() + getattr(weight, part).nbytes == getattr(following, part).data_ptr()
+            and getattr(weight, part).untyped_storage().data_ptr()
+            == getattr(following, part).untyped_storage().data_ptr()
+            for part in weight.PARTS
+        )
+    )
+
+
+def _joined(run: Sequence[W]) -> W:
+    """Return weights that lie side by side as one, `[E * O, I]`."""
+    if len(run) == 1:
+        return run[0]
+    parts = {}
+    for part in run[0].PARTS:
+        first: Tensor = getattr(run[0], part)
+        parts[part] = first.as_strided((len(run) * len(first), *first.shape[1:]), first.stride())
+    num_rows, num_columns = run[0].shape
+    shape = {} if isinstance(run[0], Plain) else {"shape": (len(run) * num_rows, num_columns)}
+    return replace(run[0], **parts, **shape)  # type: ignore[type-var]
+
+
 class FrozenStore:
     """Stores each frozen expert's weights `[O, I]` in few bits, outside a module's parameters and buffers.
 
@@ -157,6 +234,7 @@ class FrozenStore:
         self.precision = precision
         self.device = torch.device(device)
         self._experts: dict[int, dict[str, Weight]] = {}
+        self._is_packed = True
 
     def __contains__(self, expert: int) -> bool:
         return expert in self._experts
@@ -173,6 +251,7 @@ class FrozenStore:
         encode = ENCODERS[self.precision]
         encoded = {name: encode(tensor.detach().to(self.device)) for name, tensor in tensors.items()}
         self._experts[expert] = self._experts.get(expert, {}) | encoded
+        self._is_packed = False
 
     def put_parts(self, expert: int, name: str, parts: Sequence[Tensor], shape: tuple[int, ...]) -> None:
         """Store one tensor of an expert from what its encoded form consists of, in the order of `Weight.PARTS`."""
@@ -180,6 +259,22 @@ class FrozenStore:
         kinds: dict[str, type[Int8] | type[Nf4]] = {"int8": Int8, "nf4": Nf4}
         weight: Weight = kinds[self.precision](codes, scales[0], shape) if scales else Plain(codes.view(shape))
         self._experts[expert] = self._experts.get(expert, {}) | {name: weight}
+        self._is_packed = False
+
+    def pack(self) -> None:
+        """Put all experts' weights of a name side by side, ascending, so that a kernel can read them at once.
+
+        Nothing happens unless one was stored, removed or moved since. One name's weights are in memory twice meanwhile.
+        """
+        if self._is_packed:
+            return
+        experts = sorted(self._experts)
+        for name in {name: None for weights in self._experts.values() for name in weights}:
+            weights = [self._experts[expert][name] for expert in experts]
+            parts = zip(*(_side_by_side(weights, part) for part in weights[0].PARTS), strict=True)
+            for expert, weight, own in zip(experts, weights, parts, strict=True):
+                self._experts[expert][name] = replace(weight, **dict(zip(weight.PARTS, own, strict=True)))  # type: ignore[type-var]
+        self._is_packed = True
 
     def get(self, expert: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return copies of one expert's tensors in `dtype`."""
@@ -196,6 +291,7 @@ class FrozenStore:
             KeyError: the expert is not stored.
         """
         del self._experts[expert]
+        self._is_packed = False
 
     def nbytes(self) -> int:
         """Return the bytes of all stored weights and their scales."""
@@ -205,10 +301,17 @@ class FrozenStore:
     def to(self, device: torch.device) -> None:
         """Move every expert to `device`, in its stored precision."""
         self.device = device
+        self._is_packed = False
         self._experts = {
             expert: {name: moved(weight, device) for name, weight in weights.items()}
             for expert, weights in self._experts.items()
         }
+
+
+def _side_by_side(weights: Sequence[Weight], part: str) -> Sequence[Tensor]:
+    """Return copies of the weights' tensors of this name, one behind the other in memory."""
+    tensors: list[Tensor] = [getattr(weight, part) for weight in weights]
+    return torch.cat(tensors).split([len(tensor) for tensor in tensors])
 
 
 def unavailable(precision: str) -> str | None:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.model.frozen import DOWN, GATE_UP, WEIGHT_NAMES, Plain, Weight
+from spes_p2p.model.frozen import DOWN, GATE_UP, WEIGHT_NAMES, Plain, Weight, write_all
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Routing:
         order_R: Index of each row among the choices `[T * K]`.
         place_TK: Row of each choice.
         ends_E: End of each expert's rows, which begin at the previous expert's end; int32.
-        counts_E: Number of each expert's rows, on the host.
+        counts_E: Number of each expert's rows.
     """
 
     token_R: Tensor
@@ -56,12 +56,12 @@ class Routing:
             order_R=order_R,
             place_TK=place_R.view(rank_TK.shape),
             ends_E=counts_E.cumsum(0, dtype=torch.int32),
-            counts_E=counts_E.cpu(),
+            counts_E=counts_E,
         )
 
     @functools.cached_property
     def counts(self) -> list[int]:
-        """Number of each expert's rows."""
+        """Number of each expert's rows, on the host; reading it waits for the device."""
         return self.counts_E.tolist()
 
     @property
@@ -122,6 +122,8 @@ class Kernel:
     """
 
     name: ClassVar[str]
+    takes_all: ClassVar[bool] = False
+    """Whether it reads all experts' weights at once, so that they should lie side by side."""
 
     def available(self, device: torch.device) -> str | None:
         """Return why this machine cannot use the kernel on `device`; None if it can."""
@@ -257,6 +259,8 @@ FAST_CAPABILITIES = (9, 10)
 class StackedKernel(Kernel):
     """Base of kernels that take all experts' weights as one tensor, stacked for each product and then dropped."""
 
+    takes_all = True
+
     def forward(
         self, routing: Routing, weights: Mapping[str, Sequence[Weight]], x_TD: Tensor, scores_R1: Tensor
     ) -> tuple[Tensor, Tensor]:
@@ -300,8 +304,7 @@ class StackedKernel(Kernel):
         if not len(rows):
             return rows.new_empty(0, out_features if transposed else in_features)
         stacked_EOI = rows.new_empty(len(weights), out_features, in_features)
-        for weight_OI, weight in zip(stacked_EOI, weights, strict=True):
-            weight_OI.copy_(weight.dense(rows.dtype))
+        write_all(weights, stacked_EOI)
         return self._rows_times(rows, routing, stacked_EOI, transposed)
 
     def _weight_grads(self, grad_RO: Tensor, x_RI: Tensor, routing: Routing, num_claimed: int) -> list[Tensor]:

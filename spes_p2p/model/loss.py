@@ -1,7 +1,7 @@
 """The training loss (cross entropy and the router's losses) and the held-out loss.
 
 Shape legend: B sequences, S tokens of a sequence, T = B S tokens of a batch, C tokens of a chunk, D model width, E
-experts, X = S K choices of a sequence, V vocabulary entries.
+experts, X = S K choices of a sequence, V vocabulary entries, P rows of a head on a GPU, V or a few more.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from spes_p2p.planner.activations import head_rows
 
 NO_TARGET = -100
 """What PyTorch's cross entropy leaves out."""
+ALIGNED_ROWS = 64
+"""A GPU's fast products want rows of logits that begin at multiples of 16 bytes; a vocabulary may have an odd size."""
+ALIGNED_DEVICES = {"cuda"}
 
 
 def balance_loss(
@@ -405,38 +408,47 @@ class ChunkedHead(torch.autograd.Function):
             num_rows: Tokens of a chunk.
             dtype: Precision of the products.
         """
-        rounded_TD, rounded_VD = hidden_TD.to(dtype), weight_VD.to(dtype)
-        chunks = zip(rounded_TD.split(num_rows), targets_T.split(num_rows), strict=True)
-        nats, partitions = zip(*(_losses_of_chunk(*chunk, rounded_VD) for chunk in chunks), strict=True)
+        rounded_TD, rounded_PD = hidden_TD.to(dtype), _aligned(weight_VD.to(dtype))
+        chunks, vocab_size = zip(rounded_TD.split(num_rows), targets_T.split(num_rows), strict=True), len(weight_VD)
+        nats, partitions = zip(*(_losses_of_chunk(*chunk, rounded_PD, vocab_size) for chunk in chunks), strict=True)
         partition_T = torch.cat(partitions)
-        ctx.save_for_backward(rounded_TD, rounded_VD, targets_T, partition_T)
+        ctx.save_for_backward(rounded_TD, rounded_PD, targets_T, partition_T)
         ctx.num_rows = num_rows
         ctx.dtypes = hidden_TD.dtype, weight_VD.dtype
+        ctx.shape = weight_VD.shape
         return torch.cat(nats), partition_T
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients_T: Tensor) -> tuple[Tensor, Tensor | None, None, None, None]:
         """Return the gradients of `hidden_TD` and `weight_VD`."""
-        rounded_TD, rounded_VD, targets_T, partition_T = ctx.saved_tensors
+        rounded_TD, rounded_PD, targets_T, partition_T = ctx.saved_tensors
         hidden_dtype, weight_dtype = ctx.dtypes
         grad_TD = torch.empty(rounded_TD.shape, dtype=hidden_dtype, device=rounded_TD.device)
         grad_VD = None  # of a frozen head
         if ctx.needs_input_grad[1]:
-            grad_VD = torch.zeros(rounded_VD.shape, dtype=weight_dtype, device=rounded_VD.device)
+            grad_VD = torch.zeros(ctx.shape, dtype=weight_dtype, device=rounded_PD.device)
         nats_T, both_T = gradients_T[0], gradients_T[0] + gradients_T[1]
         for start in range(0, len(targets_T), ctx.num_rows):
             rows = slice(start, start + ctx.num_rows)
             chunk = _Chunk(rounded_TD[rows], targets_T[rows], partition_T[rows], nats_T[rows], both_T[rows])
-            grad_TD[rows] = _add_gradients_of_chunk(chunk, rounded_VD, grad_VD)
+            grad_TD[rows] = _add_gradients_of_chunk(chunk, rounded_PD, grad_VD, ctx.shape[0])
         return grad_TD, grad_VD, None, None, None
+
+
+def _aligned(weight_VD: Tensor) -> Tensor:
+    """Return the weight, on a GPU with rows of zeros up to a multiple of `ALIGNED_ROWS`."""
+    missing = -len(weight_VD) % ALIGNED_ROWS if weight_VD.device.type in ALIGNED_DEVICES else 0
+    return F.pad(weight_VD, (0, 0, 0, missing)) if missing else weight_VD
 
 
 # Functions, because a loop would keep the last chunk's logits until it has the next one's.
 
 
-def _losses_of_chunk(rounded_CD: Tensor, targets_C: Tensor, rounded_VD: Tensor) -> tuple[Tensor, Tensor]:
-    logits_CV = F.linear(rounded_CD, rounded_VD).float()
+def _losses_of_chunk(
+    rounded_CD: Tensor, targets_C: Tensor, rounded_PD: Tensor, vocab_size: int
+) -> tuple[Tensor, Tensor]:
+    logits_CV = F.linear(rounded_CD, rounded_PD).float()[:, :vocab_size]
     chosen_C = logits_CV.gather(1, targets_C[:, None])[:, 0]
     highest_C1 = logits_CV.amax(dim=1, keepdim=True)
     partition_C = logits_CV.sub_(highest_C1).exp_().sum(dim=1).log_() + highest_C1[:, 0]
@@ -456,16 +468,17 @@ class _Chunk(NamedTuple):
     """Their sums with the gradients of the log-partitions."""
 
 
-def _add_gradients_of_chunk(chunk: _Chunk, rounded_VD: Tensor, grad_VD: Tensor | None) -> Tensor:
+def _add_gradients_of_chunk(chunk: _Chunk, rounded_PD: Tensor, grad_VD: Tensor | None, vocab_size: int) -> Tensor:
     """Return the gradient of what the head has read, and add the chunk's share to the weight's, if it has one."""
-    slopes_CV = F.linear(chunk.rounded_CD, rounded_VD).float()
-    slopes_CV.sub_(chunk.partition_C[:, None]).exp_().mul_(chunk.both_C[:, None])  # of the softmax
-    slopes_CV.scatter_add_(1, chunk.targets_C[:, None], -chunk.nats_C[:, None])
-    rounded_CV = slopes_CV.to(rounded_VD.dtype)
+    slopes_CP = F.linear(chunk.rounded_CD, rounded_PD).float()
+    slopes_CP.sub_(chunk.partition_C[:, None]).exp_().mul_(chunk.both_C[:, None])  # of the softmax
+    slopes_CP[:, vocab_size:] = 0.0
+    slopes_CP.scatter_add_(1, chunk.targets_C[:, None], -chunk.nats_C[:, None])
+    rounded_CP = slopes_CP.to(rounded_PD.dtype)
     if grad_VD is None:
         pass
-    elif rounded_CV.dtype == grad_VD.dtype:
-        grad_VD.addmm_(rounded_CV.T, chunk.rounded_CD)
+    elif rounded_CP.dtype == grad_VD.dtype and len(grad_VD) == len(rounded_PD):
+        grad_VD.addmm_(rounded_CP.T, chunk.rounded_CD)
     else:
-        grad_VD += rounded_CV.T @ chunk.rounded_CD
-    return rounded_CV @ rounded_VD
+        grad_VD += (rounded_CP.T @ chunk.rounded_CD)[:vocab_size]
+    return rounded_CP @ rounded_PD

@@ -30,7 +30,7 @@ LEADER_TIMEOUT = datetime.timedelta(weeks=52)
 died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
 
 
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 """Exists where NVIDIA's driver is loaded."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Numbers of glibc's `malloc.h`."""
@@ -81,8 +81,8 @@ def _why_no_cuda() -> str:
     if torch.version.cuda is None:
         return f"PyTorch {torch.__version__} is a build without CUDA; install one with it, see https://pytorch.org"
     return (
-        f"PyTorch {torch.__version__} was built for CUDA {torch.version.cuda}, which the driver does not run; update the "
-        f"driver, or install PyTorch for an older CUDA, see https://pytorch.org"
+        f"PyTorch {torch.__version__} was built for CUDA {torch.version.cuda}, which the driver does not run; update "
+        f"the driver, or install PyTorch for an older CUDA, see https://pytorch.org"
     )
 
 
@@ -103,7 +103,7 @@ class ProcessGroup:
         if device == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
         use_cuda = device != "cpu" and torch.cuda.is_available()
-        if device == "auto" and not use_cuda and NVIDIA_DRIVER.exists():
+        if device == "auto" and not use_cuda and Path(NVIDIA_DRIVER).exists():
             log.warning("this machine has an NVIDIA GPU, but training is on the CPU: %s", _why_no_cuda())
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if use_cuda and 0 < local_rank >= (num_gpus := torch.cuda.device_count()):

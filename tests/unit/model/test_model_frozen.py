@@ -66,6 +66,38 @@ def test_store_counts_every_byte_and_forgets(storage):
 
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(3, 5), (16, 8), (33, 64), (128, 96)], ids=str)
+def test_packed_weights_are_read_at_once_and_are_the_same(seed, storage, dtype, shape, monkeypatch):
+    store, given = FrozenStore(storage), {expert: torch.randn(shape) for expert in (4, 0, 2, 7)}
+    for expert, weight in given.items():
+        store.put(expert, {"a": weight, "b": weight.T})
+    before = {expert: bytes_of(store, expert) for expert in given}
+    written, of = [], frozen._joined
+    monkeypatch.setattr(frozen, "_joined", lambda run: written.append(len(run)) or of(run))
+
+    def stacked(experts):
+        written.clear()
+        out_EOI = torch.full((len(experts), *shape), torch.nan, dtype=dtype)
+        frozen.write_all([store.stored(expert, "a") for expert in experts], out_EOI)
+        wanted = [store.stored(expert, "a").dense(dtype) for expert in experts]
+        assert torch.equal(out_EOI, torch.stack(wanted))
+        return written
+
+    is_whole = store.stored(0, "a").is_whole
+    store.pack()
+    assert {expert: bytes_of(store, expert) for expert in given} == before
+    assert stacked([0, 2, 4, 7]) == ([4] if is_whole else [])
+    assert stacked([2, 7, 0]) == ([1, 1, 1] if is_whole else [])
+    kept = store.stored(2, "a")
+    store.put(2, {"a": -given[2]})
+    assert kept.dense(dtype).ne(store.stored(2, "a").dense(dtype)).any(), "a pass under way has lost its weights"
+    assert stacked([0, 2, 4, 7]) == ([1, 1, 2] if is_whole else [])
+    store.pack()
+    assert stacked([0, 2, 4, 7]) == ([4] if is_whole else [])
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_store_shares_no_memory_with_its_callers(storage, dtype):
     store = FrozenStore(storage)
     given = torch.ones(3, 4, dtype=dtype)

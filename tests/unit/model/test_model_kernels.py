@@ -204,11 +204,10 @@ def test_recomputed_pass_that_routes_otherwise_has_the_gradients_of_its_own_rout
     assert all(map(torch.equal, got, wanted))
 
 
-@pytest.mark.parametrize("kernel", ON_CPU)
 @pytest.mark.parametrize(
     ("storage", "kind"), [("bf16", Plain), ("int8", Int8), pytest.param("nf4", Nf4, marks=NEEDS_BITSANDBYTES)]
 )
-def test_one_weight_at_a_time_is_made_dense_and_none_is_kept(seed, kernel, storage, kind, monkeypatch):
+def test_the_loop_makes_one_weight_at_a_time_dense_and_keeps_none(seed, storage, kind, monkeypatch):
     made, dense = [], kind.dense
 
     def watched(weight, dtype):
@@ -218,7 +217,7 @@ def test_one_weight_at_a_time_is_made_dense_and_none_is_kept(seed, kernel, stora
             made.append(StorageWeakRef(tensor.untyped_storage()))
         return tensor
 
-    bank = bank_of(PlainExperts(), [0], storage, kernel)
+    bank = bank_of(PlainExperts(), [0], storage, "loop")
     monkeypatch.setattr(kind, "dense", watched)
     y_TD = bank(*routed(40))
     forward = len(made)

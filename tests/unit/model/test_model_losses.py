@@ -13,6 +13,7 @@ from transformers.models.olmoe.modeling_olmoe import load_balancing_loss_func
 
 from spes_p2p.config import TrainConfig
 from spes_p2p.errors import DataError
+from spes_p2p.model import loss
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import (
     TrainingLoss,
@@ -88,9 +89,9 @@ def test_z_loss_equals_its_formula(seed):
 
 
 def test_losses_without_router_logits_say_how_to_get_them():
-    for loss in (lambda: balance_loss([], 2, num_sequences=1), lambda: router_z_loss(())):
+    for of_router in (lambda: balance_loss([], 2, num_sequences=1), lambda: router_z_loss(())):
         with pytest.raises(ValueError, match="output_router_logits"):
-            loss()
+            of_router()
 
 
 def test_training_loss_is_the_sum_of_its_parts(slot_model, tokens):
@@ -199,9 +200,13 @@ def few_logits(monkeypatch, num_bytes: int) -> None:
 @pytest.mark.parametrize("family", ["olmoe", "qwen3_moe", "mixtral"])
 @pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("device", ["as on a CPU", "as on a GPU"])
 def test_the_head_in_chunks_gives_the_loss_and_gradients_of_all_logits_at_once(
-    slot_model, monkeypatch, family, is_tied, precision
+    slot_model, monkeypatch, family, is_tied, precision, device
 ):
+    if device == "as on a GPU":
+        monkeypatch.setattr(loss, "ALIGNED_DEVICES", {"cpu"})
+        monkeypatch.setattr(loss, "ALIGNED_ROWS", 48)  # to 96 rows
     tokens = torch.randint(64, (3, 9))
     tokens[0, 5] = ~tokens[0, 5]  # begins a document, so it is not learned
     found = []
