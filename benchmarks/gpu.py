@@ -12,14 +12,12 @@ import contextlib
 import copy
 import functools
 import gc
-import json
 import re
 import shutil
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -31,10 +29,10 @@ from torch import LongTensor, Tensor
 from benchmarks.cluster import ROOT
 from benchmarks.experts import RandomTokens, module_rows
 from benchmarks.large_peers import FETCHED, TOGETHER, Peer, gigabytes, said, start, wait_for, watch
-from benchmarks.machine import Circumstances, load_average
 from benchmarks.real_size import home_settings
+from benchmarks.scoreboard import Scoreboard
 from benchmarks.stock import stock_step
-from benchmarks.tables import HEAD, Row, markdown_table
+from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
 from spes_p2p.model.build import FAMILIES, build_slot_model, hf_config
@@ -42,7 +40,6 @@ from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import model_size
-from spes_p2p.presentation import say
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.trainer import Trainer
 
@@ -377,40 +374,11 @@ def main(config: GpuConfig) -> int:
     shutil.rmtree(config.work, ignore_errors=True)
     config.work.mkdir(parents=True)
     bench = Bench(config.device, config.work.resolve())
-    name = torch.cuda.get_device_name() if config.device == "cuda" else "cpu"
-    slug = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
-    path = config.results / f"gpu-{slug}.json" if config.results is not None else None
-    if config.results is not None:
-        config.results.mkdir(parents=True, exist_ok=True)
-    found: list[Row] = []
-    for part in config.only or PARTS:
-        rows = _part(part, bench)
-        found += rows
-        if path is not None:
-            _write(path, part, rows, name)
-    say("\n" + markdown_table(HEAD, [row.cells for row in found]))
-    return 1 if any(row.is_reached is False for row in found) else 0
-
-
-def _part(part: str, bench: Bench) -> list[Row]:
-    rows: list[Row] = []
-    began = time.monotonic()
-    try:
-        for row in PARTS[part](bench):
-            say(f"{time.monotonic() - began:6.1f}  " + "  ".join(cell for cell in row.cells if cell))
-            rows.append(row)
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is told in the table, and the others are measured
-        rows.append(Row(f"{part}: could not be measured", f"{type(error).__name__}: {error}", is_reached=False))
-        say("  ".join(rows[-1].cells))
-    _empty(bench)
-    return rows
-
-
-def _write(path: Path, part: str, rows: list[Row], device: str) -> None:
-    document: Mapping[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    circumstances = {**asdict(Circumstances.now(load_average(), None)), "device": device}
-    written = {part: {"figures": [row._asdict() for row in rows], "circumstances": circumstances}}
-    path.write_text(json.dumps({**document, **written}, indent=1) + "\n")
+    device = torch.cuda.get_device_name() if config.device == "cuda" else "cpu"
+    slug = re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+    board = Scoreboard((config.results or Path()) / f"gpu-{slug}.json", ROOT / "docs/benchmarks.md", "GPU", PARTS)
+    is_reached = board.run(config.only, lambda _: bench, (lambda _: {"device": device}) if config.results else None)
+    return 0 if is_reached else 1
 
 
 if __name__ == "__main__":

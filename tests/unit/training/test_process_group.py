@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from ranks import run_ranks
 
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError
 from spes_p2p.swarm.names import VectorName
+from spes_p2p.training import process_group
 from spes_p2p.training.process_group import ProcessGroup
 from spes_p2p.training.round_work import StoredVectors
 
@@ -41,6 +43,25 @@ def test_a_process_alone_is_its_own_leader_and_needs_no_network():
 def test_cuda_where_there_is_none_is_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"device=cuda.*--device cpu"):
         ProcessGroup("cuda")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has CUDA")
+@pytest.mark.parametrize(
+    ("built_for", "remedy"), [(None, "a build without CUDA; install one"), ("13.0", "CUDA 13.0, .* update the driver")]
+)
+def test_a_gpu_that_pytorch_cannot_use_is_told_and_not_passed_over_in_silence(
+    tmp_path, monkeypatch, caplog, built_for, remedy
+):
+    (driver := tmp_path / "version").touch()
+    monkeypatch.setattr(process_group, "NVIDIA_DRIVER", str(driver))
+    monkeypatch.setattr(torch.version, "cuda", built_for)
+    assert ProcessGroup("cpu").device.type == "cpu" and not caplog.records, "a CPU that was asked for"
+    assert ProcessGroup("auto").device.type == "cpu"
+    (record,) = caplog.records
+    assert re.search(f"NVIDIA GPU, but training is on the CPU: PyTorch .*{remedy}", record.getMessage())
+    driver.unlink()
+    ProcessGroup("auto")
+    assert len(caplog.records) == 1
 
 
 def rank_main(rank: int, port: int, folder: str) -> None:
