@@ -278,6 +278,22 @@ def spes(*words: str, cwd: Path | None = None, **environment: str) -> subprocess
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=variables, timeout=120, check=False)
 
 
+@pytest.mark.parametrize(
+    ("chosen", "found"), [({}, "300"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")], ids=str
+)
+def test_threads_that_wait_leave_their_core_to_other_programs_unless_told_otherwise(chosen, found):
+    """OpenMP reads the variable when torch is imported."""
+    script = (
+        "import os, sys; from spes_p2p import __main__, cli; "
+        "cli.entry_point = lambda *_: (print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules), sys.exit(0)); "
+        "__main__.start('plan', [])"
+    )
+    variables = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    words = [sys.executable, "-c", script]
+    ended = subprocess.run(words, capture_output=True, text=True, env=variables | chosen, timeout=120, check=False)
+    assert ended.stdout.split() == [found, "False"], ended
+
+
 def test_without_a_command_it_says_what_to_type_first():
     ended = spes()
     assert ended.returncode == 0 and len(ended.stdout.splitlines()) <= SCREENS / 2
