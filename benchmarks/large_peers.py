@@ -52,6 +52,11 @@ class Peer:
         if self.rounds and self.first_round_seconds is None:
             self.first_round_seconds = seconds
 
+    def processor_seconds(self) -> float:
+        """Return the processor time of all its processes so far, of those that have ended too."""
+        times = [process.cpu_times() for process in _family(self.process.pid)]
+        return sum(each.user + each.system + each.children_user + each.children_system for each in times)
+
     def end(self) -> None:
         """End it with all its processes, if it has not ended by itself."""
         family = _family(self.process.pid)

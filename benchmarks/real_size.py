@@ -32,6 +32,7 @@ from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
 from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.errors import SpesError
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.planner.memory import Setup
@@ -51,13 +52,15 @@ SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit",
 MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "int8", *SMALL_MACHINE)
 HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", "--yes", *SMALL_MACHINE)
 """Flags of peers that join the 1B shape and half of 7B."""
+SMALLER_MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "nf4", *SMALL_MACHINE)
+MAX_PROCESSOR_SECONDS, MEASURED_ROUNDS = 10.0, 3
 HALF_LAYERS, HALF_TOKENS = 8, 64
 _SPENT = re.compile(
     r"round \d+: 2 peers, .* s training, ([\d.]+) matchmaking, ([\d.]+) averaging, ([\d.]+) exchange, ([\d.]+) other"
 )
 
 
-Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half"]
+Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half", "processor"]
 
 
 class RealSizeConfig(CommandConfig):
@@ -73,7 +76,7 @@ class RealSizeConfig(CommandConfig):
     """Leave what was measured in benchmarks/results/real_size.json and, between its markers, in docs/benchmarks.md."""
 
 
-def _settings(work: Path, *, min_peers: int, rounds: int, storage: str | None = None) -> Path:
+def _settings(work: Path, *, min_peers: int, rounds: int, steps: int = STEPS, storage: str | None = None) -> Path:
     """Write the settings of a run of the 1B shape with a small vocabulary, or of a smaller one; return the file."""
     settings = yaml.safe_load(SHAPE.read_text())
     run = settings["run"]
@@ -82,7 +85,7 @@ def _settings(work: Path, *, min_peers: int, rounds: int, storage: str | None = 
         run["model"] |= SMALLER
     run["data"] = {"source": "embedded", "vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
     run["train"] |= {"precision": "fp32", "batch_size": 8}
-    run["round"] |= {"steps": STEPS, "total": rounds, "min_peers": min_peers, "max_seconds": 600}
+    run["round"] |= {"steps": steps, "total": rounds, "min_peers": min_peers, "max_seconds": 600}
     run.pop("merge")
     held = "int8" if storage is None else "nf4"
     settings |= {"storage": held, "inner_optimizer": "adamw8bit", "seed_seconds": 0}
@@ -285,6 +288,42 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         yield Row("- a round of both: not training, of the founder", figure, f"{MAX_ROUND_SECONDS:.0f} s", is_met)
 
 
+def processor_rows(work: Path) -> Iterator[Row]:
+    """Yield the processor time of a round besides training, of one of two peers, by rounds of one and three steps."""
+    for name, storage, billions in (("0.27B", "nf4", 0.269), ("1B", None, 0.947)):
+        each = [_processor_seconds(work / f"{name}-{steps}", steps, storage) for steps in (1, 3)]
+        besides = (3 * each[0] - each[1]) / 2
+        found = f"{besides / billions:.1f} s ({besides:.1f}; a step {(each[1] - each[0]) / 2:.1f})"
+        what = f"processor seconds of one round besides training, per 1e9 parameters of the model, {name}"
+        yield Row(what, found, f"{MAX_PROCESSOR_SECONDS:.0f} s", besides / billions <= MAX_PROCESSOR_SECONDS)
+
+
+def _processor_seconds(work: Path, steps: int, storage: str | None) -> float:
+    """Return the processor time of one of two peers per round, over three rounds.
+
+    Raises:
+        SpesError: the peers have not come so far.
+    """
+    work.mkdir()
+    settings = _settings(work, min_peers=2, rounds=10_000, steps=steps, storage=storage)
+    peers = [first := start(work, "first", "--config", str(settings))]
+    try:
+        wait_for(first.folder / "address", first)
+        address = (first.folder / "address").read_text().split()[0]
+        machine = MACHINE if storage is None else SMALLER_MACHINE
+        peers.append(start(work, "second", "--initial-peers", address, *machine))
+        failure, seconds = "", []
+        for rounds in (2, 2 + MEASURED_ROUNDS):  # the first rounds allocate
+            failure = failure or watch(peers, said(TOGETHER, rounds), least=first)
+            seconds.append(first.processor_seconds())
+    finally:
+        for peer in peers:
+            peer.end()
+    if failure:
+        raise SpesError(failure)
+    return (seconds[1] - seconds[0]) / MEASURED_ROUNDS
+
+
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "logits": logits_rows,
     "plan": plan_rows,
@@ -293,6 +332,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "pair": pair_rows,
     "late": late_rows,
     "half": half_rows,
+    "processor": processor_rows,
 }
 BOARD = Scoreboard(ROOT / "benchmarks/results/real_size.json", ROOT / "docs/benchmarks.md", "REAL SIZE", PARTS)
 
