@@ -8,6 +8,7 @@ divided among them. Peers are ended, and the row says so, when the machine has l
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -54,13 +55,16 @@ HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "b
 """Flags of peers that join the 1B shape and half of 7B."""
 SMALLER_MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "nf4", *SMALL_MACHINE)
 MAX_PROCESSOR_SECONDS, MEASURED_ROUNDS = 10.0, 3
+HOME_RESULTS = ROOT / "benchmarks" / "results" / "home_settings" / "results"
+SEEDS, STUDENT, MAX_EXCESS = 8, 2.365, (0.3, 1.0)
+"""Student's t for 95 % of both sides and seven degrees of freedom; percent."""
 HALF_LAYERS, HALF_TOKENS = 8, 64
 _SPENT = re.compile(
     r"round \d+: 2 peers, .* s training, ([\d.]+) matchmaking, ([\d.]+) averaging, ([\d.]+) exchange, ([\d.]+) other"
 )
 
 
-Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half", "processor"]
+Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half", "processor", "loss"]
 
 
 class RealSizeConfig(CommandConfig):
@@ -324,6 +328,25 @@ def _processor_seconds(work: Path, steps: int, storage: str | None) -> float:
     return (seconds[1] - seconds[0]) / MEASURED_ROUNDS
 
 
+def loss_rows(_: Path) -> Iterator[Row]:
+    """Yield what `configs/home_settings.yaml` has found: the held-out loss of home settings against fp32 everywhere."""
+    losses = {
+        variant: [
+            json.loads((HOME_RESULTS / f"{variant}-{seed}.json").read_text())["evaluations"][-1]["loss"]
+            for seed in range(SEEDS)
+        ]
+        for variant in ("home", "fp32")
+    }
+    excesses = [100 * (home / fp32 - 1) for home, fp32 in zip(losses["home"], losses["fp32"], strict=True)]
+    mean, reach = statistics.mean(excesses), STUDENT * statistics.stdev(excesses) / math.sqrt(SEEDS)
+    found = f"{mean:+.2f} %; {mean + reach:+.2f} %"
+    most = f"{MAX_EXCESS[0]:+.1f} %; {MAX_EXCESS[1]:+.1f} %"
+    what = (
+        f"held-out loss, home settings against fp32 everywhere, {SEEDS} paired seeds, 600 steps: mean; upper end (95 %)"
+    )
+    yield Row(what, found, most, mean <= MAX_EXCESS[0] and mean + reach <= MAX_EXCESS[1])
+
+
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "logits": logits_rows,
     "plan": plan_rows,
@@ -333,6 +356,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "late": late_rows,
     "half": half_rows,
     "processor": processor_rows,
+    "loss": loss_rows,
 }
 BOARD = Scoreboard(ROOT / "benchmarks/results/real_size.json", ROOT / "docs/benchmarks.md", "REAL SIZE", PARTS)
 

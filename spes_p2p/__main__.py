@@ -18,9 +18,9 @@ start here:
 commands:
 """
 EXIT_USER_ERROR, EXIT_INTERRUPTED = 2, 130
-SPINS = "300"
+SPINS = "1000"
 """Turns for which a thread of PyTorch's waits for the others before it sleeps; OpenMP's default is 300,000. Where other
-programs use a core, too, a step then takes half or a quarter of the time, and on quiet cores a tenth more."""
+programs use a core, too, a step then takes half of the time or less; on quiet cores it takes as long as before."""
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "peer": ("PeerConfig", "spes_p2p.peer.life", "found or join a run, and train it"),
     "join": ("JoinConfig", "spes_p2p.commands.join", "join the run that a link names, and train it"),
