@@ -49,6 +49,7 @@ class Activations:
         keeps_scores: Whether attention is `eager`; other kernels never have all scores in memory.
         keeps_masks: Whether attention is `sdpa` over separate documents: each layer keeps a mask as numbers.
         has_frozen_base: Whether adapters are trained: a matrix of the base is made dense for one product at a time.
+        stacks_experts: Whether the kernel takes a layer's experts as one tensor, as the one for GPUs does.
     """
 
     model: ModelConfig
@@ -60,6 +61,7 @@ class Activations:
     keeps_scores: bool = False
     keeps_masks: bool = False
     has_frozen_base: bool = False
+    stacks_experts: bool = False
 
     @property
     def tokens(self) -> int:
@@ -81,15 +83,19 @@ class Activations:
     def num_bytes(self) -> int:
         """Bytes at the peak of the backward pass.
 
-        The peak is at the logits, with two gradients of their size or the chunk's, or, if the vocabulary is small, in a
-        layer, whose gradients take about what it has kept; with checkpointing the layer is also computed again.
+        The peak is at the logits, with two gradients of their size, or the chunk's and under autocast the rounded
+        gradient of the head; or, if the vocabulary is small, in a layer, whose gradients take about what it has kept.
+        With checkpointing the layer is also computed again, and a GPU stacks its experts.
         """
         logits = WIDE * self.vocab_size
-        in_a_layer = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
+        per_token = 2 * self._layer() - self._norm() if self.checkpointing else self._layer()
+        in_a_layer = self.tokens * per_token + self._stack()
         if (rows := self._head_rows) is not None:
             at_the_logits = min(rows, self.tokens) * _chunk_bytes(self.precision) * self.vocab_size
-            return self.kept_bytes + max(at_the_logits, self.tokens * in_a_layer)
-        return self.kept_bytes + self.tokens * max(2 * logits, in_a_layer - logits)
+            if self.precision == "bf16" and not self.has_frozen_base:
+                at_the_logits += NARROW["bf16"] * self.vocab_size * self.model.hidden_size
+            return self.kept_bytes + max(at_the_logits, in_a_layer)
+        return self.kept_bytes + max(self.tokens * 2 * logits, in_a_layer - self.tokens * logits)
 
     @property
     def _head_rows(self) -> int | None:
@@ -122,6 +128,12 @@ class Activations:
         if model.is_dense:  # gate, its activation, up and their product, which plain modules keep
             experts = 4 * narrow * model.intermediate_size
         return norms + attention + router + experts
+
+    def _stack(self) -> int:
+        """Return the bytes of gate and up of a layer's experts, where they are stacked."""
+        model = self.model
+        rows = model.num_experts * 2 * model.intermediate_size if self.stacks_experts else 0
+        return NARROW[self.precision] * rows * model.hidden_size
 
     def _rounded_weights(self) -> int:
         model, width = self.model, self.model.hidden_size

@@ -99,6 +99,7 @@ class Setup:
                 keeps_scores=machine.attention == "eager",
                 keeps_masks=machine.attention == "sdpa" and run.data.are_separate,
                 has_frozen_base=run.adapter is not None,
+                stacks_experts=on_gpu and not run.model.is_dense,
             )
         return cls(
             storage=machine.storage or run.frozen_storage,

@@ -172,8 +172,16 @@ def test_logits_are_bounded_whatever_the_microbatch_and_the_vocabulary(
     model = small_model(num_layers=1)
     shape = {"sequences": sequences, "sequence_length": 2048, "precision": precision}
     some, none = (Activations(model, entries, **shape).num_bytes for entries in (vocabulary, 1))
-    rounded = 2 * vocabulary * model.hidden_size if precision == "bf16" else 0
-    assert some - none <= LOGITS_BYTES + rounded
+    rounded = 2 * vocabulary * model.hidden_size if precision == "bf16" else 0  # the head, and its gradient
+    assert some - none <= LOGITS_BYTES + 2 * rounded
+
+
+def test_a_gpu_stacks_the_experts_of_a_layer() -> None:
+    run = RunConfig.model_validate({"train": {"precision": "bf16"}})
+    of = {on_gpu: Setup.of(run, MachineConfig(), 10, on_gpu=on_gpu).activations for on_gpu in (False, True)}
+    model = run.model
+    stack = 2 * model.num_experts * 2 * model.intermediate_size * model.hidden_size
+    assert of[True].num_bytes - of[False].num_bytes == stack
 
 
 def test_checkpointing_keeps_less_and_a_larger_batch_more() -> None:
