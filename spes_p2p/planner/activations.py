@@ -12,6 +12,8 @@ WIDE = 4
 NORMALISED = ("olmoe", "qwen3_moe", "qwen3")
 """Families that normalise queries and keys."""
 NARROW = {"fp32": 4, "bf16": 2}
+INDEX = 8
+"""Bytes of an index."""
 LOGITS_BYTES = 2**28
 """Most memory for logits and their gradients; microbatches with more have them computed in chunks."""
 
@@ -106,7 +108,7 @@ class Activations:
         return (2 * WIDE + NARROW[self.precision]) * self.model.hidden_size
 
     def _layer(self) -> int:
-        """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 4 K)`, F the keys' width.
+        """Return one layer's bytes per token: in fp32 `4 (10 D + 4 F + 2 K I + 4 E + 10 K)`, F the keys' width.
 
         Without norms of queries and keys, it is `8 (D + F)` less; with eager attention, `4 S` more per head, and `4 S`
         with masks, which also copy keys and values to every head.
@@ -123,7 +125,8 @@ class Activations:
             attention += scores * model.num_heads * self.sequence_length + 2 * narrow * (query_width - key_width)
         if self.keeps_masks:  # keys and values are copied here, too
             attention += narrow * self.sequence_length + 2 * narrow * (query_width - key_width)
-        router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses, and the sorting
+        router = 4 * WIDE * (model.num_experts + model.top_k)  # scores on their way to the losses
+        router += 3 * INDEX * model.top_k  # each row's token, and the order of rows both ways
         experts = 2 * narrow * model.top_k * model.intermediate_size  # gate and up
         if model.is_dense:  # gate, its activation, up and their product, which plain modules keep
             experts = 4 * narrow * model.intermediate_size

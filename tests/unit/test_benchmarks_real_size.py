@@ -9,7 +9,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.real_size import REAL_VOCABULARY, Peer, _half_settings, _proportional_bytes, _settings
+from benchmarks.large_peers import Peer, _proportional_bytes
+from benchmarks.real_size import REAL_VOCABULARY, _half_settings, _settings
 from spes_p2p.cli import load_settings
 from spes_p2p.config import PeerConfig
 from spes_p2p.data.tokenizer import resolve_tokenizer

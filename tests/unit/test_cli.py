@@ -279,7 +279,9 @@ def spes(*words: str, cwd: Path | None = None, **environment: str) -> subprocess
 
 
 @pytest.mark.parametrize(
-    ("chosen", "found"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")], ids=str
+    ("chosen", "found"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=str,
 )
 def test_threads_that_wait_leave_their_core_to_other_programs_unless_told_otherwise(chosen, found):
     """OpenMP reads the variable when torch is imported."""
