@@ -229,6 +229,19 @@ def test_the_head_in_chunks_gives_the_loss_and_gradients_of_all_logits_at_once(
     assert model.module(tokens.clamp(min=0)).logits.shape == (3, 9, 64), "the head is itself again"
 
 
+@pytest.mark.parametrize("logit", [-320.0, 0.0, 320.0])
+def test_rows_that_a_gpu_adds_to_the_head_change_nothing_however_small_all_logits_are(seed, monkeypatch, logit):
+    hidden_TD, targets_T = torch.ones(6, 32, requires_grad=True), torch.arange(6)
+    weight_VD = (logit / 32 + 0.1 * torch.randn(10, 32)).requires_grad_()
+    found = []
+    for devices in (set(), {"cpu"}):
+        monkeypatch.setattr(loss, "ALIGNED_DEVICES", devices)
+        nats_T, _ = loss.ChunkedHead.apply(hidden_TD, weight_VD, targets_T, 4, torch.float32)
+        found.append((nats_T, *torch.autograd.grad(nats_T.sum(), (hidden_TD, weight_VD))))
+    for padded, plain in zip(*found, strict=True):
+        torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-4)
+
+
 def test_logits_take_no_more_memory_than_a_chunk(tiny, seed, monkeypatch):
     """At once they take 12 bytes a token and entry of the vocabulary: the logits, log-softmax and gradients."""
     vocabulary, chunk_bytes = 4096, 2**20
