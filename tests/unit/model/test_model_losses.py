@@ -239,7 +239,7 @@ def test_rows_that_a_gpu_adds_to_the_head_change_nothing_however_small_all_logit
         nats_T, _ = loss.ChunkedHead.apply(hidden_TD, weight_VD, targets_T, 4, torch.float32)
         found.append((nats_T, *torch.autograd.grad(nats_T.sum(), (hidden_TD, weight_VD))))
     for padded, plain in zip(*found, strict=True):
-        torch.testing.assert_close(padded, plain, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(padded, plain, rtol=1e-3, atol=1e-3)
 
 
 def test_logits_take_no_more_memory_than_a_chunk(tiny, seed, monkeypatch):
