@@ -24,6 +24,11 @@ LEAST_FREE_BYTES = 10**9
 DEADLINE_SECONDS = 1800.0
 TOGETHER = re.compile(r"round \d+: 2 peers, ")
 FETCHED = re.compile(r"entered the run at round \d+: fetched ([\d.]+) MB")
+SPENT = re.compile(
+    r"round \d+: 2 peers, .*? ([\d.]+) s training, ([\d.]+) matchmaking, ([\d.]+) averaging, ([\d.]+) exchange, "
+    r"([\d.]+) other"
+)
+"""Seconds of a round of two peers, by what they went into."""
 _ROUND = re.compile(r"round (\d+): \d+ peers, ")
 _NEEDS = re.compile(r"it needs ([\d.]+ [GM]B) of memory")
 
@@ -119,8 +124,9 @@ def said(pattern: re.Pattern[str], times: int = 1) -> Callable[[Peer], bool]:
 
 
 def wait_for(path: Path, peer: Peer) -> None:
-    """Measure a peer until a file exists, or the peer has ended."""
-    while not path.exists() and peer.process.poll() is None:
+    """Measure a peer until a file exists, the peer has ended, or it has had too long."""
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while not path.exists() and peer.process.poll() is None and time.monotonic() < deadline:
         peer.look()
         time.sleep(SAMPLE_SECONDS)
 

@@ -477,8 +477,8 @@ def _add_gradients_of_chunk(chunk: _Chunk, rounded_PD: Tensor, grad_VD: Tensor |
     rounded_CP = slopes_CP.to(rounded_PD.dtype)
     if grad_VD is None:
         pass
-    elif rounded_CP.dtype == grad_VD.dtype and len(grad_VD) == len(rounded_PD):
-        grad_VD.addmm_(rounded_CP.T, chunk.rounded_CD)
+    elif rounded_CP.dtype == grad_VD.dtype:
+        grad_VD.addmm_(rounded_CP[:, :vocab_size].T, chunk.rounded_CD)
     else:
         grad_VD += (rounded_CP.T @ chunk.rounded_CD)[:vocab_size]
     return rounded_CP @ rounded_PD

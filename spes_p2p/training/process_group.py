@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import datetime
+import functools
 import logging
 import os
 import sys
@@ -77,13 +78,17 @@ def _glibc(name: str) -> Callable[..., int] | None:
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None
 
 
-def _why_no_cuda() -> str:
+@functools.cache  # a peer looks for its device several times
+def _warn_of_unused_gpu() -> None:
     if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} is a build without CUDA; install one with it, see https://pytorch.org"
-    return (
-        f"PyTorch {torch.__version__} was built for CUDA {torch.version.cuda}, which the driver does not run; update "
-        f"the driver, or install PyTorch for an older CUDA, see https://pytorch.org"
-    )
+        why = "is a build without CUDA; install one with it, see https://pytorch.org"
+    else:
+        why = (
+            f"was built for CUDA {torch.version.cuda}, which the driver does not run; update the driver, or install "
+            f"PyTorch for an older CUDA, see https://pytorch.org"
+        )
+    said = "this machine has an NVIDIA GPU, but training is on the CPU: PyTorch %s %s"
+    log.warning(said, torch.__version__, why)
 
 
 class ProcessGroup:
@@ -104,7 +109,7 @@ class ProcessGroup:
             raise ConfigError("device=cuda, but PyTorch finds no CUDA device; set --device cpu")
         use_cuda = device != "cpu" and torch.cuda.is_available()
         if device == "auto" and not use_cuda and Path(NVIDIA_DRIVER).exists():
-            log.warning("this machine has an NVIDIA GPU, but training is on the CPU: %s", _why_no_cuda())
+            _warn_of_unused_gpu()
         local_rank = int(os.environ.get("LOCAL_RANK", "0"))
         if use_cuda and 0 < local_rank >= (num_gpus := torch.cuda.device_count()):
             raise ConfigError(

@@ -52,6 +52,7 @@ def test_cuda_where_there_is_none_is_refused_with_the_remedy():
 def test_a_gpu_that_pytorch_cannot_use_is_told_and_not_passed_over_in_silence(
     tmp_path, monkeypatch, caplog, built_for, remedy
 ):
+    process_group._warn_of_unused_gpu.cache_clear()
     (driver := tmp_path / "version").touch()
     monkeypatch.setattr(process_group, "NVIDIA_DRIVER", str(driver))
     monkeypatch.setattr(torch.version, "cuda", built_for)
@@ -59,6 +60,9 @@ def test_a_gpu_that_pytorch_cannot_use_is_told_and_not_passed_over_in_silence(
     assert ProcessGroup("auto").device.type == "cpu"
     (record,) = caplog.records
     assert re.search(f"NVIDIA GPU, but training is on the CPU: PyTorch .*{remedy}", record.getMessage())
+    ProcessGroup("auto")
+    assert len(caplog.records) == 1, "once is enough"
+    process_group._warn_of_unused_gpu.cache_clear()
     driver.unlink()
     ProcessGroup("auto")
     assert len(caplog.records) == 1
