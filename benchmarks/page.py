@@ -22,7 +22,7 @@ from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
 from benchmarks.page_rows import Seen, first_run, passing, promises, refused, upload
-from benchmarks.page_views import peer_id, views
+from benchmarks.page_views import ROUND_SECONDS, moved, peer_id, views
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
@@ -58,9 +58,9 @@ class Shown:
 
     def __init__(self, num_peers: int, num_slots: int, num_rounds: int, own: Own | None = None) -> None:
         self._own = own
-        self._views = views(num_peers, num_slots, num_rounds + 200, total=num_rounds + 60)
+        began = time.time() - ROUND_SECONDS * num_rounds
+        self._views = views(num_peers, num_slots, num_rounds + 200, total=num_rounds + 60, began=began)
         seen = [next(self._views) for _ in range(num_rounds)]
-        self._shift = time.time() - seen[-1].now - 8.0
         self._log = EventLog(replace(seen[0], reports={}, peers={}, published=0))
         self.view = seen[-1]
         self.page = Page("127.0.0.1", self._state(seen[0]), Path(tempfile.mkdtemp()))
@@ -68,16 +68,12 @@ class Shown:
             self._take(view)
 
     def _state(self, view: SwarmView) -> PageState:
-        peers = {
-            peer: replace(known, ends_at=known.ends_at + self._shift, last_seen=known.last_seen + self._shift)
-            for peer, known in view.peers.items()
-        }
-        return PageState(replace(view, now=view.now + self._shift + 8.0, peers=peers), RUN, self._own)
+        return PageState(view, RUN, self._own)
 
     def _take(self, view: SwarmView) -> None:
         self.view = view
         for event in self._log.of(view):
-            self.page.take({**event, "time": event["time"] + self._shift})
+            self.page.take(event)
         self.page.show(self._state(view))
 
     def advance(self) -> None:
@@ -86,13 +82,7 @@ class Shown:
 
     def move(self, number: int) -> None:
         """Let three peers have claimed another slot, a second later."""
-        peers = dict(self.view.peers)
-        ids = sorted(peers)
-        for offset in range(3):
-            peer = ids[(3 * number + offset) % len(ids)]
-            slots = set(peers[peer].slots[1:]) | {(7 * number + offset) % self.view.num_slots}
-            peers[peer] = replace(peers[peer], slots=tuple(sorted(slots)))
-        self.view = replace(self.view, now=self.view.now + 1.0, peers=peers)
+        self.view = moved(self.view, number)
         self.page.show(self._state(self.view))
 
 

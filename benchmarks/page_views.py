@@ -20,7 +20,9 @@ def peer_id(index: int) -> str:
     return "Qm" + "".join(ALPHABET[byte % 58] for byte in hashlib.sha512(f"page {index}".encode()).digest()[:44])
 
 
-def views(num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: int = 0) -> Iterator[SwarmView]:
+def views(
+    num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: int = 0, began: float = BEGINNING
+) -> Iterator[SwarmView]:
     """Yield the view after each round of a swarm in which peers come, go and change their slots.
 
     Args:
@@ -29,6 +31,7 @@ def views(num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: 
         num_rounds: Rounds to yield.
         total: Rounds of the run.
         seed: Seed of all draws.
+        began: DHT time at which round 1 begins.
     """
     draw = random.Random(seed)
     each = max(1, round(2.3 * num_slots / num_peers))
@@ -36,7 +39,7 @@ def views(num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: 
     view = SwarmView(num_slots, total, absence_seconds=120.0)
     tokens = dict.fromkeys(slots, 0)
     for number in range(1, num_rounds + 1):
-        now = BEGINNING + ROUND_SECONDS * number
+        now = began + ROUND_SECONDS * number
         for index in draw.sample(sorted(slots), min(3, num_peers)):
             free = sorted(set(range(num_slots)) - slots[index])
             if free:
@@ -78,3 +81,18 @@ def views(num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: 
         if number % 5 == 0:
             view = view.evaluated(number, 3.35 + 5.0 * math.exp(-number / 58), (sample,))
         yield view
+
+
+def moved(view: SwarmView, number: int) -> SwarmView:
+    """Return the view a second later, when three peers, others for each number, have claimed another slot."""
+    here = {peer: known for peer, known in sorted(view.peers.items()) if known.state == "active"}
+    slots, ids = {peer: set(known.slots) for peer, known in here.items()}, list(here)
+    for offset in range(3):
+        peer = ids[(3 * number + offset) % len(ids)]
+        slots[peer] = set(here[peer].slots[1:]) | {(7 * number + offset) % view.num_slots}
+    claims = {
+        peer: Claim(peer_id=peer, state="active", slots=tuple(sorted(own)), max_slots=128, since=1.0)
+        for peer, own in slots.items()
+    }
+    progress = {peer: Progress(peer_id=peer, round=known.round, ends_at=known.ends_at) for peer, known in here.items()}
+    return fold(view, Snapshot(view.now + 1.0, claims, progress, {}))

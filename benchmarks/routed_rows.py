@@ -30,20 +30,21 @@ LIES, QUESTIONS, MAX_MEMORY_MIB = 200, 5000, 16.0
 
 
 def meetings(bench: Bench) -> Iterator[Row]:
-    """Yield, for each pair of kinds of routers, the tries in which two peers met; all pairs of eight peers at once."""
+    """Yield, for each pair of kinds of routers, the tries in which two peers met: two at a time, of eight peers."""
     kinds = [kind for kind in KINDS for _ in range(2)]
     pairs = list(itertools.combinations(range(len(kinds)), 2))
     seconds: dict[tuple[Router, Router], list[list[float]]] = {}
     with bed_of(2, kinds, rtt_ms=RTT_MS) as bed:
         for number in range(TRIES):
             with RoutedPeers(bed, bench.folder_of(f"try-{number}"), 2, len(kinds)) as peers:
-                found = peers.seek(SEEK_SECONDS)
-                ids = peers.routed_ids
+                meeting = [pair for pair in pairs if (kinds[pair[0]], kinds[pair[1]]) not in UNMET]
+                took = {pair: peers.seek(SEEK_SECONDS, pair) for pair in meeting}
+                found, ids = peers.seek(SEEK_SECONDS), peers.routed_ids  # the others, all at once: they do not meet
             for one, other in pairs:
-                took = [found[one].get(ids[other]), found[other].get(ids[one])]
+                first, second = took.get((one, other)) or (found[one], found[other])
                 both = seconds.setdefault((kinds[one], kinds[other]), [[] for _ in range(TRIES)])
-                if None not in took:
-                    both[number].append(max(each for each in took if each is not None))
+                if ids[other] in first and ids[one] in second:
+                    both[number].append(max(first[ids[other]], second[ids[one]]))
     for pair, tries in seconds.items():
         met = [max(found) for found in tries if found]
         num_pairs = sum((kinds[one], kinds[other]) == pair for one, other in pairs)

@@ -166,10 +166,17 @@ class RoutedPeers(Actors):
         """Their ids."""
         return self.ids[self._num_called :]
 
-    def seek(self, seconds: float) -> list[dict[str, float]]:
-        """Have all peers behind routers seek links; return for each the seconds that its links took."""
-        called = self.ids[: self._num_called]
-        return call_all(self.routed, "seek", self.routed_ids, called, seconds, seconds=CALL_SECONDS)
+    def seek(self, seconds: float, which: Sequence[int] | None = None) -> list[dict[str, float]]:
+        """Have peers behind routers, by default all, seek links to each other; return for each the seconds they took.
+
+        Args:
+            seconds: Time after which they give up.
+            which: Places among the peers behind routers.
+        """
+        chosen = range(self._num_routed) if which is None else which
+        called, wanted = self.ids[: self._num_called], [self.routed_ids[place] for place in chosen]
+        seekers = [self.routed[place] for place in chosen]
+        return call_all(seekers, "seek", wanted, called, seconds, seconds=CALL_SECONDS)
 
 
 def bed_of(num_called: int, routers: Sequence[Router], **links: float) -> TestBed:
