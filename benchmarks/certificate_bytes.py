@@ -53,6 +53,7 @@ class CountedNode(Node):
 
     sent: Counter[str] = Counter()
     received: Counter[str] = Counter()
+    largest: int = 0
 
     def start(self) -> None:
         self.keys = LongKeys(self.peer_id)
@@ -63,11 +64,16 @@ class CountedNode(Node):
             num_bytes = len(encoded(message))
             CountedNode.sent[self.peer_id] += num_bytes
             CountedNode.received[peer] += num_bytes
+            CountedNode.largest = max(CountedNode.largest, num_bytes)
         super().send(peer, message)
 
 
 def measure(num_peers: int) -> dict[str, Any]:
-    """Return kilobytes per round that a swarm's peers send and receive: the mean, and the most of any peer."""
+    """Return kilobytes per round that a swarm's peers send and receive: the mean, and the most of any peer.
+
+    `largest_kb` are those of the largest message.
+    """
+    CountedNode.largest = 0
     history_nodes.RULES = replace(history_nodes.RULES, min_peers=min(num_peers, MAX_VOTERS))
     world = World(0, random.Random(0))
     peers = [hashed_peer_id(f"{index}".encode()) for index in range(num_peers)]
@@ -87,7 +93,7 @@ def measure(num_peers: int) -> dict[str, Any]:
     for way, counts in (("sent", CountedNode.sent), ("received", CountedNode.received)):
         per_peer = [counts[peer] / rounds / 1000 for peer in peers]
         row |= {f"mean_kb_{way}": sum(per_peer) / num_peers, f"most_kb_{way}": max(per_peer)}
-    return row
+    return row | {"largest_kb": CountedNode.largest / 1000}
 
 
 def main() -> None:

@@ -16,6 +16,7 @@ import statistics
 import string
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ import yaml
 from pydantic_settings import SettingsConfigDict
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from benchmarks.certificate_bytes import measure as decision_bytes
 from benchmarks.cluster import ROOT
 from benchmarks.large_peers import FETCHED, SPENT, TOGETHER, committed, gigabytes, said, start, wait_for, watch
 from benchmarks.scoreboard import Scoreboard
@@ -38,6 +40,10 @@ from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import model_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic, star_traffic
+from spes_p2p.sim.simulator import Scenario, simulate
+from spes_p2p.swarm.certificate import MemberEntry, genesis
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.roster import Member, stated_links
 
 SHAPE = ROOT / "configs" / "spes_1b.yaml"
 VOCABULARY, SEQUENCE, ROUNDS, STEPS = 8192, 128, 5, 2
@@ -58,9 +64,12 @@ HOME_RESULTS = ROOT / "benchmarks" / "results" / "home_settings" / "results"
 SEEDS, STUDENT, MAX_EXCESS = 8, 2.365, (0.3, 1.0)
 """Student's t for 95 % of both sides and seven degrees of freedom; percent."""
 HALF_LAYERS, HALF_TOKENS = 8, 64
+MANY, MANY_ROUNDS, MAX_MESSAGE_KIB = 256, 2, 256.0
 
 
-Part = Literal["logits", "plan", "newcomer", "start", "pair", "late", "half", "processor", "processor_1b", "loss"]
+Part = Literal[
+    "logits", "plan", "newcomer", "start", "pair", "late", "half", "processor", "processor_1b", "loss", "many"
+]
 
 
 class RealSizeConfig(CommandConfig):
@@ -352,6 +361,55 @@ def loss_rows(_: Path) -> Iterator[Row]:
     yield Row(what, found, most, mean <= MAX_EXCESS[0] and mean + reach <= MAX_EXCESS[1])
 
 
+def many_rows(_: Path) -> Iterator[Row]:
+    """Yield a simulated run of many peers, and the largest messages that such a swarm's rounds send."""
+    model = ModelConfig(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=2, intermediate_size=16, num_experts=64)
+    run = RunConfig.model_validate(
+        {
+            "model": model.model_dump(),
+            "data": {"vocab_size": 512, "sequence_length": 16},
+            "train": {"batch_size": 1},
+            "round": {"mode": "steps", "steps": 1, "total": MANY_ROUNDS},
+        }
+    )
+    scenario = Scenario(run=run, peers=MANY, max_slots=1, held_out_tokens=run.data.sequence_length, threads=1)
+    found = simulate(scenario)
+    last = [reports[-1] for reports in found.reports if reports and reports[-1].round == MANY_ROUNDS]
+    agreeing = Counter(report.shared_digest for report in last).most_common(1)[0][1]
+    what = f"peers in one simulated run that commit the same round {MANY_ROUNDS}"
+    yield Row(what, f"{agreeing} of {MANY}", f"{MANY}", agreeing == MANY)
+    kib = [1000 * decision_bytes(MANY)["largest_kb"] / 1024, _roster_bytes(MANY) / 1024]
+    told = "{:.0f} KiB of a decision, {:.0f} KiB of a roster".format(*kib)
+    what = f"- largest messages of a round of {MANY} peers, 64 voters, all behind routers"
+    yield Row(what, told, f"{MAX_MESSAGE_KIB:.0f} KiB", max(kib) <= MAX_MESSAGE_KIB)
+
+
+def _roster_bytes(num_peers: int) -> int:
+    """Return the bytes of a roster of peers that train eight slots and are connected to all others by introductions."""
+    peers = sorted(hashed_peer_id(str(index).encode()) for index in range(num_peers))
+    slots = {peer: tuple(range(8 * index % 64, 8 * index % 64 + 8)) for index, peer in enumerate(peers)}
+    members = tuple(MemberEntry(peer_id=peer, tokens=10**6, slots=slots[peer]) for peer in peers)
+    start = genesis("many", peers[0], "0" * 64, 64)
+    last = start.model_copy(update={"members": members})
+    entries = (
+        Member(
+            peer_id=peer,
+            round=100,
+            previous=last.digest,
+            tokens=10**6,
+            slots=slots[peer],
+            tokens_per_second=1234.56789,
+            ready_at=1_800_000_000.123456,
+            sync_seconds=123.456789,
+            uplink_mbit=12.5,
+            calls_only=True,
+            links=stated_links(peer, [other for other in peers if other != peer], last),
+        )
+        for peer in peers
+    )
+    return sum(len(entry.model_dump_json()) + len(entry.peer_id) for entry in entries)
+
+
 PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "logits": logits_rows,
     "plan": plan_rows,
@@ -363,6 +421,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "processor": processor_rows,
     "processor_1b": large_processor_rows,
     "loss": loss_rows,
+    "many": many_rows,
 }
 BOARD = Scoreboard(ROOT / "benchmarks/results/real_size.json", ROOT / "docs/benchmarks.md", "REAL SIZE", PARTS)
 

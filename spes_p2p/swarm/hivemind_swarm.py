@@ -34,7 +34,7 @@ from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
-from spes_p2p.swarm.roster import MAX_STATED_LINKS, Member
+from spes_p2p.swarm.roster import Member, stated_links
 from spes_p2p.swarm.votes import Rules
 
 log = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class HivemindSwarm:
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
         changes = {
             "calls_only": self.node.client_mode,
-            "links": self._stated_links(),
+            "links": self._stated_links(last),
             "invite": invite,
             "distrusts": self.bans.distrusted(last.round),
         }
@@ -269,14 +269,15 @@ class HivemindSwarm:
             return {}
         return self._averager.room(slots, self.last().round + 1)
 
-    def _stated_links(self) -> tuple[str, ...]:
-        """Return the peers to which this one, in client mode, is connected; none for a while after a failed attempt.
+    def _stated_links(self, last: Body) -> tuple[str, ...]:
+        """Return peers to which this one, in client mode, is connected; none for a while after a failed attempt.
 
         One of the connections may have ended without notice, and the attempt is redone without them.
         """
         if time.monotonic() < self._links_rest_until:
             return ()
-        return self.links.connected_to(self._membership.last_read(Claim).keys())[:MAX_STATED_LINKS]
+        linked = self.links.connected_to(self._membership.last_read(Claim).keys())
+        return stated_links(self.peer_id, linked, last)
 
     def _is_cut_off(self, expected: int, last: Body) -> bool:
         """Tell whether this peer meets none of those that it has met before: they, or it, may be lost."""

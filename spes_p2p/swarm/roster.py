@@ -6,6 +6,7 @@ who averages what: no further message is needed to agree on the groups.
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -26,6 +27,9 @@ from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
 MAX_STATED_LINKS = 128
+LINK_BYTES, MAX_LINKS_BYTES = 49, 2**17
+"""Size of a stated link, and of all that the members of one roster state: the leader sends every entry to every
+member."""
 PROBATION_ROUNDS = 3
 """Rounds in a row that a peer must have confirmed before its tokens weigh as much as others'."""
 NEWCOMER_WEIGHT = 0.25
@@ -321,3 +325,24 @@ def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, .
     starts = Counter(member.starts[name] for member in members)
     chosen = min(starts, key=lambda start: (-start[0], -starts[start], start[1]))
     return tuple(member.peer_id for member in members if member.starts[name] == chosen)
+
+
+def stated_links(me: str, linked: Collection[str], last: Body) -> tuple[str, ...]:
+    """Return the links that a member in client mode states, ascending: all of them in a swarm of up to 52.
+
+    In a larger one those to members that have a slot in common with it come first: these average together. The others
+    are ranked by both ids, because a link counts only where both ends state it.
+
+    Args:
+        me: The member.
+        linked: Peers that it is connected to.
+        last: Body of the last certificate.
+    """
+    slots = {member.peer_id: set(member.slots) for member in last.members}
+    most = min(MAX_STATED_LINKS, MAX_LINKS_BYTES // (LINK_BYTES * max(1, len(slots))))
+
+    def rank(peer: str) -> tuple[bool, str]:
+        pair = hashlib.sha256("".join(sorted((me, peer))).encode()).hexdigest()
+        return slots.get(me, set()).isdisjoint(slots.get(peer, ())), pair
+
+    return tuple(sorted(sorted(linked, key=rank)[:most]))

@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
+from spes_p2p.swarm.certificate import MemberEntry
 from spes_p2p.swarm.clock import clamp_tokens, round_end
-from spes_p2p.swarm.roster import MAX_DISTRUSTED, Member, Roster
+from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_LINKS_BYTES, Member, Roster, stated_links
 from tests.support.certificates import last_body
 
 PEERS = [f"Qm{'P' * 42}{letter}{letter}" for letter in "ABCDEFGH"]
@@ -242,3 +244,19 @@ def test_of_holders_that_cannot_be_called_only_the_first_counts():
 
 def test_peers_that_cannot_be_called_send_nothing():
     assert roster_of(member(0), hidden(1)).uplinks == {PEERS[0]: 1.0, PEERS[1]: 0.0}
+
+
+@pytest.mark.parametrize("num_peers", [4, 52, 256])
+def test_what_members_state_of_their_links_fits_into_the_leaders_message(num_peers):
+    peers = [hashed_peer_id(str(index).encode()) for index in range(num_peers)]
+    slots = {peer: (index % 64,) for index, peer in enumerate(peers)}
+    last = last_body(PEERS[:1], members=tuple(MemberEntry(peer_id=p, tokens=1, slots=slots[p]) for p in sorted(peers)))
+    stated = {peer: stated_links(peer, [other for other in peers if other != peer], last) for peer in peers}
+    assert sum(len(json.dumps(links, separators=(",", ":"))) - 1 for links in stated.values()) <= MAX_LINKS_BYTES
+    if num_peers <= 52:
+        assert all(len(links) == num_peers - 1 for links in stated.values())
+    both = sum(peer in stated[other] for peer, links in stated.items() for other in links)
+    assert both >= sum(map(len, stated.values())) * 3 / 4, "both ends choose mostly the same links"
+    for peer in peers:
+        together = {other for other in peers if other != peer and slots[other] == slots[peer]}
+        assert together <= set(stated[peer]), "those that average a slot together come first"
