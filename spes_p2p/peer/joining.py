@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import logging
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
@@ -21,27 +19,17 @@ import spes_p2p
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import (
     MAX_ADDRESSES,
-    AdapterConfig,
     JoinLink,
     KeptRounds,
-    ModelConfig,
     PeerConfig,
     RunConfig,
     Storage,
-    check_machine,
 )
-from spes_p2p.data.conversations import founding, num_tokens
-from spes_p2p.data.hub import checkpoint_folder
-from spes_p2p.data.packing import train_source
-from spes_p2p.data.remote import with_fetched
-from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
-from spes_p2p.data.tokenizer_document import open_document
+from spes_p2p.data.tokenizer import tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
-from spes_p2p.model.build import check_attention, check_build, hf_config
-from spes_p2p.model.peft_files import adapter_of, named_base
-from spes_p2p.model.start import model_of
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
+from spes_p2p.peer.settings import check_choices, founder_settings
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
@@ -49,8 +37,6 @@ from spes_p2p.presentation import say_qr
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
-    MANIFEST,
-    MAX_BYTES,
     Manifest,
     check_founder,
     check_newest,
@@ -70,7 +56,6 @@ from spes_p2p.swarm.p2p.port_map import mapped_port
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.build import check_weights, with_adapter, with_digests
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.process_group import ProcessGroup
 
@@ -78,13 +63,6 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 SAY_SECONDS = 5.0
-MANIFEST_ROOM = 2048
-"""Bytes of a manifest beside the run's settings, more than it takes."""
-RATE_OF_WEIGHTS, RATE_OF_ADAPTERS, WIDTH_OF_RATES = 2e-5, 2e-4, 2048
-"""Learning rates of a trained model of that width."""
-MIN_ROUND_TOKENS = 1024
-STEPS_OF_PASS = 8
-"""Least steps of a pass over the founder's conversations."""
 ANY_MEMORY = 2**60
 """In place of a GPU's memory, where it does not tell."""
 
@@ -210,8 +188,8 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
         raise ConfigError("client_mode=True calls others only, so nobody could join its run; drop --client-mode")
     run = config.run or (kept.runs[-1] if kept.runs else RunConfig())
     if not (config.initial_peers or config.start_from):
-        _check_choices(config, run)
-    founded = None if config.initial_peers or config.resume else _found(config, run)
+        check_choices(config, run)
+    founded = None if config.initial_peers or config.resume else founder_settings(config, run)
     swarm = _swarm(config, client_mode=config.client_mode)
     try:
         is_told = bool(config.announce) and not config.map_port  # what a router says of its address may be wrong
@@ -274,112 +252,6 @@ def why_unreachable(host: str | None, port: int) -> str:
         f"a router or firewall blocks TCP port {port} of this machine; forward a port to it and set --port, or set "
         f"--announce if the port outside is another"
     )
-
-
-def _found(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
-    """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
-    run = _on_files(config, run)
-    cache = config.cache.expanduser()
-    source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
-    if source is not None:
-        run = _over(source, config, run, hub_name)
-        _check_choices(config, run)
-    elif config.adapter is not None or run.adapter is not None:
-        raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
-    corpus = with_fetched(config.corpus(run.data), cache)
-    if source is None or run.data.tokenizer is not None:
-        tokenizer = resolve_tokenizer(corpus, config.text, cache)
-    else:
-        tokenizer = load_tokenizer(source)
-    open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
-    hf_config(run.model, len(tokenizer), run.data.sequence_length)
-    corpus = founding(corpus, tokenizer)
-    # What is the founder's own is of no use to others.
-    chosen = {name: getattr(corpus, name) for name in ("chat_template", "probe", "packing")}
-    run = run.model_copy(update={"data": run.data.model_copy(update={**chosen, "paths": []})})
-    if source is not None:
-        check_weights(run, len(tokenizer), source)
-    if (folder := config.adapter_folder) is not None:
-        run = with_adapter(run, len(tokenizer), folder)
-    _check_size(run)
-    if run.data.source != "hub":
-        train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
-    if source is not None:  # last, because it reads all weights
-        run = _suited(run, num_tokens(corpus, tokenizer, cache))
-        run = with_digests(run, len(tokenizer), source, hub_name)
-    return run, tokenizer
-
-
-def _over(source: Path, config: PeerConfig, run: RunConfig, hub_name: str | None) -> RunConfig:
-    """Return a run with the model of a checkpoint; its sequences are no longer than that allows, unless chosen so."""
-    if run.model != ModelConfig():
-        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
-    data, model = run.data, model_of(source)
-    assert model.start is not None
-    if "sequence_length" not in data.model_fields_set:
-        longest = min(data.sequence_length, model.start.max_position_embeddings)
-        data = data.model_copy(update={"sequence_length": longest})
-    return run.model_copy(update={"model": model, "adapter": _adapter(config, run, hub_name), "data": data})
-
-
-def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:
-    """Return a run over a trained checkpoint with what its founder has not set.
-
-    Adam's best rate falls as the width grows, and is about ten times as high for adapters. A round is one pass over the
-    founder's conversations at most, and a pass has a few steps at least.
-
-    Source: LoRA Without Regret (https://thinkingmachines.ai/blog/lora/).
-
-    Args:
-        run: Settings with the checkpoint's model.
-        num_tokens: Tokens of the founder's conversations, if there are some, and the learned ones.
-    """
-    train, rounds = run.train, run.round
-    if "lr" not in train.model_fields_set:
-        rate = RATE_OF_ADAPTERS if run.adapter is not None else RATE_OF_WEIGHTS
-        train = train.model_copy(update={"lr": rate * WIDTH_OF_RATES / run.model.hidden_size})
-    if num_tokens is not None and "batch_size" not in train.model_fields_set:
-        num_sequences = num_tokens[0] // run.data.sequence_length
-        train = train.model_copy(update={"batch_size": min(max(1, num_sequences // STEPS_OF_PASS), train.batch_size)})
-    if num_tokens is not None and not {"tokens", "samples", "mode"} & rounds.model_fields_set:
-        rounds = rounds.model_copy(update={"tokens": min(max(num_tokens[1], MIN_ROUND_TOKENS), rounds.tokens)})
-    log.info(
-        "over a trained model: learning rate %.3g, %d sequences a step, %d tokens a round (--run.train.lr, "
-        "--run.train.batch-size, --run.round.tokens)",
-        *(train.lr, train.batch_size, rounds.tokens),
-    )
-    return run.model_copy(update={"train": train, "round": rounds})
-
-
-def _on_files(config: PeerConfig, run: RunConfig) -> RunConfig:
-    """Return the settings of a run on files, if the founder names some and no other source."""
-    if not (config.shards or config.text) or "source" in run.data.model_fields_set:
-        return run
-    return run.model_copy(update={"data": run.data.model_copy(update={"source": "files"})})
-
-
-def _check_size(run: RunConfig) -> None:
-    """Refuse settings that no peer would fetch.
-
-    Raises:
-        ConfigError: with them the manifest is too large.
-    """
-    num_bytes = len(json.dumps(run.model_dump(mode="json"))) + MANIFEST_ROOM
-    if num_bytes > MAX_BYTES[MANIFEST]:
-        raise ConfigError(
-            f"the run's manifest would have {num_bytes} bytes, at most {MAX_BYTES[MANIFEST]}; shorten "
-            f"data.chat_template or data.probe"
-        )
-
-
-def _adapter(config: PeerConfig, run: RunConfig, hub_name: str | None) -> AdapterConfig | None:
-    """Return the adapter settings of a new run; None if it trains all of the model."""
-    if (folder := config.adapter_folder) is not None:
-        base, here = named_base(folder), (hub_name or "").partition("@")[0]
-        if base and here and base != here:  # a name of the same model elsewhere, or of another of the same shapes
-            log.warning("%s was trained over %s, and this run starts from %s", folder, base, here)
-        return adapter_of(folder, run.adapter)
-    return run.adapter or (None if config.adapter is None else AdapterConfig())
 
 
 def kept(config: PeerConfig) -> Kept:
@@ -448,7 +320,7 @@ def _enter(
     config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
 ) -> tuple[HivemindSwarm, Admission, Amendments]:
     run = manifest.config
-    _check_choices(config, run)
+    check_choices(config, run)
     size = run_size(run, manifest.vocab_size)
     group = ProcessGroup(config.device)
     on_gpu = group.device.type == "cuda"
@@ -551,21 +423,3 @@ def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int, kept: Stor
 
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-
-
-def _check_choices(config: PeerConfig, run: RunConfig) -> None:
-    """Refuse what was chosen for this machine as soon as the run is known."""
-    group = ProcessGroup(config.device)
-    check_machine(run, config, group.world_size)
-    check_attention(config.attention, group.device)
-    if group.device.type == "cpu":  # a GPU must not be looked at before the averager has forked
-        check_build(run.model, config.storage or run.frozen_storage, config.kernel)
-    if config.max_slots != "auto" and config.max_slots > run.num_slots:
-        raise ConfigError(
-            f"max_slots={config.max_slots} exceeds the run's {run.num_slots} slots; lower it, or leave it out"
-        )
-    if config.max_slots != "auto" and config.max_slots > MAX_CLAIMED:
-        raise ConfigError(
-            f"max_slots={config.max_slots} exceeds the {MAX_CLAIMED} slots that a claim can hold; set it to "
-            f"{MAX_CLAIMED} or less"
-        )

@@ -13,6 +13,7 @@ from spes_p2p.commands import cluster
 from spes_p2p.config import ClusterConfig, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
+from spes_p2p.peer.settings import _on_files, _suited, check_choices
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
 from spes_p2p.planner.size import free_gpu_bytes, model_size
 from spes_p2p.swarm.records import MAX_CLAIMED
@@ -65,7 +66,7 @@ def test_no_peer_has_more_slots_than_a_claim_can_hold(monkeypatch: pytest.Monkey
     monkeypatch.setattr(joining, "free_memory_bytes", lambda: 2**50)
     assert joining._max_slots(chosen("auto"), SIZE, setup_of(chosen("auto"))) == MAX_CLAIMED
     with pytest.raises(ConfigError, match="max_slots=150 exceeds the 128 slots that a claim can hold"):
-        joining._check_choices(chosen(150), RUN)
+        check_choices(chosen(150), RUN)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +87,7 @@ def test_what_a_founder_leaves_open_suits_a_trained_model_and_few_conversations(
 ) -> None:
     chosen = load_settings(PeerConfig, ["--run-id", "r", *words]).run or RunConfig()
     run = chosen.model_copy(update={"model": ModelConfig(hidden_size=1024, num_heads=16)})
-    suited = joining._suited(run, num_tokens)
+    suited = _suited(run, num_tokens)
     assert suited.train.lr == pytest.approx(rate) and suited.train.batch_size == batch
     assert suited.round.tokens == tokens and suited.round.samples == run.round.samples
     assert suited.round.total == run.round.total
@@ -104,4 +105,4 @@ def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
     peer = load_settings(PeerConfig, words)
     node = cluster.as_peer(load_settings(ClusterConfig, [*words, "--shared", str(tmp_path)]), tmp_path / "node")
     for config in (peer, node):
-        assert config.run is not None and joining._on_files(config, config.run).data.source == source
+        assert config.run is not None and _on_files(config, config.run).data.source == source

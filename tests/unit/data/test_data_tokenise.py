@@ -30,7 +30,7 @@ from spes_p2p.data.shards import TokenShards, read_manifest
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_digest
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.peer.joining import _found
+from spes_p2p.peer.settings import founder_settings
 
 from .conftest import sentences, write_rows
 from .test_data_readers import write
@@ -360,11 +360,11 @@ def test_a_founder_keeps_its_paths_and_takes_the_tokenizer_beside_its_shards(tok
         PeerConfig(run_id="r", run=RunConfig(data=without_paths(run.data)), data=[folder], cache=tmp_path / "cache"),
     ):
         assert config.run is not None
-        founded, tokenizer = _found(config, config.run)
+        founded, tokenizer = founder_settings(config, config.run)
         assert founded.data.paths == [] and founded.data.source == "files"
         assert tokenizer_digest(tokenizer) == read_manifest(folder / "manifest.json").tokenizer_sha256
     with pytest.raises(ConfigError, match=r"trains on files .*--data"):
-        _found(PeerConfig(run_id="r", run=founded, cache=tmp_path / "cache"), founded)
+        founder_settings(PeerConfig(run_id="r", run=founded, cache=tmp_path / "cache"), founded)
 
 
 def without_paths(data: DataConfig) -> DataConfig:
