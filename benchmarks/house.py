@@ -45,6 +45,7 @@ REASONS = {
     "spes_p2p.data.tokenizer_child": "the program of a process of its own",
     "spes_p2p.data.tokenizer_parts": "the list of what a stranger's tokenizer may have",
     "spes_p2p.monitor.tasks": "runs lm-eval in a process beside the watch",
+    "spes_p2p.peer.settings": "what a founder decides before there is a swarm, tested without one",
     "spes_p2p.peer.termination": "signals alone, tested without a peer",
     "spes_p2p.swarm.decision": "what a voter does in a round, on messages alone; the consensus has network and disk",
     "spes_p2p.__main__": "the one command, which entry scripts start",

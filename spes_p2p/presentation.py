@@ -80,6 +80,11 @@ def printable(text: object, max_chars: int = MAX_LINE_CHARS) -> str:
     return f"{kept}... ({len(whole) - max_chars:,} more characters)" if len(whole) > max_chars else kept
 
 
+def size_text(num_bytes: float) -> str:
+    """Format a number of bytes for people."""
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+
+
 def problem_of(error: ValidationError) -> str:
     """Return what is wrong first with a document that another peer has sent: where and why, printable and short."""
     problem = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -103,7 +103,7 @@ class MachineConfig(Frozen):
     """Upload rate of this link, in 10^6 bits per second. It sends at that rate, which leaves no queues in which
     TCP would lose a quarter of the rate; by default it sends as fast as TCP goes. If the rate is about half of the
     others' or less, they reduce in its place and pass its slots on. A peer that states no rate counts as the fastest
-    that does."""
+    that does. A founder's rate makes rounds long enough for it (`round.min_seconds`)."""
     refresh_slots: PositiveInt | None = None
     """Slots of others to fetch per round; by default all. The most routed-to come first, the rest in turn."""
 

@@ -25,9 +25,9 @@ MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
 FIRST_SHARE = 0.01
 """Length of the first of rounds that grow, as a share of a full round's."""
-MAX_ROUND_SECONDS = 86_400.0
+MAX_ROUND_SECONDS, MAX_PHASE_SECONDS = 86_400.0, 3600.0
 TrainingSeconds = Annotated[float, Field(ge=0.001, le=MAX_ROUND_SECONDS, allow_inf_nan=False)]
-PhaseSeconds = Annotated[float, Field(ge=0.001, le=3600, allow_inf_nan=False)]  # guard: phase-bounds
+PhaseSeconds = Annotated[float, Field(ge=0.001, le=MAX_PHASE_SECONDS, allow_inf_nan=False)]  # guard: phase-bounds
 """Longest wait for other peers in one phase of a round; also the longest that the exchange's messages can ask for."""
 MAX_LEASE_SECONDS = 600.0
 """Longest lifetime of a record. Every node refuses a longer one, so a longer lease would silence the run."""

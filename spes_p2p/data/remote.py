@@ -29,6 +29,7 @@ from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, locked, write_atomic
+from spes_p2p.presentation import size_text
 
 log = logging.getLogger(__name__)
 
@@ -149,10 +150,12 @@ def fetch(url: str, cache: Path, fingerprint: str | None, *, is_own: bool) -> Pa
         left = sum(each.num_bytes - _size(folder / f"{each.name}.part") for each in wanted if each.is_exact)
         log.info(
             "fetching %d files, %s, of the shards %s from %s into %s",
-            *(len(wanted), _words(left), manifest.fingerprint[:12], where.origin, folder),
+            *(len(wanted), size_text(left), manifest.fingerprint[:12], where.origin, folder),
         )
         if left > (free := shutil.disk_usage(folder).free):
-            raise ConfigError(f"{folder} has {_words(free)} free, the shards take {_words(left)} more; set --cache")
+            raise ConfigError(
+                f"{folder} has {size_text(free)} free, the shards take {size_text(left)} more; set --cache"
+            )
         progress = _Progress(left)
         for each in wanted:
             _fetch_file(where, each, folder, progress)
@@ -436,12 +439,10 @@ class _Progress:
         if now - self._said >= SAY_SECONDS:
             self._said = now
             rate = self._done / (now - self._began)
-            log.info("fetched %s of %s of the shards, %s/s", _words(self._done), _words(self._total), _words(rate))
+            log.info(
+                "fetched %s of %s of the shards, %s/s", size_text(self._done), size_text(self._total), size_text(rate)
+            )
 
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
-
-
-def _words(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

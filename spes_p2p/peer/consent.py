@@ -10,7 +10,7 @@ from pathlib import Path
 from spes_p2p.data.hub import find_hub_files
 from spes_p2p.data.remote import strangers
 from spes_p2p.errors import ConfigError
-from spes_p2p.presentation import printable
+from spes_p2p.presentation import printable, size_text
 from spes_p2p.swarm.manifest import Manifest
 
 log = logging.getLogger(__name__)
@@ -57,20 +57,16 @@ def _sources(manifest: Manifest, num_tokenizer_bytes: int, paths: Sequence[Path]
         licence = printable(files.licence, MAX_FIELD_CHARS) or "not stated"
         found.append(
             f"the data set {data.name}, split {data.split}, of the Hugging Face hub (licence {licence}, "
-            f"{len(files.files)} files, {_size(files.num_bytes)})"
+            f"{len(files.files)} files, {size_text(files.num_bytes)})"
         )
     for fingerprint, url, num_bytes in strangers(data, paths) if reads_data else ():
         found.append(
             f"the token shards {fingerprint[:12]} from {printable(url, MAX_FIELD_CHARS)} (licence not stated, "
-            f"{_size(num_bytes)})"
+            f"{size_text(num_bytes)})"
         )
     if data.tokenizer is not None:
         found.append(
             f"the tokenizer {printable(data.tokenizer, MAX_FIELD_CHARS)}, which the founder has sent (licence that of "
-            f"its source, {manifest.vocab_size} entries, {_size(num_tokenizer_bytes)})"
+            f"its source, {manifest.vocab_size} entries, {size_text(num_tokenizer_bytes)})"
         )
     return found
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

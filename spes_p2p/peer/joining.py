@@ -33,7 +33,7 @@ from spes_p2p.peer.settings import check_choices, founder_settings
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
-from spes_p2p.presentation import say_qr
+from spes_p2p.presentation import say_qr, size_text
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
@@ -396,15 +396,15 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
         "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
         "about %s and receives as much, %s in all",
         *(
-            _size(peer_bytes(size, max_slots, setup)),
-            _size(disk_bytes(size, max_slots, kept.keep_last, setup.kept)),
-            _size(download),
+            size_text(peer_bytes(size, max_slots, setup)),
+            size_text(disk_bytes(size, max_slots, kept.keep_last, setup.kept)),
+            size_text(download),
             num_peers,
         ),
-        *(_size(traffic.total), _size(2 * traffic.total)),
+        *(size_text(traffic.total), size_text(2 * traffic.total)),
     )
     if kept.keep_every is not None:
-        each = _size(disk_bytes(size, max_slots, 1, setup.kept))
+        each = size_text(disk_bytes(size, max_slots, 1, setup.kept))
         log.info("every %d rounds it keeps a checkpoint for ever, which takes %s more of disk", kept.keep_every, each)
 
 
@@ -419,7 +419,3 @@ def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int, kept: Stor
         return num_checkpoints * 4 * (size.total_params + 5 * trained)
     forms = round(FROZEN_BYTES[kept] * size.num_slots * size.slot_params)
     return num_checkpoints * (4 * (6 * trained + num_slots * size.slot_params) + forms)
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
@@ -19,6 +20,10 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import check_attention, check_build, hf_config
 from spes_p2p.model.peft_files import adapter_of, named_base
 from spes_p2p.model.start import model_of
+from spes_p2p.planner.memory import Setup
+from spes_p2p.planner.size import run_size
+from spes_p2p.planner.traffic import round_traffic, rounds_for_links, transfer_seconds
+from spes_p2p.presentation import size_text
 from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES
 from spes_p2p.swarm.records import MAX_CLAIMED
 from spes_p2p.training.build import check_weights, with_adapter, with_digests
@@ -33,6 +38,8 @@ RATE_OF_WEIGHTS, RATE_OF_ADAPTERS, WIDTH_OF_RATES = 2e-5, 2e-4, 2048
 MIN_ROUND_TOKENS = 1024
 STEPS_OF_PASS = 8
 """Least steps of a pass over the founder's conversations."""
+LINKED_PEERS = 8
+"""Peers that a new run's rounds are made for at least."""
 
 
 def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
@@ -60,6 +67,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         check_weights(run, len(tokenizer), source)
     if (folder := config.adapter_folder) is not None:
         run = with_adapter(run, len(tokenizer), folder)
+    run = _for_link(config, run, len(tokenizer))
     _check_size(run)
     if run.data.source != "hub":
         train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
@@ -67,6 +75,31 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         run = _suited(run, num_tokens(corpus, tokenizer, cache))
         run = with_digests(run, len(tokenizer), source, hub_name)
     return run, tokenizer
+
+
+def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
+    """Return a run whose rounds are long enough for peers with the founder's uplink, unless it sets their length.
+
+    The peers to come are not known: rounds suit LINKED_PEERS of them, or more where the run waits for more, that hold
+    as many slots as the founder, or share them if its memory decides.
+    """
+    size, num_peers = run_size(run, vocab_size), max(LINKED_PEERS, run.round.min_peers)
+    shared_out = min(size.num_slots, math.ceil(run.round.copies * size.num_slots / num_peers))
+    claimed = shared_out if config.max_slots == "auto" else config.max_slots
+    traffic = round_traffic(size, claimed, num_peers, Setup.of(run, config, vocab_size))
+    moved = f"a round of {num_peers} peers moves {size_text(traffic.total)} each way"
+    if (uplink := config.uplink_mbit) is None:
+        if config.host is None and run.round.mode == "tokens" and "min_seconds" not in run.round.model_fields_set:
+            log.info("%s; --uplink-mbit makes rounds long enough for peers with so slow a link", moved)
+        return run
+    least = transfer_seconds(traffic, uplink, uplink)
+    rounds = rounds_for_links(run, least)
+    if rounds.min_seconds > run.round.min_seconds:
+        log.info(
+            "%s, in %.0f s at %g Mbit/s; rounds train for %.0f s at least (--run.round.min-seconds chooses otherwise)",
+            *(moved, least.total, uplink, rounds.min_seconds),
+        )
+    return run.model_copy(update={"round": rounds})
 
 
 def _over(source: Path, config: PeerConfig, run: RunConfig, hub_name: str | None) -> RunConfig:

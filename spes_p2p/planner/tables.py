@@ -10,10 +10,15 @@ from spes_p2p.config import RunConfig
 from spes_p2p.config.run import MAX_ROUND_SECONDS
 from spes_p2p.planner.memory import PeerMemory, Setup
 from spes_p2p.planner.size import ModelSize
-from spes_p2p.planner.traffic import RoundTraffic, star_traffic, training_seconds, transfer_seconds
+from spes_p2p.planner.traffic import (
+    TRAINING_SHARE,
+    RoundTraffic,
+    least_training_seconds,
+    star_traffic,
+    training_seconds,
+    transfer_seconds,
+)
 
-TRAINING_SHARE = 0.97
-"""Share of a round that should be training; what is left goes to the links."""
 NAMES = {
     **{"olmoe": "OLMoE", "qwen3_moe": "Qwen3-MoE", "mixtral": "Mixtral"},
     **{"llama": "Llama", "qwen3": "Qwen3", "gemma": "Gemma"},
@@ -142,22 +147,18 @@ def time_lines(
     lasting = max(training, least.total) if run.round.overlap else training + least.total
     yield f"  {'training':<48}{training:>10.0f}   {training / lasting:.0%} of the round"
     if training < TRAINING_SHARE * lasting:
-        longer = _longer_rounds(run, num_peers, tokens_per_second, least.total)
+        longer = _longer_rounds(run, tokens_per_second, least_training_seconds(run, least))
         yield f"  {f'- rounds that train {TRAINING_SHARE:.0%} of their time':<48}{'':>10}   {longer}"
 
 
-def _longer_rounds(run: RunConfig, num_peers: int, tokens_per_second: float, transfer_seconds: float) -> str:
-    """Return the flags of a run whose rounds train TRAINING_SHARE of their time."""
-    seconds = transfer_seconds if run.round.overlap else transfer_seconds * TRAINING_SHARE / (1 - TRAINING_SHARE)
+def _longer_rounds(run: RunConfig, tokens_per_second: float, seconds: float) -> str:
+    """Return the flags of a run whose rounds train for so long; without them a founder's uplink does."""
     if run.round.mode == "steps":
         step_tokens = run.train.batch_size * run.data.sequence_length
         return f"--run.round.steps {math.ceil(seconds * tokens_per_second / step_tokens)}"
     if seconds > MAX_ROUND_SECONDS:
         return f"longer than the longest round, {MAX_ROUND_SECONDS:.0f} s; send less (--run.codecs.*)"
-    tokens = seconds * num_peers * tokens_per_second
-    flags = f"--run.round.tokens {math.ceil(tokens)}"
-    if run.round.samples is not None:
-        flags = f"--run.round.samples {math.ceil(tokens / run.data.sequence_length)}"
+    flags = f"--run.round.min-seconds {math.ceil(seconds)}"
     return flags + f" --run.round.max-seconds {math.ceil(seconds)}" * (seconds > run.round.max_seconds)
 
 

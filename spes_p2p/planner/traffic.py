@@ -5,11 +5,18 @@ Legend: N peers, S shared parameters, P parameters of a slot, E experts, C claim
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from spes_p2p.config import RunConfig
+from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup
 from spes_p2p.planner.size import FP32, ModelSize, element_bytes, is_exact
+
+TRAINING_SHARE = 0.97
+"""Share of a round that should be training; what is left goes to the links."""
+PATIENCE = 3.0
+"""A phase's deadline over the least time that links allow."""
 
 
 @dataclass(frozen=True)
@@ -188,3 +195,28 @@ def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -
         return run.round.steps * run.train.batch_size * run.data.sequence_length / tokens_per_second
     seconds = run.round_tokens / (num_peers * tokens_per_second)
     return min(max(seconds, run.round.min_seconds), run.round.max_seconds)
+
+
+def least_training_seconds(run: RunConfig, least: RoundSeconds) -> float:
+    """Return the training time from which on TRAINING_SHARE of a round trains; with overlap, all of it."""
+    return least.total if run.round.overlap else least.total * TRAINING_SHARE / (1 - TRAINING_SHARE)
+
+
+def rounds_for_links(run: RunConfig, least: RoundSeconds) -> RoundConfig:
+    """Return a run's rounds as its links ask for, where the founder has left that open.
+
+    Rounds of mode `tokens` train for at least `least_training_seconds`, or for the longest that is allowed. Frequent
+    rounds learn more than rare ones (docs/convergence.md), so they are no longer than that. Rounds that grow are as
+    long as they are set to. A phase may take PATIENCE times what links allow at best.
+    """
+    rounds, chosen = run.round, run.round.model_fields_set
+    changes: dict[str, float] = {}
+    if rounds.mode == "tokens" and "min_seconds" not in chosen and not rounds.growing:
+        longest = rounds.max_seconds if "max_seconds" in chosen else MAX_ROUND_SECONDS
+        seconds = min(math.ceil(least_training_seconds(run, least)), longest)
+        if seconds > rounds.min_seconds:
+            changes |= {"min_seconds": seconds, "max_seconds": max(seconds, rounds.max_seconds)}
+    for name, phase in (("averaging_seconds", least.averaging), ("exchange_seconds", least.fetching)):
+        if name not in chosen:
+            changes[name] = min(max(getattr(rounds, name), math.ceil(PATIENCE * phase)), MAX_PHASE_SECONDS)
+    return rounds.model_copy(update={name: float(value) for name, value in changes.items()})

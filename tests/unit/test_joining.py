@@ -13,7 +13,7 @@ from spes_p2p.commands import cluster
 from spes_p2p.config import ClusterConfig, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
-from spes_p2p.peer.settings import _on_files, _suited, check_choices
+from spes_p2p.peer.settings import _for_link, _on_files, _suited, check_choices
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
 from spes_p2p.planner.size import free_gpu_bytes, model_size
 from spes_p2p.swarm.records import MAX_CLAIMED
@@ -106,3 +106,23 @@ def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
     node = cluster.as_peer(load_settings(ClusterConfig, [*words, "--shared", str(tmp_path)]), tmp_path / "node")
     for config in (peer, node):
         assert config.run is not None and _on_files(config, config.run).data.source == source
+
+
+@pytest.mark.parametrize(
+    ("words", "least", "said"),
+    [
+        ([], 5, "--uplink-mbit makes rounds long enough"),
+        (["--host", "127.0.0.1"], 5, ""),
+        (["--uplink-mbit", "100"], 1900, "rounds train for 19"),
+        (["--uplink-mbit", "20", "--run.round.min-seconds", "9"], 9, ""),
+        (["--uplink-mbit", "100000"], 5, ""),
+    ],
+)
+def test_a_founders_uplink_decides_how_long_rounds_are(
+    words: list[str], least: int, said: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = load_settings(PeerConfig, ["--run-id", "r", "--config", "configs/home_1b.yaml", *words])
+    assert config.run is not None
+    rounds = _for_link(config, config.run, config.run.data.vocab_size).round
+    assert least <= rounds.min_seconds < 1.25 * least and (said in caplog.text if said else not caplog.text)

@@ -15,7 +15,15 @@ from peer_processes import TINY, write_corpus
 from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import ModelSize, model_size
-from spes_p2p.planner.traffic import RoundTraffic, round_traffic, star_traffic, training_seconds, transfer_seconds
+from spes_p2p.planner.traffic import (
+    RoundSeconds,
+    RoundTraffic,
+    round_traffic,
+    rounds_for_links,
+    star_traffic,
+    training_seconds,
+    transfer_seconds,
+)
 from spes_p2p.sim.simulator import Scenario, simulate
 
 
@@ -142,3 +150,30 @@ def test_training_takes_what_the_rounds_mode_says() -> None:
     assert [training_seconds(run, 4, speed) for speed in (100.0, 1000.0, 1.0)] == [20.0, 5.0, 60.0]
     samples = {"round": tokens["round"] | {"samples": 80}, "data": {"sequence_length": 100}}
     assert training_seconds(RunConfig.model_validate(samples), 4, 200.0) == 10.0
+
+
+@pytest.mark.parametrize(
+    ("chosen", "expected"),
+    [
+        ({}, (3880, 3880, 240, 120)),
+        ({"tokens": 10**6}, (3880, 3880, 240, 120)),
+        ({"overlap": 2}, (120, 600, 240, 120)),
+        ({"max_seconds": 1000}, (1000, 1000, 240, 120)),
+        ({"min_seconds": 7}, (7, 600, 240, 120)),
+        ({"mode": "steps"}, (5, 600, 240, 120)),
+        ({"growing": 9}, (5, 600, 240, 120)),
+        ({"averaging_seconds": 50, "exchange_seconds": 70}, (3880, 3880, 50, 70)),
+    ],
+)
+def test_rounds_are_as_long_as_links_ask_for_where_the_founder_leaves_that_open(
+    chosen: dict[str, Any], expected: tuple[int, ...]
+) -> None:
+    run = RunConfig.model_validate({"round": chosen})
+    rounds = rounds_for_links(run, RoundSeconds(averaging=80.0, fetching=40.0))
+    assert (rounds.min_seconds, rounds.max_seconds, rounds.averaging_seconds, rounds.exchange_seconds) == expected
+    changed = {"min_seconds", "max_seconds", "averaging_seconds", "exchange_seconds"}
+    assert rounds.model_dump(exclude=changed) == run.round.model_dump(exclude=changed)
+    fast = rounds_for_links(run, RoundSeconds(0.001, 0.001))
+    assert fast == run.round, "the defaults are enough on fast links"
+    slow = rounds_for_links(run, RoundSeconds(1e6, 1e6))
+    assert RunConfig.model_validate({"round": slow.model_dump()}).round == slow, "within what a run may have"
