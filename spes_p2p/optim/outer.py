@@ -10,7 +10,7 @@ from spes_p2p.config import MergeConfig, OuterStep
 
 
 class OuterOptimizer:
-    """Plain averaging or Nesterov SGD over averaged deltas, on the CPU and stateless.
+    """Plain averaging or Nesterov SGD over averaged deltas, on the CPU; a momentum is an argument and a result.
 
     After its inner steps a peer has moved its parameters from the anchor `theta` to `theta_i`; the swarm averages
     `delta_i = theta - theta_i` and steps the anchor by the mean. `mean` returns `theta - delta`, the average of the

@@ -39,8 +39,8 @@ class RoundResult:
     Attributes:
         roster: Entries of all members, the same on each of them; only this peer's own if it was alone, none if no
             others were met.
-        means: Averaged flat vectors; bit-identical on all members of a group. Their memory counts until the next
-            `average`, or `settle`.
+        means: Averaged flat vectors; bit-identical on all members of a group. Their memory is valid until the
+            next `average`, or `settle`.
         encoded: Their deltas as they travelled, for peers that have the last version; empty if the codec is exact.
         dropped: Reasons for this peer's groups that return to their anchor.
         matchmaking_seconds: Time until the roster was complete.
@@ -124,13 +124,13 @@ class Swarm(Protocol):
     def room(self, slots: tuple[int, ...]) -> Mapping[VectorName, Tensor]:
         """Return memory for fp32 vectors of `shared` and of held slots, of which `average` needs no copy.
 
-        Only where the next round's vectors travel exactly. What is there counts until `settle`.
+        Only where the next round's vectors travel exactly. It is valid until `settle`.
         """
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
-        """Keep the rounding errors of what of a result was committed; nothing of it if this peer fell behind.
+        """Keep the residuals of a result's committed groups, and drop the others'; all if this peer fell behind.
 
-        The memory of its means, and of what was written to `room`, is given back.
+        The memory of the means, and of what was written to `room`, is given back.
         """
 
     def leave(self) -> None:

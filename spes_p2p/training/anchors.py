@@ -1,4 +1,4 @@
-"""The committed parameters that a round starts from, and the one place where they change."""
+"""The committed parameters that a round starts from, and the arithmetic that steps them; callers decide when."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class Anchors:
     def stepped(
         self, name: VectorName, mean: Tensor, shift: Tensor | None = None, *, overwrites: bool = False
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the bundle that follows from a mean contribution and a merge's shift, and the mean moments, if any.
+        """Return a member's next bundle, from a mean contribution and a merge's shift, and the mean moments, if any.
 
         The anchor stays as it is; `set` takes the bundle.
 
@@ -185,9 +185,9 @@ class Anchors:
         return bundle, moments.clone() if moments.numel() else None  # a mean's memory is used again
 
     def advance(self, name: VectorName, bundle: Tensor, mean_delta: Tensor) -> Tensor:
-        """Return the bundle that follows from a mean delta, bit for bit as the holders publish it.
+        """Return the next bundle for a peer that does not hold `name`, bit for bit as its holders publish it.
 
-        Peers that do not hold `name` follow its holders so, but not over a merge's shift.
+        It follows from their mean delta, but not over a merge's shift.
 
         Args:
             name: Name of the bundle.

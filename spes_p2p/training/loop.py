@@ -324,7 +324,12 @@ class TrainingLoop:
         return self._controls.intent(step_seconds, wait_seconds) if self._controls is not None else Intent()
 
     def _act(self, done: float, steps: int) -> str:
-        """Return what all ranks do next; of a round of which the share `done` is over after so many steps."""
+        """Return the next action of all ranks (`Decision.act`).
+
+        Args:
+            done: Share of the round that is over.
+            steps: Steps of the round so far.
+        """
         by_steps, is_pending = self._run.round.mode == "steps", self._pending is not None
 
         def of_leader() -> Decision:

@@ -49,7 +49,7 @@ class RoundWork:
             Unless rounds overlap, the synchronisation turns them into deltas.
         tokens: Tokens trained.
         tokens_per_second: Speed of this peer.
-        places_per_second: The same with all tokens of its sequences, learned or not.
+        places_per_second: The same counted in positions of its sequences, with padding and what is not learned.
         seconds: Time spent training.
         moments: Flat optimizer moments of the same names, where the run averages or this round publishes them.
         routed: Tokens routed to each slot, over all layers; slots without tokens are left out.

@@ -357,7 +357,7 @@ class Synchroniser:
         bundles: dict[VectorName, Tensor] = {}
         moments: dict[VectorName, Tensor] = {}
         for name, mean in result.means.items():
-            is_own = name in result.encoded  # an exact mean lies where it is sent from
+            is_own = name in result.encoded  # a rounded mean's memory; an exact one lies where it is sent from
             bundles[name], mean_moments = self.anchors.stepped(name, mean, shifts.get(name), overwrites=is_own)
             if mean_moments is not None:
                 moments[name.moments] = mean_moments
@@ -468,7 +468,10 @@ class Synchroniser:
         return merge_shifts(self._run.merge, round, self._layout, weights, self.held.slots)
 
     def _next_end(self, result: RoundResult, round: int) -> float:
-        """Return this next round's end by the roster, or as the others have announced it if this peer met none."""
+        """Return the DHT time at which a round's training ends: by the roster, or as announced if it met none.
+
+        While round r + 1 is decided, `self.round` is r, and the certificate carries the end of r + 2.
+        """
         # A peer that is distrusted itself and has met none has only its own word.
         last = self.swarm.last()
         counted = [member for member in result.roster if member.peer_id not in self.held.distrusted]
