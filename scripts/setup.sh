@@ -74,7 +74,7 @@ create() {
 }
 
 if [ -x "$python" ]; then
-    if is_complete; then exit 0; fi
+    if is_complete; then echo "setup.sh: $venv is complete" >&2; exit 0; fi
     supported "$python" || fail "$venv holds $("$python" --version 2>&1 || true), not Python 3.11 to 3.13; delete it and run again"
     for extra in $(installed); do
         case " $extras " in *" $extra "*) ;; *) extras="$extras $extra" ;; esac
@@ -94,3 +94,4 @@ for _, module, _ in program.COMMANDS.values():
     importlib.import_module(module)' || fail "what is installed cannot be imported; delete $venv and run again"
 { stamp; echo $extras; } > "$stamp_file.new"
 mv "$stamp_file.new" "$stamp_file"
+echo "setup.sh: done; next: source $venv/bin/activate, and spes" >&2

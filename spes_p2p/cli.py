@@ -217,6 +217,8 @@ def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | 
         return message
     shown = repr(problem["input"])
     shown = shown if len(shown) <= MAX_SHOWN_CHARS else f"{shown[:MAX_SHOWN_CHARS]}..."
+    if where == "run_id" and problem["type"] == "string_pattern_mismatch":
+        message = "A run's name has letters, digits, _ and - alone, and @ before its founder's id"
     return f"{where}={shown}: {message[0].lower()}{message[1:]}; see {see}"
 
 

@@ -28,27 +28,26 @@ def main(config: CtlConfig) -> int:
     values, output = _values(config), config.output or _only_peer(Path(RUNS))
     host, port, address = _page(output)
     if config.verb == "link":
+        _ask((host, port), "status", {}, output)  # a link to a peer that has ended is of no use
         say(f"{address}#token={_token(output)}")
         return 0
-    if config.verb == "status":
-        state = _ask("GET", (host, port), "/state.json", None, output).get("control") or {}
-    else:
-        state = _ask("POST", (host, port), f"/control/{config.verb}", values, output)
-    for line in told(state):
+    for line in told(_ask((host, port), config.verb, values, output)):
         say(line)
     return 0
 
 
 def told(state: Mapping[str, Any]) -> list[str]:
     """Return a peer's state in lines."""
-    if not state:
-        return ["its page has no controls: it starts, or --page listens beyond this machine"]
     lines = [f"{state['state']}: {state['reason']}"]
     for name in ("limits", "rules"):
-        chosen = {key: value for key, value in state[name].items() if value not in (None, [], True)}
+        chosen = {key: value for key, value in state[name].items() if not _is_default(value)}
         if chosen:
             lines.append(f"{name}: " + ", ".join(f"{key}={_word(value)}" for key, value in chosen.items()))
     return [printable(line) for line in lines]
+
+
+def _is_default(value: object) -> bool:
+    return value is None or value is True or value == []
 
 
 def _word(value: object) -> str:
@@ -128,19 +127,17 @@ def _token(output: Path) -> str:
         raise ConfigError(f"cannot read {output / TOKEN_FILE}: {error}; ask as the user that runs the peer") from error
 
 
-def _ask(
-    method: str, place: tuple[str, int], path: str, values: Mapping[str, Any] | None, output: Path
-) -> dict[str, Any]:
-    """Send a request to the peer's page; return its answer.
+def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: Path) -> dict[str, Any]:
+    """Send a verb to the peer's page; return its answer.
 
     Raises:
         ConfigError: no peer answers, or it refuses.
     """
     body = json.dumps(values) if values else None
-    headers = {TOKEN_HEADER: _token(output)} if method == "POST" else {}
+    headers = {TOKEN_HEADER: _token(output)}
     wire = http.client.HTTPConnection(*place, timeout=ANSWER_SECONDS)
     try:
-        wire.request(method, path, body, headers)
+        wire.request("POST", f"/control/{verb}", body, headers)
         answer = wire.getresponse()
         text = answer.read(MAX_ANSWER_BYTES).decode(errors="replace")
     except (OSError, http.client.HTTPException) as error:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
-from spes_p2p.monitor.page.server import Page
+from spes_p2p.monitor.page.server import Page, check_place
 from spes_p2p.monitor.page.snapshot import PageState
 from spes_p2p.monitor.report import REPORT_FILE, write_report
 from spes_p2p.monitor.sinks import ConsoleSink, Sinks
@@ -39,6 +40,7 @@ from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
+from spes_p2p.peer.output_dir import alone_in
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
 from spes_p2p.swarm.amendment import Amendments
@@ -52,7 +54,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 
 log = logging.getLogger(__name__)
 
-MODEL_DIRECTORY, IDENTITY_FILE = "model", "identity.key"
+MODEL_DIRECTORY, IDENTITY_FILE, LOCK_FILE = "model", "identity.key", "monitor.lock"
 TENSORBOARD_DIRECTORY = "tensorboard"
 RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, CONSENSUS, TASKS_DIRECTORY, CHECKPOINTS)
 EVALUATION_BATCH = 8
@@ -66,26 +68,33 @@ EXIT_CODES = {
 }
 
 
-def prepare_output(settings: MonitorConfig) -> Path:
-    """Return the output directory, ready for a new or a resumed watch.
+@contextlib.contextmanager
+def own_output(settings: MonitorConfig) -> Iterator[Path]:
+    """Give the block the output directory for itself, ready for a new or a resumed watch.
 
     Only a monitor's own files are checked and deleted: a launcher keeps files in the same directory.
 
     Raises:
-        ConfigError: it holds an earlier monitor's results and neither resume nor overwrite is set, or it cannot
-            be written.
+        ConfigError: it holds an earlier monitor's results and neither resume nor overwrite is set, another monitor
+            writes there, or it cannot be written.
     """
     output = settings.output.expanduser()
     results = [output / name for name in RESULTS]
-    found = [path.name for path in results if path.exists()]
-    if found and not settings.resume and not settings.overwrite:
-        raise ConfigError(f"output {output} holds {', '.join(found)} already; pass --resume, --overwrite or another")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        _delete([*results, output / peerstore.FILE] if settings.overwrite else [])
-    except OSError as error:
-        raise ConfigError(f"cannot write output {output}: {error.strerror}; choose a writable --output") from error
-    return output
+    with contextlib.ExitStack() as stack:
+        try:
+            if output.is_dir():  # before it is looked at: a monitor that runs has results
+                stack.enter_context(alone_in(output, LOCK_FILE))
+            found = [path.name for path in results if path.exists()]
+            if found and not settings.resume and not settings.overwrite:
+                names = ", ".join(found)
+                raise ConfigError(f"output {output} holds {names} already; pass --resume, --overwrite or another")
+            if not output.is_dir():
+                output.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(alone_in(output, LOCK_FILE))
+            _delete([*results, output / peerstore.FILE] if settings.overwrite else [])
+        except OSError as error:
+            raise ConfigError(f"cannot write output {output}: {error.strerror}; choose a writable --output") from error
+        yield output
 
 
 def _delete(paths: Iterable[Path]) -> None:
@@ -109,7 +118,12 @@ def main(settings: MonitorConfig) -> int:
     task_groups(settings.tasks, settings.suite, settings.task_path)  # before anything is joined or written
     if settings.upload is not None:
         open_destination(settings.upload)
-    output = prepare_output(settings)
+    check_place(settings.page)
+    with own_output(settings) as output:
+        return _watched(settings, output)
+
+
+def _watched(settings: MonitorConfig, output: Path) -> int:
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     new = [path for name in (IDENTITY_FILE, VERSIONS, CONSENSUS) if not (path := output / name).exists()]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -104,6 +104,8 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
 
     model_config = SettingsConfigDict(env_prefix="SPES_MONITOR_", cli_prog_name="spes monitor")
 
+    link: CliPositionalArg[str | None] = None
+    """The run's link, in place of --run-id and --initial-peers."""
     initial_peers: Annotated[list[str], Field(min_length=1)]
     """Multiaddrs of peers in the swarm."""
     output: Path = Path("runs/monitor")
@@ -155,6 +157,21 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """CPU threads for evaluating; by default PyTorch's choice."""
     log_level: Literal["debug", "info", "warning"] = "info"
     """Least severe event to log."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_link(cls, values: Any) -> Any:
+        if not isinstance(values, dict) or not values.get("link"):
+            if isinstance(values, dict) and not {"run_id", "initial_peers"} <= values.keys():
+                raise ValueError("name the run by its link, or by --run-id and --initial-peers")
+            return values
+        if named := sorted({"run_id", "initial_peers"} & values.keys()):
+            raise ValueError(f"the link names the run and its peers; drop --{named[0].replace('_', '-')}, or the link")
+        try:
+            link = JoinLink.parse(values["link"])
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return {**values, "run_id": f"{link.run_id}@{link.founder}", "initial_peers": list(link.addresses)}
 
     @model_validator(mode="after")
     def _check_start(self) -> MonitorConfig:

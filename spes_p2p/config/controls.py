@@ -19,7 +19,7 @@ from spes_p2p.config.checkpoint import Frozen
 from spes_p2p.config.machine import Mbit
 from spes_p2p.errors import ConfigError
 
-VERBS = ("pause", "resume", "finish", "leave", "set", "rules")
+VERBS = ("status", "pause", "resume", "finish", "leave", "set", "rules")
 DAYS = ("mon", "tue", "wed", "thu", "fri", "sat", "sun")
 DAY_MINUTES = 24 * 60
 MAX_SPANS = 28
@@ -31,12 +31,12 @@ _EXAMPLE = "as in 'mon-fri 22:00-07:00, sat-sun 00:00-24:00'"
 
 
 def duration(text: str) -> float:
-    """Return the seconds of `90`, `90s`, `15m`, `2h`, `1d` or `1h30m`.
+    """Return the seconds of `90s`, `15m`, `2h`, `1d` or `1h30m`.
 
     Raises:
         ConfigError: it is no duration, or none between a second and a year.
     """
-    parts = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s?)?", text.strip().lower())
+    parts = re.fullmatch(r"(?:(\d{1,9})d)?(?:(\d{1,9})h)?(?:(\d{1,9})m)?(?:(\d{1,9})s)?", text.strip().lower())
     numbers = [int(part or 0) for part in parts.groups()] if parts and text.strip() else [0]
     seconds = float(sum(n * unit for n, unit in zip(numbers, (86400, 3600, 60, 1), strict=False)))
     if not 1 <= seconds <= MAX_PAUSE_SECONDS:
@@ -254,11 +254,20 @@ def _next(hours: str, now: datetime.datetime) -> str:
 def words(values: Sequence[str]) -> dict[str, Any]:
     """Return `threads=2 duty=50% hours=` as values by name; an empty value takes a setting back.
 
+    Args:
+        values: The words, cut at commas as a list's are: what has no `=` goes on with the word before it.
+
     Raises:
-        ConfigError: a word has no `=`, or a name comes twice.
+        ConfigError: the first word has no `=`, or a name comes twice.
     """
+    whole: list[str] = []
+    for value in values:
+        if "=" in value or not whole:
+            whole.append(value)
+        else:
+            whole[-1] += f",{value}"
     found: dict[str, Any] = {}
-    for word in values:
+    for word in whole:
         name, sign, value = word.partition("=")
         name = name.strip().replace("-", "_")
         if not sign or not name:

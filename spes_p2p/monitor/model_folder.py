@@ -37,6 +37,7 @@ from spes_p2p.model.start import StartWeights
 from spes_p2p.monitor.events import METRICS_FILE, replay
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import printable
+from spes_p2p.swarm.amendment import FILE, kept_settings
 from spes_p2p.swarm.exchange.store import PIECE_BYTES, file_name, read_index
 from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.manifest import TOKENIZER, Manifest, read_manifest
@@ -134,6 +135,14 @@ class ModelFolder:
     def rounds(self) -> list[int]:
         """Rounds of which the folder has the shared parameters, ascending."""
         return sorted({source[SHARED].version.round for source in self._sources if SHARED in source})
+
+    def total_rounds(self) -> int:
+        """Return the run's rounds, as its founder's newest amendment has left them."""
+        try:
+            return kept_settings(self.manifest, self.document, self.folder / FILE)[-1].round.total
+        except RecordError as error:
+            log.warning("%s; the model card has the number of rounds that the run began with", error)
+            return self.manifest.config.round.total
 
     def tokens(self, round: int) -> int | None:
         """Return the tokens that this folder's peer had trained by then; None if it does not say."""
@@ -438,7 +447,7 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
     manifest, run = source.manifest, source.manifest.config
     tokens, losses, reporters = _history(source, exported.round, held_out)
     contributors = sorted(source.authors(exported.round) | reporters)
-    model, rounds = run.model, run.round
+    model = run.model
     kind = "dense model" if model.is_dense else "mixture of experts"
     kind = kind if exported.kind == "model" else f"fine-tuned {kind}"
     experts = f"{model.num_experts} experts per layer, {model.top_k} per token, " if model.num_experts else ""
@@ -454,7 +463,7 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
         "",
         f"- Run: {_code(manifest.run_id)}, manifest {_code(manifest.digest)}",
         f"- Founder: {_code(manifest.founder)}, with spes_p2p {_code(manifest.software)}",
-        f"- Round: {exported.round} of {rounds.total}",
+        f"- Round: {exported.round} of {source.total_rounds()}",
         f"- Tokens: {tokens}",
         f"- Data: {_data(manifest)}",
         *(f"- {loss}" for loss in losses),
@@ -478,8 +487,8 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
         "",
         "## Contributors",
         "",
-        f"{len(contributors)} peers are known here to have signed weights of this round or an earlier one, or to have "
-        "reported tokens. There may have been others.",
+        "Peers that are known here to have signed weights of this round or an earlier one, or to have reported tokens: "
+        f"{len(contributors)}. There may have been others.",
         "",
         *(f"- {_code(peer)}" for peer in contributors),
     ]

@@ -107,6 +107,8 @@ class Controls:
             ConfigError: there is no such verb, or a value does not fit.
         """
         with self._changed:
+            if verb == "status":
+                return self.view()
             if self._wish.verb == "leave":
                 raise ConfigError(f"{verb} comes too late: the peer leaves; start it again with --resume")
             match verb:
@@ -132,7 +134,7 @@ class Controls:
     def _end_of(self, values: Mapping[str, Any]) -> float | None:
         unknown = set(values) - {"for"}
         if unknown:
-            raise ConfigError(f"pause takes no {min(unknown)[:40]}; say how long, as in `pause 2h`")
+            raise ConfigError(f"pause takes no {min(unknown)[:40]!r}, but `for`: how long, as in 15m or 2h")
         span = values.get("for")
         return None if span is None else self._now().timestamp() + duration(str(span))
 

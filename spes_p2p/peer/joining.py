@@ -10,7 +10,9 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from hivemind.utils.timed_storage import get_dht_time
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 from transformers import PreTrainedTokenizerBase
@@ -35,6 +37,8 @@ from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, 
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say_qr, size_text
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
+from spes_p2p.swarm.consensus import BALLOT
+from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import (
     Manifest,
@@ -55,6 +59,7 @@ from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import mapped_port
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
 from spes_p2p.swarm.roster import SHARED
+from spes_p2p.swarm.votes import BallotFile
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.checkpoint import Found, recover
 from spes_p2p.training.process_group import ProcessGroup
@@ -63,6 +68,8 @@ log = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
 SAY_SECONDS = 5.0
+HEARTBEATS_WAITED = 1.5
+"""Heartbeats after which a claim that was not renewed is of a peer that has ended."""
 ANY_MEMORY = 2**60
 """In place of a GPU's memory, where it does not tell."""
 
@@ -316,6 +323,27 @@ def _manifest(
     return manifest
 
 
+def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) -> None:
+    """Refuse an identity that another peer uses, even one that takes no calls: it renews its claim meanwhile.
+
+    A peer that goes on in its own folder, as the ballot there tells, does not wait: the claim is its own.
+
+    Raises:
+        ConfigError: another peer uses it.
+    """
+    node = swarm.node
+    ends_at = node.own_record_ends_at(Claim)
+    ballot = BallotFile(output / CONSENSUS / BALLOT).load(get_dht_time(), is_new=node.identity.is_new)
+    if not ends_at or ballot is None or ballot.barred_at is None:
+        return
+    seconds = HEARTBEATS_WAITED * heartbeat_seconds
+    log.info("a peer with this identity has a claim; looking for %.0f s whether it is still there", seconds)
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and get_dht_time() < ends_at and not swarm.wait(LOOK_SECONDS):
+        if node.own_record_ends_at(Claim) > ends_at:  # guard: own-claim
+            raise ConfigError(f"identity {node.identity.path} is in use by another peer; give each its own")
+
+
 def _enter(
     config: PeerConfig, swarm: HivemindSwarm, manifest: Manifest, found: Found | None, *, founds: bool
 ) -> tuple[HivemindSwarm, Admission, Amendments]:
@@ -331,6 +359,8 @@ def _enter(
     guests = guest_list(swarm, manifest, config.invite or "")
     if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
+    if not founds:
+        check_alone(swarm, config.output, run.round.heartbeat_seconds)
     if run.adapter is not None:
         obtain_base(swarm, manifest, own_copy(config.start_from))
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)

@@ -22,6 +22,7 @@ from spes_p2p.data.packing import TokenSource, probe_windows, train_sources
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.shared import MAX_PROBE_PARTS, probe_sequences
 from spes_p2p.errors import DataError
+from spes_p2p.monitor.page.server import check_place
 from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
@@ -81,6 +82,7 @@ def run(
         if not group.is_leader:
             return _follow(config, group, end)
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
+        check_place(config.page)
         output = kept_output if config.resume else fresh_output
         with output(config.output) as keep:
             controls = Controls(config.output)
@@ -182,6 +184,7 @@ def _train(
             tell("leaving", LEAVING)
             end.hand_over()
             log.info("finished as asked; continue later with --resume --output %s", config.output)
+            log.info("the model so far: %s", export_words(config.output))
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:
             tell("leaving", LEAVING)

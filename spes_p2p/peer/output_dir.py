@@ -60,15 +60,23 @@ def kept_output(directory: Path) -> Iterator[Callable[[], None]]:
     Raises:
         ConfigError: another process writes there.
     """
-    with _alone_in(directory):
+    with alone_in(directory):
         yield lambda: None
 
 
 @contextlib.contextmanager
-def _alone_in(directory: Path) -> Iterator[None]:
-    """Keep other processes of ours out of a directory, for as long as this one lives."""
+def alone_in(directory: Path, lock: str = ".") -> Iterator[None]:
+    """Keep other processes of ours out of a directory, for as long as this one lives.
+
+    Args:
+        directory: It is there.
+        lock: What is locked in it: by default the directory itself, else a file, made if absent.
+
+    Raises:
+        ConfigError: another process has the lock.
+    """
     _forks_let_go()
-    held = os.open(directory, os.O_RDONLY)
+    held = os.open(directory / lock, os.O_RDONLY | os.O_CREAT * (lock != "."), 0o600)
     _held.add(held)
     try:
         with contextlib.suppress(OSError):  # a file system without locks
@@ -83,7 +91,7 @@ def _lock(held: int, directory: Path) -> None:
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)  # guard: output-lock
     except BlockingIOError as error:
-        raise ConfigError(f"--output {directory} is in use by another peer; name another") from error
+        raise ConfigError(f"--output {directory} is in use by another process; name another") from error
 
 
 @functools.cache
@@ -111,7 +119,7 @@ def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
     with contextlib.ExitStack() as stack:
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(_alone_in(directory))
+            stack.enter_context(alone_in(directory))
             aside = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
             _move(directory, aside, spared=aside)
         except OSError as error:

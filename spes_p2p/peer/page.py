@@ -116,7 +116,7 @@ class PeerPage:
     def _own(self) -> Own:
         now, watchdog = time.monotonic(), self._swarm.watchdog
         if now - self._slow_at >= SLOW_SECONDS:
-            self._memory = _resident_bytes()
+            self._memory = _memory_bytes()
             self._ways = self._swarm.links.ways()
             self._slow_at = now
         received, sent = self._swarm.traffic()
@@ -140,13 +140,13 @@ class PeerPage:
         )
 
 
-def _resident_bytes() -> int:
-    """Return the resident memory of this process and its children, which may end meanwhile."""
-    own = psutil.Process()
-    total = own.memory_info().rss
-    for child in own.children(recursive=True):
+def _memory_bytes() -> int:
+    """Return the memory of this process and its children, which may end meanwhile; shared pages count once."""
+    own, total = psutil.Process(), 0
+    for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += child.memory_info().rss
+            used = process.memory_full_info()
+            total += getattr(used, "pss", used.uss)  # only Linux tells the proportional share
     return total
 
 

@@ -264,9 +264,12 @@ def check_kept_settings(
         known = [dict(_flat(run.model_dump(mode="json"))).get(name) for run in kept]
         if name not in {*OWN, *spared} and value not in known:  # guard: resumed-settings
             flag = f"--run.{name.replace('_', '-')}"
+            remedy = f"set {flag} {known[-1]}"
+            if name in CHANGEABLE:
+                remedy += f", or change the run's settings with: spes amend {output} {flag} {value}"
             raise ConfigError(
-                f"{flag} is {value!r}, and the run that --resume goes on with has {known[-1]!r}; drop it, or change "
-                f"the run's settings with: spes amend {output} {flag} {value}"
+                f"{name} is {value!r} by the flags or --config, and the run that --resume goes on with has "
+                f"{known[-1]!r}; {remedy}"
             )
 
 

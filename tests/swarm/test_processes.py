@@ -3,6 +3,7 @@
 import asyncio
 import os
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -15,9 +16,12 @@ from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from real_peers import PeerProcess
 
 from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.peer.joining import check_alone
 from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
+from spes_p2p.swarm.records import Claim
 
 pytestmark = pytest.mark.timeout(120)
 NUM_STREAMS = 200
@@ -161,6 +165,35 @@ def test_an_identity_in_use_is_refused(node):
     with pytest.raises(ConfigError, match="in use"):
         Node(Identity(node.identity.path), "run", initial_peers=node.addresses())
     assert_gone(children() - before)
+
+
+def test_an_identity_whose_claim_another_peer_renews_is_refused(node, tmp_path):
+    """Also of a peer that takes no calls, which no search finds."""
+    original, copied = tmp_path / "original" / "identity.key", tmp_path / "copy" / "identity.key"
+    for path in (original, copied):
+        path.parent.mkdir()
+    first = Node(Identity(original), "run", initial_peers=node.addresses(), listen=ListenConfig(client_mode=True))
+    shutil.copy(original, copied)
+    claim, ended = Claim(peer_id=first.peer_id, state="active", slots=(), max_slots=1, since=1.0), threading.Event()
+
+    def renew():
+        while not ended.wait(0.3):
+            first.store(claim, 6.0)
+
+    renewing = threading.Thread(target=renew)
+    renewing.start()
+    copy = HivemindSwarm(Node(Identity(copied), "run", initial_peers=node.addresses()), copied.parent / "versions")
+    try:
+        with pytest.raises(ConfigError, match="in use by another peer"):
+            check_alone(copy, copied.parent, 2.0)
+        ended.set()
+        renewing.join()
+        check_alone(copy, copied.parent, 2.0)  # the first one has ended
+    finally:
+        ended.set()
+        renewing.join()
+        copy.close()
+        first.close()
 
 
 def test_a_node_can_be_closed_twice_and_its_port_used_again(tmp_path):

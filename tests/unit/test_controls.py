@@ -82,8 +82,11 @@ def test_a_day_by_the_clock_holds_exactly_the_minutes_of_its_spans() -> None:
 
 
 def test_times_and_words_are_read_as_they_are_written() -> None:
-    assert [duration(text) for text in ("90", "90s", "15m", "2h", "1h30m", " 1D ")] == [90, 90, 900, 7200, 5400, 86400]
+    assert [duration(text) for text in ("90s", "15m", "2h", "1h30m", " 1D ")] == [90, 900, 7200, 5400, 86400]
     assert words(["threads=2", "on-battery=no", "hours="]) == {"threads": "2", "on_battery": "no", "hours": None}
+    cut = ["hours=mon-fri 22:00-07:00", " sat-sun 00:00-24:00", "programs=blender", "steam", "gb_a_day=20"]
+    hours = "mon-fri 22:00-07:00, sat-sun 00:00-24:00"
+    assert words(cut) == {"hours": hours, "programs": "blender,steam", "gb_a_day": "20"}
     assert spans("Sat-Mon 9:00-10:00")[0].days == {5, 6, 0}
 
 
@@ -93,9 +96,10 @@ BAD = {
     "pause of 0": (("pause", {"for": "0s"}), "'0s' is no time"),
     "pause of two years": (("pause", {"for": "731d"}), "a year at most"),
     "pause of nothing": (("pause", {"for": ""}), "is no time"),
-    "pause of something else": (("pause", {"until": "noon"}), "pause takes no until"),
+    "pause of something else": (("pause", {"until": "noon"}), "pause takes no 'until', but `for`"),
+    "pause without a unit": (("pause", {"for": "5"}), "'5' is no time.*say 90s"),
     "resume with a value": (("resume", {"for": "2h"}), "resume takes no for"),
-    "unknown verb": (("stop", {}), "no verb 'stop'; it is one of pause, resume"),
+    "unknown verb": (("stop", {}), "no verb 'stop'; it is one of status, pause, resume"),
     "nothing to set": (("set", {}), "name one of threads, slots, duty"),
     "unknown limit": (("set", {"memory": 3}), "memory cannot be set; it is one of"),
     "no thread": (("set", {"threads": 0}), "threads=0: input should be greater than or equal to 1; see docs"),

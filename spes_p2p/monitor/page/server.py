@@ -321,6 +321,16 @@ class Page:
         return self._whole
 
 
+def check_place(where: str) -> None:
+    """Refuse a `--page` on which no page can listen, before anything else is begun.
+
+    Raises:
+        ConfigError: it is no place, or another program has its port.
+    """
+    if where != "off" and (place := Place.parse(where)).port:
+        _listen(place, Path(os.devnull)).close()
+
+
 def _listen(place: Place, kept: Path) -> socket.socket:
     """Return a socket that listens at a place, on the port of an earlier start if none is asked for."""
     ports = [place.port]

@@ -53,7 +53,7 @@ class Own:
         stage: Where it is in its life; "" where the swarm's state is its own.
         why: What holds it there.
         uptime_seconds: Since the page was started.
-        memory_bytes: Resident memory of this process and its children.
+        memory_bytes: Memory of this process and its children, pages that they share counted once.
         sent_bytes: Since the peer's start.
         received_bytes: Since the peer's start.
         reachability: In words.

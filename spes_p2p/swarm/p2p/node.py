@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from hivemind.dht import DHT, DHTNode
 from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
 from hivemind.utils.limits import increase_file_limit
 from hivemind.utils.multiaddr import Multiaddr
-from hivemind.utils.timed_storage import get_dht_time
+from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
@@ -252,7 +252,8 @@ def _join_error(initial_peers: Sequence[str], error: BaseException) -> JoinError
 
 def unreachable(addresses: Sequence[str]) -> UnreachableError:
     """Return the error that names all addresses dialled in vain."""
-    return UnreachableError(f"no answer from {', '.join(addresses)}; check --initial-peers and that those peers run")
+    remedy = "check that those peers run, and the link or --initial-peers"
+    return UnreachableError(f"no answer from {', '.join(addresses)}; {remedy}")
 
 
 def check_addresses(addresses: Sequence[str]) -> None:
@@ -530,15 +531,18 @@ class Node:
 
     def read(self, kind: type[Record]) -> dict[str, Any]:
         """Return all peers' unexpired records of one kind, validated, by peer id."""
+        return {peer: _decoded(kind, item.value) for peer, item in self._items(kind)}
+
+    def own_record_ends_at(self, kind: type[Record]) -> float:
+        """Return the DHT time at which the record of one kind under this peer's id expires; 0 if there is none."""
+        return max((item.expiration_time for peer, item in self._items(kind) if peer == self.peer_id), default=0.0)
+
+    def _items(self, kind: type[Record]) -> Iterator[tuple[str, ValueWithExpiration[Any]]]:
         futures = [self.dht.get(key, latest=True, return_future=True) for key in kind.keys(self.run_id)]
-        records: dict[str, Any] = {}
         for future in futures:
             found = future.result(timeout=DHT_SECONDS)
-            if found is None or not isinstance(found.value, dict):
-                continue
-            for subkey, item in found.value.items():
-                records[owner_of(subkey)] = _decoded(kind, item.value)
-        return records
+            if found is not None and isinstance(found.value, dict):
+                yield from ((owner_of(subkey), item) for subkey, item in found.value.items())
 
     def _run_in_dht(self, work: Callable[[DHT, DHTNode], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine in the DHT's process and return its result."""

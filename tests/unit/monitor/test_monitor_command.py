@@ -10,10 +10,11 @@ from pydantic import ValidationError
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import monitor
-from spes_p2p.commands.monitor import MonitorConfig, prepare_output
+from spes_p2p.commands.monitor import MonitorConfig, own_output
+from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import ConfigError, ExchangeError
 from spes_p2p.monitor.watch import Ending
-from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
 
 ADDRESS = "/ip4/127.0.0.1/tcp/4000/p2p/QmQ2rWrZ2XfZ9Dzsr3HwFvfTyjBpAXnZ8LV1GNGi1aSUuM"
 REQUIRED = ["--run-id", "run", "--initial-peers", ADDRESS]
@@ -50,6 +51,21 @@ def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
         settings(tmp_path, resume=True, overwrite=True)
 
 
+def test_a_link_names_run_and_peers(tmp_path: Path) -> None:
+    founder = hashed_peer_id(b"founder")
+    address = f"/ip4/203.0.113.7/tcp/4001/p2p/{founder}"
+    link = JoinLink(run_id="my-run", founder=founder, addresses=(address,)).encode()
+    config = load_settings(MonitorConfig, [link, "--output", str(tmp_path)])
+    assert (config.run_id, config.initial_peers) == (f"my-run@{founder}", [address])
+    for words, told in (
+        ([link, "--run-id", "other"], "drop --run-id, or the link"),
+        (["spes:x"], "is no link to a run"),
+        ([], "name the run by its link, or by --run-id and --initial-peers"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            load_settings(MonitorConfig, words)
+
+
 def test_no_address_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="at least 1"):
         MonitorConfig(run_id="run", initial_peers=[], output=tmp_path)
@@ -57,25 +73,37 @@ def test_no_address_is_refused(tmp_path: Path) -> None:
 
 def test_a_launchers_files_do_not_stand_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text("x")
-    assert prepare_output(settings(tmp_path)) == tmp_path
+    with own_output(settings(tmp_path)) as output:
+        assert output == tmp_path
 
 
 def test_an_earlier_watch_is_neither_overwritten_nor_continued_unasked(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*--resume"):
-        prepare_output(settings(used(tmp_path)))
-    prepare_output(settings(tmp_path, resume=True))
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl.*--resume"), own_output(settings(used(tmp_path))):
+        pass
+    with own_output(settings(tmp_path, resume=True)):
+        pass
     assert (tmp_path / "model" / "file").exists()
 
 
 def test_overwrite_deletes_the_watch_and_nothing_else(tmp_path: Path) -> None:
-    prepare_output(settings(used(tmp_path), overwrite=True))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["peer-0", "run.yaml"]
+    with own_output(settings(used(tmp_path), overwrite=True)):
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["monitor.lock", "peer-0", "run.yaml"]
+
+
+@pytest.mark.parametrize("flags", [{}, {"resume": True}, {"overwrite": True}])
+def test_a_second_monitor_touches_nothing_of_one_that_runs(tmp_path: Path, flags: dict[str, bool]) -> None:
+    with own_output(settings(tmp_path)):
+        used(tmp_path)
+        with pytest.raises(ConfigError, match="in use by another process"), own_output(settings(tmp_path, **flags)):
+            pass
+        assert (tmp_path / "model" / "file").exists()
 
 
 def test_an_output_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(ConfigError, match="choose a writable --output"):
-        prepare_output(settings(tmp_path / "file" / "below"))
+    unwritable = settings(tmp_path / "file" / "below")
+    with pytest.raises(ConfigError, match="choose a writable --output"), own_output(unwritable):
+        pass
 
 
 @pytest.mark.parametrize("ending", list(Ending))

@@ -201,10 +201,13 @@ def test_ctl_finds_the_peer_by_its_folder(tmp_path: Path, where: str, capsys: py
         assert control(peer, "resume", capsys=capsys) == "training: it trains\n"
         told = control(peer, "set", "threads=2", "duty=50%", capsys=capsys)
         assert told == "training: it trains\nlimits: threads=2, duty=0.5\n"
+        told = control(peer, "set", "threads=1", capsys=capsys)
+        assert told == "training: it trains\nlimits: threads=1, duty=0.5\n"
         told = control(peer, "rules", "programs=blender, steam", "on-battery=no", "gb-a-day=5", capsys=capsys)
         assert "rules: on_battery=no, programs=blender,steam, gb_a_day=5.0" in told
         assert f"/#token={peer.verbs.token}" in control(peer, "link", capsys=capsys)
-        assert "no controls" in control(peer, "status", capsys=capsys), "none shown yet"
+        control(peer, "pause", capsys=capsys)
+        assert control(peer, "status", capsys=capsys).startswith("paused"), "what it does now, not what the page shows"
     finally:
         peer.page.close()
 
@@ -254,7 +257,10 @@ def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         free = other.getsockname()[1]
     (tmp_path / "page").write_text(f"http://127.0.0.1:{free}/")
-    assert "does not answer" in refused("status")
+    (tmp_path / TOKEN_FILE).write_text("x" * 43)
+    for verb in ("status", "link"):
+        assert "does not answer" in refused(verb)
+    (tmp_path / TOKEN_FILE).unlink()
     monitor = tmp_path / "monitor"
     monitor.mkdir()
     page = Page("127.0.0.1", state(), monitor)

@@ -12,7 +12,7 @@ import pytest
 from local_tasks import write_local_tasks
 
 from spes_p2p.commands import evaluate
-from spes_p2p.commands.monitor import _task_evaluations, main, prepare_output
+from spes_p2p.commands.monitor import _task_evaluations, main, own_output
 from spes_p2p.config import ModelConfig
 from spes_p2p.config.commands import EvaluateConfig, MonitorConfig
 from spes_p2p.data.tokenizer import train_bpe
@@ -101,9 +101,10 @@ def test_a_task_that_does_not_exist_is_named_before_the_run_is_joined(tmp_path: 
 def test_earlier_tables_are_kept_unless_they_may_go(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     settings = MonitorConfig(run_id="r", initial_peers=["a"], output=tmp_path)
-    with pytest.raises(ConfigError, match="holds tasks already; pass --resume, --overwrite"):
-        prepare_output(settings)
-    prepare_output(settings.model_copy(update={"overwrite": True}))
+    with pytest.raises(ConfigError, match="holds tasks already; pass --resume, --overwrite"), own_output(settings):
+        pass
+    with own_output(settings.model_copy(update={"overwrite": True})):
+        pass
     assert not (tmp_path / "tasks").exists()
 
 

@@ -17,7 +17,7 @@ def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: 
     with first(tmp_path) as keep:
         keep()
         (tmp_path / "identity.key").touch()
-        with pytest.raises(ConfigError, match="in use by another peer"), second(tmp_path):
+        with pytest.raises(ConfigError, match="in use by another process"), second(tmp_path):
             raise AssertionError("it has started")
         assert [path.name for path in tmp_path.iterdir()] == ["identity.key"]
     with second(tmp_path):
