@@ -16,7 +16,7 @@ from spes_p2p.config import JoinConfig, PeerConfig, ServiceConfig
 from spes_p2p.config.machine import VolunteerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
-from spes_p2p.presentation import say
+from spes_p2p.presentation import printable, say
 
 OURS = "# Written by `spes service install`; `spes service remove` deletes it.\n"
 RESTART_SECONDS = 30
@@ -52,6 +52,7 @@ def main(config: ServiceConfig) -> int:
         raise ConfigError(f"{config.verb} takes no {config.command[:60]!r}; leave it out")
     if shutil.which("systemctl") is None:
         raise ConfigError("systemctl is not installed, and a service needs systemd; start the peer by hand instead")
+    _check_systemd()
     if config.verb == "status":
         return _systemctl("status", "--no-pager", config.name)
     if config.verb == "remove":
@@ -135,6 +136,15 @@ def _remove(unit: Path, name: str) -> int:
     code = _systemctl("disable", "--now", name)
     unit.unlink()
     return _systemctl("daemon-reload") or code
+
+
+def _check_systemd() -> None:
+    """Refuse to go on where no systemd runs for this user, as in a container."""
+    command = ["systemctl", "--user", "show-environment"]
+    tried = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_SECONDS)
+    if tried.returncode:
+        reason = printable(tried.stderr.strip().partition("\n")[0]) or f"exit code {tried.returncode}"
+        raise ConfigError(f"no systemd runs for this user ({reason}); log in to the machine, or start the peer by hand")
 
 
 def _systemctl(*words: str) -> int:

@@ -78,7 +78,7 @@ def test_install_status_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run("install", f"spes join {LINK}") == 0
     assert stat.S_IMODE(unit.stat().st_mode) == 0o600 and LINK in unit.read_text()
     assert run("status") == 0 and run("remove") == 0 and not unit.exists()
-    assert log.read_text().splitlines() == [
+    assert [line for line in log.read_text().splitlines() if "show-environment" not in line] == [
         "--user daemon-reload",
         "--user enable --now volunteer",
         "--user status --no-pager volunteer",
@@ -94,6 +94,10 @@ def test_install_status_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         run("remove")
     with pytest.raises(ConfigError, match="takes no 'now'"):
         run("status", "now")
+    program.write_text("#!/bin/sh\necho Failed to connect to bus >&2\nexit 1\n")
+    with pytest.raises(ConfigError, match=r"no systemd runs for this user \(Failed to connect to bus\)"):
+        run("install", f"spes join {LINK}")
+    assert not unit.exists()
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ConfigError, match="systemctl is not installed"):
         run("status")
