@@ -127,8 +127,8 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         sizes = anchors.bundle_numel()
         show_download(swarm, 4 * (sizes[SHARED] + run.num_slots * sizes["slot"]))
         view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
-        swarm.catch_up()
         for attempt in range(1, ATTEMPTS + 1):
+            swarm.catch_up()
             claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))
             view = fold(view, Snapshot(swarm.now(), claims, progress, metrics).of(swarm.known()))  # type: ignore[arg-type]
             holders, peers = holders_and_peers(view)
