@@ -66,6 +66,8 @@ MAX_ASKED_AT_ONCE = 2
 """Peers that are asked when records tell of certificates that are missing here."""
 MAX_ASKED = 8
 """Peers that a newcomer asks for certificates."""
+OTHERS_SECONDS = 2.0
+"""Time that the others have once the first of them has answered."""
 
 
 class Envelope(Document):
@@ -298,7 +300,7 @@ class Consensus:
                 self._decider.ask(peer)
 
     def catch_up(self, seconds: float) -> None:
-        """Ask some peers for what this one has missed, until one has nothing more to tell, at most so long."""
+        """Ask some peers for what this one has missed, until they have nothing more to tell, at most so long."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self._is_closed:
@@ -311,8 +313,13 @@ class Consensus:
                 if not asked or left <= 0:
                     return
                 self._changed.wait_for(lambda: bool(self._answered) or self._is_closed, left)
+                self._changed.wait_for(partial(self._is_answered, asked, known), min(left, OTHERS_SECONDS))
                 if self.last().digest == known:
                     return
+
+    def _is_answered(self, asked: Collection[str], known: str) -> bool:
+        """Tell whether there is news, or all have answered: the first one may be behind itself."""
+        return self.last().digest != known or self._answered.issuperset(asked) or self._is_closed
 
     def cut(self, round: int) -> None:
         """Forget all certificates after a round, because the user has chosen to go back to it."""

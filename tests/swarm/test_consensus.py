@@ -173,6 +173,30 @@ def test_a_peer_that_starts_again_has_its_chain_and_asks_for_what_it_has_missed(
     assert decide(three).previous == missed[-1].digest, "its vote counts again"
 
 
+def test_a_peer_that_is_behind_itself_does_not_end_the_catching_up(three, monkeypatch):
+    away = three[2]
+    away.close()
+    missed = [decide(three[:2]) for _ in range(2)]
+    away.start(three[0].node.addresses())
+    consensus, ask = away.consensus, away.consensus._decider.ask
+
+    def answer(peer):
+        with consensus._changed:
+            ask(peer)
+
+    def ask_late(peer):
+        if peer == three[1].peer_id:
+            consensus._take(peer, (), Certificates(certificates=()))
+        else:
+            threading.Timer(0.3, answer, [peer]).start()
+
+    monkeypatch.setattr(consensus._decider, "ask", ask_late)
+    consensus.catch_up(SECONDS)
+    assert consensus.last().digest == missed[-1].digest
+    monkeypatch.undo()
+    decide(three)
+
+
 def no_message(peer):
     return Envelope().pack()
 
