@@ -253,7 +253,7 @@ def place(fate: Fate) -> None:
     before(GroupAllreduce, "_average", "all-reduce")
     before(HivemindSwarm, "decide", "decision")
     before(HivemindSwarm, "close", "exit")
-    before(checkpoint, "save_file", "checkpoint")
+    before(checkpoint, "save_tensors", "checkpoint")
     wrap(HivemindSwarm, "_meet", meets)
     wrap(HivemindSwarm, "_publish", publishes)
     wrap(version_store, "write_whole", writes)
