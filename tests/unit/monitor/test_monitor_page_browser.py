@@ -338,6 +338,10 @@ def test_the_owner_pauses_resumes_and_limits_by_buttons_that_need_the_links_toke
             "const f = document.getElementById('field-threads'); f.value = 'no'; f.dispatchEvent(new Event('change'))"
         )
         await tab.wait_for("document.getElementById('answer').textContent.includes('valid integer')")
+        await tab.wait_for("document.getElementById('field-threads').getAttribute('aria-invalid') === 'true'")
+        await tab.evaluate("showControls()")
+        assert await tab.evaluate("document.getElementById('field-threads').value") == "no", "it stays, to be mended"
+        assert await axe_violations(tab) == []
         assert not [event for event in tab.events if "exception" in str(event.get("method", "")).lower()]
 
     in_browser(tmp_path, work)

@@ -26,18 +26,23 @@ function takeToken() {
   token = sessionStorage.getItem(TOKEN_KEY) || "";
 }
 
+// Returns whether the peer took it.
 async function ask(verb, values) {
+  let isTaken = false;
   at("answer").textContent = `${verb} …`;
   try {
     const answer = await fetch(`control/${verb}`, { method: "POST", headers: { "X-Spes-Token": token }, body: Object.keys(values).length ? JSON.stringify(values) : undefined });
     const text = await answer.text();
     if (answer.status === 401) { sessionStorage.removeItem(TOKEN_KEY); token = ""; }
-    if (answer.ok) data.control = new Map(Object.entries(JSON.parse(text)));
+    isTaken = answer.ok;
+    if (isTaken) data.control = new Map(Object.entries(JSON.parse(text)));
     at("answer").textContent = answer.ok ? `${data.control.get("state")}: ${data.control.get("reason")}` : text.trim();
   } catch (error) {
     at("answer").textContent = `the peer does not answer: ${error.message}`;
   }
+  at("answer").classList.toggle("refused", !isTaken);
   showControls();
+  return isTaken;
 }
 
 const written = (value) => (value === null || value === undefined ? "" : Array.isArray(value) ? value.join(", ") : value === true ? "" : value === false ? "no" : String(value));
@@ -48,7 +53,9 @@ function makeFields() {
     input.id = `field-${key}`;
     input.placeholder = example;
     input.autocomplete = "off";
-    input.addEventListener("change", () => ask(verb, { [key]: input.value.trim() || null }));
+    input.title = `for example ${example}; empty for the default`;
+    // What is refused stays, to be mended.
+    input.addEventListener("change", async () => input.setAttribute("aria-invalid", String(!(await ask(verb, { [key]: input.value.trim() || null })))));
     box.append(input);
     return box;
   }));
@@ -80,6 +87,6 @@ function showControls() {
   if (!at("fields").querySelector("input")) makeFields();
   for (const [verb, name] of FIELDS) {
     const input = at(`field-${name}`);
-    if (input !== document.activeElement) input.value = written(control.get(verb === "set" ? "limits" : "rules")[name]);
+    if (input !== document.activeElement && input.getAttribute("aria-invalid") !== "true") input.value = written(control.get(verb === "set" ? "limits" : "rules")[name]);
   }
 }
