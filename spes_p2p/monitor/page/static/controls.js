@@ -54,8 +54,12 @@ function makeFields() {
     input.placeholder = example;
     input.autocomplete = "off";
     input.title = `for example ${example}; empty for the default`;
-    // What is refused stays, to be mended.
-    input.addEventListener("change", async () => input.setAttribute("aria-invalid", String(!(await ask(verb, { [key]: input.value.trim() || null })))));
+    input.addEventListener("change", async () => {
+      input.setAttribute("aria-invalid", "true"); // until it is taken: what is refused stays, to be mended
+      if (!(await ask(verb, { [key]: input.value.trim() || null }))) return;
+      input.setAttribute("aria-invalid", "false");
+      showControls();
+    });
     box.append(input);
     return box;
   }));
