@@ -10,13 +10,14 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Any
 
 import psutil
 
 from spes_p2p.config import PeerConfig
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page.server import Page
-from spes_p2p.monitor.page.snapshot import Own, PageState
+from spes_p2p.monitor.page.snapshot import Own, PageState, in_words
 from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from spes_p2p.peer.controls import Controls
@@ -98,10 +99,11 @@ class PeerPage:
                 log.debug("the page cannot read the swarm's records: %r", error)
 
     def _look(self) -> None:
+        own_id = self._swarm.peer_id
         claims, progress, metrics = (dict(self._swarm.read(kind)) for kind in (Claim, Progress, Metrics))
         view, known = self._state.view, self._swarm.known()
         view = view.ending_at(self._amendments.run.round.total)
-        counted = None if known is None else {self._swarm.peer_id, *known}
+        counted = None if known is None else {own_id, *known}
         snapshot = Snapshot(self._swarm.now(), claims, progress, metrics).of(counted)  # type: ignore[arg-type]
         while self._reports:
             own = self._reports.popleft()
@@ -109,9 +111,20 @@ class PeerPage:
         view = fold(view, snapshot)
         for event in self._log.of(view):
             self._page.take(event)
-        control = self._controls.view() if self._controls is not None and self._page.is_loopback else {}
+            if event["kind"] == "membership" and event["change"] != "changed" and event["peer_id"] != own_id:
+                log.info("%s", in_words(event))
+        control = self._control(snapshot.now)
         self._state = replace(self._state, view=view, own=self._own(), control=control)
         self._page.show(self._state)
+
+    def _control(self, now: float) -> Mapping[str, Any]:
+        """Return what this machine's owner has asked, where the page may show it; tell the page what has changed."""
+        if self._controls is None or not self._page.is_loopback:
+            return {}
+        control = self._controls.view()
+        if control["state"] != self._state.control.get("state", "training"):
+            self._page.take({"kind": "control", "time": now, "state": control["state"], "reason": control["reason"]})
+        return control
 
     def _own(self) -> Own:
         now, watchdog = time.monotonic(), self._swarm.watchdog

@@ -6,8 +6,10 @@ lease, gives its slots up and resumes; it finishes; `b` leaves.
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +55,7 @@ class Story:
         taken: Slots of the others when `c` had given its own up.
         complaints: What the others lacked of the newest versions until the first peer ended.
         codes: Exit codes by name.
+        events: The events on the page of `c` after its last resume.
     """
 
     peers: dict[str, Forked] = field(default_factory=dict)
@@ -63,6 +66,7 @@ class Story:
     taken: frozenset[int] = frozenset()
     complaints: list[re.Match[str]] = field(default_factory=list)
     codes: dict[str, int] = field(default_factory=dict)
+    events: list[str] = field(default_factory=list)
 
 
 class Teller:
@@ -121,6 +125,9 @@ class Teller:
             story.held = [report for report in reports(c) if report.round > story.paused[0][0] + 1]
         assert self.ask("c", "resume").code == 0
         self.wait_until("c", lambda: any(r.has_trained and r.num_peers == 3 for r in reports(c)[seen:]))
+        address = (self.folder / "c" / "page").read_text().strip()
+        with urllib.request.urlopen(f"{address}state.json", timeout=30) as answer:
+            story.events = [words for _, words in json.load(answer)["events"].values()]
         story.counted.append(next(r.round for r in reports(c)[seen:] if r.has_trained and r.num_peers == 3))
 
     def is_handed_over(self) -> bool:
@@ -169,6 +176,12 @@ def test_after_a_lease_others_train_its_slots_from_their_newest_versions(story: 
     assert story.taken == SLOTS
     assert "paused until it is resumed; its slots are handed over" in story.told["status"].stdout
     assert not story.complaints
+
+
+def test_logs_and_the_page_tell_of_who_comes_and_of_pauses(story: Story) -> None:
+    assert len(story.peers["a"].matches(r"peer …\w{6} joined; its slots: ")) >= 2
+    told = [words for words in story.events if words.startswith("this peer: ")]
+    assert [words.split(";")[0] for words in told][-2:] == ["this peer: paused", "this peer: training"]
 
 
 def test_a_resumed_peer_counts_again_within_two_rounds(story: Story) -> None:

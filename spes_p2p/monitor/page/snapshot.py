@@ -183,6 +183,8 @@ def in_words(event: Event) -> str:
             differ = f"; {1 - agreed:.0%} of the digests differ" if agreed < 1 else ""
             loss = number_or_dash(event["loss"])
             return f"round {event['round']}: {event['num_peers']} peers, loss {loss}{dropped}{differ}"
+        case "control":
+            return f"this peer: {event['state']}; {event['reason']}"
         case "evaluation":
             return f"held-out loss after round {event['round']}: {number_or_dash(event['loss'])}"
     return ""
