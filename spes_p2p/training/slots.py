@@ -457,8 +457,31 @@ class HeldSlots:
         vectors = self._pull(plan, round, roster.uplinks, digests)
         if self._has_kept:
             self._drop_masters({name for name, peers in keepers.items() if me in peers}, roster)
+        self._keep_orphans(roster)
         self.stale_rounds = max((self._rounds_behind(name, round) for name in self.makers), default=0)
         return vectors
+
+    def _keep_orphans(self, roster: Roster) -> None:
+        """Fetch masters and moments of slots that no member holds, if this peer is one of those that are to keep them.
+
+        Their last holder has left, and serves them until another peer has them; the members may have no room for them.
+        """
+        slots = map(VectorName.of_slot, range(self._num_slots))
+        orphans = [name for name in slots if name not in roster.groups and self.certified_digest(name)]
+        groups = {SHARED: roster.groups.get(SHARED, ()), **dict.fromkeys(orphans, ())}
+        keepers = replicas(groups, self._run.round.copies, roster.uplinks)
+        mine = [name for name in orphans if self._swarm.peer_id in keepers.get(name, ())]
+        offers = self._offers(self.others()) if mine else {}
+        lacking = [
+            each
+            for name in mine
+            for each in (name, name.moments)
+            if not (each.is_weights and self.is_certified(each))
+            and any(self._is_wanted(each, offered.get(each)) for offered in offers.values())
+        ]
+        plan, digests = self._plan(lacking, offers)
+        if plan.wanted:
+            self._pull(plan, 0, digests=digests)
 
     def _rounds_behind(self, name: VectorName, round: int) -> int:
         """Return the rounds between `round` and the version held here; a version ahead must be fetched as well."""

@@ -12,6 +12,7 @@ from virtual import HiddenSwarm, VirtualPeer, peer_id, tiny_run
 
 from spes_p2p.config import CodecConfig, OuterConfig, RoundConfig
 from spes_p2p.sim.hub import MemoryHub
+from spes_p2p.sim.simulator import Leaves
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.fetch_plan import replicas
@@ -124,3 +125,29 @@ def test_who_adopts_the_slot_of_a_dead_sole_holder_goes_on_with_its_moments(copi
     else:
         assert not adopted & loaded, "without anybody who keeps them, they die with their holder"
     assert all(len(peer.reports) == rounds.total for peer in peers if peer not in doomed)
+
+
+def test_a_full_peer_keeps_what_both_holders_of_a_slot_leave_behind():
+    """They leave one right after the other, and the third has no room for the slot."""
+    rounds = RoundConfig(mode="steps", steps=2, total=4, min_peers=3, max_seconds=60, exchange_seconds=20)
+    run, hub = tiny_run(round=rounds), MemoryHub("run", matchmaking_seconds=10.0)
+    peers = [VirtualPeer(run, MemorySwarm(hub, peer_id(index)), index=index, max_slots=2) for index in range(3)]
+    lacking: dict[int, list[VectorName]] = {}
+    shared_by_two: list[VectorName] = []
+
+    def leave(peer: VirtualPeer, report) -> None:
+        if report.round == 2 and not shared_by_two:
+            holders = {slot: [each.index for each in peers if slot in each.slots] for slot in range(4)}
+            slot = next(slot for slot, found in holders.items() if len(found) == 2)
+            shared_by_two.append(VectorName.of_slot(slot))
+            lacking.update({index: [] for index in holders[slot]})
+        if report.round == 2 and peer.index in lacking:
+            lacking[peer.index] = peer.sync.held.hand_over(60.0)
+            raise Leaves
+
+    initial = peers[0].initial
+    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: leave(peer, report)) for peer in peers])
+    (left,) = (peer for peer in peers if peer.index not in lacking)
+    assert len(lacking) == 2 and list(lacking.values()) == [[], []]
+    assert len(left.reports) == rounds.total and shared_by_two[0].slot not in left.slots
+    assert left.sync.held.is_certified(shared_by_two[0])
