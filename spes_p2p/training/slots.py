@@ -467,7 +467,8 @@ class HeldSlots:
         Their last holder has left, and serves them until another peer has them; the members may have no room for them.
         """
         slots = map(VectorName.of_slot, range(self._num_slots))
-        orphans = [name for name in slots if name not in roster.groups and self.certified_digest(name)]
+        taken = roster.groups.keys() | set(self._anchors.names)
+        orphans = [name for name in slots if name not in taken and self.certified_digest(name)]
         groups = {SHARED: roster.groups.get(SHARED, ()), **dict.fromkeys(orphans, ())}
         keepers = replicas(groups, self._run.round.copies, roster.uplinks)
         mine = [name for name in orphans if self._swarm.peer_id in keepers.get(name, ())]

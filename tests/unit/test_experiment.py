@@ -216,7 +216,7 @@ def test_settings_given_with_resume_that_the_run_does_not_have_are_refused(tmp_p
     common = ["--resume", "--output", str(tmp_path)]
     for same in ([], ["--run.round.total", "9"]):
         assert local._resumed(load_settings(ExperimentConfig, [*common, *same])).run == kept
-    with pytest.raises(ConfigError, match=r"--run.round.total is 77, .* has 9; .*spes amend .*peer-0 --run"):
+    with pytest.raises(ConfigError, match=r"round.total is 77 by .* has 9; .*spes amend .*peer-0 --run"):
         local._resumed(load_settings(ExperimentConfig, [*common, "--run.round.total", "77"]))
 
 

@@ -385,9 +385,9 @@ def test_a_resumed_peer_takes_its_own_settings_again_and_refuses_others() -> Non
     kept = [settings(train=TrainConfig(lr=1e-3).model_dump()), settings(round={"total": 20})]
     for same in ({}, {"round": {"total": 10}}, {"round": {"total": 20}}, {"data": {"source": "embedded", "paths": []}}):
         check_kept_settings(RunConfig.model_validate(same), kept, Path("runs/peer"))
-    with pytest.raises(ConfigError, match=r"--run.round.total is 30, .* has 20; .* spes amend runs/peer --run.round"):
+    with pytest.raises(ConfigError, match=r"round.total is 30 by .* has 20; .* spes amend runs/peer --run.round"):
         check_kept_settings(RunConfig.model_validate({"round": {"total": 30}}), kept, Path("runs/peer"))
-    with pytest.raises(ConfigError, match=r"--run.seed is 7"):
+    with pytest.raises(ConfigError, match=r"seed is 7 by .*; set --run.seed \d+$"):
         check_kept_settings(RunConfig(seed=7), kept, Path("runs/peer"))
 
 
