@@ -171,7 +171,8 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
             link = JoinLink.parse(values["link"])
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        return {**values, "run_id": f"{link.run_id}@{link.founder}", "initial_peers": list(link.addresses)}
+        run_id, addresses = f"{link.run_id}@{link.founder}", list(link.addresses)
+        return {**values, "link": None, "run_id": run_id, "initial_peers": addresses}
 
     @model_validator(mode="after")
     def _check_start(self) -> MonitorConfig:

@@ -158,8 +158,11 @@ def _memory_bytes() -> int:
     own, total = psutil.Process(), 0
     for process in (own, *own.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            used = process.memory_full_info()
-            total += getattr(used, "pss", used.uss)  # only Linux tells the proportional share
+            try:
+                used = process.memory_full_info()
+                total += getattr(used, "pss", used.uss)  # only Linux tells the proportional share
+            except psutil.AccessDenied:  # a hardened machine tells the resident pages alone
+                total += process.memory_info().rss
     return total
 
 
