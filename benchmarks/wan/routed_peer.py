@@ -52,9 +52,9 @@ class RoutedPeer:
 
     def seek(self, wanted: Collection[str], introducers: Collection[str], seconds: float) -> dict[str, float]:
         """Seek links for so long, or until all are there; return the seconds that each one took."""
-        self.links.seek(wanted, introducers)
         began, found = time.monotonic(), dict[str, float]()
         while time.monotonic() < began + seconds and len(found) < len(set(wanted) - {self.node.peer_id}):
+            self.links.seek(wanted, introducers)  # as each heartbeat does: the other may not have known this one yet
             for peer in self.links.direct():
                 found.setdefault(peer, time.monotonic() - began)
             time.sleep(LOOK_SECONDS)

@@ -44,7 +44,7 @@ MAX_SHOWN = 8
 """Peers that the page and the log name."""
 MAX_INTRODUCERS = 3
 """Introducers asked for one peer."""
-PAUSES_UNMET = 2.0, 60.0
+PAUSES_UNMET = 1.0, 60.0
 """First and longest pause after a peer that does not call, because it does not know this one yet; pauses double."""
 PAUSES_CALLED = 6.0, 600.0
 """The same after calls that did not meet; libp2p itself dials no address twice in 5 s."""
