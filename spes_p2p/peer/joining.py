@@ -333,8 +333,7 @@ def check_alone(swarm: HivemindSwarm, output: Path, heartbeat_seconds: float) ->
     """
     node = swarm.node
     ends_at = node.own_record_ends_at(Claim)
-    ballot = BallotFile(output / CONSENSUS / BALLOT).load(get_dht_time(), is_new=node.identity.is_new)
-    if not ends_at or ballot is None or ballot.barred_at is None:
+    if not ends_at or not BallotFile(output / CONSENSUS / BALLOT).is_restored(is_new=node.identity.is_new):
         return
     seconds = HEARTBEATS_WAITED * heartbeat_seconds
     log.info("a peer with this identity has a claim; looking for %.0f s whether it is still there", seconds)

@@ -313,7 +313,8 @@ class Consensus:
                 if not asked or left <= 0:
                     return
                 self._changed.wait_for(lambda: bool(self._answered) or self._is_closed, left)
-                self._changed.wait_for(partial(self._is_answered, asked, known), min(left, OTHERS_SECONDS))
+                left = min(max(0.0, deadline - time.monotonic()), OTHERS_SECONDS)
+                self._changed.wait_for(partial(self._is_answered, asked, known), left)
                 if self.last().digest == known:
                     return
 

@@ -380,6 +380,20 @@ class BallotFile:
             stream.write(_Saved(written_ns=time.time_ns(), ballot=ballot).encode())
         sync(self._path.parent)
 
+    def is_restored(self, *, is_new: bool) -> bool:
+        """Tell whether this identity may have voted after what lies here: the file is missing, copied or restored.
+
+        Args:
+            is_new: Whether the identity has been made just now (`Identity.is_new`).
+
+        Raises:
+            ConfigError: the file is damaged.
+        """
+        if not self._path.exists():
+            return not is_new  # guard: deleted-ballot
+        _, age = self._read()
+        return age > MAX_WRITE_SECONDS  # guard: restored-ballot
+
     def load(self, now: float, *, is_new: bool) -> Ballot | None:
         """Return the ballot, barred if its promises may not be the last; None if there never was one.
 
@@ -390,19 +404,23 @@ class BallotFile:
         Raises:
             ConfigError: the file is damaged.
         """
+        is_restored = self.is_restored(is_new=is_new)
         if not self._path.exists():
-            return None if is_new else Ballot(barred_at=now)  # guard: deleted-ballot
+            return Ballot(barred_at=now) if is_restored else None
+        ballot, _ = self._read()
+        if is_restored:
+            log.warning("%s was copied or restored; this peer votes again when it has been admitted anew", self._path)
+        return barred(ballot, now) if is_restored else ballot
+
+    def _read(self) -> tuple[Ballot, float]:
+        """Return the ballot, and the seconds by which the file is younger than what it states."""
         try:
             saved = _Saved.model_validate_json(self._path.read_bytes())
-            age_ns = self._path.stat().st_ctime_ns - saved.written_ns
+            return saved.ballot, (self._path.stat().st_ctime_ns - saved.written_ns) / 1e9
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read {self._path}: {' '.join(str(error).split())[:200]}; delete it to vote again later"
             ) from error
-        if age_ns > MAX_WRITE_SECONDS * 1e9:  # guard: restored-ballot
-            log.warning("%s was copied or restored; this peer votes again when it has been admitted anew", self._path)
-            return barred(saved.ballot, now)
-        return saved.ballot
 
 
 def barred(ballot: Ballot, now: float) -> Ballot:

@@ -131,10 +131,10 @@ class TrainingLoop:
         try:
             if not self.is_ended:
                 self._meet()
-            self._take_over()
+            self._follow_amendments()
             while not (self._is_over or self.is_ended):
                 self._one_round()
-                self._take_over()
+                self._follow_amendments()
                 self.is_ended = self._group.from_leader(lambda: self._intent(0.0).ends) or self.is_ended
             if self._pending is not None:
                 self._land(self._pending)
@@ -176,7 +176,7 @@ class TrainingLoop:
             waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
             self._conclude(work, waited)
 
-    def _take_over(self) -> None:
+    def _follow_amendments(self) -> None:
         """Go on with the settings that the founder has changed, if the last certificate says so."""
         run = self._group.from_leader(lambda: self._sync.amended() if self._sync is not None else None)
         if run is not None:

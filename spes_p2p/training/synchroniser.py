@@ -199,7 +199,7 @@ class Synchroniser:
         model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
         if initial and not is_late:
             publish_initial(self.swarm, self.held, model, initial)
-        self._take_over()
+        self._fetch_newest()
         publish_initial(self.swarm, self.held, model, initial)
         self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.mapped(SHARED))
@@ -212,7 +212,7 @@ class Synchroniser:
         names += [name for name in sorted(self.held.held_moments()) if name in versions]
         return StateUpdate(self.held.slots, StoredVectors(names, self.held.load))
 
-    def _take_over(self) -> None:
+    def _fetch_newest(self) -> None:
         """Fetch what the last certificate names; where the others have gone on meanwhile, what the next one names.
 
         Raises:
