@@ -30,7 +30,7 @@ from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interr
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
 from spes_p2p.swarm.records import Record
-from spes_p2p.swarm.validation import RecordValidator, owner_of
+from spes_p2p.swarm.validation import RecordValidator
 
 log = logging.getLogger(__name__)
 
@@ -530,19 +530,25 @@ class Node:
         return self._run_in_dht(work)
 
     def read(self, kind: type[Record]) -> dict[str, Any]:
-        """Return all peers' unexpired records of one kind, validated, by peer id."""
-        return {peer: _decoded(kind, item.value) for peer, item in self._items(kind)}
+        """Return all peers' unexpired records of one kind, by peer id.
+
+        The DHT's process has found each signed by the peer that it names.
+        """
+        records = (_decoded(kind, item.value) for _, item in self._items(kind))
+        return {record.peer_id: record for record in records}
 
     def own_record_ends_at(self, kind: type[Record]) -> float:
         """Return the DHT time at which the record of one kind under this peer's id expires; 0 if there is none."""
-        return max((item.expiration_time for peer, item in self._items(kind) if peer == self.peer_id), default=0.0)
+        own = self._validator.subkey
+        return max((item.expiration_time for subkey, item in self._items(kind) if subkey == own), default=0.0)
 
-    def _items(self, kind: type[Record]) -> Iterator[tuple[str, ValueWithExpiration[Any]]]:
+    def _items(self, kind: type[Record]) -> Iterator[tuple[bytes, ValueWithExpiration[Any]]]:
+        """Yield all peers' unexpired records of one kind, encoded, with their owners' subkeys."""
         futures = [self.dht.get(key, latest=True, return_future=True) for key in kind.keys(self.run_id)]
         for future in futures:
             found = future.result(timeout=DHT_SECONDS)
             if found is not None and isinstance(found.value, dict):
-                yield from ((owner_of(subkey), item) for subkey, item in found.value.items())
+                yield from found.value.items()
 
     def _run_in_dht(self, work: Callable[[DHT, DHTNode], Coroutine[Any, Any, T]]) -> T:
         """Run a coroutine in the DHT's process and return its result."""

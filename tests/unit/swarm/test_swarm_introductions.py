@@ -21,6 +21,12 @@ ASKER, TARGET = sorted((ASKER, TARGET))
 PUBLIC = "/ip4/198.51.100.{}/udp/{}/quic-v1"
 
 
+@pytest.fixture(autouse=True)
+def stopped(monkeypatch):
+    """No allowance grows while a busy machine takes its time."""
+    monkeypatch.setattr(introductions, "time", SimpleNamespace(monotonic=lambda: 100.0))
+
+
 class Network:
     """Peers by id, and the address at which each sees each other."""
 
@@ -76,7 +82,7 @@ class Node:
 async def ask(node: Node, question: str, service: str = "introduce") -> bytes:
     """Ask the introducer, or tell a peer, something; return its answer, or nothing if it hangs up."""
     peer = INTRODUCER if service == "introduce" else TARGET
-    channel = await Channel.open(node, peer, f"run::{service}", 1.0)
+    channel = await Channel.open(node, peer, f"run::{service}", 30.0)
     try:
         await channel.send_text(question)
         return await channel.receive_text()
