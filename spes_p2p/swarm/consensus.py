@@ -312,15 +312,17 @@ class Consensus:
                 left = deadline - time.monotonic()
                 if not asked or left <= 0:
                     return
-                self._changed.wait_for(lambda: bool(self._answered) or self._is_closed, left)
+                self._changed.wait_for(partial(self._is_told, asked, 1, known), left)
                 left = min(max(0.0, deadline - time.monotonic()), OTHERS_SECONDS)
-                self._changed.wait_for(partial(self._is_answered, asked, known), left)
+                # The first one that has no more to tell may be behind itself.
+                self._changed.wait_for(partial(self._is_told, asked, len(asked), known), left)
                 if self.last().digest == known:
                     return
 
-    def _is_answered(self, asked: Collection[str], known: str) -> bool:
-        """Tell whether there is news, or all have answered: the first one may be behind itself."""
-        return self.last().digest != known or self._answered.issuperset(asked) or self._is_closed
+    def _is_told(self, asked: Collection[str], enough: int, known: str) -> bool:
+        """Tell whether there is news, or enough of those asked have no more to tell."""
+        is_new = self.last().digest != known
+        return is_new or len(self._answered.intersection(asked)) >= enough or self._is_closed
 
     def cut(self, round: int) -> None:
         """Forget all certificates after a round, because the user has chosen to go back to it."""
@@ -427,9 +429,14 @@ class Consensus:
                 log.info("%s has sent what is no public key: %s", peer[-6:], error)
         if isinstance(message, Question):
             self._told.pop(peer, None)  # it may have forgotten all keys
-        if isinstance(message, Certificates):
-            self._answered.add(peer)
         self._decider.receive(peer, message)
+        if isinstance(message, Certificates) and not self._has(message.certificates):
+            self._answered.add(peer)
+
+    def _has(self, certificates: Sequence[Certificate]) -> bool:
+        """Tell whether this peer follows certificates that it was sent: their sender may know more."""
+        last = certificates[-1].body if certificates else None
+        return last is not None and self._decider.chain.has(last.round, last.digest)
 
 
 def _shortened(message: Message) -> Message:

@@ -197,6 +197,32 @@ def test_a_peer_that_is_behind_itself_does_not_end_the_catching_up(three, monkey
     decide(three)
 
 
+def test_a_part_of_the_chain_that_is_told_twice_does_not_end_the_catching_up(three, monkeypatch):
+    away = three[2]
+    away.close()
+    missed = [decide(three[:2]) for _ in range(2)]
+    away.start(three[0].node.addresses())
+    consensus, ask = away.consensus, away.consensus._decider.ask
+    first = three[0].consensus._decider.chain.certificate_at(missed[0].round)
+
+    def answer(peer):
+        with consensus._changed:
+            ask(peer)
+
+    def ask_slowly(peer):
+        if peer == three[1].peer_id:
+            consensus._take(peer, (), Certificates(certificates=(first,)))
+        else:
+            threading.Timer(0.5, answer, [peer]).start()
+
+    monkeypatch.setattr("spes_p2p.swarm.consensus.OTHERS_SECONDS", 0.1)
+    monkeypatch.setattr(consensus._decider, "ask", ask_slowly)
+    consensus.catch_up(SECONDS)
+    assert consensus.last().digest == missed[-1].digest
+    monkeypatch.undo()
+    decide(three)
+
+
 def no_message(peer):
     return Envelope().pack()
 
