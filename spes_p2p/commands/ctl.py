@@ -38,11 +38,14 @@ def main(config: CtlConfig) -> int:
 
 def told(state: Mapping[str, Any]) -> list[str]:
     """Return a peer's state in lines."""
-    lines = [f"{state['state']}: {state['reason']}"]
+    doing, reason = state["state"], state["reason"]
+    if doing == "training" and (now := state.get("now", {})).get("state", doing) not in (doing, "paused", "finishing"):
+        doing, reason = now["state"], now["why"]  # it would train, and waits for others
+    lines = [f"{doing}: {reason}"]
     for name in ("limits", "rules"):
         chosen = {key: value for key, value in state[name].items() if not _is_default(value)}
         if chosen:
-            lines.append(f"{name}: " + ", ".join(f"{key}={_word(value)}" for key, value in chosen.items()))
+            lines.append(f"{name}: " + ", ".join(f"{key}={_word(key, value)}" for key, value in chosen.items()))
     return [printable(line) for line in lines]
 
 
@@ -50,7 +53,9 @@ def _is_default(value: object) -> bool:
     return value is None or value is True or value == []
 
 
-def _word(value: object) -> str:
+def _word(key: str, value: object) -> str:
+    if key == "duty" and isinstance(value, float):
+        return f"{100 * value:g}%"
     return ",".join(map(str, value)) if isinstance(value, list) else "no" if value is False else str(value)
 
 

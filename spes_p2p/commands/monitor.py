@@ -27,7 +27,7 @@ from spes_p2p.data.packing import held_out_by_source, probe_windows
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
-from spes_p2p.monitor.curves import TensorboardSink, WandbSink
+from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
 from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
 from spes_p2p.monitor.page.server import Page, check_place
@@ -118,6 +118,7 @@ def main(settings: MonitorConfig) -> int:
     task_groups(settings.tasks, settings.suite, settings.task_path)  # before anything is joined or written
     if settings.upload is not None:
         open_destination(settings.upload)
+    check_packages(wandb=settings.wandb, tensorboard=settings.tensorboard)
     check_place(settings.page)
     with own_output(settings) as output:
         return _watched(settings, output)

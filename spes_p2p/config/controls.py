@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from spes_p2p.config.checkpoint import Frozen
-from spes_p2p.config.machine import Mbit
+from spes_p2p.config.machine import Mbit, Threads
 from spes_p2p.errors import ConfigError
 
 VERBS = ("status", "pause", "resume", "finish", "leave", "set", "rules")
@@ -128,7 +128,7 @@ class Rules(Frozen):
 class Limits(Frozen):
     """How much of this machine the peer takes; None leaves it as the peer was started."""
 
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    threads: Threads | None = None
     """CPU threads per rank."""
     slots: Annotated[int, Field(ge=1, le=128)] | None = None
     """Most slots to train, up to what the peer was started with; from the next round on."""
@@ -136,6 +136,13 @@ class Limits(Frozen):
     """Share of the time that it trains; it rests between steps."""
     uplink_mbit: Mbit | None = None
     """Upload rate in 10^6 bits per second; from the next start on."""
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _check_number(cls, value: object, info: ValidationInfo) -> object:
+        if isinstance(value, bool):
+            raise ValueError(f"{info.field_name}={value}: set a number, as in threads=2")
+        return value
 
 
 class Traffic(Frozen):
@@ -211,13 +218,14 @@ def effective(wish: Wish, rules: Rules, around: Surroundings) -> Effective:
         return Effective("finishing", not forbidden, f"asked to finish: it hands over after this round{rest}")
     if wish.verb == "pause" and (wish.until is None or around.now.timestamp() < wish.until):
         end = "it is resumed" if wish.until is None else _clock(wish.until, around.now)
-        return Effective("paused", False, f"paused until {end}")
+        return Effective("paused", False, f"until {end}")
     return Effective("paused", False, forbidden) if forbidden else Effective("training", True)
 
 
 def _clock(seconds: float, now: datetime.datetime) -> str:
     at = datetime.datetime.fromtimestamp(math.ceil(seconds), now.tzinfo)
-    return f"{at:%H:%M}" if at.date() == now.date() else f"{at:%a %d %b %H:%M}"
+    time = f"{at:%H:%M:%S}" if seconds - now.timestamp() < 600 else f"{at:%H:%M}"
+    return time if at.date() == now.date() else f"{at:%a %d %b} {time}"
 
 
 def _forbidden(rules: Rules, around: Surroundings) -> str:

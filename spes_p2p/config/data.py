@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -180,6 +181,18 @@ class DataConfig(Frozen):
     def is_shared(self) -> bool:
         """Whether all peers have the same data, of which each window is trained once an epoch."""
         return self.fingerprint is not None or bool(self.mixture)
+
+    def in_words(self, quoted: Callable[[str], str] = str) -> str:
+        """Return what the run learns from, for people; `quoted` marks what the founder has named."""
+        if self.mixture:
+            return "a mixture of token shards: " + ", ".join(
+                f"{quoted(source.name)} (fingerprint {source.fingerprint[:12]})" for source in self.mixture
+            )
+        return {
+            "embedded": "the Python standard library's source and documentation",
+            "files": "text or conversations of the peers' own",
+            "hub": f"data set {quoted(self.name or '')}, split {quoted(self.split)}",
+        }[self.source]
 
     def by_source(self) -> dict[str, DataConfig]:
         """Return the settings of each source of a mixture, with this machine's files of it (`paths` are NAME=PATH).

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -19,6 +20,15 @@ KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 AttentionName = Literal["sdpa", "flash", "eager"]
 MIN_MBIT = 1e-3
 """Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
+
+
+def _within_processors(threads: int) -> int:
+    if threads > (most := os.cpu_count() or 1):
+        raise ValueError(f"threads={threads} exceeds the {most} processors of this machine; set at most {most}")
+    return threads
+
+
+Threads = Annotated[int, Field(ge=1), AfterValidator(_within_processors)]
 Mbit = Annotated[float, Field(ge=MIN_MBIT, le=1e7, allow_inf_nan=False)]
 """A link's rate, in 10^6 bits per second."""
 RunId = Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]  # guard: run-id-text
@@ -233,7 +243,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """File of this peer's key, created if missing; by default in `output`."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to train."""
-    threads: PositiveInt | None = None
+    threads: Threads | None = None
     """CPU threads per rank; by default PyTorch's choice."""
     seed_seconds: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """Longest time to serve versions after the last round: by default 30, but a founder that resumes a finished run

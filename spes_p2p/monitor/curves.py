@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 import time
@@ -18,6 +19,17 @@ from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
 MAX_CURVES = 100
 """Peers with curves of their own; the swarm's curves include the others."""
 ROUND_CURVES = ("loss", "tokens_per_second", "tokens", "total_tokens", "covered_slots", "agreement", "sync_share")
+
+
+def check_packages(*, wandb: bool, tensorboard: bool) -> None:
+    """Check that the packages of the curves that are asked for are there.
+
+    Raises:
+        ConfigError: one is not installed.
+    """
+    for is_asked, flag, package in ((wandb, "--wandb", "wandb"), (tensorboard, "--tensorboard", "tensorboardX")):
+        if is_asked and importlib.util.find_spec(package) is None:
+            raise ConfigError(f"{flag} needs {package}; run: pip install {package}")
 
 
 def curves_of(event: Event) -> dict[str, float]:
@@ -61,14 +73,12 @@ class WandbSink:
         config: The run's settings, shown beside the curves.
 
     Raises:
-        ConfigError: wandb is not installed, or does not start.
+        ConfigError: W&B does not start.
     """
 
     def __init__(self, directory: Path, *, project: str, name: str, watch: str, config: Mapping[str, Any]) -> None:
-        try:
-            import wandb
-        except ImportError as error:
-            raise ConfigError("--wandb needs the wandb package; run: pip install wandb") from error
+        import wandb
+
         mode = os.environ.get("WANDB_MODE", "offline")
         try:
             self._run = wandb.init(
@@ -125,14 +135,12 @@ class TensorboardSink:
         directory: Log directory; each start adds a file.
 
     Raises:
-        ConfigError: tensorboardX is not installed, or the directory cannot be written.
+        ConfigError: the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
-        try:
-            from tensorboardX.event_file_writer import EventsWriter
-        except ImportError as error:
-            raise ConfigError("--tensorboard needs tensorboardX; run: pip install tensorboardX") from error
+        from tensorboardX.event_file_writer import EventsWriter
+
         try:
             directory.mkdir(parents=True, exist_ok=True)
             # Without the suffix two starts within a second would write one file.

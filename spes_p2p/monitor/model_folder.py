@@ -51,6 +51,7 @@ log = logging.getLogger(__name__)
 VERSIONS = "versions"
 ATTEMPTS = 3
 """Times that a folder is read anew because its peer has deleted a version meanwhile."""
+UNKNOWN = "not known where this was exported; a monitor's folder has it"
 
 
 class OnDisk(NamedTuple):
@@ -498,8 +499,8 @@ def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]
 def _how(run: RunConfig, exported: Exported) -> str:
     """Return what the files hold."""
     if (adapter := run.adapter) is None:
-        exact = "Weights: fp32, as the peers published them, verified by SHA-256"
-        return f"{exact}; slots {slot_ranges(exported.kept)} rounded to {exported.form}" if exported.kept else exact
+        exact = "Weights: as the peers published them, verified by SHA-256: fp32"
+        return f"{exact}, but slots {slot_ranges(exported.kept)} rounded to {exported.form}" if exported.kept else exact
     form = "added to their base" if exported.kind == "merged" else "in peft's layout"
     return f"Adapters: LoRA of rank {adapter.rank}, alpha {adapter.alpha:g}, on {', '.join(adapter.targets)}, {form}"
 
@@ -517,7 +518,7 @@ def _code_to_load(exported: Exported) -> list[str]:
 
 def _history(source: ModelFolder, round: int, held_out: Mapping[int, float]) -> tuple[str, list[str], set[str]]:
     """Return what a folder knows of tokens, of losses and of the peers that reported until a round."""
-    tokens, losses, reporters = "unknown", [], set()
+    tokens, losses, reporters = UNKNOWN, [], set()
     if (own := source.tokens(round)) is not None:
         tokens = f"{own:,} by the one peer whose folder this was exported from; the swarm's are not known there"
     measured = dict(held_out)
@@ -535,24 +536,15 @@ def _history(source: ModelFolder, round: int, held_out: Mapping[int, float]) -> 
                 losses.append(f"Training loss in this round: {loss:.4f} nats per token")
     if math.isfinite(loss := measured.get(round, math.nan)):
         losses.insert(0, f"Held-out loss: {loss:.4f} nats per token")
-    return tokens, losses or ["Loss: not known in the folder that this was exported from"], reporters
+    return tokens, losses or [f"Loss: {UNKNOWN}"], reporters
 
 
 def _data(manifest: Manifest) -> str:
     data = manifest.config.data
-    sources = {
-        "embedded": "the Python standard library's source and documentation",
-        "files": "text or conversations of the peers' own",
-        "hub": f"data set {_code(data.name or '')}, split {_code(data.split)}",
-    }
-    if data.mixture:
-        sources["files"] = "a mixture of token shards: " + ", ".join(
-            f"{_code(source.name)} (fingerprint {source.fingerprint[:12]})" for source in data.mixture
-        )
     start = manifest.config.model.start
     default = "the tokenizer of the checkpoint it started from" if start else "a byte-level BPE trained on it"
     tokenizer = f"tokenizer {_code(data.tokenizer)}" if data.tokenizer else default
-    return f"{sources[data.source]}; {tokenizer}, {manifest.vocab_size} entries"
+    return f"{data.in_words(_code)}; {tokenizer}, {manifest.vocab_size} entries"
 
 
 def _slots(exported: Exported, num_slots: int) -> str:

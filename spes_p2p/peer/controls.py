@@ -81,6 +81,7 @@ class Controls:
         self._read_traffic: Callable[[], tuple[int, int]] | None = None
         self._interrupt: Callable[[], None] | None = None
         self._threads: int | None = None
+        self._max_slots: int | None = None
         self._seen_bytes = 0
         self._programs: frozenset[str] = frozenset()
         self._programs_at = self._saved_at = -max(PROGRAMS_SECONDS, SAVE_SECONDS)
@@ -113,7 +114,7 @@ class Controls:
                 raise ConfigError(f"{verb} comes too late: the peer leaves; start it again with --resume")
             match verb:
                 case "set":
-                    self._limits = changed(self._limits, values)
+                    self._limits = self._possible(changed(self._limits, values))
                 case "rules":
                     self._rules = changed(self._rules, values)
                 case "pause":
@@ -125,11 +126,20 @@ class Controls:
                 case _:
                     raise ConfigError(f"there is no verb {verb[:40]!r}; it is one of {', '.join(VERBS)}")
             self._save()
+            before = self._effective.state
             self._update()
-            log.info("%s%s: %s", verb, "".join(f" {k}={v}" for k, v in values.items()), self._said())
+            if verb in ("set", "rules") or self._effective.state == before:  # otherwise the new state is logged
+                log.info("%s%s: %s", verb, "".join(f" {k}={v}" for k, v in values.items()), self._said())
             if verb == "leave" and self._interrupt is not None:
                 self._interrupt()
             return self.view()
+
+    def _possible(self, limits: Limits) -> Limits:
+        if self._max_slots is not None and (limits.slots or 0) > self._max_slots:
+            raise ConfigError(
+                f"slots={limits.slots} exceeds the {self._max_slots} that the peer was started with; set at most that"
+            )
+        return limits
 
     def _end_of(self, values: Mapping[str, Any]) -> float | None:
         unknown = set(values) - {"for"}
@@ -187,14 +197,16 @@ class Controls:
     # ------------------------------------------------------------------ the surroundings
 
     @contextlib.contextmanager
-    def watching(self, traffic: Callable[[], tuple[int, int]], *, interrupts: bool) -> Iterator[None]:
+    def watching(self, traffic: Callable[[], tuple[int, int]], *, max_slots: int, interrupts: bool) -> Iterator[None]:
         """Look at the surroundings while the block runs.
 
         Args:
             traffic: Returns the bytes received and sent since the start.
+            max_slots: Slots that the peer was started with.
             interrupts: Whether `leave` ends this process as SIGTERM does; otherwise the training loop leaves.
         """
         self._threads = torch.get_num_threads()  # what a limit is taken back to
+        self._max_slots = max_slots
         self._read_traffic = traffic
         self._interrupt = (lambda: os.kill(os.getpid(), signal.SIGTERM)) if interrupts else None
         thread = threading.Thread(target=self._watch, name="controls", daemon=True)

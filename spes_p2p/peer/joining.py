@@ -34,6 +34,7 @@ from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.settings import check_choices, founder_settings
 from spes_p2p.planner.memory import FROZEN_BYTES, Setup, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
+from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say_qr, size_text
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
@@ -208,6 +209,8 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
             )
             swarm.close()
             swarm = _swarm(config.model_copy(update={"announce": []}), client_mode=True)
+        elif config.initial_peers and not config.client_mode:
+            log.info("other peers can open a connection to this one")
         if swarm.node.meets_others:
             swarm.links.learn_kind()
             log.info("this peer takes no calls; %s", swarm.links.told())
@@ -270,6 +273,11 @@ def kept(config: PeerConfig) -> Kept:
     """
     if not config.resume:
         return Kept(None, None)
+    if not any((config.output / name).exists() for name in ("versions", "checkpoint")):
+        raise JoinError(
+            f"--output {config.output} holds nothing of run {config.run_id!r} to resume; name another, and to keep the "
+            f"key that lies there, --identity {config.output / 'identity.key'}"
+        )
     try:
         store, found = recover(config.output, config.run_name, config.resume_round)
         manifest = read_manifest(store.read)
@@ -375,6 +383,7 @@ def _enter(
         else f"trains all of the {'adapters' if run.adapter else 'model'}"
     )
     log.info("this peer is %s and %s", swarm.peer_id, what)
+    log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
     _say_cost(swarm, size, num_slots, setup, config)
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))

@@ -45,6 +45,7 @@ from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 LEAVING = "others fetch what only this peer has"
+CONTINUE = "the same command goes on from here, `spes peer` with --resume"
 
 
 def export_words(folder: Path) -> str:
@@ -94,7 +95,11 @@ def run(
                 return 0
             with (
                 joined(config, own) as (swarm, admission, amendments),
-                controls.watching(swarm.traffic, interrupts=group.world_size == 1 or bool(ranks)),
+                controls.watching(
+                    swarm.traffic,
+                    max_slots=admission.max_slots,
+                    interrupts=group.world_size == 1 or bool(ranks),
+                ),
                 shown(config, swarm, amendments, controls) as page,
                 restart.when_daemons_die(config, swarm),
             ):
@@ -104,7 +109,7 @@ def run(
                 except KeyboardInterrupt:
                     if swarm.watchdog.death:
                         raise
-                    log.info("leaving; continue later with --resume --output %s", config.output)
+                    log.info("leaving; %s", CONTINUE)
                     log.info("the model so far: %s", export_words(config.output))
                     return EXIT_INTERRUPTED
     return 0
@@ -183,7 +188,7 @@ def _train(
         elif swarm is not None:
             tell("leaving", LEAVING)
             end.hand_over()
-            log.info("finished as asked; continue later with --resume --output %s", config.output)
+            log.info("finished as asked; %s", CONTINUE)
             log.info("the model so far: %s", export_words(config.output))
     except KeyboardInterrupt:
         if joined and sync is not None and not joined[0].watchdog.death:

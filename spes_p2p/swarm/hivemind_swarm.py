@@ -462,7 +462,8 @@ class HivemindSwarm:
             claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
             slots = sorted({slot for peer in silent if peer in claims for slot in claims[peer].slots})
             shown = ", ".join(peer[-6:] for peer in silent[:MAX_NAMED]) + ("..." if len(silent) > MAX_NAMED else "")
-            log.warning(
+            log.log(
+                logging.WARNING if slots else logging.DEBUG,  # a peer that leaves claims none
                 "%d of %d peers claim slots %s but do not list their versions: %s",
                 *(len(silent), len(peers), slot_ranges(slots), shown),
             )

@@ -20,7 +20,7 @@ from torch import Tensor
 from spes_p2p.config import RunConfig
 from spes_p2p.data.mixture import MixedSource
 from spes_p2p.optim.schedule import rate_of_step
-from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
 from spes_p2p.training.checkpoint import PeerCheckpoint, Saved
 from spes_p2p.training.checkpointer import Checkpointer
@@ -591,7 +591,7 @@ def _log_report(report: Metrics) -> None:
         "round %d: %d peers, loss %s, %.0f tokens/s, shared %s, slots %s; "
         "%.1f s training, %.1f matchmaking, %.1f averaging, %.1f exchange, %.1f other%s%s",
         *(report.round, report.num_members, loss, report.tokens_per_second, report.shared_digest),
-        ",".join(map(str, report.slots)),
+        slot_ranges(report.slots),
         *(report.train_seconds, report.matchmaking_seconds, report.averaging_seconds),
         *(report.exchange_seconds, report.other_seconds, waited, stale),
     )

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from forked_commands import Forked, ForkServer
+from forked_commands import Forked, ForkServer, slots_in
 from peer_processes import MARK, commands_in, last_certificate, write_corpus, write_settings
 
 from spes_p2p.swarm.certificate import Body
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]  # minutes of real pee
 SLOTS = {0, 1, 2, 3}
 ROUND = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 1.0, "total": 500, "min_peers": 2}
 TIMES = {"lease_seconds": 10.0, "heartbeat_seconds": 1.0}
-REPORT = r"round (\d+): (\d+) peers, .* slots ([\d,]*);"
+REPORT = r"round (\d+): (\d+) peers, .* slots ([\d,-]+|none);"
 
 
 @contextmanager
@@ -53,7 +53,7 @@ def ghost(folder: Path, address: str) -> Iterator[str]:
 
 
 def slots_of(peer: Forked) -> set[int]:
-    return {int(slot) for slot in peer.matches(REPORT)[-1][3].split(",") if slot}
+    return set(slots_in(peer.matches(REPORT)[-1][3]))
 
 
 @pytest.mark.parametrize("when", ["before the first commit", "after it"])

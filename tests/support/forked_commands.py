@@ -25,6 +25,12 @@ PID_SECONDS = 60.0
 READY = b"ready\n"
 
 
+def slots_in(shown: str) -> list[int]:
+    """Return the slots of a round's line, shown as `0-3,7` or `none`."""
+    ranges = [part.split("-") for part in shown.split(",") if part != "none"]
+    return [slot for first, *last in ranges for slot in range(int(first), int((last or [first])[0]) + 1)]
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""

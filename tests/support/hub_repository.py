@@ -23,7 +23,7 @@ class Repository(ThreadingHTTPServer):
     Attributes:
         commits: Files of each commit by path, and its message, by its hash, in order.
         tags: Hashes by tag.
-        tokens: Authorization headers of all requests.
+        tokens: Authorization headers of all requests, each with the last one that had it.
         is_private: Whether it was made so; None if it was not made.
         is_failing: Whether it refuses everything.
     """
@@ -34,7 +34,7 @@ class Repository(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.commits: dict[str, tuple[dict[str, bytes], str]] = {}
         self.tags: dict[str, str] = {}
-        self.tokens: set[str | None] = set()
+        self.tokens: dict[str | None, str] = {}
         self.is_private: bool | None = None
         self.is_failing = False
 
@@ -69,7 +69,7 @@ class _Answers(BaseHTTPRequestHandler):
 
     def _answer(self) -> None:
         here, path = self.server, unquote(urlsplit(self.path).path).strip("/").split("/")
-        here.tokens.add(self.headers.get("Authorization"))
+        here.tokens[self.headers.get("Authorization")] = f"{self.command} {self.path}, {self.headers.get('User-Agent')}"
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         if here.is_failing:
             return self._send({"error": "the hub is down"}, 503)

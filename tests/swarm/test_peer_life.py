@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import psutil
 import pytest
-from forked_commands import Forked, ForkServer
+from forked_commands import Forked, ForkServer, slots_in
 from peer_processes import MARK, Commands, commands_in, last_certificate, saved_state, write_corpus, write_settings
 
 from spes_p2p.swarm.p2p.identity import Identity
@@ -40,12 +40,12 @@ class Report(NamedTuple):
     slots: frozenset[int]
 
 
-REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,]*);"
+REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,-]+|none);"
 
 
 def reports(peer: Forked) -> list[Report]:
     found = [match.groups() for match in peer.matches(REPORT)]
-    return [Report(int(r), int(n), d, frozenset(map(int, filter(None, s.split(","))))) for r, n, d, s in found]
+    return [Report(int(r), int(n), d, frozenset(slots_in(s))) for r, n, d, s in found]
 
 
 @dataclass

@@ -12,7 +12,7 @@ from peer_processes import Command, commands_in, write_corpus, write_settings
 
 pytestmark = pytest.mark.full
 
-REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,]*)"
+REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,-]+|none)"
 LEASE_SECONDS = 6.0
 """Of the tiny run."""
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from forked_commands import slots_in
 from peer_processes import Command, commands_in, write_corpus, write_settings
 
 from spes_p2p.cli import read_yaml
@@ -19,7 +20,7 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 RUN_ID, PEERS, SLOTS, ROUNDS = "twins", 3, [2, 3, 2], 4
 DATA_SEEDS = [11, 12, 13]
-REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,]*);"
+REPORT = r"round (\d+): (\d+) peers, .* shared (\w+), slots ([\d,-]+|none);"
 
 
 class Real(NamedTuple):
@@ -38,7 +39,7 @@ class Real(NamedTuple):
 
 def rounds_of(peer: Command) -> dict[int, tuple[int, str, tuple[int, ...]]]:
     found = [match.groups() for match in peer.matches(REPORT)]
-    return {int(r): (int(n), d, tuple(map(int, filter(None, s.split(","))))) for r, n, d, s in found}
+    return {int(r): (int(n), d, tuple(slots_in(s))) for r, n, d, s in found}
 
 
 FEW_BITS = {"codecs": {"shared": "int4", "slots": "int4", "moments": "int8"}, "frozen_storage": "nf4"}

@@ -104,6 +104,9 @@ BAD = {
     "unknown limit": (("set", {"memory": 3}), "memory cannot be set; it is one of"),
     "no thread": (("set", {"threads": 0}), "threads=0: input should be greater than or equal to 1; see docs"),
     "threads in words": (("set", {"threads": "two"}), "threads='two': input should be a valid integer"),
+    "more threads than processors": (("set", {"threads": 100_000}), "threads=100000 exceeds the .* set at most"),
+    "threads that are true": (("set", {"threads": True}), "threads=True: set a number"),
+    "duty that is true": (("set", {"duty": True}), "duty=True: set a number"),
     "duty of nothing": (("set", {"duty": "0%"}), "duty=.*greater than or equal to 0.01"),
     "duty above all": (("set", {"duty": "150%"}), "duty=.*less than or equal to 1"),
     "uplink below zero": (("set", {"uplink_mbit": -1}), "uplink_mbit=-1"),
@@ -175,7 +178,7 @@ def test_a_restart_keeps_a_pause_limits_and_rules_but_neither_finish_nor_leave(t
     assert again.view()["rules"] == {
         **{"hours": None, "on_battery": False, "programs": ["blender", "steam"], "gb_a_day": None},
     }
-    started = limited(PeerConfig(run_id="run", threads=8), again.limits)
+    started = limited(PeerConfig(run_id="run", threads=1), again.limits)
     assert (started.threads, started.uplink_mbit) == (2, 3.0)
     clock.time += datetime.timedelta(hours=2)
     assert Controls(tmp_path, clock).view()["state"] == "training"
@@ -215,14 +218,22 @@ def test_the_days_traffic_outlives_a_restart_and_ends_at_midnight(tmp_path: Path
     clock, total = Clock(), [0, 0]
     controls = Controls(tmp_path, clock)
     controls.act("rules", {"gb_a_day": 1})
-    with controls.watching(lambda: (total[0], total[1]), interrupts=False):
+    with controls.watching(lambda: (total[0], total[1]), max_slots=4, interrupts=False):
         total[:] = 300_000_000, 400_000_000
         controls.act("resume", {})
     again, total = Controls(tmp_path, clock), [100_000_000, 200_000_000]
-    with again.watching(lambda: (total[0], total[1]), interrupts=False):
+    with again.watching(lambda: (total[0], total[1]), max_slots=4, interrupts=False):
         assert again.act("resume", {})["state"] == "paused"
         clock.time += datetime.timedelta(hours=12)
         assert again.act("resume", {})["state"] == "training"
+
+
+def test_more_slots_than_the_peer_was_started_with_are_refused(tmp_path: Path) -> None:
+    controls = Controls(tmp_path)
+    with controls.watching(lambda: (0, 0), max_slots=4, interrupts=False):
+        assert controls.act("set", {"slots": 4})["limits"]["slots"] == 4
+        with pytest.raises(ConfigError, match="slots=5 exceeds the 4 that the peer was started with"):
+            controls.act("set", {"slots": 5})
 
 
 def test_a_rule_about_a_program_sees_this_machines_processes(tmp_path: Path) -> None:
@@ -238,11 +249,11 @@ def test_leave_ends_this_process_as_sigterm_does(tmp_path: Path) -> None:
     before = signal.signal(signal.SIGTERM, lambda number, _: came.append(number))
     try:
         controls = Controls(tmp_path)
-        with controls.watching(lambda: (0, 0), interrupts=True):
+        with controls.watching(lambda: (0, 0), max_slots=4, interrupts=True):
             assert controls.act("leave", {})["state"] == "leaving"
             assert not controls.intent(0.0, 0.0).leaves, "the signal does it, once"
         assert came == [signal.SIGTERM]
-        with Controls(tmp_path).watching(lambda: (0, 0), interrupts=False):
+        with Controls(tmp_path).watching(lambda: (0, 0), max_slots=4, interrupts=False):
             pass
     finally:
         signal.signal(signal.SIGTERM, before)

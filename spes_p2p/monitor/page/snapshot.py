@@ -119,7 +119,7 @@ class Snapshots:
         keys = {peer.peer_id: _key(peer.peer_id) for peer in shown}
         return {
             "run": _run(state),
-            "now": _now(state),
+            "now": now_of(state),
             "figures": _figures(view, own),
             "phases": _phases(view),
             "rounds": self._rounds(view, own),
@@ -217,7 +217,7 @@ def model_line(run: Mapping[str, Any]) -> str:
     return "{}, {} layers of width {}, {} experts per layer, {} per token".format(family, *rest)
 
 
-def _now(state: PageState) -> dict[str, Any]:
+def now_of(state: PageState) -> dict[str, Any]:
     """Return the state, what holds it, the round and when its training ends, in DHT time."""
     view, own = state.view, state.own
     name, why = (own.stage, own.why) if own and own.stage else (state.stage, state.why)
@@ -279,9 +279,10 @@ def _by_source(view: SwarmView) -> str:
 def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
     reports = [view.reports.get((number, own.peer_id)) for number in view.rounds]
     mine = sum(report.tokens for report in reports if report is not None)
+    whole = sum(report.tokens for (number, _), report in view.reports.items() if number in view.rounds)
     return {
         "my_tokens": mine,
-        "share": _digits(min(1.0, mine / view.tokens), 3) if view.tokens else None,
+        "share": _digits(mine / whole, 3) if whole else None,
         "my_sent": own.sent_bytes,
         "my_received": own.received_bytes,
         "uptime": round(own.uptime_seconds, -1),

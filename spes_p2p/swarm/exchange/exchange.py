@@ -122,7 +122,7 @@ class Exchange:
             try:
                 await answer(channel, peer)
             except (ExchangeError, TimeoutError) as error:
-                log.info("stopped serving %s: %s", peer[-6:], error)
+                log.debug("stopped serving %s: %s", peer[-6:], error)
 
     async def serve_fetch(self, channel: Channel, peer: str) -> None:
         """Offer and send versions; see `Server`."""

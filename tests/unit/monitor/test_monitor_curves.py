@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from spes_p2p.commands import monitor
+from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.curves import PrometheusText, TensorboardSink, WandbSink
 from spes_p2p.monitor.events import Event, JsonlSink, read_events
@@ -157,21 +159,16 @@ def test_a_restarted_monitor_goes_on_in_the_same_run_of_wandb(tmp_path: Path, no
         assert key.encode() in logs
 
 
-@pytest.mark.parametrize(
-    ("package", "make"),
-    [
-        ("wandb", lambda path: WandbSink(path, project="p", name="r", watch="w", config={})),
-        ("tensorboardX", TensorboardSink),
-    ],
-)
-def test_a_missing_package_is_a_line_with_the_remedy(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, make
+@pytest.mark.parametrize("package", ["wandb", "tensorboardX"])
+def test_a_missing_package_is_a_line_with_the_remedy_before_anything_is_joined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
-    for name in [name for name in sys.modules if name.split(".")[0] == package]:
-        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, package, None)
+    flags = {"wandb": package == "wandb", "tensorboard": package == "tensorboardX"}
+    settings = MonitorConfig(run_id="run", initial_peers=["/ip4/127.0.0.1/tcp/1"], output=tmp_path / "out", **flags)
     with pytest.raises(ConfigError, match=f"pip install {package}"):
-        make(tmp_path)
+        monitor.main(settings)
+    assert not (tmp_path / "out").exists()
 
 
 class Lost:

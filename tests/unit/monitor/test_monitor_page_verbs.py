@@ -197,12 +197,12 @@ def control(peer: Peer, *given: str, capsys: pytest.CaptureFixture[str]) -> str:
 def test_ctl_finds_the_peer_by_its_folder(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str]) -> None:
     peer = Peer(tmp_path, where)
     try:
-        assert control(peer, "pause", "2h", capsys=capsys).startswith("paused: paused until ")
+        assert control(peer, "pause", "2h", capsys=capsys).startswith("paused: until ")
         assert control(peer, "resume", capsys=capsys) == "training: it trains\n"
         told = control(peer, "set", "threads=2", "duty=50%", capsys=capsys)
-        assert told == "training: it trains\nlimits: threads=2, duty=0.5\n"
+        assert told == "training: it trains\nlimits: threads=2, duty=50%\n"
         told = control(peer, "set", "threads=1", capsys=capsys)
-        assert told == "training: it trains\nlimits: threads=1, duty=0.5\n"
+        assert told == "training: it trains\nlimits: threads=1, duty=50%\n"
         told = control(peer, "rules", "programs=blender, steam", "on-battery=no", "gb-a-day=5", capsys=capsys)
         assert "rules: on_battery=no, programs=blender,steam, gb_a_day=5.0" in told
         assert f"/#token={peer.verbs.token}" in control(peer, "link", capsys=capsys)
@@ -222,7 +222,7 @@ def test_ctl_finds_the_only_peer_in_runs(
     peer = Peer(tmp_path / "runs" / "my-run")
     try:
         assert ctl.main(CtlConfig(verb="pause")) == 0
-        assert capsys.readouterr().out == "paused: paused until it is resumed\n"
+        assert capsys.readouterr().out == "paused: until it is resumed\n"
         (tmp_path / "runs" / "other").mkdir()
         other = Peer(tmp_path / "runs" / "other")
         try:

@@ -91,6 +91,7 @@ function showControls() {
   if (!at("fields").querySelector("input")) makeFields();
   for (const [verb, name] of FIELDS) {
     const input = at(`field-${name}`);
-    if (input !== document.activeElement && input.getAttribute("aria-invalid") !== "true") input.value = written(control.get(verb === "set" ? "limits" : "rules")[name]);
+    const value = control.get(verb === "set" ? "limits" : "rules")[name];
+    if (input !== document.activeElement && input.getAttribute("aria-invalid") !== "true") input.value = name === "duty" && value ? `${+(100 * value).toPrecision(4)}%` : written(value);
   }
 }

@@ -127,12 +127,13 @@ const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silen
 function showClock(lost) {
   if (!data.now) return;
   const now = Object.fromEntries(data.now), phases = Object.fromEntries(data.phases || []), total = data.run.get("total");
-  const state = lost ? "offline" : now.state, age = (performance.now() - heard) / 1000;
+  const leaves = ["leaving", "finishing"].includes(now.state), state = lost ? (leaves ? "left" : "offline") : now.state, age = (performance.now() - heard) / 1000;
   const time = swarmClock + (isReport ? 0 : age);
   const pill = at("state");
   if (pill.textContent !== state) pill.textContent = state;
   pill.className = `pill ${GOOD.includes(state) ? "good" : BAD.includes(state) ? "bad" : ""}`;
-  at("why").textContent = lost ? `no connection to this page's process; the figures are ${duration(age)} old` : now.why;
+  at("why").textContent = !lost ? now.why : leaves ? "the peer has ended as asked; this page can be closed"
+    : `no connection to this page's process; the figures are ${duration(age)} old`;
   document.title = `${state} · round ${now.round} of ${total} · ${data.run.get("id")}`;
   const seconds = (names) => names.reduce((sum, name) => sum + (phases[name] || 0), 0);
   const train = phases.train || 0, rest = seconds(["matchmaking", "averaging", "exchange", "other"]);
