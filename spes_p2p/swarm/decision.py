@@ -397,8 +397,9 @@ class Decider:
         self._later(self._rules.attempt_seconds, self._give_up)
 
     def _give_up_dead(self) -> None:
-        """Give the attempt up as soon as its proposer is gone."""
-        if self._network.is_gone(self.chain.last.proposer(self.attempt)):
+        """Give the attempt up as soon as its proposer is gone, or has said goodbye."""
+        proposer = self.chain.last.proposer(self.attempt)
+        if proposer in self._counted_goodbyes() or self._network.is_gone(proposer):
             self._give_up()
         else:
             self._later(self._rules.confirmation_seconds / 2, self._give_up_dead)

@@ -77,6 +77,24 @@ def test_a_voter_that_leaves_is_out_after_the_next_certificate(seed):
     assert PEERS[3] not in after[1].voters
 
 
+def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
+    world = swarm(seed, 5)
+    leaving, others = world.nodes[PEERS[3]], [world.nodes[peer] for peer in PEERS[:5] if peer != PEERS[3]]
+
+    def is_theirs() -> bool:
+        """Tell whether the others have averaged, and the one that is to propose the result has not yet."""
+        proposes = PEERS[3] in leaving.last.voters and leaving.last.proposer(0) == PEERS[3]
+        return proposes and all(node.decider._own for node in others)
+
+    world.run(1000, is_theirs)
+    before, began = leaving.last, world.now
+    leaving.decider.leave()
+    leaving.is_dead = True
+    leaving.crash(0.0)
+    world.run(began + 1000, lambda: all(node.last.round > before.round for node in others))
+    assert world.now < began + history_nodes.RULES.attempt_seconds
+
+
 def test_a_voter_that_signs_twice_is_out_within_two_rounds_and_stays_out(seed):
     world = swarm(seed, 6, {PEERS[2]: Twice})
     world.run(400)
