@@ -82,17 +82,20 @@ def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
     leaving, others = world.nodes[PEERS[3]], [world.nodes[peer] for peer in PEERS[:5] if peer != PEERS[3]]
 
     def is_theirs() -> bool:
-        """Tell whether the others have averaged, and the one that is to propose the result has not yet."""
-        proposes = PEERS[3] in leaving.last.voters and leaving.last.proposer(0) == PEERS[3]
-        return proposes and all(node.decider._own for node in others)
+        """Tell whether the others have averaged, and the one that is to propose the result has not proposed it yet."""
+        is_due = PEERS[3] in leaving.last.voters and leaving.last.proposer(0) == PEERS[3]
+        have_averaged = len(heads(world)) == 1 and all(node.decider._own for node in others)
+        return is_due and have_averaged and leaving.decider._offered is None
 
     world.run(1000, is_theirs)
     before, began = leaving.last, world.now
     leaving.decider.leave()
     leaving.is_dead = True
     leaving.crash(0.0)
+    world.run(began + 1000, lambda: all(node.decider.attempt for node in others))
+    assert world.now < began + history_nodes.RULES.attempt_seconds / 2
     world.run(began + 1000, lambda: all(node.last.round > before.round for node in others))
-    assert world.now < began + history_nodes.RULES.attempt_seconds
+    assert {node.last.previous for node in others} == {before.digest}
 
 
 def test_a_voter_that_signs_twice_is_out_within_two_rounds_and_stays_out(seed):
