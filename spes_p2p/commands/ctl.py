@@ -38,10 +38,7 @@ def main(config: CtlConfig) -> int:
 
 def told(state: Mapping[str, Any]) -> list[str]:
     """Return a peer's state in lines."""
-    doing, reason = state["state"], state["reason"]
-    if doing == "training" and (now := state.get("now", {})).get("state", doing) not in (doing, "paused", "finishing"):
-        doing, reason = now["state"], now["why"]  # it would train, and waits for others
-    lines = [f"{doing}: {reason}"]
+    lines = [f"{state['state']}: {state['reason']}"]
     for name in ("limits", "rules"):
         chosen = {key: value for key, value in state[name].items() if not _is_default(value)}
         if chosen:

@@ -78,6 +78,7 @@ class Controls:
         self._limits = kept.limits
         self._traffic = kept.traffic
         self._place = ""
+        self._life = ""
         self._read_traffic: Callable[[], tuple[int, int]] | None = None
         self._interrupt: Callable[[], None] | None = None
         self._threads: int | None = None
@@ -168,7 +169,7 @@ class Controls:
     def _said(self) -> str:
         shown = self._effective
         parts = [shown.reason, self._place if shown.state == "paused" else ""]
-        return "; ".join(part for part in parts if part) or "it trains"
+        return "; ".join(part for part in parts if part) or self._life or "it trains"
 
     # ------------------------------------------------------------------ the training
 
@@ -193,6 +194,10 @@ class Controls:
     def tell(self, place: str) -> None:
         """Take what a held peer does with its slots, in words; "" once it trains."""
         self._place = place
+
+    def live(self, stage: str) -> None:
+        """Take where a peer is that may train and does not yet, or no more, in words; "" while it trains."""
+        self._life = stage
 
     # ------------------------------------------------------------------ the surroundings
 

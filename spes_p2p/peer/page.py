@@ -61,8 +61,6 @@ class PeerPage:
     ) -> None:
         self._amendments = amendments
         self._controls = controls
-        self._stage = "joining"
-        self._why = "it fetches the run's model, or waits for the others"
         self._page = page
         self._swarm = swarm
         self._state = state
@@ -71,6 +69,7 @@ class PeerPage:
         self._began = time.monotonic()
         self._memory = 0
         self._ways: Mapping[str, str] = {}
+        self.say("joining", "it fetches the run's model, or waits for the others")
         self._slow_at = -SLOW_SECONDS
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="page-records", daemon=True)
@@ -80,6 +79,8 @@ class PeerPage:
         """Show where this peer is in its life; "" while it trains, when the swarm's state is its own."""
         self._stage = stage
         self._why = why
+        if self._controls is not None:
+            self._controls.live(why)
 
     def reported(self, report: Metrics) -> None:
         """Take this peer's own report, which the DHT might replace before it is read."""

@@ -228,6 +228,15 @@ def test_the_days_traffic_outlives_a_restart_and_ends_at_midnight(tmp_path: Path
         assert again.act("resume", {})["state"] == "training"
 
 
+def test_status_says_what_keeps_a_peer_that_may_train_from_it(tmp_path: Path) -> None:
+    controls = Controls(tmp_path)
+    controls.live("it waits for the others")
+    assert controls.act("status", {})["reason"] == "it waits for the others"
+    assert controls.act("pause", {})["reason"] == "until it is resumed"
+    controls.live("")
+    assert controls.act("resume", {})["reason"] == "it trains"
+
+
 def test_more_slots_than_the_peer_was_started_with_are_refused(tmp_path: Path) -> None:
     controls = Controls(tmp_path)
     with controls.watching(lambda: (0, 0), max_slots=4, interrupts=False):

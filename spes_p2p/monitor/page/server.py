@@ -28,7 +28,7 @@ from aiohttp import web
 from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.curves import PrometheusText
 from spes_p2p.monitor.events import Event
-from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, Sections, Snapshots, difference, now_of
+from spes_p2p.monitor.page.snapshot import MAX_EVENTS, PageState, Sections, Snapshots, difference
 from spes_p2p.monitor.page.verbs import Verbs
 
 log = logging.getLogger(__name__)
@@ -215,7 +215,7 @@ class Page:
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/state.json", self._json)
         if self._verbs is not None:
-            self._verbs.add_to(app, lambda: now_of(self._state))
+            self._verbs.add_to(app)
         runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         await web.SockSite(runner, self._socket).start()

@@ -119,7 +119,7 @@ class Snapshots:
         keys = {peer.peer_id: _key(peer.peer_id) for peer in shown}
         return {
             "run": _run(state),
-            "now": now_of(state),
+            "now": _now(state),
             "figures": _figures(view, own),
             "phases": _phases(view),
             "rounds": self._rounds(view, own),
@@ -217,7 +217,7 @@ def model_line(run: Mapping[str, Any]) -> str:
     return "{}, {} layers of width {}, {} experts per layer, {} per token".format(family, *rest)
 
 
-def now_of(state: PageState) -> dict[str, Any]:
+def _now(state: PageState) -> dict[str, Any]:
     """Return the state, what holds it, the round and when its training ends, in DHT time."""
     view, own = state.view, state.own
     name, why = (own.stage, own.why) if own and own.stage else (state.stage, state.why)

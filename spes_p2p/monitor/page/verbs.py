@@ -45,17 +45,10 @@ class Verbs:
 
     def __init__(self, act: Callable[[str, Mapping[str, Any]], Mapping[str, Any]], output: Path) -> None:
         self._act = act
-        self._now: Callable[[], Mapping[str, Any]] = dict
         self.token = _new_token(output / TOKEN_FILE)
 
-    def add_to(self, app: web.Application, now: Callable[[], Mapping[str, Any]]) -> None:
-        """Give a page's server the verbs' path.
-
-        Args:
-            app: The server.
-            now: Returns the state that the page shows, which goes with each answer.
-        """
-        self._now = now
+    def add_to(self, app: web.Application) -> None:
+        """Give a page's server the verbs' path."""
         app.router.add_post(PATH + "{verb:[a-z]+}", self._answer)
 
     def takes(self, request: web.Request) -> bool:
@@ -81,7 +74,7 @@ class Verbs:
             return _refusal(408, "the values did not come")
         except ConfigError as error:
             return _refusal(400, str(error))
-        return web.json_response({**state, "now": self._now()})
+        return web.json_response(state)
 
 
 def _values(body: bytes) -> Mapping[str, Any]:
