@@ -209,8 +209,6 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
             )
             swarm.close()
             swarm = _swarm(config.model_copy(update={"announce": []}), client_mode=True)
-        elif config.initial_peers and not config.client_mode:
-            log.info("other peers can open a connection to this one")
         if swarm.node.meets_others:
             swarm.links.learn_kind()
             log.info("this peer takes no calls; %s", swarm.links.told())
@@ -383,6 +381,8 @@ def _enter(
         else f"trains all of the {'adapters' if run.adapter else 'model'}"
     )
     log.info("this peer is %s and %s", swarm.peer_id, what)
+    if config.initial_peers and not (swarm.node.client_mode or config.announce):
+        log.info("other peers can open a connection to it")
     log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
     _say_cost(swarm, size, num_slots, setup, config)
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]

@@ -211,7 +211,7 @@ def test_all_members_of_a_round_report_the_same_shared_digest(story: Story) -> N
 
 
 def test_every_slot_is_held_once_all_are_there(story: Story) -> None:
-    assert set().union(*(reports(story.peers[name])[-1].slots for name in "abc")) == SLOTS
+    assert set().union(*(report.slots for report in story.met.values())) == SLOTS
 
 
 def test_the_others_go_on_when_a_peer_is_killed(story: Story) -> None:
