@@ -195,9 +195,9 @@ class Controls:
         """Take what a held peer does with its slots, in words; "" once it trains."""
         self._place = place
 
-    def live(self, stage: str) -> None:
-        """Take where a peer is that may train and does not yet, or no more, in words; "" while it trains."""
-        self._life = stage
+    def live(self, why: str) -> None:
+        """Take why a peer that may train does not yet, or no more, in words; "" while it trains."""
+        self._life = why
 
     # ------------------------------------------------------------------ the surroundings
 

@@ -389,10 +389,7 @@ class BallotFile:
         Raises:
             ConfigError: the file is damaged.
         """
-        if not self._path.exists():
-            return not is_new  # guard: deleted-ballot
-        _, age = self._read()
-        return age > MAX_WRITE_SECONDS  # guard: restored-ballot
+        return self._look(is_new=is_new)[1]
 
     def load(self, now: float, *, is_new: bool) -> Ballot | None:
         """Return the ballot, barred if its promises may not be the last; None if there never was one.
@@ -404,23 +401,25 @@ class BallotFile:
         Raises:
             ConfigError: the file is damaged.
         """
-        is_restored = self.is_restored(is_new=is_new)
-        if not self._path.exists():
+        ballot, is_restored = self._look(is_new=is_new)
+        if ballot is None:
             return Ballot(barred_at=now) if is_restored else None
-        ballot, _ = self._read()
         if is_restored:
             log.warning("%s was copied or restored; this peer votes again when it has been admitted anew", self._path)
         return barred(ballot, now) if is_restored else ballot
 
-    def _read(self) -> tuple[Ballot, float]:
-        """Return the ballot, and the seconds by which the file is younger than what it states."""
+    def _look(self, *, is_new: bool) -> tuple[Ballot | None, bool]:
+        """Return the ballot, if there is one, and whether later promises may be missing."""
+        if not self._path.exists():
+            return None, not is_new  # guard: deleted-ballot
         try:
             saved = _Saved.model_validate_json(self._path.read_bytes())
-            return saved.ballot, (self._path.stat().st_ctime_ns - saved.written_ns) / 1e9
+            age_ns = self._path.stat().st_ctime_ns - saved.written_ns
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"cannot read {self._path}: {' '.join(str(error).split())[:200]}; delete it to vote again later"
             ) from error
+        return saved.ballot, age_ns > MAX_WRITE_SECONDS * 1e9  # guard: restored-ballot
 
 
 def barred(ballot: Ballot, now: float) -> Ballot:

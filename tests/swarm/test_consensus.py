@@ -173,31 +173,8 @@ def test_a_peer_that_starts_again_has_its_chain_and_asks_for_what_it_has_missed(
     assert decide(three).previous == missed[-1].digest, "its vote counts again"
 
 
-def test_a_peer_that_is_behind_itself_does_not_end_the_catching_up(three, monkeypatch):
-    away = three[2]
-    away.close()
-    missed = [decide(three[:2]) for _ in range(2)]
-    away.start(three[0].node.addresses())
-    consensus, ask = away.consensus, away.consensus._decider.ask
-
-    def answer(peer):
-        with consensus._changed:
-            ask(peer)
-
-    def ask_late(peer):
-        if peer == three[1].peer_id:
-            consensus._take(peer, (), Certificates(certificates=()))
-        else:
-            threading.Timer(0.3, answer, [peer]).start()
-
-    monkeypatch.setattr(consensus._decider, "ask", ask_late)
-    consensus.catch_up(SECONDS)
-    assert consensus.last().digest == missed[-1].digest
-    monkeypatch.undo()
-    decide(three)
-
-
-def test_a_part_of_the_chain_that_is_told_twice_does_not_end_the_catching_up(three, monkeypatch):
+def ends_up_with_all(three, monkeypatch, told, seconds):
+    """Have a peer catch up where one of two others tells only the first certificates at once, and the other all late."""
     away = three[2]
     away.close()
     missed = [decide(three[:2]) for _ in range(2)]
@@ -209,18 +186,26 @@ def test_a_part_of_the_chain_that_is_told_twice_does_not_end_the_catching_up(thr
         with consensus._changed:
             ask(peer)
 
-    def ask_slowly(peer):
+    def ask_late(peer):
         if peer == three[1].peer_id:
-            consensus._take(peer, (), Certificates(certificates=(first,)))
+            consensus._take(peer, (), Certificates(certificates=(first,)[:told]))
         else:
-            threading.Timer(0.5, answer, [peer]).start()
+            threading.Timer(seconds, answer, [peer]).start()
 
-    monkeypatch.setattr("spes_p2p.swarm.consensus.OTHERS_SECONDS", 0.1)
-    monkeypatch.setattr(consensus._decider, "ask", ask_slowly)
+    monkeypatch.setattr(consensus._decider, "ask", ask_late)
     consensus.catch_up(SECONDS)
     assert consensus.last().digest == missed[-1].digest
     monkeypatch.undo()
     decide(three)
+
+
+def test_a_peer_that_is_behind_itself_does_not_end_the_catching_up(three, monkeypatch):
+    ends_up_with_all(three, monkeypatch, told=0, seconds=0.3)
+
+
+def test_a_part_of_the_chain_that_is_told_twice_does_not_end_the_catching_up(three, monkeypatch):
+    monkeypatch.setattr("spes_p2p.swarm.consensus.OTHERS_SECONDS", 0.1)
+    ends_up_with_all(three, monkeypatch, told=1, seconds=0.5)
 
 
 def no_message(peer):
