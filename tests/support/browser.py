@@ -165,6 +165,13 @@ async def browser(directory: Path) -> AsyncIterator[Callable[[], Awaitable[Tab]]
 async def _port(said: Path, process: subprocess.Popen[bytes]) -> int:
     deadline = time.monotonic() + WAIT_SECONDS
     while "DevTools listening on ws://" not in (text := said.read_text(errors="replace")):
-        assert process.poll() is None and time.monotonic() < deadline, text[-2000:]
+        assert process.poll() is None, f"Chromium ended with code {process.returncode}:\n{text[-2000:]}"
+        assert time.monotonic() < deadline, f"Chromium hangs; its threads wait in {_waits(process)}:\n{text[-2000:]}"
         await asyncio.sleep(0.05)
     return int(text.split("DevTools listening on ws://127.0.0.1:")[1].split("/")[0])
+
+
+def _waits(process: subprocess.Popen[bytes]) -> list[str]:
+    """Return the name of each of the process's threads, and the kernel function in which it waits."""
+    tasks = Path(f"/proc/{process.pid}/task").iterdir()
+    return [f"{(task / 'comm').read_text().strip()}: {(task / 'wchan').read_text()}" for task in tasks]

@@ -6,14 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p.errors import ConfigError
+from spes_p2p.config.machine import PeerConfig
+from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.peer.joining import kept
 from spes_p2p.peer.output_dir import fresh_output, kept_output
+from spes_p2p.swarm.p2p.identity import Identity
 
 
 @pytest.mark.parametrize("second", [fresh_output, kept_output])
 @pytest.mark.parametrize("first", [fresh_output, kept_output])
 def test_a_second_start_in_a_directory_that_is_in_use_touches_nothing(tmp_path: Path, first, second):
-    """Whoever resumes looks its versions over, and deletes what it does not know of."""
+    """A resumed peer looks its versions over, and deletes what it does not know of."""
     with first(tmp_path) as keep:
         keep()
         (tmp_path / "identity.key").touch()
@@ -37,3 +40,9 @@ def test_forks_of_a_peer_do_not_keep_its_directory_for_it(tmp_path: Path):
     finally:
         fork.kill()
         fork.join()
+
+
+def test_a_directory_with_a_key_alone_is_nothing_to_resume_and_its_key_is_pointed_out(tmp_path: Path) -> None:
+    Identity(tmp_path / "identity.key")
+    with pytest.raises(JoinError, match=f"nothing of run 'run' to resume.*--identity {tmp_path / 'identity.key'}"):
+        kept(PeerConfig(run_id="run", output=tmp_path, resume=True))
