@@ -163,7 +163,7 @@ class Rendezvous:
             self.withdraw()  # an address of an earlier start
         except OSError as error:
             raise ConfigError(
-                f"cannot write --shared {shared}: {error.strerror}; name a folder of all nodes"
+                f"cannot write --shared {shared}: {error.strerror}; name a folder that all nodes can write"
             ) from error
 
     def wait(self, *, is_kept: bool) -> list[str] | None:

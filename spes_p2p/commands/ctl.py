@@ -126,7 +126,7 @@ def _token(output: Path) -> str:
     except FileNotFoundError as error:
         raise ConfigError(f"{output} is no peer's with controls; name the --output of a running peer") from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {output / TOKEN_FILE}: {error}; ask as the user that runs the peer") from error
+        raise ConfigError(f"cannot read {output / TOKEN_FILE}: {error}; run this as the peer's user") from error
 
 
 def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from spes_p2p.config.commands import HealthConfig
 from spes_p2p.presentation import say
 
 ROUNDS = 3
-"""The longest rounds of the run within which a peer saves one."""
+"""Number of longest rounds within which a peer must save one."""
 LEAST_MINUTES, UNKNOWN_MINUTES = 5.0, 30.0
 PAGE_SECONDS = 5.0
 PHASES = ("max_seconds", "matchmaking_seconds", "averaging_seconds", "exchange_seconds")

@@ -1,4 +1,4 @@
-"""`spes join LINK`: take part in a run with one word; the same word again goes on after an interruption."""
+"""`spes join LINK`: take part in a run with one link; the same command resumes after an interruption."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ TAIL_LINES = 12
 
 
 class Process(Protocol):
-    """What is asked of a child; `subprocess.Popen` has it."""
+    """What a child must offer, as `subprocess.Popen` does."""
 
     pid: int
 
@@ -228,7 +228,7 @@ POLL_SECONDS = 0.5
 RUN_FILE = "run.yaml"
 METRICS_FILE = "metrics.jsonl"
 OWN_PATHS = ("text", "data")
-"""What of the user's own the peers and the monitor read."""
+"""The user's own files that the peers and the monitor read."""
 ENOUGH_TOKENS = 0.95
 """Share of the tokens asked for below which the experiment says that they are fewer."""
 

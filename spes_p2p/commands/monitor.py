@@ -59,7 +59,7 @@ TENSORBOARD_DIRECTORY = "tensorboard"
 RESULTS = (METRICS_FILE, REPORT_FILE, MODEL_DIRECTORY, VERSIONS, CONSENSUS, TASKS_DIRECTORY, CHECKPOINTS)
 EVALUATION_BATCH = 8
 REPLIES = 3
-"""Held-out conversations whose first reply is written at each evaluation."""
+"""Held-out conversations for which the model writes the first reply at each evaluation."""
 EXIT_CODES = {
     Ending.FINISHED: 0,
     Ending.VANISHED: 1,

@@ -1,4 +1,4 @@
-"""`spes service`: a peer as a systemd service of its user, which starts with the machine and again after a failure."""
+"""`spes service`: a peer as a systemd service of its user, which starts at login and again after a failure."""
 
 from __future__ import annotations
 

@@ -509,7 +509,7 @@ class CtlConfig(CommandConfig):
 
 
 class ServiceConfig(CommandConfig):
-    """Run a peer as a systemd service of this user: it starts with the machine, and again after a failure.
+    """Run a peer as a systemd service of this user: it starts at login, and again after a failure.
 
     VERB is one of: install, status, remove. install takes the peer's command in quotes, as in
     `spes service install "spes join LINK --threads 2"`. Its log is systemd's (`journalctl --user -u spes`).

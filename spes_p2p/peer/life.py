@@ -45,7 +45,7 @@ from spes_p2p.training.trainer import Trainer
 
 log = logging.getLogger(__name__)
 LEAVING = "others fetch what only this peer has"
-CONTINUE = "the same command goes on from here, `spes peer` with --resume"
+CONTINUE = "the same command continues from here (`spes peer` with --resume)"
 
 
 def export_words(folder: Path) -> str:

@@ -300,7 +300,7 @@ class Consensus:
                 self._decider.ask(peer)
 
     def catch_up(self, seconds: float) -> None:
-        """Ask some peers for what this one has missed, until they have nothing more to tell, at most so long."""
+        """Ask some peers for what this one has missed, until they have nothing more to tell, for a bounded time."""
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self._is_closed:
@@ -360,7 +360,7 @@ class Consensus:
                 try:
                     action()
                 except Exception:  # one bad message, or a full disk, must not end the thread: the vote is lost
-                    log.exception("the consensus has failed to act; it goes on with the next message")
+                    log.exception("a consensus action failed; going on with the next message")
                 self._changed.notify_all()
 
     def send(self, peer: str, message: Message) -> None:

@@ -81,7 +81,7 @@ class Decider:
         network: Messages, timers and leases.
         chain: The certificates so far; extended here.
         rules: The run's numbers.
-        ballot: This peer's promises of an earlier process; None for a new identity.
+        ballot: This peer's promises made by an earlier process; None for a new identity.
         save: Writes a ballot to disk; returns when it is durable.
         on_attempt: Told that attempt 1 or a later one at the open round begins: average anew with the peers that are
             there, and report by `averaged`, whatever came of it. Attempt 0 begins when the round's training ends.
@@ -477,7 +477,7 @@ class Decider:
     def _is_away(self, peer: str) -> bool:
         """Tell whether a peer was not here when the open round ended, as far as this peer knows.
 
-        One that has just been started again was away itself, and cannot blame those that went on without it.
+        A peer that has just restarted was away itself, and cannot blame those that went on without it.
         """
         was_down = self._started_at > self.chain.last.ends_at
         return was_down if peer == self._keys.peer_id else was_down and self._network.is_gone(peer)

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
 UNFINISHED = 0.999
-"""Largest share of a round that counts as over while its end is not known."""
+"""Cap on the elapsed share of a round whose end is unknown."""
 LEAVING_SECONDS = 5.0
 """Time that an interrupted peer gives a synchronisation under way to end."""
 
@@ -185,7 +185,7 @@ class TrainingLoop:
                 cast(MixedSource, self._trainer.data).amend(run.data)
 
     def abandon_pending(self, seconds: float) -> None:
-        """Let a synchronisation that this peer was interrupted in end, at most so long."""
+        """Wait a bounded time for the synchronisation in which this peer was interrupted."""
         if self._pending is not None:
             self._pending.abandon(seconds)
 
@@ -249,8 +249,8 @@ class TrainingLoop:
         self._total_tokens += tokens
         if steps and not tokens:
             log.warning(
-                "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it comes "
-                "again, to others too, the run needs a lower train.lr; if to this peer alone, --resume with "
+                "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it happens "
+                "again on other peers too, the run needs a lower train.lr; if only here, restart with --resume "
                 "--device cpu",
                 *(self._round + 1, steps),
             )
@@ -283,7 +283,7 @@ class TrainingLoop:
         return work
 
     def _vectors(self) -> Mapping[VectorName, Tensor]:
-        """Return what was trained; each vector is read when it is asked for, where nothing changes it meanwhile."""
+        """Return what was trained; each vector is read lazily, unless training changes it meanwhile."""
         trainer = self._trainer
         if self._run.round.overlap:
             return trainer.all_vectors()
@@ -319,7 +319,7 @@ class TrainingLoop:
     # ------------------------------------------------------------------ the owner's controls
 
     def _intent(self, wait_seconds: float) -> Intent:
-        """Return, on the leader, what its owner wants; a held peer waits for a moment first."""
+        """Return, on the leader, what its owner wants; a paused peer waits for a moment first."""
         step_seconds, self._step_seconds = self._step_seconds, 0.0
         return self._controls.intent(step_seconds, wait_seconds) if self._controls is not None else Intent()
 

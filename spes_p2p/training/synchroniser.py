@@ -34,7 +34,7 @@ SETTLE_SECONDS = 3.0
 """Time between announcing and acting if all peers start together: longer than a record takes to reach everyone."""
 POLL_SECONDS = 0.5
 ENTERING_TRIES = 8
-"""Times that a newcomer asks for the swarm's state: in short rounds the others may have gone on before it has come."""
+"""Times that a newcomer asks for the swarm's state: in short rounds the others may move on before the download ends."""
 ATTEMPTS = 3
 """Attempts at a round after which its work is given up, and the round trained anew."""
 PUNCTUAL = 0.5
@@ -42,18 +42,29 @@ PUNCTUAL = 0.5
 
 
 def wait_for_peers(held: HeldSlots, swarm: Swarm, needed: int) -> dict[str, Claim]:
-    """Return the claims once `needed` peers have announced themselves, and `SETTLE_SECONDS` later if all are new."""
+    """Return the claims once `needed` peers have announced themselves, or others go on with a certified run.
+
+    If no peer trains yet, it is `SETTLE_SECONDS` later at the earliest.
+    """
     started, announced = held.clock(), 0
     while True:
         claims = held.claims()
         present = len(claims)
-        is_under_way = any(claim.state == "active" for peer, claim in claims.items() if peer != swarm.peer_id)
+        is_under_way = set(active_of(claims)) - {swarm.peer_id}
         if present >= needed and (is_under_way or held.clock() - started >= SETTLE_SECONDS):
+            return claims
+        if is_under_way and _go_on(held, swarm, claims):
             return claims
         if present < needed and present != announced:
             log.info("waiting for peers: %d of %d are here", present, needed)
             announced = present
         swarm.wait(POLL_SECONDS)
+
+
+def _go_on(held: HeldSlots, swarm: Swarm, claims: Mapping[str, Claim]) -> bool:
+    """Tell whether other peers train in a run that has a certificate, though some have left it since."""
+    swarm.catch_up()
+    return bool(swarm.last().round and set(active_of(held.trusted(claims))) - {swarm.peer_id})
 
 
 def publish_initial(
@@ -62,7 +73,7 @@ def publish_initial(
     names: Sequence[VectorName],
     initial: Callable[[], Mapping[VectorName, Tensor]] | None,
 ) -> None:
-    """Publish the run's initial version, or kept form, of each name that this peer has none of.
+    """Publish the run's initial version, or kept form, of each name that this peer lacks.
 
     Raises:
         AbsentError: a version is missing and `initial` is None, because only trained versions will do.
@@ -71,7 +82,9 @@ def publish_initial(
     if not missing:
         return
     if initial is None:
-        raise AbsentError(f"{', '.join(missing)}: not whole here, nor with any peer reached; give more --initial-peers")
+        raise AbsentError(
+            f"{', '.join(missing)}: neither this peer nor any that it reached has it whole; give more --initial-peers"
+        )
     vectors = initial()
     for name in missing:  # one at a time, because a checkpoint's vectors are read when they are asked for
         held.publish_initial(name, vectors[name])
@@ -228,7 +241,7 @@ class Synchroniser:
                 self.swarm.catch_up()
 
     def meet(self, work: RoundWork) -> StateUpdate:
-        """Agree on the end of the first round: the others' current round, or by a roster without deltas.
+        """Learn when the first round ends: from the others' current round, or by a roster without deltas.
 
         Args:
             work: Without vectors and tokens; says how fast this peer is.
@@ -242,7 +255,7 @@ class Synchroniser:
         return StateUpdate(update.slots, vectors | update.vectors, update.ends_at)
 
     def _rejoin(self, routed: Mapping[int, int] | None = None) -> tuple[StoredVectors, float | None]:
-        """Follow the others to their next round; return what changed, and its end if a round is on.
+        """Follow the others to their next round; return what changed, and the end of the round under way, if any.
 
         A peer that trained by itself while the others synchronise would only be late for their next round, too.
         """
@@ -383,7 +396,7 @@ class Synchroniser:
         usable = self.held.usable()
         if SHARED not in usable:
             log.warning(
-                "round %d: the others have come to round %d, and no peer is here that has its model; waiting for one",
+                "round %d: the others are at round %d, but no peer with its model can be reached; waiting for one",
                 *(self.round + 1, self.swarm.last().round),
             )
         last = self.swarm.certified(self.round) or self.swarm.last()

@@ -208,7 +208,7 @@ def test_what_no_other_peer_has_either_ends_the_peer_rather_than_beginning_anew(
     run = tiny_run(round=RoundConfig(mode="steps", steps=3, total=3, min_peers=1, max_seconds=60))
     peer = VirtualPeer(run, MemorySwarm(MemoryHub("run"), peer_id(0)), index=0, max_slots=2)
     peer.swarm.publish(7, {name: bundle for name, bundle in peer.initial().items() if name != "slot-3"})
-    with pytest.raises(JoinError, match=r"slot-3: not whole here.* --initial-peers"):
+    with pytest.raises(JoinError, match=r"slot-3: neither this peer.* --initial-peers"):
         peer.sync.open(None)
 
 

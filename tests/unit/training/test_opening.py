@@ -27,11 +27,12 @@ class Lacking(MemorySwarm):
         return {p: {n: v for n, v in have.items() if n != "slot-3"} for p, have in super().inventory(peers).items()}
 
 
-def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm) -> tuple[VirtualPeer, int]:
+def join_late(run: RunConfig, swarm: type[MemorySwarm] = MemorySwarm, *, min_peers: int = 1) -> tuple[VirtualPeer, int]:
     """Let one peer train and another join it after two rounds; return the latter and how often it made the start."""
     hub = MemoryHub("run", matchmaking_seconds=2.0)
     first = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
-    late = VirtualPeer(run, swarm(hub, peer_id(1)), index=1, max_slots=2)
+    late_run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": min_peers})})
+    late = VirtualPeer(late_run, swarm(hub, peer_id(1)), index=1, max_slots=2)
     made: list[Mapping[str, torch.Tensor]] = []
 
     def start() -> Mapping[str, torch.Tensor]:
@@ -54,6 +55,12 @@ def test_a_newcomer_makes_the_start_of_a_run_only_for_what_nobody_has(swarm, tim
     late, made = join_late(tiny_run(round=ALONE), swarm)
     assert made == times
     assert late.swarm.versions()["shared"].round == ALONE.total
+
+
+def test_a_newcomer_joins_a_run_of_which_fewer_peers_than_its_start_needs_are_left():
+    """The others go on with the run that they have; a newcomer that waited for `min_peers` would wait for ever."""
+    late, made = join_late(tiny_run(round=ALONE), min_peers=3)
+    assert made == 0 and late.swarm.versions()["shared"].round == ALONE.total
 
 
 class Counting(MemorySwarm):
