@@ -25,14 +25,13 @@ from spes_p2p.config import (
     KeptRounds,
     PeerConfig,
     RunConfig,
-    Storage,
 )
 from spes_p2p.data.tokenizer import tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.settings import check_choices, founder_settings
-from spes_p2p.planner.memory import FROZEN_BYTES, Setup, fits, peer_bytes, shortage, slots_that_fit
+from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_bytes, shortage, slots_that_fit
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
@@ -444,16 +443,3 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
     if kept.keep_every is not None:
         each = size_text(disk_bytes(size, max_slots, 1, setup.kept))
         log.info("every %d rounds it keeps a checkpoint for ever, which takes %s more of disk", kept.keep_every, each)
-
-
-def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int, kept: Storage | None = None) -> int:
-    """Return the bytes that so many checkpoints take, the newest of them not yet complete.
-
-    Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
-    With kept forms it has those of all slots, and fp32 versions of the slots trained and of as many for others.
-    """
-    trained = size.trained_params(num_slots)
-    if kept is None:
-        return num_checkpoints * 4 * (size.total_params + 5 * trained)
-    forms = round(FROZEN_BYTES[kept] * size.num_slots * size.slot_params)
-    return num_checkpoints * (4 * (6 * trained + num_slots * size.slot_params) + forms)

@@ -391,6 +391,19 @@ def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     return peer_memory(size, claimed, setup).device_bytes
 
 
+def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int, kept: Storage | None = None) -> int:
+    """Return the bytes that a peer's checkpoints and versions take, the newest checkpoint not yet complete.
+
+    Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
+    With kept forms it has those of all slots, and fp32 versions of the slots trained and of as many for others.
+    """
+    trained = size.trained_params(num_slots)
+    if kept is None:
+        return num_checkpoints * 4 * (size.total_params + 5 * trained)
+    forms = round(FROZEN_BYTES[kept] * size.num_slots * size.slot_params)
+    return num_checkpoints * (4 * (6 * trained + num_slots * size.slot_params) + forms)
+
+
 def fits(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> bool:
     """Tell whether `claimed` slots fit; arguments as in `slots_that_fit`."""
     memory = peer_memory(size, claimed, setup)

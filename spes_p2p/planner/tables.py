@@ -119,6 +119,14 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
         yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: no peer trains the others"
 
 
+def start_lines(download: int, disk: int, num_checkpoints: int) -> Iterator[str]:
+    """Yield what a newcomer downloads before it trains, and what a peer keeps on disk; all in bytes."""
+    yield ""
+    yield f"{'beside that':<50}{'GB':>10}"
+    yield _row("first download of a newcomer", download)
+    yield _row(f"on disk, with {num_checkpoints} checkpoints, at most", disk)
+
+
 def time_lines(
     run: RunConfig,
     traffic: RoundTraffic,

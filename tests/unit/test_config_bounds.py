@@ -36,8 +36,7 @@ from spes_p2p.model.adapted import outline_adapted
 from spes_p2p.model.build import outline
 from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.optim.schedule import rate_of_step
-from spes_p2p.peer.joining import disk_bytes
-from spes_p2p.planner.memory import Setup, peer_memory, shortage, slots_that_fit
+from spes_p2p.planner.memory import Setup, disk_bytes, peer_memory, shortage, slots_that_fit
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import round_traffic, training_seconds, transfer_seconds
 from spes_p2p.swarm.clock import AdaptiveTimeout, clamp_tokens, round_end
