@@ -69,7 +69,7 @@ def main(config: AmendConfig) -> int:
 
 
 def changed(base: RunConfig, given: RunConfig) -> RunConfig:
-    """Return settings with those that a command has set.
+    """Return `base` with a command's settings.
 
     Raises:
         ConfigError: they contradict each other.
@@ -122,7 +122,7 @@ def _say(manifest: Manifest, number: int, old: RunConfig, new: RunConfig, last: 
     if last.round >= old.round.total:
         say("the run has ended: start this folder's peer again with --resume, then the others")
     else:
-        say("this folder's peer passes it on at the end of its round; all peers take it over in one round after that")
+        say("this folder's peer passes it on at the end of its round; all peers adopt it in the same later round")
 
 
 def _short(value: Any) -> str:

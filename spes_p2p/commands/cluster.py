@@ -79,7 +79,7 @@ def as_peer(config: ClusterConfig, output: Path) -> PeerConfig:
 
     Args:
         config: The job's settings, the same on all nodes.
-        output: The peer's folder; what it holds of a peer goes on.
+        output: The peer's folder; a peer in it is resumed.
     """
     given = config.model_fields_set & PeerConfig.model_fields.keys() - {"run"}
     chosen = {name: getattr(config, name) for name in given}
@@ -102,7 +102,7 @@ def forget_launcher() -> None:
 def start_ranks(place: Place) -> list[int] | None:
     """Become the leader of a peer's ranks; return the others' process ids, or None in one of those.
 
-    Forks, and before anything heavy is started: a rank is a process that goes on from here. It dies with the leader.
+    Forks before anything heavy starts; each rank goes on from here. It dies with the leader.
     """
     if place.num_ranks == 1:
         return []

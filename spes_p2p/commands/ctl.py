@@ -124,7 +124,7 @@ def _token(output: Path) -> str:
     try:
         return (output / TOKEN_FILE).read_text(encoding="ascii").strip()
     except FileNotFoundError as error:
-        raise ConfigError(f"{output} is no peer's with controls; name the --output of a running peer") from error
+        raise ConfigError(f"no peer with controls runs in {output}; name the --output of a running peer") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {output / TOKEN_FILE}: {error}; run this as the peer's user") from error
 
@@ -147,7 +147,7 @@ def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: P
     finally:
         wire.close()
     if answer.status == 404:
-        raise ConfigError(f"port {place[1]} is no page of a peer with controls; name the --output of a running peer")
+        raise ConfigError(f"port {place[1]} serves no peer's page; name the --output of a running peer")
     if answer.status != 200:
         raise ConfigError(text.strip()[:400] or f"the peer answers {answer.status}; see its log")
     try:

@@ -228,7 +228,7 @@ def task_metrics(
 
 
 def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
-    """Return the library, and its errors where a task's data cannot be had or are too few."""
+    """Return the library, and its errors for missing or too few data."""
     try:
         import lm_eval
         from datasets.exceptions import DatasetsError

@@ -31,7 +31,7 @@ from spes_p2p.training.anchors import Anchors
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""Times that a round is asked for: the swarm may go on from it meanwhile."""
+"""Tries to fetch a round, which the swarm may leave behind meanwhile."""
 
 
 def main(config: ExportConfig) -> int:

@@ -449,7 +449,7 @@ def _own(config: ExperimentConfig) -> dict[str, list[str]]:
 
 
 def _absolute(path: Path, *, is_named: bool) -> str:
-    """Return a path from the root; of NAME=PATH the path alone changes, and an address stays."""
+    """Return a path from the root; in NAME=PATH only the path changes; a URL stays."""
     name, separator, rest = str(path).partition("=") if is_named else ("", "", str(path))
     return f"{name}{separator}{rest if url_of(Path(rest)) else Path(rest).expanduser().absolute()}"
 

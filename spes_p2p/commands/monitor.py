@@ -350,7 +350,7 @@ class PageSink:
 
 
 def _save(output: Path, round: int, loss: float | None) -> None:
-    """Write the model of a round while the swarm is there; what could not be fetched of it is asked for again.
+    """Write the model of a round while the swarm is there; a missing version raises, so that the caller fetches again.
 
     Raises:
         ExchangeError: a version is missing or damaged.

@@ -18,7 +18,7 @@ from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 from spes_p2p.presentation import say
 
 ANY_MEMORY = 2**62
-"""Bytes of a GPU of which nothing is known."""
+"""Stands for the bytes of a GPU of unknown memory."""
 
 
 def main(config: PlanConfig) -> int:
@@ -77,7 +77,7 @@ def _run(config: PlanConfig) -> tuple[RunConfig, int]:
 
 
 def vocabulary(data: DataConfig) -> int:
-    """Return the entries of a run's tokenizer: counted where it lies in a local folder, else as the settings say.
+    """Return a tokenizer's size: counted if it is in a local folder, otherwise as the settings say.
 
     Raises:
         DataError: the folder's tokenizer cannot be read.
@@ -94,7 +94,7 @@ def vocabulary(data: DataConfig) -> int:
 
 
 def _available(config: PlanConfig) -> tuple[int, int | None]:
-    """Return the bytes where the peer trains, those of this machine unless told, and on a GPU's host, if known."""
+    """Return the bytes for training, by default this machine's, and those of a GPU's host, if known."""
     host = int(config.host_memory_gb * 1e9) if config.host_memory_gb else None
     if config.memory_gb:
         return int(config.memory_gb * 1e9), host

@@ -41,8 +41,8 @@ Nice=10
 [Install]
 WantedBy=default.target
 """
-"""A peer that has handed over ends with 130, and one with a lasting mistake of its settings with 2: neither is started
-again; after 75, because no peer answered, it is. SIGTERM goes to the peer alone, which ends its helpers itself."""
+"""Exit codes 130 (handed over) and 2 (wrong settings) do not restart the peer; 75 (no peer answered) does. SIGTERM goes
+to the peer alone, which ends its helpers itself."""
 
 
 def main(config: ServiceConfig) -> int:

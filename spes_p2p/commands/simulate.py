@@ -71,7 +71,7 @@ def main(config: SimulateConfig) -> int:
 
 
 def default_workers(sweep: Sweep) -> int:
-    """Return one worker per usable core, or one in all if a run would use a GPU, which runs share badly.
+    """Return one worker per usable core, or a single one if a run uses a GPU, which runs share badly.
 
     Raises:
         ConfigError: a variant wants a GPU and there is none.

@@ -249,7 +249,7 @@ def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
     (tmp_path / TOKEN_FILE).write_text("x" * 43)
     assert "`spes ctl link`" in refused("pause")
     (tmp_path / TOKEN_FILE).unlink()
-    assert "no peer's with controls" in refused("pause")
+    assert "no peer with controls runs in" in refused("pause")
     (tmp_path / "page").write_text("what?")
     assert "holds no address" in refused("status")
     (tmp_path / "page").write_text("http://127.0.0.1:99999/")
@@ -265,7 +265,7 @@ def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
     monitor.mkdir()
     page = Page("127.0.0.1", state(), monitor)
     (monitor / TOKEN_FILE).write_text("x")
-    assert "is no page of a peer with controls" in refused("pause", output=monitor)
+    assert "serves no peer's page" in refused("pause", output=monitor)
     page.close()
 
 
