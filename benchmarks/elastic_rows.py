@@ -9,7 +9,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import median
@@ -63,34 +63,48 @@ class Bench:
 def kills(bench: Bench) -> Iterator[Row]:
     """Yield what killing peers in each phase costs, and stopping or cutting off some, in one swarm after another.
 
-    Swarms that are on record with the same code count too: 200 kills take an hour.
+    Swarms on record count too, because 200 kills take some hours: for lost versions those of all code since rounds
+    end with certificates, for the other rows those of today's code.
     """
     code = _code()
-    bench.seen["labs"] = labs = [lab for lab in _on_record() if lab.get("code") == code]
+    bench.seen["labs"] = labs = _on_record()
     with _interrupts() as is_interrupted:
         for done in range(0, bench.repeats, REPEATS_PER_LAB):
             if not is_interrupted.is_set():
                 report = _report(bench.seed + done, min(REPEATS_PER_LAB, bench.repeats - done), is_interrupted)
                 labs.append({"code": code, "seed": bench.seed + done, **asdict(report)})
-    verdicts = [lab["verdict"] for lab in labs]
-    lost, wrong = (sum(len(verdict[kind]) for verdict in verdicts) for kind in ("lost", "wrong"))
-    accepted, means, versions = (sum(v[kind] for v in verdicts) for kind in ("accepted", "means", "versions"))
-    strikes = [strike for lab in labs for strike in lab["strikes"]]
-    seconds = [strike["committed_after"] for strike in strikes if strike["kind"] not in ("freeze", "cut")]
-    rounds, count = sum(lab["rounds"] for lab in labs), len(seconds)
+    states = len({lab["code"] for lab in labs})
+    lost, accepted, count = _lost(labs)
     yield Row(
-        f"SIGKILL in each of 8 phases x {count // NUM_PHASES}: accepted versions lost",
-        f"{lost} of {accepted:,} in {count} kills",
+        "SIGKILL in each of 8 phases: accepted versions lost",
+        f"{lost} of {accepted:,} in {count} kills, {states} states of the code",
         f"0 of {MIN_KILLS}",
         not lost and count >= MIN_KILLS,
     )
-    checked = f"{wrong} of {means:,} means and {versions:,} versions, {rounds} rounds"
-    refused = sum(len(verdict["refused"]) for verdict in verdicts)
+    labs = [lab for lab in labs if lab["code"] == code]
+    yield Row("- with the newest code", "{} of {:,} in {} kills".format(*_lost(labs)))
+    verdicts = [lab["verdict"] for lab in labs]
+    refused, wrong = (sum(len(verdict[kind]) for verdict in verdicts) for kind in ("refused", "wrong"))
+    means, versions = (sum(verdict[kind] for verdict in verdicts) for kind in ("means", "versions"))
+    checked = f"{wrong} of {means:,} means and {versions:,} versions, {sum(lab['rounds'] for lab in labs)} rounds"
     yield Row("- honest versions that a peer refused for harm to its model", f"{refused}", "0", not refused)
     yield Row("- means and lineages that no replay confirms, versions that went back", checked, "0", not wrong)
+    seconds = [seconds for lab in labs for seconds in _kill_seconds(lab)]
     yield Row(
         "- until all others had committed two rounds more, p50 / max", f"{median(seconds):.1f} / {max(seconds):.1f} s"
     )
+
+
+def _lost(labs: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
+    """Return the lost versions, the accepted ones, and the kills of these swarms."""
+    verdicts = [lab["verdict"] for lab in labs]
+    kills = sum(len(_kill_seconds(lab)) for lab in labs)
+    return sum(len(verdict["lost"]) for verdict in verdicts), sum(verdict["accepted"] for verdict in verdicts), kills
+
+
+def _kill_seconds(lab: Mapping[str, Any]) -> list[float]:
+    """Return how long after each kill all others had committed two rounds more."""
+    return [strike["committed_after"] for strike in lab["strikes"] if strike["kind"] not in ("freeze", "cut")]
 
 
 @contextlib.contextmanager

@@ -162,6 +162,7 @@ class Decider:
         self._confirmations: dict[str, Confirmation] = {}
         self._offered: Proposal | None = None
         self._votes: dict[str, str] = {}
+        self._is_given_up = False
         if self.voter.is_barred:
             self._network.send(last.proposer(attempt), self._goodbye())
         for guilty in last.voters:
@@ -252,6 +253,9 @@ class Decider:
             amendment=newest_amendment([self.amendment], last),
             kept={str(slot): digest for slot, digest in (kept or {}).items()},
         ).signed(self._keys)
+        if self._has_given_up(last.proposer(attempt)):
+            self._give_up()
+            return
         self._network.send(last.proposer(attempt), self._own)
         self._later(self._attempt_seconds, self._give_up)
         self._later(self._rules.confirmation_seconds / 2, self._give_up_dead)
@@ -392,9 +396,19 @@ class Decider:
 
     def _give_up(self) -> None:
         """Give the attempt up. The next one opens once a quorum has done so; until then, say so again."""
+        if not self._is_given_up:
+            self._is_given_up = True
+            self._say_given_up()
+
+    def _say_given_up(self) -> None:
         self._send_give_up(self.attempt)
         self._ask_next()
-        self._later(self._rules.attempt_seconds, self._give_up)
+        self._later(self._rules.attempt_seconds, self._say_given_up)
+
+    def _has_given_up(self, peer: str) -> bool:
+        """Tell whether a voter has given the open attempt up."""
+        known = self._give_ups.get(peer)
+        return known is not None and known.attempt >= self.attempt
 
     def _give_up_dead(self) -> None:
         """Give the attempt up as soon as its proposer is gone, or has said goodbye."""
@@ -423,6 +437,8 @@ class Decider:
         if known is None or known.attempt < give_up.attempt:
             self._give_ups[give_up.peer_id] = give_up
         self._follow_quorum()
+        if self._own is not None and self._has_given_up(last.proposer(self.attempt)):  # it proposes nothing any more
+            self._give_up()
 
     def _follow_quorum(self) -> None:
         """Open the attempt after the last one that a quorum has given up, otherwise each peer is alone in its own."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -181,7 +182,8 @@ class Synchroniser:
         self._run = run
         self._layout = layout
         self._machine = machine or MachineConfig()
-        self._sync_seconds = 0.0
+        self._synced = deque[float](maxlen=3)
+        """Seconds of the last synchronisations."""
         self._expected_since = 0.0
         self._others = ProgressTracker(swarm, held)
         self.dealer = Dealer(swarm, run, held) if run.data.is_shared else None
@@ -331,7 +333,7 @@ class Synchroniser:
         ends_at = ends_at or self._next_end(result, self.round + 1)
         self._announce(ends_at)
         if not self._run.round.overlap:  # with overlap, training does not wait for it
-            self._sync_seconds = (self._sync_seconds + min(self.swarm.now() - began, 3600.0)) / 2
+            self._synced.append(min(self.swarm.now() - began, 3600.0))
         return StateUpdate(self.held.slots, vectors, ends_at)
 
     def _decide(
@@ -409,7 +411,7 @@ class Synchroniser:
             starts=dict(self.held.starts()),
             tokens_per_second=work.places_per_second if self._run.round.samples else work.tokens_per_second,
             ready_at=began,
-            sync_seconds=self._sync_seconds,
+            sync_seconds=statistics.median(self._synced or (0.0,)),  # a single stall does not lengthen the next rounds
             uplink_mbit=self._machine.uplink_mbit,
             refreshes=self._machine.refresh_slots is not None,
         )

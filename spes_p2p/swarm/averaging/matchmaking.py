@@ -159,6 +159,9 @@ class SwarmMatchmaking(Matchmaking):
 
         Of these it says whether each can be called.
         """
+        if target is not None:
+            # A leader that was cut off sees few others, and would close a group that no quorum can certify.
+            target = max(target, least)
         self.target_group_size = target
         self.min_group_size = least
         self.group_key_manager.target_group_size = target

@@ -77,17 +77,22 @@ def test_a_voter_that_leaves_is_out_after_the_next_certificate(seed):
     assert PEERS[3] not in after[1].voters
 
 
-def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
-    world = swarm(seed, 5)
-    leaving, others = world.nodes[PEERS[3]], [world.nodes[peer] for peer in PEERS[:5] if peer != PEERS[3]]
+def until_the_others_wait_for(world, peer):
+    """Run until the others have averaged, and this peer is to propose the result and has not proposed it yet."""
+    waited, others = world.nodes[peer], [world.nodes[each] for each in PEERS[:5] if each != peer]
 
     def is_theirs() -> bool:
-        """Tell whether the others have averaged, and the one that is to propose the result has not proposed it yet."""
-        is_due = PEERS[3] in leaving.last.voters and leaving.last.proposer(0) == PEERS[3]
+        is_due = peer in waited.last.voters and waited.last.proposer(0) == peer
         have_averaged = len(heads(world)) == 1 and all(node.decider._own for node in others)
-        return is_due and have_averaged and leaving.decider._offered is None
+        return is_due and have_averaged and waited.decider._offered is None
 
     world.run(1000, is_theirs)
+    return waited, others
+
+
+def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
+    world = swarm(seed, 5)
+    leaving, others = until_the_others_wait_for(world, PEERS[3])
     before, began = leaving.last, world.now
     leaving.decider.leave()
     leaving.is_dead = True
@@ -96,6 +101,32 @@ def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
     assert world.now < began + history_nodes.RULES.attempt_seconds / 2
     world.run(began + 1000, lambda: all(node.last.round > before.round for node in others))
     assert {node.last.previous for node in others} == {before.digest}
+
+
+def test_the_others_do_not_wait_for_a_proposer_that_has_given_up(seed):
+    world = swarm(seed, 5)
+    proposer, others = until_the_others_wait_for(world, PEERS[3])
+    before, began = proposer.last, world.now
+    proposer.decider._give_up()  # as one that found no group
+    world.run(began + 1000, lambda: all(node.decider.attempt for node in others))
+    assert world.now < began + history_nodes.RULES.attempt_seconds / 2
+    world.run(began + 1000, lambda: all(node.last.round > before.round for node in others))
+    assert {node.last.previous for node in others} == {before.digest}
+
+
+def test_a_peer_that_averages_after_its_proposer_has_given_up_gives_up_at_once(seed):
+    world = swarm(seed, 5)
+    proposer, (late, *others) = until_the_others_wait_for(world, PEERS[3])
+    decider, own = late.decider, late.decider._own
+    decider._own = None  # as if it still averaged
+    for other in others:  # too few are left to open another attempt
+        other.crash(1000.0)
+    proposer.decider._give_up()
+    world.run(world.now + 1000, lambda: PEERS[3] in decider._give_ups)
+    assert decider.voter.ballot.gave_up is None
+    slots = {int(slot): digest for slot, digest in own.slots.items()}
+    decider.averaged(0, decider._members, decider._ends_at, own.shared, slots)
+    assert decider.voter.ballot.gave_up == 0
 
 
 def test_a_voter_that_signs_twice_is_out_within_two_rounds_and_stays_out(seed):

@@ -8,7 +8,7 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders
+from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders, SwarmMatchmaking
 
 MEETING_SECONDS = 0.5
 
@@ -43,6 +43,14 @@ def test_when_a_round_is_redone_a_peer_leads_only_if_the_others_can_call_it():
         return [peer for peer, _ in asyncio.run(known.get_averagers("", only_active=True))]
 
     assert [followed(me) for me in (first, second, third)] == [[second, third], [], [second]]
+
+
+def test_a_peer_that_sees_few_others_closes_no_group_below_the_smallest_size():
+    """One whose p2pd had stood still for some seconds led four of eight, which five have to certify: 27 s were lost."""
+    matchmaking = SwarmMatchmaking.__new__(SwarmMatchmaking)
+    matchmaking.group_key_manager, matchmaking.potential_leaders = SimpleNamespace(), SimpleNamespace()
+    matchmaking.prepare(4, 5, None)
+    assert matchmaking.target_group_size == matchmaking.group_key_manager.target_group_size == 5
 
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)
