@@ -28,7 +28,7 @@ from benchmarks.records import swarm_digest
 from benchmarks.tables import Row
 from spes_p2p.presentation import say
 
-NUM_PEERS, NUM_PHASES, MIN_KILLS, REPEATS_PER_LAB = 8, 8, 200, 5
+NUM_PEERS, MIN_KILLS, REPEATS_PER_LAB = 8, 200, 5
 FREEZE_SECONDS = (2.0, 12.0)
 """Less than a round of the laboratory's, and more than a lease."""
 CUT_SECONDS = (2.0, 8.0)

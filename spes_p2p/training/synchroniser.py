@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,10 +51,10 @@ def wait_for_peers(held: HeldSlots, swarm: Swarm, needed: int) -> dict[str, Clai
     while True:
         claims = held.claims()
         present = len(claims)
-        is_under_way = set(active_of(claims)) - {swarm.peer_id}
-        if present >= needed and (is_under_way or held.clock() - started >= SETTLE_SECONDS):
+        others = set(active_of(claims)) - {swarm.peer_id}
+        if present >= needed and (others or held.clock() - started >= SETTLE_SECONDS):
             return claims
-        if is_under_way and _go_on(held, swarm, claims):
+        if others and _go_on(held, swarm, claims, others):
             return claims
         if present < needed and present != announced:
             log.info("waiting for peers: %d of %d are here", present, needed)
@@ -62,10 +62,10 @@ def wait_for_peers(held: HeldSlots, swarm: Swarm, needed: int) -> dict[str, Clai
         swarm.wait(POLL_SECONDS)
 
 
-def _go_on(held: HeldSlots, swarm: Swarm, claims: Mapping[str, Claim]) -> bool:
-    """Tell whether other peers train in a run that has a certificate, though some have left it since."""
+def _go_on(held: HeldSlots, swarm: Swarm, claims: Mapping[str, Claim], others: Set[str]) -> bool:
+    """Tell whether some of the others that train are of a run that has a certificate."""
     swarm.catch_up()
-    return bool(swarm.last().round and set(active_of(held.trusted(claims))) - {swarm.peer_id})
+    return bool(swarm.last().round and others & held.trusted(claims).keys())
 
 
 def publish_initial(

@@ -45,7 +45,7 @@ _NO_ROUTING_PEER = "failed to find any peer in table"
 # - No port reuse: two peers that dial each other from their listening ports within one round trip share one connection
 #   of which both believe to be the caller, and neither dials again for seconds.
 # - Only p2pd's own environment variables: a process that talks to untrusted peers gets no other tokens.
-# - Go collects garbage at 1.5 times the live heap, not twice: 5,000 streams of a flood leave 10 MiB, not 25, and bytes
+# - Go collects garbage at 1.5 times the live heap, not twice: 5,000 streams of a flood leave 13 MiB, not 25, and bytes
 #   over QUIC cost 2 % more processor time.
 _EXEC = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); os.setpgid(0, 0); "

@@ -90,28 +90,29 @@ def until_the_others_wait_for(world, peer):
     return waited, others
 
 
-def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
-    world = swarm(seed, 5)
-    leaving, others = until_the_others_wait_for(world, PEERS[3])
-    before, began = leaving.last, world.now
-    leaving.decider.leave()
-    leaving.is_dead = True
-    leaving.crash(0.0)
+def go_on_at_once(world, others):
+    """Have others, which wait for a proposer, open the next attempt soon, and certify the round in it."""
+    before, began = others[0].last, world.now
     world.run(began + 1000, lambda: all(node.decider.attempt for node in others))
     assert world.now < began + history_nodes.RULES.attempt_seconds / 2
     world.run(began + 1000, lambda: all(node.last.round > before.round for node in others))
     assert {node.last.previous for node in others} == {before.digest}
+
+
+def test_the_others_do_not_wait_for_a_proposer_that_has_said_goodbye(seed):
+    world = swarm(seed, 5)
+    leaving, others = until_the_others_wait_for(world, PEERS[3])
+    leaving.decider.leave()
+    leaving.is_dead = True
+    leaving.crash(0.0)
+    go_on_at_once(world, others)
 
 
 def test_the_others_do_not_wait_for_a_proposer_that_has_given_up(seed):
     world = swarm(seed, 5)
     proposer, others = until_the_others_wait_for(world, PEERS[3])
-    before, began = proposer.last, world.now
     proposer.decider._give_up()  # as one that found no group
-    world.run(began + 1000, lambda: all(node.decider.attempt for node in others))
-    assert world.now < began + history_nodes.RULES.attempt_seconds / 2
-    world.run(began + 1000, lambda: all(node.last.round > before.round for node in others))
-    assert {node.last.previous for node in others} == {before.digest}
+    go_on_at_once(world, others)
 
 
 def test_a_peer_that_averages_after_its_proposer_has_given_up_gives_up_at_once(seed):
