@@ -300,7 +300,7 @@ def _pair_rows(bench: Bench, name: str, settings: dict[str, Any], slots: int, mi
         settings["run"]["data"] = {"source": "embedded", "vocab_size": 4096, "sequence_length": 64}
         settings["run"]["train"] |= {"batch_size": 4, "precision": "fp32"}
     (work := bench.work / name).mkdir()
-    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings | {"seed_seconds": 0}))
+    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
     flags = ["--device", bench.device, "--max-slots", str(slots)]
     machine = ["--micro-batch-size", str(micro), "--activation-checkpointing", "--inner-optimizer", "adamw8bit"]
     before = _card_bytes()
@@ -311,9 +311,7 @@ def _pair_rows(bench: Bench, name: str, settings: dict[str, Any], slots: int, mi
         alone, card_alone = copy.copy(founder), _card_bytes() - before
         if not failure:
             address = (founder.folder / "address").read_text().split()[0]
-            peers.append(
-                start(work, "newcomer", "--initial-peers", address, *flags, *machine, "--seed-seconds", "0", "--yes")
-            )
+            peers.append(start(work, "newcomer", "--initial-peers", address, *flags, *machine, "--yes"))
             failure = watch(peers, said(TOGETHER, TOGETHER_ROUNDS))
         card_both = _card_bytes() - before
     finally:

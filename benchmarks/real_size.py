@@ -17,7 +17,8 @@ import string
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,17 +29,19 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from benchmarks.certificate_bytes import measure as decision_bytes
 from benchmarks.cluster import ROOT
-from benchmarks.large_peers import FETCHED, SPENT, TOGETHER, committed, gigabytes, said, start, wait_for, watch
+from benchmarks.large_peers import FETCHED, SPENT, TOGETHER, Peer, committed, gigabytes, said, start, wait_for, watch
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
-from spes_p2p.cli import entry_point
+from spes_p2p.cli import entry_point, load_settings
+from spes_p2p.commands.plan import vocabulary
 from spes_p2p.config import CommandConfig, MachineConfig, ModelConfig, RunConfig, TrainConfig
+from spes_p2p.config.commands import PlanConfig
 from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import SpesError
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.loss import TrainingLoss
-from spes_p2p.planner.memory import Setup
-from spes_p2p.planner.size import model_size
+from spes_p2p.planner.memory import Setup, peer_memory, with_programs
+from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic, star_traffic
 from spes_p2p.sim.simulator import Scenario, simulate
 from spes_p2p.swarm.certificate import MemberEntry, genesis
@@ -48,13 +51,14 @@ from spes_p2p.swarm.roster import Member, stated_links
 SHAPE = ROOT / "configs" / "spes_1b.yaml"
 VOCABULARY, SEQUENCE, ROUNDS, STEPS = 8192, 128, 5, 2
 REAL_VOCABULARY, MICRO_BATCH = 151_665, (8, 512)
+MAX_PLAN_ERROR = 0.1
 MAX_PEER_GB, MAX_START_SECONDS, MAX_ROUND_SECONDS, MAX_LOGITS_MB = 7.5, 40.0, 5.0, 0.1
 HOME, HOME_PEERS, HOME_SLOTS = ROOT / "configs" / "home_7b.yaml", 4, 8
 MAX_ROUND_GB, MAX_BUDGET_GB, MAX_NEWCOMER_GB = 4.6, 2.9, 5.5
 MAX_FOUNDER_GB, MAX_HALF_NEWCOMER_GB = 15.0, 12.0
 SMALLER = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 8, "intermediate_size": 1280}
 """With 16 experts, 0.27 B parameters."""
-SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit", "--seed-seconds", "0")
+SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit")
 MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "int8", *SMALL_MACHINE)
 HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", "--yes", *SMALL_MACHINE)
 """Flags of peers that join the 1B shape and half of 7B."""
@@ -97,7 +101,7 @@ def _settings(work: Path, *, min_peers: int, rounds: int, steps: int = STEPS, st
     run["round"] |= {"steps": steps, "total": rounds, "min_peers": min_peers, "max_seconds": 600}
     run.pop("merge")
     held = "int8" if storage is None else "nf4"
-    settings |= {"storage": held, "inner_optimizer": "adamw8bit", "seed_seconds": 0}
+    settings |= {"storage": held, "inner_optimizer": "adamw8bit"}
     (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
     return path
 
@@ -114,7 +118,23 @@ def start_rows(work: Path) -> Iterator[Row]:
     found = f"{seconds:.0f} s" if seconds is not None else failure
     is_met = seconds is not None and seconds <= MAX_START_SECONDS
     yield Row("start of the 1B shape, alone, to the first committed round", found, f"{MAX_START_SECONDS:.0f} s", is_met)
-    yield Row("- its peak, all processes", gigabytes(alone), "", None)
+    yield _planned("- its peak, all processes", [alone], _plan(settings, 4, is_alone=True))
+
+
+def _plan(settings: Path, slots: int, *machine: str, is_alone: bool = False) -> int:
+    """Return the bytes that `spes plan` prints for these settings, slots and flags."""
+    config = load_settings(PlanConfig, ["--config", str(settings), *machine])
+    vocab_size = vocabulary(config.run.data)
+    setup = replace(with_programs(Setup.of(config.run, config, vocab_size)), is_alone=is_alone)
+    return peer_memory(run_size(config.run, vocab_size), slots, setup).host_bytes
+
+
+def _planned(what: str, peers: Sequence[Peer], plan: int) -> Row:
+    """Compare peers' peaks with the plan."""
+    shares = [peer.peak_bytes / plan for peer in peers]
+    found = f"{', '.join(f'{share:.2f}' for share in shares)} of {plan / 1e9:.1f} GB"
+    is_met = all(abs(share - 1) <= MAX_PLAN_ERROR for share in shares)
+    return Row(f"{what}, measured / planned", found, f"{1 - MAX_PLAN_ERROR:.2f} to {1 + MAX_PLAN_ERROR:.2f}", is_met)
 
 
 def pair_rows(work: Path) -> Iterator[Row]:
@@ -160,6 +180,7 @@ def late_rows(work: Path) -> Iterator[Row]:
     what = "- the second joining after round 2; the first killed by -9 and resumed beside it: peak of each, and resumed"
     is_met = not failure and all(peer.peak_bytes <= MAX_PEER_GB * 1e9 for peer in peers)
     yield Row(what, peaks, f"{MAX_PEER_GB} GB", is_met)
+    yield _planned("- their peaks, two side by side", peers, _plan(settings, 4))
 
 
 def half_rows(work: Path) -> Iterator[Row]:
@@ -172,6 +193,7 @@ def half_rows(work: Path) -> Iterator[Row]:
         what = "4.0 B parameters (home_7b with half of its layers), one slot: a founder alone, two rounds: peak"
         found = gigabytes(founder) + (f"; {failure}" if failure else "")
         yield Row(what, found, f"{MAX_FOUNDER_GB} GB", not failure and peak <= MAX_FOUNDER_GB * 1e9)
+        yield _planned("- that", [founder], _plan(settings, 1, is_alone=True))
         if failure:
             return
         founder.end()
@@ -211,7 +233,7 @@ def home_settings(work: Path, **changes: Mapping[str, Any]) -> dict[str, Any]:
     run["round"] = {"mode": "steps", "total": 10_000, "min_peers": 1, "copies": 2, "max_seconds": 1800}
     for section, values in changes.items():
         run[section] |= values
-    return settings | {"storage": "nf4", "seed_seconds": 0}
+    return settings | {"storage": "nf4"}
 
 
 def _half_settings(work: Path) -> Path:
@@ -278,9 +300,9 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         try:
             failure = watch(peers, committed(2))
             address = (founder.folder / "address").read_text().split()[0]
-            machine = ["--max-slots", "1", "--micro-batch-size", "8", "--storage", "nf4"]
-            machine += ["--inner-optimizer", "adamw8bit", "--seed-seconds", "0"]
-            peers.append(newcomer := start(folder, "newcomer", "--initial-peers", address, *machine))
+            machine = ["--micro-batch-size", "8", "--storage", "nf4", *SMALL_MACHINE]
+            joins = ["--initial-peers", address, "--max-slots", "1"]
+            peers.append(newcomer := start(folder, "newcomer", *joins, *machine))
             failure = failure or watch(peers, committed(founder.rounds + 3), least=newcomer)
         finally:
             for peer in peers:
@@ -290,6 +312,8 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         name = f"newcomer, 0.27 B parameters, 1 of 16 slots, the others in nf4, slots travel in {storage}"
         yield Row(f"{name}: fetched before it trains", f"{fetched[1]} MB" if fetched else failure, "", None)
         yield Row("- its peak, all processes", gigabytes(newcomer) + (f"; {failure}" if failure else ""), "", None)
+        yield _planned("- that", [newcomer], _plan(settings, 1, *machine))
+        yield _planned("- the founder, with 4 slots", [founder], _plan(settings, 4))
         yield Row("- its versions on disk after three rounds", f"{disk / 1e6:.0f} MB", "", None)
         rounds = SPENT.findall(founder.log.read_text(errors="replace"))  # of two peers; the founder waits for no steps
         seconds = statistics.median(sum(map(float, besides)) for _, *besides in rounds) if rounds else math.inf

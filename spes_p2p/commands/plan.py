@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -11,7 +12,7 @@ from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, ModelConfig, 
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.start import model_of
-from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_memory, shortage, slots_that_fit
+from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_memory, shortage, slots_that_fit, with_programs
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, start_lines, time_lines, traffic_lines
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
@@ -34,6 +35,7 @@ def main(config: PlanConfig) -> int:
         raise ConfigError("--host-memory-gb goes with --device cuda; without a GPU set --memory-gb")
     size = run_size(run, vocab_size)
     setup = Setup.of(run, config, vocab_size, num_ranks=config.ranks, on_gpu=config.device == "cuda")
+    setup = replace(with_programs(setup), is_alone=config.peers == 1)
     memory, host = _available(config)
     claimed = _claimed(config, size, setup, memory, host)
     num_peers = config.peers or max(2, run.round.min_peers)

@@ -31,7 +31,7 @@ from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.settings import check_choices, founder_settings
-from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_bytes, shortage, slots_that_fit
+from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_bytes, shortage, slots_that_fit, with_programs
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
@@ -433,7 +433,7 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
         "it needs %s of memory and up to %s of disk, and downloads %s at first; in a round of %d such peers it sends "
         "about %s and receives as much, %s in all",
         *(
-            size_text(peer_bytes(size, max_slots, setup)),
+            size_text(peer_bytes(size, max_slots, with_programs(setup))),
             size_text(disk_bytes(size, max_slots, kept.keep_last, setup.kept)),
             size_text(download),
             num_peers,

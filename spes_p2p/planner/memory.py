@@ -45,6 +45,8 @@ class Setup:
         gradient_bytes: Bytes of one parameter's gradient: 4, or 2 if the machine keeps gradients in bf16.
         base: Precision of the documents of an adapters' base.
         kept: The form in which slots travel to peers that do not train them; None if these take fp32 versions.
+        is_alone: Whether the run has no other peer, with which it would exchange anything.
+        programs: Bytes of Python, its libraries and the peer's other processes; see `with_programs`.
     """
 
     storage: Storage = "bf16"
@@ -66,6 +68,8 @@ class Setup:
     gradient_bytes: Literal[4, 2] = 4
     base: Storage = "bf16"
     kept: Storage | None = None
+    is_alone: bool = False
+    programs: int = 0
 
     @classmethod
     def of(
@@ -130,11 +134,18 @@ MOMENTS: dict[OptimizerName, int] = {"adamw": 2, "adamw8bit": 2, "lion8bit": 1, 
 """Moments per parameter; Muon keeps one of the matrices, and AdamW's two of the rest."""
 EIGHT_BIT_BYTES = 1 + 4 / 256
 """Bytes of an 8-bit moment, with an fp32 scale per block of 256."""
+PEER_PROGRAM_BYTES, RANK_PROGRAM_BYTES = 800_000_000, 250_000_000
+"""Proportional set size of a peer's five processes without a model, and of each further rank (docs/planning.md)."""
+
+
+def with_programs(setup: Setup) -> Setup:
+    """Return the setup of a peer that is not yet started: it needs memory for its programs, too."""
+    return replace(setup, programs=PEER_PROGRAM_BYTES + (setup.num_ranks - 1) * RANK_PROGRAM_BYTES)
 
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Bytes by part: the first seven of each rank, the next three of the leader's host.
+    """Bytes by part: the first seven of each rank, the next four of the leader's host.
 
     Attributes:
         shared_weights: 4 S.
@@ -146,7 +157,8 @@ class PeerMemory:
         gathered: Parameters and gradients of other ranks; see `gathered_bytes`.
         vectors: Flat vectors held between rounds; see `vector_bytes`.
         round_vectors: Flat vectors at their peak, at a round's end.
-        startup: Models and flat vectors while the peer joins.
+        loading: Models and flat vectors while the peer joins.
+        programs: Python, its libraries and the peer's other processes, if they are counted.
         overlaps: Whether training and a round's vectors are in memory at once.
         num_ranks: Number of ranks.
         on_gpu: Whether the ranks' part is on GPUs.
@@ -161,7 +173,8 @@ class PeerMemory:
     gathered: int
     vectors: int
     round_vectors: int
-    startup: int
+    loading: int
+    programs: int
     overlaps: bool
     num_ranks: int
     on_gpu: bool
@@ -179,19 +192,25 @@ class PeerMemory:
     @property
     def training_bytes(self) -> int:
         """Bytes of all ranks and the leader's vectors while they train."""
-        return self.num_ranks * self.rank_bytes + (self.round_vectors if self.overlaps else self.vectors)
+        vectors = self.round_vectors if self.overlaps else self.vectors
+        return self.programs + self.num_ranks * self.rank_bytes + vectors
 
     @property
     def round_bytes(self) -> int:
-        """Bytes at a round's end, without gradients and activations but with more vectors."""
-        return self.num_ranks * (self.static_bytes - self.gradients + self.gathered) + self.round_vectors
+        """Bytes at a round's end, without gradients and activations but with more vectors; on a GPU's host, these."""
+        ranks = 0 if self.on_gpu else self.num_ranks * (self.static_bytes - self.gradients + self.gathered)
+        return self.programs + ranks + self.round_vectors
+
+    @property
+    def startup_bytes(self) -> int:
+        """Bytes while the peer joins."""
+        return self.programs + self.loading
 
     @property
     def host_bytes(self) -> int:
         """The host's bytes at their peak."""
-        if self.on_gpu:
-            return max(self.round_vectors, self.startup)
-        return max(self.training_bytes, self.round_bytes, self.startup)
+        at_ends = max(self.round_bytes, self.startup_bytes)
+        return at_ends if self.on_gpu else max(self.training_bytes, at_ends)
 
     @property
     def device_bytes(self) -> int:
@@ -200,7 +219,7 @@ class PeerMemory:
 
 
 def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
-    """Return the memory of a peer that trains `claimed` slots, without Python, its libraries and data.
+    """Return the memory of a peer that trains `claimed` slots, without its data.
 
     Args:
         size: Result of `model_size`.
@@ -221,7 +240,8 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         gathered=gathered_bytes(size, claimed, setup),
         vectors=held,
         round_vectors=peak,
-        startup=startup_bytes(size, setup),
+        loading=loading_bytes(size, setup),
+        programs=setup.programs,
         overlaps=setup.overlaps,
         num_ranks=setup.num_ranks,
         on_gpu=setup.on_gpu,
@@ -292,22 +312,24 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
       (E P, and a layer of them three times more), versions to publish (a, unless they take the memory of a decoded
       result), and a fetched slot (3 a P).
 
+    A peer that is alone reduces and fetches nothing: it has neither these residuals nor the averager's outputs.
     Where rounds overlap or FSDP shards, all vectors are read before any is encoded, and both sums count. FSDP puts
     unsharded parameters together on each rank (k).
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """
     copies, vectors = 1 + setup.averaged_moments, _group_vectors(size, claimed, setup)
+    num_sides = 1 if setup.is_alone else 2  # inputs, and outputs
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
     phases = (
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
         sum(group.numel * group.anchors for group in vectors if group.is_exact or group.anchors > 1) + shifts,
-        3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) else 0,
+        3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) and num_sides > 1 else 0,
     )
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
-    held = sum(group.numel * group.residual_bytes for group in vectors)
-    sent = sum(group.numel * (2 * group.encoded + group.residual_bytes) for group in vectors)
+    held = 0 if setup.is_alone else sum(group.numel * group.residual_bytes for group in vectors)
+    sent = held + num_sides * sum(group.numel * group.encoded for group in vectors)
     are_exact = copies == 1 or is_exact(setup.codecs.moments)
     results = sum(copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
     is_sharded = setup.num_ranks > 1 and setup.shard == "fsdp"
@@ -370,7 +392,7 @@ def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupV
     )
 
 
-def startup_bytes(size: ModelSize, setup: Setup) -> int:
+def loading_bytes(size: ModelSize, setup: Setup) -> int:
     """Return the host's bytes while a peer joins.
 
     Every rank holds the model with all slots frozen. The leader draws and publishes, or fetches, and then loads one

@@ -86,15 +86,17 @@ def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
         yield _row("gathered for the other ranks, or from them", memory.gathered)
     if memory.on_gpu:
         yield _row("= on a GPU", memory.device_bytes)
-        yield _row("on the host, at a round's end", memory.round_vectors)
-        yield _row("on the host, at the start", memory.startup)
+        yield _row("Python, its libraries, and helper processes", memory.programs)
+        yield _row("= on the host, at a round's end", memory.round_bytes)
+        yield _row("= on the host, at the start", memory.startup_bytes)
         return
     if memory.num_ranks > 1:
         yield _row("= all ranks", memory.num_ranks * memory.rank_bytes)
     yield _row("vectors held between rounds", memory.vectors)
+    yield _row("Python, its libraries, and helper processes", memory.programs)
     yield _row("= training", memory.training_bytes)
     yield _row("= at a round's end, without gradients", memory.round_bytes)
-    yield _row("= at the start", memory.startup)
+    yield _row("= at the start", memory.startup_bytes)
 
 
 def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claimed: int) -> Iterator[str]:

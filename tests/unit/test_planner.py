@@ -30,11 +30,14 @@ from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.optim.inner import InnerOptimizer
 from spes_p2p.planner.activations import LOGITS_BYTES, Activations
 from spes_p2p.planner.memory import (
+    PEER_PROGRAM_BYTES,
+    RANK_PROGRAM_BYTES,
     Setup,
     fits,
     peer_bytes,
     peer_memory,
     slots_that_fit,
+    with_programs,
 )
 from spes_p2p.planner.size import ModelSize, model_size
 
@@ -247,8 +250,8 @@ def test_vectors_are_those_that_a_round_holds() -> None:
     assert overlapping.round_vectors == plan.round_vectors + 8 * trained  # what was taken is needed again
     assert overlapping.training_bytes == plan.training_bytes + overlapping.round_vectors
     start = 4 * 1000 + 4 * 8 * 300 + 4 * 1000  # one vector beside the model
-    assert plan.startup == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
-    assert nesterov.startup == start + 4 * 1000
+    assert plan.startup_bytes == start and plan.device_bytes == max(plan.training_bytes, plan.round_bytes, start)
+    assert nesterov.startup_bytes == start + 4 * 1000
 
 
 def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None:
@@ -260,13 +263,30 @@ def test_what_rounding_leaves_over_is_held_and_what_travels_is_smaller() -> None
     sent = 2 * int4 * 1000 + 2 * 4 * 600 + 2 * 1000
     results = 4 * 1000 + 4 * 3 * 300  # decoded; the bundle of `shared` takes their memory, and a slot is fetched
     assert after.round_vectors == pytest.approx(after.vectors + sent + results, abs=1)
-    assert after.startup == before.startup
+    assert after.startup_bytes == before.startup_bytes
     everything = replace(exact, averaged_moments=2, codecs=CodecConfig(shared="int4", slots="int4", moments="int8"))
     per_element = int4 + 2 * (1 + 2 / 128)
     plan = peer_memory(SIZE, 2, everything)
     held, sent = 2 * 1600, 2 * per_element * 1600 + 2 * 1600
     brought = 4 * 2 * 1600 + (4 * 3 + per_element) * 1000  # moments, and `shared` as it is made and encoded
     assert plan.round_vectors == pytest.approx(held + sent + brought, abs=2)
+
+
+def test_a_peer_that_is_alone_reduces_and_fetches_nothing() -> None:
+    exact = Setup("fp32", averaged_moments=0, is_alone=True)
+    assert peer_memory(SIZE, 2, exact).round_vectors == 4 * 2 * 1600  # its contribution, and what it publishes
+    lossy = replace(exact, codecs=CodecConfig(shared="int4", slots="int4"))
+    plan = peer_memory(SIZE, 2, lossy)
+    assert plan.vectors == 0 and plan.round_vectors == (0.5 + 2 / 64) * 1600 + 4 * 1600  # encoded, and decoded
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_peer_that_is_not_started_needs_memory_for_its_programs(on_gpu: bool) -> None:
+    running = Setup(num_ranks=2, on_gpu=on_gpu)
+    before, after = (peer_memory(SIZE, 2, setup) for setup in (running, with_programs(running)))
+    programs = PEER_PROGRAM_BYTES + RANK_PROGRAM_BYTES
+    assert after.host_bytes == before.host_bytes + programs
+    assert after.device_bytes == before.device_bytes + (0 if on_gpu else programs)
 
 
 def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
@@ -297,7 +317,7 @@ def test_eight_bit_adamw_is_not_offered_to_ranks_that_have_parts() -> None:
 def test_a_gpu_holds_what_is_trained_and_the_host_the_rounds_vectors() -> None:
     gpu = peer_memory(SIZE, 2, Setup(num_ranks=2, shard="fsdp", on_gpu=True))
     assert gpu.device_bytes == gpu.rank_bytes == gpu.static_bytes + gpu.gathered
-    assert gpu.host_bytes == max(gpu.round_vectors, gpu.startup) > gpu.device_bytes
+    assert gpu.host_bytes == max(gpu.round_vectors, gpu.startup_bytes) > gpu.device_bytes
 
 
 # ---------------------------------------------------------------------- slots
