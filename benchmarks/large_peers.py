@@ -7,6 +7,8 @@ divided among them.
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.cluster import ROOT
+from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
 SAMPLE_SECONDS = 0.5
 LEAST_FREE_BYTES = 10**9
@@ -93,7 +96,8 @@ def start(work: Path, name: str, *flags: str, folder: Path | None = None) -> Pee
     command += ["--output", str(work / name)] if folder is None else ["--output", str(folder), "--resume"]
     log = (work / name).with_suffix(".log")
     with log.open("wb") as stream:
-        process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=stream, stderr=stream)
+        dies = functools.partial(die_with_parent, os.getpid())
+        process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=stream, stderr=stream, preexec_fn=dies)
     return Peer(folder or work / name, log, process)
 
 

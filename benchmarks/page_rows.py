@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -92,7 +93,8 @@ def first_run(seen: Seen) -> Iterator[Row]:
             yield Row("first command, environment made, until round 1 shows", f"{seconds:.0f} s", "60 s", seconds <= 60)
             yield from _exports(local, output, home, environment, seen)
         finally:
-            os.killpg(local.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(local.pid, signal.SIGTERM)
             local.wait(STOP_SECONDS)
 
 

@@ -8,7 +8,6 @@ divided among them. Peers are ended, and the row says so, when the machine has l
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import shutil
@@ -44,6 +43,8 @@ from spes_p2p.planner.memory import Setup, peer_memory, with_programs
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic, star_traffic
 from spes_p2p.sim.simulator import Scenario, simulate
+from spes_p2p.sim.sweep.results import finished_runs
+from spes_p2p.sim.sweep.settings import load_sweep
 from spes_p2p.swarm.certificate import MemberEntry, genesis
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.roster import Member, stated_links
@@ -64,7 +65,7 @@ HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "b
 """Flags of peers that join the 1B shape and half of 7B."""
 SMALLER_MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "nf4", *SMALL_MACHINE)
 MAX_PROCESSOR_SECONDS, MEASURED_ROUNDS = 10.0, 3
-HOME_RESULTS = ROOT / "benchmarks" / "results" / "home_settings" / "results"
+HOME_SETTINGS, HOME_RESULTS = ROOT / "configs" / "home_settings.yaml", ROOT / "benchmarks" / "results" / "home_settings"
 SEEDS, STUDENT, MAX_EXCESS = 8, 2.365, (0.3, 1.0)
 """Student's t for 95 % of both sides and seven degrees of freedom; percent."""
 HALF_LAYERS, HALF_TOKENS = 8, 64
@@ -368,14 +369,8 @@ def _processor_seconds(work: Path, steps: int, storage: str | None) -> float:
 
 def loss_rows(_: Path) -> Iterator[Row]:
     """Yield what `configs/home_settings.yaml` has found: the held-out loss of home settings against fp32 everywhere."""
-    losses = {
-        variant: [
-            json.loads((HOME_RESULTS / f"{variant}-{seed}.json").read_text())["evaluations"][-1]["loss"]
-            for seed in range(SEEDS)
-        ]
-        for variant in ("home", "fp32")
-    }
-    excesses = [100 * (home / fp32 - 1) for home, fp32 in zip(losses["home"], losses["fp32"], strict=True)]
+    runs = finished_runs(load_sweep(HOME_SETTINGS), HOME_RESULTS)
+    excesses = [100 * (runs["home", seed].loss / runs["fp32", seed].loss - 1) for seed in range(SEEDS)]
     mean, reach = statistics.mean(excesses), STUDENT * statistics.stdev(excesses) / math.sqrt(SEEDS)
     found = f"{mean:+.2f} %; {mean + reach:+.2f} %"
     most = f"{MAX_EXCESS[0]:+.1f} %; {MAX_EXCESS[1]:+.1f} %"

@@ -82,4 +82,4 @@ def _wait(done: Callable[[], bool], processes: Sequence[ForkProcess], seconds: f
     while not done():
         if any(process.exitcode for process in processes) or time.monotonic() > deadline:
             raise SpesError(f"the run failed, or took longer than {seconds:.0f} s; see the logs in {folder}")
-        processes[0].join(POLL_SECONDS)
+        time.sleep(POLL_SECONDS)

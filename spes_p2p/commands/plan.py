@@ -44,9 +44,9 @@ def main(config: PlanConfig) -> int:
     links = config.uplink_mbit or config.downlink_mbit, config.downlink_mbit or config.uplink_mbit
     lines = [
         *model_lines(run, size, setup, claimed, vocab_size),
-        *memory_lines(setup, peer_memory(size, claimed, setup)),
+        *memory_lines(peer_memory(size, claimed, setup)),
         *traffic_lines(traffic, num_peers, size, claimed),
-        *start_lines(newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup.kept), kept),
+        *start_lines(newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
         *time_lines(run, traffic, num_peers, links, config.tokens_per_second),
     ]
     say("\n".join(lines))

@@ -18,10 +18,8 @@ import psutil
 
 from spes_p2p.cli import set_up_logging
 from spes_p2p.config.commands import SimulateConfig
-from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
-from spes_p2p.planner.size import run_size
-from spes_p2p.presentation import check_plotting, say
+from spes_p2p.presentation import say
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.simulator import Evaluation, simulate
 from spes_p2p.sim.sweep.report import REPORT_FILE, missing_lines, write_report
@@ -48,7 +46,6 @@ LOGS_FOLDER = "logs"
 
 def main(config: SimulateConfig) -> int:
     """Run a sweep; return 0, or 1 if a run failed."""
-    check_plotting()
     sweep = load_sweep(config.study)
     chosen = sweep.chosen(config.only, config.seeds)
     absent = missing_runs(sweep, config.output)
@@ -228,10 +225,8 @@ def run_job(job: Job, tell: Callable[[News], None]) -> RunResult:
     device = ProcessGroup(job.scenario.device).device.type
     threads = job.scenario.threads or job.threads
     result = simulate(job.scenario.model_copy(update={"threads": threads}), cache=job.cache, on_evaluation=tell)
-    tokenizer = resolve_tokenizer(job.scenario.run.data, job.scenario.text, job.cache.expanduser())
-    size = run_size(job.scenario.run, len(tokenizer))
     machine = this_machine("cuda" if device == "cuda" else "cpu", threads)
-    return run_result(job.variant, job.seed, job.scenario, result, size, machine)
+    return run_result(job.variant, job.seed, job.scenario, result, machine)
 
 
 def _work(job: Job, pipe: Connection, parent_pid: int) -> None:

@@ -145,7 +145,7 @@ def with_programs(setup: Setup) -> Setup:
 
 @dataclass(frozen=True)
 class PeerMemory:
-    """Bytes by part: the first seven of each rank, the next four of the leader's host.
+    """Bytes by part: the first seven of each rank, the next three of the leader's host.
 
     Attributes:
         shared_weights: 4 S.
@@ -158,10 +158,7 @@ class PeerMemory:
         vectors: Flat vectors held between rounds; see `vector_bytes`.
         round_vectors: Flat vectors at their peak, at a round's end.
         loading: Models and flat vectors while the peer joins.
-        programs: Python, its libraries and the peer's other processes, if they are counted.
-        overlaps: Whether training and a round's vectors are in memory at once.
-        num_ranks: Number of ranks.
-        on_gpu: Whether the ranks' part is on GPUs.
+        setup: The peer's settings, on which the sums depend.
     """
 
     shared_weights: int
@@ -174,10 +171,7 @@ class PeerMemory:
     vectors: int
     round_vectors: int
     loading: int
-    programs: int
-    overlaps: bool
-    num_ranks: int
-    on_gpu: bool
+    setup: Setup
 
     @property
     def static_bytes(self) -> int:
@@ -192,30 +186,30 @@ class PeerMemory:
     @property
     def training_bytes(self) -> int:
         """Bytes of all ranks and the leader's vectors while they train."""
-        vectors = self.round_vectors if self.overlaps else self.vectors
-        return self.programs + self.num_ranks * self.rank_bytes + vectors
+        vectors = self.round_vectors if self.setup.overlaps else self.vectors
+        return self.setup.programs + self.setup.num_ranks * self.rank_bytes + vectors
 
     @property
     def round_bytes(self) -> int:
         """Bytes at a round's end, without gradients and activations but with more vectors; on a GPU's host, these."""
-        ranks = 0 if self.on_gpu else self.num_ranks * (self.static_bytes - self.gradients + self.gathered)
-        return self.programs + ranks + self.round_vectors
+        ranks = 0 if self.setup.on_gpu else self.setup.num_ranks * (self.static_bytes - self.gradients + self.gathered)
+        return self.setup.programs + ranks + self.round_vectors
 
     @property
     def startup_bytes(self) -> int:
         """Bytes while the peer joins."""
-        return self.programs + self.loading
+        return self.setup.programs + self.loading
 
     @property
     def host_bytes(self) -> int:
         """The host's bytes at their peak."""
         at_ends = max(self.round_bytes, self.startup_bytes)
-        return at_ends if self.on_gpu else max(self.training_bytes, at_ends)
+        return at_ends if self.setup.on_gpu else max(self.training_bytes, at_ends)
 
     @property
     def device_bytes(self) -> int:
         """Peak bytes where the peer trains: one GPU's memory, or the machine's."""
-        return self.rank_bytes if self.on_gpu else self.host_bytes
+        return self.rank_bytes if self.setup.on_gpu else self.host_bytes
 
 
 def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
@@ -241,10 +235,7 @@ def peer_memory(size: ModelSize, claimed: int, setup: Setup) -> PeerMemory:
         vectors=held,
         round_vectors=peak,
         loading=loading_bytes(size, setup),
-        programs=setup.programs,
-        overlaps=setup.overlaps,
-        num_ranks=setup.num_ranks,
-        on_gpu=setup.on_gpu,
+        setup=setup,
     )
 
 
@@ -256,8 +247,7 @@ def frozen_bytes(size: ModelSize, claimed: int, storage: Storage) -> int:
     """
     if not size.is_adapted:
         return round(FROZEN_BYTES[storage] * size.frozen_params(claimed))
-    wide = size.kept_params + size.frozen_params(claimed)
-    return base_bytes(size, storage) - FP32 * size.kept_params + FP32 * wide
+    return base_bytes(size, storage) + FP32 * size.frozen_params(claimed)
 
 
 def base_bytes(size: ModelSize, storage: Storage) -> int:
@@ -413,17 +403,21 @@ def peer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     return peer_memory(size, claimed, setup).device_bytes
 
 
-def disk_bytes(size: ModelSize, num_slots: int, num_checkpoints: int, kept: Storage | None = None) -> int:
-    """Return the bytes that a peer's checkpoints and versions take, the newest checkpoint not yet complete.
+def disk_bytes(size: ModelSize, claimed: int, num_checkpoints: int, setup: Setup) -> int:
+    """Return the bytes that a peer's checkpoints and versions take at most, the newest checkpoint not yet complete.
 
-    Each has all vectors in fp32; of those trained, also the published moments, and parameters and moments in training.
-    With kept forms it has those of all slots, and fp32 versions of the slots trained and of as many for others.
+    Each has all versions in fp32, with their outer momentum; of what is trained also parameters, two moments in
+    training, two that are published, and what a lossy codec has rounded off. With kept forms it has those of all slots,
+    and versions of the slots trained and of as many for others.
     """
-    trained = size.trained_params(num_slots)
-    if kept is None:
-        return num_checkpoints * 4 * (size.total_params + 5 * trained)
-    forms = round(FROZEN_BYTES[kept] * size.num_slots * size.slot_params)
-    return num_checkpoints * (4 * (6 * trained + num_slots * size.slot_params) + forms)
+    trained, groups = size.trained_params(claimed), _group_vectors(size, claimed, setup)
+    state = 5 * trained + sum(group.numel for group in groups if not group.is_exact)
+    num_slots = size.num_slots if setup.kept is None else 2 * claimed
+    versions = (1 + setup.shared_momentum) * size.shared_params + num_slots * (
+        1 + setup.slot_momentum
+    ) * size.slot_params
+    forms = 0.0 if setup.kept is None else FROZEN_BYTES[setup.kept] * size.num_slots * size.slot_params
+    return num_checkpoints * round(FP32 * (versions + state) + forms)
 
 
 def fits(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> bool:
@@ -486,7 +480,8 @@ def _smaller_setups(setup: Setup) -> Iterator[tuple[str, Setup]]:
     ]
     for flags, other in smaller:
         for more_flags, activations in _smaller_activations(setup.activations):
-            yield " ".join([*flags, *more_flags]), replace(other, activations=activations)
+            accumulates = setup.accumulates or "--micro-batch-size 1" in more_flags
+            yield " ".join([*flags, *more_flags]), replace(other, activations=activations, accumulates=accumulates)
     # bf16 gradients need an 8-bit optimizer and one rank, and accumulate inaccurately.
     if setup.num_ranks == 1 and not setup.accumulates:
         for flags, other in smaller:

@@ -67,8 +67,9 @@ def _adapter_lines(run: RunConfig, size: ModelSize, setup: Setup, claimed: int) 
     )
 
 
-def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
+def memory_lines(memory: PeerMemory) -> Iterator[str]:
     """Yield the peer's memory by part."""
+    setup = memory.setup
     each = f" of each of {setup.num_ranks} ranks ({setup.shard})" if setup.num_ranks > 1 else ""
     yield ""
     yield f"{f'memory{each}':<50}{'GB':>10}"
@@ -84,16 +85,16 @@ def memory_lines(setup: Setup, memory: PeerMemory) -> Iterator[str]:
         yield _row(f"activations, {kept}{setup.activations.tokens} tokens (estimate)", memory.activations)
     if memory.gathered:
         yield _row("gathered for the other ranks, or from them", memory.gathered)
-    if memory.on_gpu:
+    if setup.on_gpu:
         yield _row("= on a GPU", memory.device_bytes)
-        yield _row("Python, its libraries, and helper processes", memory.programs)
+        yield _row("Python, its libraries, and helper processes", setup.programs)
         yield _row("= on the host, at a round's end", memory.round_bytes)
         yield _row("= on the host, at the start", memory.startup_bytes)
         return
-    if memory.num_ranks > 1:
-        yield _row("= all ranks", memory.num_ranks * memory.rank_bytes)
+    if setup.num_ranks > 1:
+        yield _row("= all ranks", setup.num_ranks * memory.rank_bytes)
     yield _row("vectors held between rounds", memory.vectors)
-    yield _row("Python, its libraries, and helper processes", memory.programs)
+    yield _row("Python, its libraries, and helper processes", setup.programs)
     yield _row("= training", memory.training_bytes)
     yield _row("= at a round's end, without gradients", memory.round_bytes)
     yield _row("= at the start", memory.startup_bytes)

@@ -87,13 +87,16 @@ def _forms(num_others: int, replicas: float, setup: Setup) -> float:
 
 
 def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
-    """Return what a peer fetches before it trains: the whole model, and the fp32 versions and moments of its slots."""
-    shared = FP32 * (1 + setup.shared_momentum) * size.shared_params
-    own = FP32 * (1 + setup.slot_momentum) * size.slot_params
-    moments = setup.kept_moments * element_bytes(setup.codecs.moments) * size.slot_params
-    if setup.kept is None:
-        return round(shared + size.num_slots * own)
-    return round(shared + size.num_slots * FROZEN_BYTES[setup.kept] * size.slot_params + claimed * (own + moments))
+    """Return what a peer fetches before it trains: the whole model, and the fp32 versions and moments of its slots.
+
+    Of `shared` it fetches the moments that are averaged.
+    """
+    moment = element_bytes(setup.codecs.moments)
+    shared = (FP32 * (1 + setup.shared_momentum) + setup.averaged_moments * moment) * size.shared_params
+    version = FP32 * (1 + setup.slot_momentum)
+    others = size.num_slots * (version if setup.kept is None else FROZEN_BYTES[setup.kept])
+    own = claimed * (setup.kept_moments * moment + (0 if setup.kept is None else version))
+    return round(shared + (others + own) * size.slot_params)
 
 
 def num_replicas(covered: int, claims: int, num_peers: int, copies: int) -> int:

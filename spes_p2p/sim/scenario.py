@@ -58,7 +58,11 @@ class Churn(Frozen):
         return math.ceil(self.share * self.present * total / self.rounds)
 
     def events(self, seed: int, total: int) -> list[Event]:
-        """Draw the events of a run of `total` rounds; each newcomer joins when the peer that it replaces has gone."""
+        """Draw the events of a run of `total` rounds; each newcomer joins when the peer that it replaces has gone.
+
+        Raises:
+            ValueError: more peers are replaced than are there.
+        """
         draw, number = Random(f"churn-{seed}"), self.num_newcomers(total)
         kinds: list[Literal["kill", "leave"]] = [("kill", "leave")[index % 2] for index in range(number)]
         draw.shuffle(kinds)
@@ -66,7 +70,9 @@ class Churn(Frozen):
         for index, kind in enumerate(kinds):
             interval = self.rounds / (self.share * self.present)
             round = min(1 + int((index + draw.random()) * interval), total - 2)
-            peer = draw.choice([peer for peer, since in joined.items() if since < round])
+            if not (settled := [peer for peer, since in joined.items() if since < round]):
+                raise ValueError(f"churn replaces all peers before round {round}; lower share, or raise rounds")
+            peer = draw.choice(settled)
             seconds = draw.uniform(0.0, self.within_seconds) if kind == "kill" else 0.0
             newcomer, join = self.present + index, round + (kind == "kill")
             events.append(Event(peer=peer, kind=kind, round=round, after_seconds=seconds))

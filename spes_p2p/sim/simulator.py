@@ -29,7 +29,7 @@ from spes_p2p.model.adapted import Base
 from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, model_of
-from spes_p2p.planner.size import run_size
+from spes_p2p.planner.size import ModelSize, run_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.hub import MemoryHub
@@ -259,6 +259,8 @@ class SimulationResult:
     """Outcome of a scenario; lists with one entry for each peer are in the order of its index.
 
     Attributes:
+        run: The run's settings, with those of the checkpoint that it starts from.
+        size: Size of its model.
         evaluations: Ascending by round; the last one is of the last committed round, which precedes the run's last
             if all peers were gone by then.
         reports: For each peer, a report of each round in which it took part.
@@ -274,6 +276,8 @@ class SimulationResult:
         forms: By round and version name, the digests of the kept forms.
     """
 
+    run: RunConfig
+    size: ModelSize
     evaluations: Sequence[Evaluation]
     reports: Sequence[Sequence[Metrics]]
     digests: Mapping[int, Mapping[str, str]]
@@ -388,6 +392,8 @@ class _Simulation:
         traffic = [swarm.traffic() for swarm in self._swarms]
         peers = [self._peers.get(peer) for peer in range(self._scenario.peers)]
         return SimulationResult(
+            run=self._run,
+            size=run_size(self._run, self._vocab_size),
             evaluations=self._evaluations,
             reports=[peer.reports if peer else [] for peer in peers],
             digests=self._digests,

@@ -278,7 +278,7 @@ def plans(run: RunConfig) -> None:
             assert str(error)
             continue
         traffic = round_traffic(size, slots, 2, setup)
-        assert math.isfinite(transfer_seconds(traffic, 1e-3, 1e-3).total) and disk_bytes(size, slots, 2) > 0
+        assert math.isfinite(transfer_seconds(traffic, 1e-3, 1e-3).total) and disk_bytes(size, slots, 2, setup) > 0
     assert shortage(size, min(1, size.num_slots), setup, 0)
     assert math.isfinite(training_seconds(run, 2, 1e-3))
 

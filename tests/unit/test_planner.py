@@ -33,9 +33,11 @@ from spes_p2p.planner.memory import (
     PEER_PROGRAM_BYTES,
     RANK_PROGRAM_BYTES,
     Setup,
+    disk_bytes,
     fits,
     peer_bytes,
     peer_memory,
+    shortage,
     slots_that_fit,
     with_programs,
 )
@@ -303,6 +305,26 @@ def test_fsdp_divides_what_is_trained_and_ddp_copies_it() -> None:
     assert ddp.training_bytes == 2 * (alone.static_bytes + ddp.gathered)
     eight = replace(two, shard="fsdp", num_ranks=8)
     assert peer_memory(size, 2, eight).round_vectors == 4 * (8 * 3 + 2 * 3) * trained  # all ranks put vectors together
+
+
+def test_what_is_offered_fits_with_the_settings_it_names() -> None:
+    run = RunConfig.model_validate({"train": {"batch_size": 8}})
+    size = model_size(run.model, VOCAB)
+    whole, small = (
+        Setup.of(run, MachineConfig(shard="fsdp", micro_batch_size=sequences), VOCAB, num_ranks=2)
+        for sequences in (None, 1)
+    )
+    needed = peer_bytes(size, 8, whole)
+    assert peer_bytes(size, 8, small) > needed, "FSDP keeps gradients unsharded between microbatches"
+    assert "--micro-batch-size 1 (" not in shortage(size, 8, whole, needed - 1)
+
+
+def test_disk_holds_the_outer_momentum_and_what_codecs_round_off() -> None:
+    plain = Setup("fp32", averaged_moments=0)
+    assert disk_bytes(SIZE, 2, 1, plain) == 4 * (3400 + 5 * 1600)
+    assert disk_bytes(SIZE, 2, 2, replace(plain, shared_momentum=True, slot_momentum=True)) == 2 * 4 * (6800 + 5 * 1600)
+    assert disk_bytes(SIZE, 2, 1, replace(plain, codecs=CodecConfig(shared="int4"))) == 4 * (3400 + 5 * 1600 + 1000)
+    assert disk_bytes(SIZE, 2, 1, replace(plain, kept="bf16")) == 4 * (1000 + 4 * 300 + 5 * 1600) + 2 * 8 * 300
 
 
 def test_eight_bit_adamw_is_not_offered_to_ranks_that_have_parts() -> None:

@@ -74,6 +74,10 @@ def test_a_swarm_goes_on_while_its_peers_are_replaced(tmp_path: Path) -> None:
     [
         ({"peers": 5}, "takes 6 peers, newcomers included, and peers=5; set it to 6"),
         ({"events": [Event(peer=0, kind="kill", round=1)]}, "there are 1 events beside it"),
+        (
+            {"churn": Churn(present=2, share=1, rounds=1), "peers": 22, "max_slots": 2},
+            "churn replaces all peers before round",
+        ),
         ({"max_slots": [2, 2, 2, 2]}, "max_slots lists 4 peers, peers=6"),
     ],
     ids=str,

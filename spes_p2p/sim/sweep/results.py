@@ -117,9 +117,7 @@ class RunResult(Frozen):
         return stopped + ([f"{subject} came too late to train"] if late else [])
 
 
-def run_result(
-    variant: str, seed: int, scenario: Scenario, result: SimulationResult, size: ModelSize, machine: Machine
-) -> RunResult:
+def run_result(variant: str, seed: int, scenario: Scenario, result: SimulationResult, machine: Machine) -> RunResult:
     """Return a simulation's result in the form in which it is stored.
 
     Args:
@@ -127,7 +125,6 @@ def run_result(
         seed: The run's seed.
         scenario: The scenario as the sweep defines it.
         result: The simulation's outcome.
-        size: Size of the scenario's model.
         machine: The machine of the run.
 
     Raises:
@@ -149,7 +146,7 @@ def run_result(
             )
             for evaluation in result.evaluations
         ],
-        peers=[_account(scenario, result, size, peer) for peer in range(scenario.peers)],
+        peers=[_account(scenario, result, peer) for peer in range(scenario.peers)],
         virtual_seconds=result.virtual_seconds,
         wall_seconds=result.wall_seconds,
         software=__version__,
@@ -168,9 +165,10 @@ def committed_until(reports: Sequence[Sequence[Metrics]], round: int) -> int:
     return sum(report.tokens for own in reports for report in own if report.round <= round and report.committed)
 
 
-def _account(scenario: Scenario, result: SimulationResult, size: ModelSize, peer: int) -> PeerAccount:
+def _account(scenario: Scenario, result: SimulationResult, peer: int) -> PeerAccount:
     slots = scenario.max_slots[peer] if isinstance(scenario.max_slots, list) else scenario.max_slots
-    setup = Setup.of(scenario.run, MachineConfig(), None)
+    slots = min(slots, result.size.num_slots)
+    size, setup = result.size, Setup.of(result.run, MachineConfig(), None)
     memory = peer_memory(size, slots, setup)
     without_experts = peer_memory(ModelSize(size.shared_params, 0, 0), 0, setup)
     return PeerAccount(

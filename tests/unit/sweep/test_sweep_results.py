@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from spes_p2p.commands.simulate import Job, run_job
-from spes_p2p.config import MachineConfig
+from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import SimulationError
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import ModelSize, model_size
@@ -74,9 +74,16 @@ def test_memory_is_what_a_peer_trains_and_what_it_keeps_frozen(result, job):
 
 
 def test_a_simulation_that_measured_nothing_is_no_result(job):
-    nothing = SimulationResult([], [[], []], {}, {}, {}, [0, 0], [(), ()], [0, 0], [0, 0], 0.0, 0.0)
+    nothing = SimulationResult(
+        RunConfig(), ModelSize(1, 1, 4), [], [[], []], {}, {}, {}, [0, 0], [(), ()], [0, 0], [0, 0], 0.0, 0.0
+    )
     with pytest.raises(SimulationError, match="no peer finished a round"):
-        run_result("ours", 0, job.scenario, nothing, ModelSize(1, 1, 4), this_machine("cpu", 1))
+        run_result("ours", 0, job.scenario, nothing, this_machine("cpu", 1))
+
+
+def test_a_dense_model_has_no_slots(folder):
+    dense = result_of(folder, run={"model": {"family": "llama", "num_experts": 0, "top_k": 0}, "round": {"total": 2}})
+    assert [(peer.max_slots, peer.expert_bytes) for peer in dense.peers] == [(0, 0), (0, 0)]
 
 
 def result_of(folder: Path, **settings: Any) -> RunResult:
