@@ -6,13 +6,16 @@ import contextlib
 import os
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from filelock import FileLock, Timeout
 
 from spes_p2p.errors import ConfigError, DataError
+
+MAKING_SECONDS = 4 * 3600.0
+"""Longest that a process waits for what another one makes for both."""
 
 
 def cache_folder(cache: Path, kind: str) -> Path:
@@ -46,6 +49,24 @@ def locked(file: Path, timeout_seconds: float) -> Iterator[None]:
         raise DataError(
             f"another process has been making {file} for {timeout_seconds:.0f} s; wait for it, or set another --cache"
         ) from error
+
+
+def make_once(done: Path, lock: Path, make: Callable[[], None]) -> None:
+    """Call `make` unless the file `done` is there; of several processes one makes it, and the others wait for hours.
+
+    Raises:
+        DataError: another process took longer than that.
+    """
+    if not done.exists():
+        with locked(lock, MAKING_SECONDS):
+            if not done.exists():
+                make()
+
+
+def visible_files(folder: Path) -> list[Path]:
+    """Return a folder's files in sorted order, without hidden files and those of hidden folders."""
+    found = (file for file in folder.rglob("*") if file.is_file())
+    return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,6 @@ Shape legend: D model width, E experts.
 from __future__ import annotations
 
 import functools
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -25,7 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from spes_p2p.config.commands import UpcycleConfig, UpcycleSettings
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import scratch_path
-from spes_p2p.model.export import INDEX, MATRICES, ON_DISK, apply_umask
+from spes_p2p.model.export import MATRICES, ON_DISK, apply_umask, weight_file, write_index
 from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import say
@@ -228,14 +227,13 @@ def _write_weights(folder: Path, weights: DenseWeights, family: Family, settings
     ]
     for number, part in enumerate(parts, 1):
         tensors = dict(part)
-        file = f"model-{number:05}-of-{len(parts):05}.safetensors"
+        file = weight_file(number, len(parts))
         save_file(tensors, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(tensors, file)
         num_bytes += sum(tensor.nbytes for tensor in tensors.values())
         num_params += sum(tensor.numel() for tensor in tensors.values())
         del tensors  # before the next layer is made
-    index = {"metadata": {"total_size": num_bytes, "total_parameters": num_params}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    write_index(folder, where, num_bytes, num_params)
     return num_params
 
 

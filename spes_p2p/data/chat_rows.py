@@ -14,6 +14,7 @@ from spes_p2p.data.readers import COMPRESSED, JSON_LINES, PARQUET, OnBad, checke
 from spes_p2p.data.shard_formats import is_mds_index
 from spes_p2p.data.shards import is_manifest
 from spes_p2p.errors import DataError
+from spes_p2p.fs import visible_files
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -69,8 +70,7 @@ def _files_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     matches = [path] if path.is_dir() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-    found = [file for match in matches for file in (sorted(match.rglob("*")) if match.is_dir() else [match])]
-    return [file for file in found if file.is_file() and not file.name.startswith(".")]
+    return [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
 
 
 def _holds_rows(path: Path) -> bool:

@@ -22,12 +22,12 @@ from spes_p2p.config.data import MAX_PROBE_CHARACTERS, MAX_TEMPLATE_CHARACTERS
 from spes_p2p.data.chat import HIDDEN
 from spes_p2p.data.chat_rows import COMPLETION, MESSAGES, Record, Unusable, checked_record, conversation_files, records
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
-from spes_p2p.data.readers import OnBad
+from spes_p2p.data.readers import OnBad, batches
 from spes_p2p.data.sources import WRITTEN_TOGETHER, Document, Part, in_held_out_part, is_in
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_bytes, tokenizer_digest
 from spes_p2p.data.windows import TokenFile
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import cache_folder, locked, write_atomic
+from spes_p2p.fs import cache_folder, make_once, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ PLAIN_TEMPLATE = (
 )
 """For models without a chat template: roles as words, which any tokenizer can write."""
 _BATCH_RECORDS, _BATCH_CHARACTERS = 256, 2**18
-_SECONDS = 4 * 3600.0
 _LAYOUT_VERSION = 1
 
 
@@ -82,13 +81,10 @@ def founding(data: DataConfig, tokenizer: Any) -> DataConfig:
             f"data.chat_template to a shorter one"
         )
     probe = _text_or_file(data.probe, "data.probe", MAX_PROBE_CHARACTERS)
-    return data.model_copy(update={"chat_template": template, "probe": probe} | _packing(data, files))
-
-
-def _packing(data: DataConfig, files: Sequence[Path] | None) -> dict[str, Any]:
-    """Return the packing of a run of conversations: one that cuts few, unless the founder has chosen."""
-    is_default = data.packing == "pack" and data.separate_documents is None
-    return {"packing": "best_fit"} if files and is_default else {}
+    update = {"chat_template": template, "probe": probe}
+    if files and data.packing == "pack" and data.separate_documents is None:
+        update["packing"] = "best_fit"  # which cuts few conversations
+    return data.model_copy(update=update)
 
 
 def _text_or_file(value: str | None, setting: str, most: int) -> str | None:
@@ -110,11 +106,10 @@ def _text_or_file(value: str | None, setting: str, most: int) -> str | None:
 def encoder(data: DataConfig, tokenizer: AnyTokenizer) -> Iterator[ConfinedTokenizer]:
     """Give the block the run's tokenizer with its chat template, in a process of its own."""
     template = data.chat_template or ""
-    if isinstance(tokenizer, ConfinedTokenizer) and tokenizer.template == template:
+    if isinstance(tokenizer, ConfinedTokenizer):
+        assert tokenizer.template == template, "a run has one chat template"
         yield tokenizer
         return
-    if isinstance(tokenizer, ConfinedTokenizer):
-        raise AssertionError("a run has one chat template")
     with tempfile.TemporaryDirectory() as folder:
         confined = ConfinedTokenizer(tokenizer_bytes(tokenizer), Path(folder), len(tokenizer), template)
         try:
@@ -134,7 +129,7 @@ def encoded(
     Raises:
         DataError: a record cannot be rendered, or nothing of it is learned, and `on_bad` does not take the error.
     """
-    for batch in _batches(source):
+    for batch in batches(source, lambda record: len(record.text), _BATCH_CHARACTERS, _BATCH_RECORDS):
         if not data.chat_template and (chats := [record for record in batch if MESSAGES in record.value]):
             raise DataError(
                 f"{chats[0].where} is a conversation, but this run has no chat template; its founder sets "
@@ -152,19 +147,6 @@ def encoded(
 
 def _document(record: Record) -> Document:
     return Document(record.where, record.text)
-
-
-def _batches(source: Iterable[Record]) -> Iterator[list[Record]]:
-    batch: list[Record] = []
-    num_characters = 0
-    for record in source:
-        batch.append(record)
-        num_characters += len(record.text)
-        if len(batch) == _BATCH_RECORDS or num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
 
 
 def conversation_file(
@@ -189,10 +171,7 @@ def conversation_file(
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     targets = {name: (folder / f"{key}.{name}.ids", folder / f"{key}.{name}.ends") for name in together}
     done = targets[together[-1]][-1]
-    if not done.exists():
-        with locked(folder / key, _SECONDS):
-            if not done.exists():
-                _tokenise(data, tokenizer, files, targets)
+    make_once(done, folder / key, lambda: _tokenise(data, tokenizer, files, targets))
     ids, ends = targets[part]
     ends_D = np.fromfile(ends, "<i8")
     lengths_D = np.diff(ends_D, prepend=0)
@@ -294,16 +273,15 @@ def held_out_prompts(
         tokenizer: The run's.
         files: A volunteer's own.
         number: Conversations at most.
+
+    Raises:
+        DataError: a row cannot be used.
     """
     unusable = Unusable() if data.skip_unusable else None
     if files is None:
         source: Iterable[Record] = probe_records(data)
     else:
-        source = (
-            record
-            for record in records(files, data, unusable)
-            if in_held_out_part(Document(record.where, record.text), data)
-        )
+        source = (record for record in records(files, data, unusable) if in_held_out_part(_document(record), data))
     chosen = list(itertools.islice((record for record in source if "text" not in record.value), number))
     with encoder(data, tokenizer) as chat:
         found = chat.encode_records([{**record.value, "only_prompt": True} for record in chosen]) if chosen else []

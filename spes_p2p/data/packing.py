@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import conversation_file, probe_file
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.mixture import MixedSource, named
+from spes_p2p.data.readers import batches
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import MIN_WINDOWS, SharedSource
 from spes_p2p.data.sources import (
@@ -42,9 +43,8 @@ from spes_p2p.data.sources import (
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
 from spes_p2p.data.windows import TokenFile, Windows, windows_of
 from spes_p2p.errors import DataError
-from spes_p2p.fs import cache_folder, locked, write_atomic
+from spes_p2p.fs import cache_folder, make_once, write_atomic
 
-Item = TypeVar("Item")
 log = logging.getLogger(__name__)
 
 BLOCK_DOCUMENTS = 1024
@@ -52,7 +52,6 @@ BLOCK_CHARACTERS = 8 * 2**20
 # Below this many shards, all peers would read the same text in about the same order; parquet can be cut into more.
 _MIN_SHARDS = 64
 _BATCH_CHARACTERS = 2**20
-_TOKENISING_SECONDS = 4 * 3600.0
 _LAYOUT_VERSION = 1
 
 
@@ -63,7 +62,7 @@ def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
 
 def encode(tokenizer: AnyTokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
     """Yield ids in arrays of about a million characters each, with the end-of-text token after every text."""
-    for batch in _batches(texts, len):
+    for batch in batches(texts, len, _BATCH_CHARACTERS):
         yield _encode_batch(tokenizer, batch)
 
 
@@ -87,10 +86,7 @@ def token_file(
     folder = cache_folder(cache, "tokens")
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     files = {name: folder / f"{key}.{name}.bin" for name in together}
-    if not files[together[-1]].exists():
-        with locked(folder / key, _TOKENISING_SECONDS):
-            if not files[together[-1]].exists():
-                _tokenise(data, tokenizer, paths, files)
+    make_once(files[together[-1]], folder / key, lambda: _tokenise(data, tokenizer, paths, files))
     return TokenFile(_map(files[part], dtype), key, tokenizer.eos_token_id)
 
 
@@ -116,26 +112,12 @@ def _tokenise(data: DataConfig, tokenizer: AnyTokenizer, paths: Sequence[Path], 
     num_tokens = 0
     with contextlib.ExitStack() as stack:
         streams = {part: stack.enter_context(write_atomic(files[part])) for part in reversed(list(files))}
-        for batch in _batches(documents(data, paths), lambda document: len(document.text)):
+        for batch in batches(documents(data, paths), lambda document: len(document.text), _BATCH_CHARACTERS):
             for part, stream in streams.items():
                 for ids_N in encode(tokenizer, (document.text for document in batch if is_in(part, document, data))):
                     stream.write(ids_N.astype(dtype).tobytes())
                     num_tokens += len(ids_N)
     log.info("tokenised %d tokens of %s in %.1f s", num_tokens, " and ".join(files), time.monotonic() - started)
-
-
-def _batches(items: Iterable[Item], num_characters_of: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Yield the items in batches of about a million characters."""
-    batch: list[Item] = []
-    num_characters = 0
-    for item in items:
-        batch.append(item)
-        num_characters += num_characters_of(item)
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
 
 
 def _encode_batch(tokenizer: AnyTokenizer, texts: list[str]) -> np.ndarray:
@@ -422,7 +404,7 @@ def train_source(
 
     Raises:
         ConfigError: `paths` is empty with the source `files`, or `cache` cannot be written.
-        DataError: the corpus cannot be read, or has fewer than 8 windows.
+        DataError: the corpus cannot be read, or is too small: text and shards need 8 windows, conversations one.
     """
     return train_sources(data, tokenizer, paths=paths, cache=cache)(order_seed)
 
@@ -430,11 +412,12 @@ def train_source(
 def train_sources(
     data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path
 ) -> Callable[[int], TokenSource]:
-    """Return `train_source` as a function of `order_seed` alone, which reads the corpus only once."""
+    """Return `train_source` as a function of `order_seed` alone, which reads a corpus on disk only once."""
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
     if data.mixture:
-        return lambda order_seed: _mixed(data, tokenizer, cache)
+        opened = _opened(data, tokenizer, cache)
+        return lambda order_seed: _mixed(opened, data)
     file = token_file(data, tokenizer, paths=paths, cache=cache, part="train")
     windows = windows_of(file, data, cache=cache, part="train")
     if data.is_shared:
@@ -442,17 +425,31 @@ def train_sources(
     return partial(WindowSource, file, windows, data)
 
 
-def _mixed(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> MixedSource:
-    """Return the sources of a mixture as one.
+def _opened(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> dict[str, tuple[TokenFile, Windows, DataConfig]]:
+    """Return tokens, windows and settings of a mixture's sources, by their name.
 
     Raises:
         ConfigError, DataError: as `train_source`, with the name of the source.
     """
-    sources: dict[str, SharedSource] = {}
+    found = {}
     for name, each in data.by_source().items():
         with named(name):
             file = token_file(each, tokenizer, paths=[], cache=cache, part="train")
-            sources[name] = SharedSource(file, windows_of(file, each, cache=cache, part="train"), each)
+            windows = windows_of(file, each, cache=cache, part="train")
+            found[name] = file, windows, each
+    return found
+
+
+def _mixed(opened: Mapping[str, tuple[TokenFile, Windows, DataConfig]], data: DataConfig) -> MixedSource:
+    """Return the sources of a mixture as one.
+
+    Raises:
+        DataError: one is too small.
+    """
+    sources = {}
+    for name, each in opened.items():
+        with named(name):
+            sources[name] = SharedSource(*each)
     return MixedSource(sources, data)
 
 
@@ -504,7 +501,7 @@ def held_out_batches(
         tokenizer: The run's tokenizer.
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
-        num_sequences: Largest number of sequences; a corpus with fewer gives all, if it has at least 8.
+        num_sequences: Largest number of sequences; a corpus with fewer gives all, if it is not too small.
         batch_size: Sequences per batch, B.
         seed: Seed of the choice of windows; a stream gives its first windows.
         part: All held-out documents, or one half of them.

@@ -13,10 +13,10 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, TextIO
+from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar
 
 from spes_p2p.errors import DataError
 
@@ -37,6 +37,9 @@ _BINARY = {
     **{b"\x1f\x8b": "gzip data without the suffix .gz", b"\x28\xb5\x2f\xfd": "zstd data without the suffix .zst"},
     **{b"\x93NUMPY": "a NumPy array", b"PAR1": "parquet without its suffix", b"\xff\xfe": "UTF-16"},
 }
+
+
+Item = TypeVar("Item")
 
 
 class Range(NamedTuple):
@@ -94,6 +97,22 @@ def read_rows(path: Path, columns: Sequence[str], take: Take, on_bad: OnBad | No
     with _explained(path):
         for _, item in _Rows(path, columns, take, on_bad).read(None):
             yield item
+
+
+def batches(
+    items: Iterable[Item], num_characters_of: Callable[[Item], int], most_characters: int, most_items: int | None = None
+) -> Iterator[list[Item]]:
+    """Yield items in batches that end with the item which brings them to `most_characters` or `most_items`."""
+    batch: list[Item] = []
+    num_characters = 0
+    for item in items:
+        batch.append(item)
+        num_characters += num_characters_of(item)
+        if num_characters >= most_characters or len(batch) == most_items:
+            yield batch
+            batch, num_characters = [], 0
+    if batch:
+        yield batch
 
 
 def ranges(path: Path, max_bytes: int) -> list[Range | None]:
@@ -158,11 +177,17 @@ def _explained(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text; convert it with iconv -t UTF-8, or leave it out") from error
     except EOFError as error:
-        raise DataError(f"{path} ends in the middle of its compressed data; fetch it again, or leave it out") from error
+        raise _cut(path) from error
     except (OSError, zlib.error) as error:
+        if "Truncated compressed stream" in str(error):  # as pyarrow says of zstd
+            raise _cut(path) from error
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise  # of a file written meanwhile
         raise _unreadable(path, error) from error
+
+
+def _cut(path: Path) -> DataError:
+    return DataError(f"{path} ends in the middle of its compressed data; fetch it again, or leave it out")
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
@@ -347,12 +372,16 @@ def decompressed(path: Path, suffix: str) -> Iterator[Any]:
     Raises:
         DataError: the file is no such file, damaged or truncated.
     """
-    with _explained(path), path.open("rb") as file:
+    with _explained(path):
         if suffix == ".gz":
-            with gzip.open(file) as stream:
+            with gzip.open(path) as stream:
                 yield stream
-        else:
-            yield io.BufferedReader(_Zstd(file), _CHUNK_BYTES)
+            return
+        import pyarrow  # slow to import
+
+        # Unlike zstandard's reader it tells a truncated file from a whole one, and inflates no more than is read.
+        with pyarrow.input_stream(str(path), compression="zstd", buffer_size=0) as content:
+            yield io.BufferedReader(content, _CHUNK_BYTES)
 
 
 class _Slice(io.RawIOBase):
@@ -371,47 +400,6 @@ class _Slice(io.RawIOBase):
         buffer[: len(data)] = data
         self._left -= len(data)
         return len(data)
-
-
-class _Zstd(io.RawIOBase):
-    """The content of a file of zstd frames; unlike zstandard's own reader, it tells a truncated file from a whole one.
-
-    Raises:
-        EOFError: the file ends within a frame.
-        OSError: it is no zstd file, or damaged.
-    """
-
-    def __init__(self, file: BinaryIO) -> None:
-        import zstandard
-
-        self._module = zstandard
-        self._file = file
-        self._frame: Any = None
-        self._compressed = self._content = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._content:
-            if not self._compressed and not (chunk := self._file.read(_CHUNK_BYTES // 8)):
-                if self._frame is not None:
-                    raise EOFError("truncated zstd frame")
-                return 0
-            data = self._compressed or chunk
-            if self._frame is None:
-                self._frame = self._module.ZstdDecompressor().decompressobj()
-            try:
-                self._content = self._frame.decompress(data)
-            except self._module.ZstdError as error:
-                raise OSError(str(error)) from error
-            self._compressed = self._frame.unused_data if self._frame.eof else b""
-            if self._frame.eof:
-                self._frame = None
-        num_bytes = min(len(buffer), len(self._content))
-        buffer[:num_bytes] = self._content[:num_bytes]
-        self._content = self._content[num_bytes:]
-        return num_bytes
 
 
 @contextlib.contextmanager

@@ -17,9 +17,11 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, urljoin, urlsplit
 
 from pydantic import ValidationError
@@ -32,6 +34,8 @@ from spes_p2p.fs import cache_folder, locked, write_atomic
 from spes_p2p.presentation import size_text
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 MAX_MANIFEST_BYTES, MAX_TOKENIZER_BYTES = 2**25, 2**26
 DOCUMENT_BYTES = 24
@@ -82,39 +86,50 @@ def _of_sources(data: DataConfig, cache: Path) -> Iterator[Path]:
     yield from (Path(f"{name}={path}" if path != Path() else name) for name, rest in given.items() for path in rest)
 
 
-def strangers(data: DataConfig, paths: Sequence[Path]) -> Iterator[tuple[str, str, int]]:
-    """Yield fingerprint, address and size of the shards that `with_fetched` would fetch from the run's addresses.
+def strangers(data: DataConfig, paths: Sequence[Path]) -> Iterator[tuple[str, Sequence[str], int]]:
+    """Yield fingerprint, addresses and size of the shards that `with_fetched` would fetch from the run's addresses.
 
     Args:
         data: The run's settings.
         paths: This machine's own files.
 
     Raises:
-        ConfigError, DataError: as `with_fetched`.
+        ConfigError: an address may not be read.
+        DataError: no address has the shards.
     """
     named = {str(path).partition("=")[0] for path in paths}
     wanted = [(each.fingerprint, each.urls) for each in data.mixture if each.name not in named]
     if data.fingerprint is not None and not paths:
         wanted.append((data.fingerprint, data.urls))
     for fingerprint, urls in wanted:
-        for url in urls[:1]:
-            _, manifest = read_remote_manifest(Address.manifest(url, is_own=False), fingerprint)
-            yield fingerprint, url, num_bytes_of(manifest)
+        if urls:
+            yield fingerprint, urls, _of_any(urls, partial(_size_at, fingerprint))
+
+
+def _size_at(fingerprint: str, url: str) -> int:
+    """Return the size of the shards at a stranger's address, by their manifest."""
+    _, manifest = read_remote_manifest(Address.manifest(url, is_own=False), fingerprint)
+    return num_bytes_of(manifest)
 
 
 def _local(paths: Sequence[Path], urls: Sequence[str], fingerprint: str | None, cache: Path) -> list[Path]:
     if not paths and fingerprint is not None and urls:
-        return [_fetch_any(urls, fingerprint, cache)]
+        return [_of_any(urls, lambda url: fetch(url, cache, fingerprint, is_own=False))]
     found = [(path, url_of(path)) for path in paths]
     return [path if url is None else fetch(url, cache, fingerprint, is_own=True) for path, url in found]
 
 
-def _fetch_any(urls: Sequence[str], fingerprint: str, cache: Path) -> Path:
-    """Fetch from the first of a stranger's addresses that has the shards."""
+def _of_any(urls: Sequence[str], read: Callable[[str], T]) -> T:
+    """Return what is read from the first of a stranger's addresses that has the shards.
+
+    Raises:
+        ConfigError: an address may not be read.
+        DataError: none has them.
+    """
     failures = []
     for url in urls:
         try:
-            return fetch(url, cache, fingerprint, is_own=False)
+            return read(url)
         except DataError as error:
             failures.append(str(error))
             log.warning("%s", error)

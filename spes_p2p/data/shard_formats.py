@@ -102,9 +102,8 @@ def _shard(path: Path, dtype: np.dtype, starts_D: np.ndarray, lengths_D: np.ndar
 
 def _from_ends(path: Path, dtype: np.dtype, ends_D: np.ndarray, **more: Any) -> Shard:
     """Return a shard of documents that follow each other."""
-    ends_D = ends_D.astype(np.int64)
-    starts_D = np.concatenate([np.zeros(1, np.int64), ends_D[:-1]]) if len(ends_D) else ends_D
-    return _shard(path, dtype, starts_D * dtype.itemsize, ends_D - starts_D, **more)
+    lengths_D = np.diff(ends_D, prepend=0)
+    return _shard(path, dtype, (ends_D - lengths_D) * dtype.itemsize, lengths_D, **more)
 
 
 def _dtype_by_size(path: Path, num_tokens: int, index: Path) -> np.dtype:
@@ -168,9 +167,9 @@ def _true_numpy(path: Path) -> Shard:
         raise DataError(f"cannot read {path}: {error}; write the ids again, as integers") from error
     if array.dtype.kind not in "iu" or array.ndim not in (1, 2) or not array.flags.c_contiguous:
         raise DataError(f"{path} is {array.ndim}-dimensional {array.dtype}, not rows of integer ids; write it as such")
-    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder != ">" else None
-    if dtype is None:
+    if array.dtype.byteorder == ">":
         raise DataError(f"{path} is big-endian; write it with .astype('<u4')")
+    dtype = array.dtype.newbyteorder("<")
     if array.ndim == 1:
         return _whole(path, dtype, array.offset)
     num_rows, length = array.shape
@@ -274,7 +273,7 @@ def _mds_shard(index: Path, entry: dict[str, Any], cache: Path) -> Shard:
         raise DataError(f"{index} has pickled columns, which can run code; write ids as ndarray:uint32")
     column = _token_column(index, names, encodings)
     source, path = _mds_file(index, entry, cache)
-    buffer = _mapped(path)
+    buffer = mapped(path)
     num_samples = int(np.frombuffer(buffer, "<u4", 1)[0])
     if num_samples != entry["samples"]:
         raise DataError(f"{source} has {num_samples} samples, {index.name} says {entry['samples']}; fetch it again")
@@ -370,6 +369,11 @@ def _gather(buffer: mmap.mmap, at_D: np.ndarray, num_bytes: int) -> np.ndarray:
     return np.ascontiguousarray(whole[at_D[:, None] + np.arange(num_bytes)])
 
 
-def _mapped(path: Path) -> mmap.mmap:
+def mapped(path: Path) -> mmap.mmap:
+    """Map a file into memory, read-only.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
     with path.open("rb") as stream:
         return mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)

@@ -9,9 +9,8 @@ import glob
 import hashlib
 import logging
 import mmap
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,16 +19,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
 from spes_p2p.data.readers import TOKENS
-from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, open_shards
+from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, mapped, open_shards
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import cache_folder, write_atomic
+from spes_p2p.fs import cache_folder, visible_files, write_atomic
 
 log = logging.getLogger(__name__)
 
 FORMAT = "spes-tokens"
 MANIFEST, FILE_LIST, TOKENIZER = "manifest.json", "file_list.txt", "tokenizer.json"
 """Names of what lies beside shards, behind their prefix."""
-HASH_BYTES = 2**22
 MAX_MAPPED = 256
 """Files mapped at a time; each keeps a file descriptor."""
 SAMPLES, SAMPLE_TOKENS = 8, 1024
@@ -112,8 +110,8 @@ def read_manifest(path: Path) -> ShardManifest:
         raise DataError(f"{path} is no manifest of shards: {reason}") from error
 
 
-def shards_tokenizer(paths: Sequence[Path]) -> tuple[bytes, str] | None:
-    """Return the tokenizer that lies beside shards of `spes tokenize`, and its SHA-256; None beside other shards.
+def shards_tokenizer(paths: Sequence[Path]) -> bytes | None:
+    """Return the tokenizer that lies beside shards of `spes tokenize`; None beside other shards.
 
     Raises:
         ConfigError: as `locate`.
@@ -132,7 +130,7 @@ def shards_tokenizer(paths: Sequence[Path]) -> tuple[bytes, str] | None:
         raise DataError(f"cannot read {file}: {error.strerror}; fetch it, or set data.tokenizer") from error
     if hashlib.sha256(payload).hexdigest() != manifest.tokenizer_sha256:  # guard: shard-tokenizer
         raise DataError(f"{file} is not the tokenizer of {path.name}; fetch it again, or set data.tokenizer")
-    return payload, manifest.tokenizer_sha256
+    return payload
 
 
 # ---------------------------------------------------------------------- finding files
@@ -178,7 +176,7 @@ def _expanded(path: Path) -> Iterator[Path]:
 
 def _in_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder's manifests, or else its shards, and refuse files that are neither."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and not _is_hidden(path.relative_to(folder)))
+    files = visible_files(folder)
     if manifests := [path for path in files if is_manifest(path)]:
         yield from manifests
         return
@@ -191,10 +189,6 @@ def _in_folder(folder: Path) -> Iterator[Path]:
             raise _no_shard(path)
     if not num_found:
         raise DataError(f"{folder} holds no token shards; make some with spes tokenize, or give text with --text")
-
-
-def _is_hidden(relative: Path) -> bool:
-    return any(part.startswith(".") for part in relative.parts)
 
 
 def _no_shard(path: Path) -> DataError:
@@ -266,7 +260,7 @@ class TokenShards:
         self._tokenizer_sha256 = tokenizer_sha256
         self._cache = cache
         self.shards: list[Shard] = []
-        self._mapped: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._buffer = lru_cache(MAX_MAPPED)(self._open)
         for path in locate(paths):
             self.shards += self._of_manifest(path) if is_manifest(path) else open_shards(path, vocab_size, cache)
         for number, shard in enumerate(self.shards):
@@ -323,19 +317,11 @@ class TokenShards:
             if not is_same:
                 raise DataError(f"{shard.source} was changed while it was read; restore it, and start with --resume")
 
-    def _buffer(self, number: int) -> mmap.mmap:
-        if number in self._mapped:
-            self._mapped.move_to_end(number)
-            return self._mapped[number]
+    def _open(self, number: int) -> mmap.mmap:
         try:
-            with self.shards[number].path.open("rb") as stream:
-                buffer = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+            return mapped(self.shards[number].path)
         except OSError as error:
             raise DataError(f"cannot read {self.shards[number].source}: {error.strerror}; check the file") from error
-        self._mapped[number] = buffer
-        if len(self._mapped) > MAX_MAPPED:
-            self._mapped.popitem(last=False)
-        return buffer
 
     def _check_sample(self, number: int, shard: Shard) -> None:
         """Read some documents, so that a wrong tokenizer or type is found before the run begins."""
@@ -373,13 +359,11 @@ class TokenShards:
         memory = cache_folder(self._cache, "digests") / hashlib.sha256(state.encode()).hexdigest()[:32]
         if memory.exists():
             return memory.read_text()
-        digest = hashlib.sha256()
         with path.open("rb") as stream:
-            while chunk := stream.read(HASH_BYTES):
-                digest.update(chunk)
+            digest = hashlib.file_digest(stream, "sha256").hexdigest()
         with write_atomic(memory, durable=False) as target:
-            target.write(digest.hexdigest().encode())
-        return digest.hexdigest()
+            target.write(digest.encode())
+        return digest
 
     # ------------------------------------------------------------------ the split
 

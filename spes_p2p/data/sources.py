@@ -16,6 +16,7 @@ from spes_p2p.data.chat_rows import Unusable, conversation_files, records
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.readers import checked_text, read_file
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.fs import visible_files
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
@@ -209,11 +210,9 @@ def corpus_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
         if path.is_file():
             found.append((path, path.name))
         elif path.is_dir():
-            found_here = ((file, file.relative_to(path)) for file in path.rglob("*") if file.is_file())
-            files = sorted(pair for pair in found_here if not any(part.startswith(".") for part in pair[1].parts))
-            if not files:
+            if not (files := visible_files(path)):
                 raise DataError(f"{path} holds no files; name a folder with text, jsonl or parquet files")
-            found.extend((file, relative.as_posix()) for file, relative in files)
+            found.extend((file, file.relative_to(path).as_posix()) for file in files)
         else:
             raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
     return found

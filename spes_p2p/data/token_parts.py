@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait as wait_for
@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 from tokenizers import Tokenizer
 
-from spes_p2p.data.readers import Range, read_file
+from spes_p2p.data.readers import Range, batches, read_file
 from spes_p2p.data.shard_formats import DOCUMENT_FIELDS, DOCUMENTS_SUFFIX, file_state
 from spes_p2p.data.sources import SPLIT_SEED, TUNING_SEED, split_number
 from spes_p2p.errors import DataError
@@ -175,7 +175,7 @@ def _make_part(piece: Piece, how: How) -> None:
         ):
             on_bad = (lambda error: bad.append(str(error))) if how.skip_unusable else None
             texts = (text for _, text in read_file(piece.path, how.text_field, piece.part, on_bad))
-            for batch in _batches(texts, how.batch_size):
+            for batch in batches(texts, len, BATCH_CHARACTERS, how.batch_size):
                 info["documents"] += len(batch)
                 info["tokens"] += _encode_batch(batch, np.dtype(how.dtype), ids, documents, info["tokens"])
     except DataError as error:
@@ -209,17 +209,3 @@ def _encode_batch(texts: list[str], dtype: np.dtype, ids: BinaryIO, documents: B
     with _process.tokens.get_lock():
         _process.tokens.value += len(flat_N)
     return len(flat_N)
-
-
-def _batches(texts: Iterable[str], batch_size: int) -> Iterator[list[str]]:
-    """Yield texts in batches of at most so many, and of about `BATCH_CHARACTERS`."""
-    batch: list[str] = []
-    num_characters = 0
-    for text in texts:
-        batch.append(text)
-        num_characters += len(text)
-        if len(batch) >= batch_size or num_characters >= BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch

@@ -201,7 +201,8 @@ def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None
         text = {str(file): checked_state(file)[0] for file in files if str(file) not in skipped}
         how = (manifest.tokenizer_sha256, manifest.dtype, manifest.text_field, manifest.max_shard_bytes)
         asked = (settings.tokenizer_sha256, settings.dtype, settings.text_field, settings.max_shard_bytes)
-        if made == text and how == asked and not is_newer:
+        is_lenient = bool(skipped) or any(source.skipped_rows for source in manifest.sources)
+        if made == text and how == asked and not is_newer and (settings.skip_unusable or not is_lenient):
             return manifest
     elif settings.partial.exists() or not any(settings.folder.glob(f"{glob.escape(settings.stem)}[0-9]*.npy")):
         return None

@@ -109,7 +109,7 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
     if (shards := data.all_paths) and conversation_files(shards) is None:
         if (kept := shards_tokenizer(shards)) is None:
             raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
-        return _decode(kept[0], "the tokenizer beside the shards")
+        return _decode(kept, "the tokenizer beside the shards")
     identity = f"bpe:{data.vocab_size}:{SAMPLE_CHARACTERS}:{corpus_identity(data, paths)}"
     folder = cache_folder(cache, "tokenizers")
     file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"

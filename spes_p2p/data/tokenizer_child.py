@@ -47,8 +47,14 @@ def _limit(num_document_bytes: int, num_text_bytes: int, base_seconds: float) ->
     memory = BASE_BYTES + BYTES_PER_DOCUMENT_BYTE * num_document_bytes + BYTES_PER_TEXT_BYTE * num_text_bytes
     used = resource.getrusage(resource.RUSAGE_SELF)
     seconds = used.ru_utime + used.ru_stime + base_seconds + num_text_bytes / TEXT_BYTES_PER_SECOND
-    resource.setrlimit(resource.RLIMIT_DATA, (memory, resource.RLIM_INFINITY))  # guard: tokenizer-memory
-    resource.setrlimit(resource.RLIMIT_CPU, (int(seconds), resource.RLIM_INFINITY))  # guard: tokenizer-time
+    _lower(resource.RLIMIT_DATA, memory)  # guard: tokenizer-memory
+    _lower(resource.RLIMIT_CPU, int(seconds))  # guard: tokenizer-time
+
+
+def _lower(kind: int, value: int) -> None:
+    """Set a limit, which cannot exceed the one that the user's machine has set for good."""
+    hard = resource.getrlimit(kind)[1]
+    resource.setrlimit(kind, (value if hard == resource.RLIM_INFINITY else min(value, hard), hard))
 
 
 def _read(stream: BinaryIO, num_bytes: int) -> bytes:

@@ -28,7 +28,7 @@ from spes_p2p.data.chat import HIDDEN
 from spes_p2p.data.shards import TokenPart
 from spes_p2p.data.sources import Part
 from spes_p2p.errors import DataError
-from spes_p2p.fs import cache_folder, locked, write_atomic
+from spes_p2p.fs import cache_folder, make_once, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,6 @@ SCAN_TOKENS = 2**22
 MAX_PERIOD, MAX_TIMES = 13, 32
 """Of OLMo's filter: tokens that repeat, and how often in a row is too often."""
 _LAYOUT_VERSION = 1
-_LAYING_OUT_SECONDS = 4 * 3600.0
 
 
 class TokenFile(NamedTuple):
@@ -240,10 +239,7 @@ def _kept_layout(
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
     folder = cache_folder(cache, "windows")
     spans, stops = folder / f"{key}.spans", folder / f"{key}.stops"
-    if not stops.exists():
-        with locked(folder / key, _LAYING_OUT_SECONDS):
-            if not stops.exists():
-                _write_layout(file, sequence_length, packing, spans, stops)
+    make_once(stops, folder / key, lambda: _write_layout(file, sequence_length, packing, spans, stops))
     return _map(spans).reshape(-1, 2), _map(stops)
 
 

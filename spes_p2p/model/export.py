@@ -68,14 +68,30 @@ def save_checkpoint(
     """
     with written_folder(directory, "config.json", tokenizer, card) as scratch:
         num_params = _write_weights(model, scratch, read or model.weights)
-        model.config.architectures = [type(model.module).__name__]
-        model.config.save_pretrained(scratch)
-        if model.module.generation_config is not None:
-            generation = copy.copy(model.module.generation_config)
-            if generation.eos_token_id is None and tokenizer is not None:
-                generation.eos_token_id = tokenizer.eos_token_id  # otherwise no text that the model writes ends
-            generation.save_pretrained(scratch)
+        write_settings(model, scratch, tokenizer)
     return num_params
+
+
+def write_settings(model: SlotModel, folder: Path, tokenizer: Any) -> None:
+    """Write a checkpoint's config.json and generation_config.json."""
+    model.config.architectures = [type(model.module).__name__]
+    model.config.save_pretrained(folder)
+    if model.module.generation_config is not None:
+        generation = copy.copy(model.module.generation_config)
+        if generation.eos_token_id is None and tokenizer is not None:
+            generation.eos_token_id = tokenizer.eos_token_id  # otherwise no text that the model writes ends
+        generation.save_pretrained(folder)
+
+
+def weight_file(number: int, total: int) -> str:
+    """Return the name of a checkpoint's file of weights, counted from 1."""
+    return f"model-{number:05}-of-{total:05}.safetensors" if total > 1 else "model.safetensors"
+
+
+def write_index(folder: Path, where: Mapping[str, str], num_bytes: int, num_params: int) -> None:
+    """Write the index of a checkpoint of several files: each tensor's file, and what all take."""
+    index = {"metadata": {"total_size": num_bytes, "total_parameters": num_params}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager
@@ -115,7 +131,7 @@ def _write_weights(model: SlotModel, folder: Path, read: Callable[[int | None], 
     groups = _groups({part: 4 * count for part, count in num_params.items()})
     where: dict[str, str] = {}
     for number, group in enumerate(groups, 1):
-        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors"
+        file = weight_file(number, len(groups))
         tensors: dict[str, Tensor] = {}
         for part in group:
             found = read(part)
@@ -128,8 +144,7 @@ def _write_weights(model: SlotModel, folder: Path, read: Callable[[int | None], 
         del tensors  # before the next file's are read
     total = sum(num_params.values())
     if len(groups) > 1:
-        index = {"metadata": {"total_size": 4 * total, "total_parameters": total}, "weight_map": where}
-        (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+        write_index(folder, where, 4 * total, total)
     return total
 
 

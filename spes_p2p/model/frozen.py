@@ -220,19 +220,18 @@ class FrozenStore:
 
     Args:
         precision: `fp32`, `bf16`, `int8` or `nf4`, both by blocks (`codecs/kept.py`).
-        device: Device of the stored tensors.
 
     Raises:
         ConfigError: `precision` is unknown, or this machine cannot use it.
     """
 
-    def __init__(self, precision: str, device: torch.device | str = "cpu") -> None:
+    def __init__(self, precision: str) -> None:
         if precision not in ENCODERS:
             raise ConfigError(f"storage={precision!r} is unknown; choose one of {', '.join(ENCODERS)}")
         if (reason := unavailable(precision)) is not None:
             raise ConfigError(f"storage={precision} cannot be used here: {reason}")
         self.precision = precision
-        self.device = torch.device(device)
+        self.device = torch.device("cpu")
         self._experts: dict[int, dict[str, Weight]] = {}
         self._is_packed = True
 

@@ -136,9 +136,6 @@ def _drop_sum(router: Any, *_: Any) -> None:
 
 # ---------------------------------------------------------------------- experts
 
-FACTORS = tuple(f"{weight}.{factor}" for weight in WEIGHT_NAMES for factor in (A, B))
-"""An expert's factors, by their names in a slot."""
-
 
 def factor_shapes(shapes: Mapping[str, tuple[int, ...]], rank: int) -> dict[str, tuple[int, int]]:
     """Return the shapes of an expert's factors, from those of its weights `(O, I)`."""
@@ -346,8 +343,8 @@ class AdapterBank(nn.Module):
 
     def parameters_of(self, slot: int) -> dict[str, nn.Parameter]:
         """Return the trainable factors of one claimed slot by name."""
-        modules: Any = self.trained[str(slot)]
-        return {name: modules[_weight(name)][_factor(name)] for name in self.shapes}
+        modules = self.trained[str(slot)]
+        return {name: modules.get_parameter(name) for name in self.shapes}
 
     def weights_of(self, slot: int) -> dict[str, Tensor]:
         """Return detached fp32 copies of one slot's factors."""
@@ -423,14 +420,6 @@ def _parameters(shapes: Mapping[str, Iterable[int]], device: torch.device) -> nn
     """Return factors as parameters by weight and factor."""
     modules: dict[str, nn.ParameterDict] = {}
     for name, shape in shapes.items():
-        own = modules.setdefault(_weight(name), nn.ParameterDict())
-        own[_factor(name)] = nn.Parameter(torch.empty(*shape, device=device))
+        weight, _, factor = name.partition(".")
+        modules.setdefault(weight, nn.ParameterDict())[factor] = nn.Parameter(torch.empty(*shape, device=device))
     return nn.ModuleDict(modules)
-
-
-def _weight(name: str) -> str:
-    return name.partition(".")[0]
-
-
-def _factor(name: str) -> str:
-    return name.partition(".")[2]

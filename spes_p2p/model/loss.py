@@ -19,6 +19,7 @@ from torch import LongTensor, Tensor, nn
 from spes_p2p.config import TrainConfig
 from spes_p2p.data.windows import CONTEXT
 from spes_p2p.errors import DataError
+from spes_p2p.model.bank import compute_dtype
 from spes_p2p.model.build import FAMILIES
 from spes_p2p.model.slot_model import SlotModel
 from spes_p2p.planner.activations import head_rows
@@ -373,8 +374,7 @@ def _head_in_chunks(
 
 def _token_losses(head: nn.Linear, targets_T: Tensor, num_rows: int, hidden_BSD: Tensor) -> Tensor:
     """Return `[B, S, 2]`: each token's cross entropy in nats and the log-partition of its logits, in fp32."""
-    device = hidden_BSD.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_BSD.dtype
+    dtype = compute_dtype(hidden_BSD)
     losses = ChunkedHead.apply(hidden_BSD.flatten(0, 1), head.weight, targets_T, num_rows, dtype)
     return torch.stack(losses, dim=-1).unflatten(0, hidden_BSD.shape[:2])
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.adapted import TARGETS, Base, InitialFactors, drawn_factor
-from spes_p2p.model.export import INDEX, on_disk_names, written_folder
+from spes_p2p.model.export import on_disk_names, weight_file, write_index, write_settings, written_folder
 from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
 from spes_p2p.model.lora import A, B
 from spes_p2p.model.slot_model import SlotModel
@@ -187,7 +187,7 @@ class AdapterFiles:
         outer, inner = experts, f"{experts}.base_layer"
         outermost = self._tensors.get(f"{PREFIX}{outer}.{A}.weight")
         width = self._initial_width(experts, weight)
-        is_outer = outermost is not None and outermost.shape[1] == width
+        is_outer = outermost is not None and outermost.shape[1:] == (width,)
         return outer if is_outer else inner
 
     def _initial_width(self, experts: str, weight: str) -> int:
@@ -199,7 +199,7 @@ class AdapterFiles:
         """Return `[E, r, I]` or `[E, O, r]` of peft's `[E r, I]` or `[O, r E]`."""
         rank, experts = self._rank, self._num_experts
         rows = stored if name.endswith(A) else stored.T
-        if rows.shape[0] != rank * experts:
+        if rows.shape[:1] != (rank * experts,):
             raise ConfigError(f"{self._source}: {name} is not of {experts} experts with rank {rank}; give another")
         return stored.view(experts, rank, -1) if name.endswith(A) else stored.view(-1, rank, experts).permute(2, 0, 1)
 
@@ -348,19 +348,16 @@ def save_merged(
         DataError: the base is damaged.
     """
     with written_folder(directory, "config.json", tokenizer, card) as scratch:
-        shards = Shards(scratch)
+        shards, dtype = Shards(scratch), torch.float32
         for slot in (None, *range(model.num_slots)):
             for name, tensor in base.tensors(slot):
-                shards.dtype = tensor.dtype if slot is not None or tensor.ndim > 1 else shards.dtype
+                dtype = tensor.dtype if slot is not None or tensor.ndim > 1 else dtype
                 merged = factors.merged(name, slot, tensor)
                 for stored, part in on_disk_names(model.config.model_type, slot, {name: merged}):
                     shards.add(stored, part)
         shards.close()
-        model.config.architectures = [type(model.module).__name__]
-        model.config.dtype = shards.dtype
-        model.config.save_pretrained(scratch)
-        if model.module.generation_config is not None:
-            model.module.generation_config.save_pretrained(scratch)
+        model.config.dtype = dtype
+        write_settings(model, scratch, tokenizer)
     return shards.num_params
 
 
@@ -373,7 +370,6 @@ class Shards:
 
     def __init__(self, folder: Path) -> None:
         self.num_params = 0
-        self.dtype = torch.float32
         self._folder = folder
         self._pending: dict[str, Tensor] = {}
         self._files: list[dict[str, int]] = []
@@ -393,12 +389,10 @@ class Shards:
     def close(self) -> None:
         """Write what is left, give the files their names, and write the index if they are several."""
         self._flush()
-        names = [f"model-{number:05}-of-{len(self._files):05}.safetensors" for number in range(1, len(self._files) + 1)]
-        names = names if len(names) > 1 else ["model.safetensors"]
+        names = [weight_file(number, len(self._files)) for number in range(1, len(self._files) + 1)]
         for number, name in enumerate(names):
             (self._folder / f"{number}.safetensors").rename(self._folder / name)
         if len(names) > 1:
             where = {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held}
             total = sum(size for held in self._files for size in held.values())
-            index = {"metadata": {"total_size": total, "total_parameters": self.num_params}, "weight_map": where}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            write_index(self._folder, where, total, self.num_params)

@@ -33,7 +33,7 @@ def ask_to_read(
 
     Raises:
         ConfigError: the answer is no, or there is no terminal to ask at.
-        DataError: the hub does not describe the data set.
+        DataError: the hub does not describe the data set, or no address has the run's shards.
     """
     sources = _sources(manifest, num_tokenizer_bytes, paths, reads_data=reads_data)
     if not sources:
@@ -59,11 +59,9 @@ def _sources(manifest: Manifest, num_tokenizer_bytes: int, paths: Sequence[Path]
             f"the data set {data.name}, split {data.split}, of the Hugging Face hub (licence {licence}, "
             f"{len(files.files)} files, {size_text(files.num_bytes)})"
         )
-    for fingerprint, url, num_bytes in strangers(data, paths) if reads_data else ():
-        found.append(
-            f"the token shards {fingerprint[:12]} from {printable(url, MAX_FIELD_CHARS)} (licence not stated, "
-            f"{size_text(num_bytes)})"
-        )
+    for fingerprint, urls, num_bytes in strangers(data, paths) if reads_data else ():
+        where = " or ".join(printable(url, MAX_FIELD_CHARS) for url in urls)
+        found.append(f"the token shards {fingerprint[:12]} from {where} (licence not stated, {size_text(num_bytes)})")
     if data.tokenizer is not None:
         found.append(
             f"the tokenizer {printable(data.tokenizer, MAX_FIELD_CHARS)}, which the founder has sent (licence that of "

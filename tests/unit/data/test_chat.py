@@ -373,6 +373,10 @@ def test_prompts_are_held_out_first_turns(bpe, chats, confined):
 def test_rows_and_shards_are_told_apart(chats, tmp_path):
     assert conversation_files([chats]) == conversation_files([chats.parent]) == [chats]
     assert conversation_files([tmp_path / "*.jsonl"]) == [chats]
+    for hidden in (".cache/huggingface/download/chats.jsonl.metadata", ".ipynb_checkpoints/chats-checkpoint.jsonl"):
+        (chats.parent / hidden).parent.mkdir(parents=True)
+        (chats.parent / hidden).write_text("{}")
+    assert conversation_files([chats.parent]) == [chats], "what the hub's client and notebooks leave there is not read"
     assert conversation_files([tmp_path / "shards.npy"]) is None and conversation_files([]) is None
     (tmp_path / "000000.npy").write_bytes(b"")
     with pytest.raises(DataError, match=r"chats.jsonl with conversations and .*000000.npy"):

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from spes_p2p import fs
 from spes_p2p.config import DataConfig
 from spes_p2p.data import packing as packing_module
 from spes_p2p.data.packing import held_out_batches, token_file, train_source
@@ -215,7 +216,7 @@ def test_waiting_for_another_process_has_a_deadline(source_of, files_data, token
     key = source_of()._windows._file.key
     folder = tmp_path / "cache" / "tokens"
     (folder / f"{key}.train.bin").unlink()
-    monkeypatch.setattr(packing_module, "_TOKENISING_SECONDS", 0.1)
+    monkeypatch.setattr(fs, "MAKING_SECONDS", 0.1)
     with FileLock(folder / f"{key}.lock"), pytest.raises(DataError, match="another process"):
         source_of()
 

@@ -303,6 +303,11 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
         ask_to_read(manifest, 0, yes=False)
     assert {path for path, _ in server.asked} == {"/shards/manifest.json"}
     ask_to_read(manifest, 0, yes=False, paths=[Path("own/shards")])
+    monkeypatch.setattr(remote, "TRIES", 1)
+    mirrored = data.model_copy(update={"urls": ["http://127.0.0.1:1/x.json", server.url]})
+    manifest = manifest.model_copy(update={"config": RunConfig(data=mirrored)})
+    with pytest.raises(ConfigError, match=r"from http://127.0.0.1:1/x.json or http://127.0.0.1:\d+/shards/.* MB\)"):
+        ask_to_read(manifest, 0, yes=False)  # the first does not answer, and the shards would come from the second
 
 
 def test_peers_without_shards_fetch_those_of_the_run(server, served, tmp_path, monkeypatch) -> None:

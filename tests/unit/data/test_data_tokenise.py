@@ -178,6 +178,9 @@ def test_what_is_unusable_is_left_out_and_counted_only_when_asked(tokenised, tmp
         "a.jsonl": (len(TEXTS), 0),
         "b.jsonl": (2, 2),
     }
+    assert read_manifest(tokenised(corpus, skip_unusable=True)) == manifest
+    with pytest.raises(DataError, match="shards of other text or settings"):
+        tokenised(corpus)  # which takes no text with gaps
 
 
 def test_the_same_command_again_does_nothing_and_another_is_refused(tokenised, tmp_path, monkeypatch):

@@ -12,10 +12,11 @@ import torch
 from checkpoints import CONFIGS, EXPERTS, MIXTURES, SEQUENCE, VOCAB, Batches, saved, stock, tokens
 from pydantic import ValidationError
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import AdapterConfig, DataConfig, RunConfig, TrainConfig
+from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import DataError
 from spes_p2p.model.adapted import InitialFactors, build_adapted, outline_adapted
 from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, base_name, encode_base
@@ -269,6 +270,14 @@ def test_a_merged_checkpoint_computes_what_base_and_adapter_do(folder: Path, fam
     merged = AutoModelForCausalLM.from_pretrained(folder / "merged")
     ids_BT = tokens(2, SEQUENCE)
     torch.testing.assert_close(logits(merged, ids_BT), logits(world.model.module, ids_BT), rtol=1e-5, atol=1e-5)
+
+
+def test_text_of_a_merged_checkpoint_ends_where_its_tokenizer_says(folder: Path) -> None:
+    world = World(folder, "llama")
+    world.whole.module.generation_config.eos_token_id = None  # as of a base that does not say it
+    tokenizer = train_bpe(["some text " * 100], VOCAB)
+    save_merged(world.whole, world.factors(), world.base, folder / "merged", tokenizer=tokenizer)
+    assert GenerationConfig.from_pretrained(folder / "merged").eos_token_id == tokenizer.eos_token_id
 
 
 def test_a_merged_checkpoint_keeps_the_bases_precision_and_may_be_several_files(

@@ -218,8 +218,11 @@ def test_damaged_and_foreign_adapters_are_refused(tmp_path: Path) -> None:
         f"{prefix}model.layers.0.mlp.evil": (ConfigError, none),
         name: (DataError, "not of finite floating-point numbers"),
     }
+    flat = next(key for key in tensors if key.endswith("up_proj.lora_A.weight"))
+    strange[flat] = (ConfigError, "does not fit the run's base")
     for key, (error, message) in strange.items():
         changed = tensors | {key: torch.full_like(tensors[name], torch.nan if key == name else 1.0)}
+        changed[key] = changed[key].flatten() if key == flat else changed[key]
         save_file(changed, folder / WEIGHTS)
         with pytest.raises(error, match=message):
             model_over(tmp_path / "base", run_over(tmp_path / "base", targets=adapter_of(folder, None).targets), folder)
