@@ -35,7 +35,8 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 OTHER_PREFIXES = (
     *("SPES_MONITOR_", "SPES_EVALUATE_", "SPES_SIMULATE_", "SPES_PLAN_", "SPES_UPCYCLE_", "SPES_TOKENIZE_"),
-    *("SPES_INVITER_", "SPES_HEALTH_", "SPES_CTL_", "SPES_SERVICE_", "SPES_TEST_", "SPES_VENV"),
+    *("SPES_INVITER_", "SPES_HEALTH_", "SPES_CTL_", "SPES_SERVICE_", "SPES_EXPORT_", "SPES_AMEND_"),
+    *("SPES_TEST_", "SPES_VENV"),
 )
 """Variables of other commands, which begin like a peer's."""
 EXIT_USER_ERROR = 2
@@ -112,15 +113,12 @@ def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
 
 def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
     """Return the YAML file to read, as the setting `config` would find it."""
-    field = cls.model_fields.get("config")
-    path = field.default if field is not None else None
-    if "SPES_CONFIG" in os.environ:
-        path = Path(os.environ["SPES_CONFIG"])
-    for word, following in zip(reversed(argv), [None, *reversed(argv)], strict=False):
-        if word.startswith("--config="):
-            path = Path(word.removeprefix("--config="))
-        elif word == "--config" and following is not None:
-            path = Path(following)
+    if (field := cls.model_fields.get("config")) is None:
+        return None
+    path = os.environ.get(f"{cls.model_config.get('env_prefix') or ''}CONFIG", field.default)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", nargs="?", type=Path, default=path and Path(path))
+    path = parser.parse_known_args(argv)[0].config
     find = getattr(cls, "find_config", None)
     return find(path) if find is not None and path is not None else path
 

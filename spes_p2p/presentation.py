@@ -9,17 +9,14 @@ from __future__ import annotations
 import base64
 import functools
 import html
-import importlib.util
 import io
 import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
-
-from spes_p2p.errors import ConfigError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -111,39 +108,24 @@ def qr_rows(text: str) -> tuple[str, ...]:
 
     A row is filled up with light modules to a multiple of four; the code is as high as it is wide.
     """
-    import segno
-
-    rows = segno.make(text, error="l", micro=False, boost_error=False).matrix
+    rows = _qr(text).matrix
     return tuple(
         f"{int(''.join(map(str, row)).ljust(-(-len(row) // 4) * 4, '0'), 2):0{-(-len(row) // 4)}x}" for row in rows
     )
 
 
 def say_qr(text: str) -> None:
-    """Print a text's QR code, on a terminal that is wide enough for it."""
-    blocks = qr_blocks(text)
-    width = blocks.index("\x1b[0m") - len("\x1b[97;40m")
-    if sys.stdout.isatty() and shutil.get_terminal_size().columns >= width:
-        say(blocks)
+    """Print a text's QR code on a terminal that is wide enough for it, black on white, two modules to a character."""
+    code = _qr(text)
+    if sys.stdout.isatty() and shutil.get_terminal_size().columns >= code.symbol_size(border=2)[0]:
+        code.terminal(out := io.StringIO(), border=2, compact=True)
+        say("\n".join(f"\x1b[97;40m{line}\x1b[0m" for line in out.getvalue().splitlines()))
 
 
-def qr_blocks(text: str) -> str:
-    """Return a text's QR code for a terminal, two modules to a character, black on white whatever its colours are."""
+def _qr(text: str) -> Any:
     import segno
 
-    out = io.StringIO()
-    segno.make(text, error="l", micro=False, boost_error=False).terminal(out, border=2, compact=True)
-    return "\n".join(f"\x1b[97;40m{line}\x1b[0m" for line in out.getvalue().splitlines())
-
-
-def check_plotting() -> None:
-    """Check before a run, not after it, that its pictures can be drawn.
-
-    Raises:
-        ConfigError: matplotlib is not installed.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ConfigError("the pictures need matplotlib; run: pip install matplotlib")
+    return segno.make(text, error="l", micro=False, boost_error=False)
 
 
 def canvas(
@@ -151,7 +133,6 @@ def canvas(
     y_label: str,
     *,
     large: str = "",
-    width_inches: float = WIDTH_INCHES,
     height_inches: float = HEIGHT_INCHES,
 ) -> tuple[Figure, Axes]:
     """Return an empty figure and its axes.
@@ -160,13 +141,12 @@ def canvas(
         x_label: Label of the x axis.
         y_label: Label of the y axis.
         large: Axes ("x", "y" or "xy") with large numbers, shown as 20k for 20,000.
-        width_inches: Width of the figure.
         height_inches: Height of the figure.
     """
     from matplotlib.figure import Figure  # no pyplot: no global state, no display
     from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(width_inches, height_inches), dpi=DPI, layout="constrained")
+    figure = Figure(figsize=(WIDTH_INCHES, height_inches), dpi=DPI, layout="constrained")
     axes = figure.add_subplot()
     axes.set_facecolor("none")
     for side in ("top", "right"):

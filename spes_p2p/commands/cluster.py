@@ -62,7 +62,6 @@ def main(config: ClusterConfig) -> int:
     except restart.DaemonDied as died:
         os.environ.update(environment)
         restart.restart(peer, died, num_ranks=place.num_ranks)
-        raise
     except SpesError:
         if not (others or can_resume(output)):
             folder.cede()
@@ -217,9 +216,11 @@ class Rendezvous:
     def _founder(self) -> str:
         """Return the name of the node that founds the run: this one, if none has been before it."""
         lock = self.path / FOUNDER
-        with contextlib.suppress(FileExistsError):
-            lock.symlink_to(self._name)  # a link appears at once and with its text, on network file systems too
-        return str(lock.readlink())
+        while True:
+            with contextlib.suppress(FileExistsError):
+                lock.symlink_to(self._name)  # a link appears at once and with its text, on network file systems too
+            with contextlib.suppress(FileNotFoundError):  # ceded meanwhile
+                return str(lock.readlink())
 
     def _listening(self) -> list[str]:
         """Return addresses of other nodes' peers that accept connections; files of killed peers stay behind."""

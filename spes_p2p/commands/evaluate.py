@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -268,19 +268,27 @@ def _task_manager(tasks: Sequence[str], task_path: Path | None) -> Any:
 
 
 def _flatten(result: dict[str, Any]) -> list[Metric]:
-    parts = {part for members in result.get("group_subtasks", {}).values() for part in members}
+    found = {task: dict(_numbers(values)) for task, values in result["results"].items()}
+    groups = result.get("group_subtasks", {}).items()
+    parts = {part for group, members in groups if found.get(group) for part in members}  # some groups have no mean
     rows = []
     for task, values in result["results"].items():
         shots = result.get("n-shot", {}).get(task)
-        for key, value in values.items():
+        for key, value in found[task].items():
             name, _, filter_name = key.partition(",")
-            if not isinstance(value, int | float) or name.endswith("_stderr") or name in ("sample_len", "sample_count"):
-                continue
             error = values.get(f"{name}_stderr,{filter_name}")
             stderr = float(error) if isinstance(error, int | float) else None
             label = name if filter_name in ("", "none") else f"{name},{filter_name}"
             rows.append(Metric(task, label, float(value), stderr, shots, task in parts))
     return rows
+
+
+def _numbers(values: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """Yield the metrics of a task, by name and filter."""
+    for key, value in values.items():
+        name = key.partition(",")[0]
+        if isinstance(value, int | float) and not name.endswith("_stderr") and not name.startswith("sample_"):
+            yield key, value
 
 
 def main(config: EvaluateConfig) -> int:

@@ -13,7 +13,7 @@ from spes_p2p.fs import scratch_path
 from spes_p2p.monitor.model_folder import VERSIONS, Exported, check_free, export
 from spes_p2p.monitor.stores import open_store
 from spes_p2p.monitor.uploads import StoredCheckpoints, is_store
-from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.monitor.watch import holders_and_peers, pull_round
 from spes_p2p.peer.base import own_copy
 from spes_p2p.peer.consent import ask_to_read
@@ -24,7 +24,6 @@ from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import fetch_manifest, guest_list
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
-from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
 
@@ -88,7 +87,6 @@ def _download(config: ExportConfig, place: str) -> int:
         raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
     output = config.output.expanduser()
     check_free(output, overwrite=config.overwrite)
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
     found = StoredCheckpoints(open_store(place), place).download(config.round, output, overwrite=config.overwrite)
     say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {found.num_bytes / 1e6:.1f} MB")
     return 0
@@ -98,9 +96,8 @@ def _export_swarm(run_id: str, initial_peers: Sequence[str], output: Path, *, ov
     """Fetch the swarm's newest round into a folder that is deleted again, and export it from there."""
     check_free(output, overwrite=overwrite)  # before anything is fetched
     try:
-        output.absolute().parent.mkdir(parents=True, exist_ok=True)
         with scratch_path(output.absolute()) as folder:
-            folder.mkdir()
+            folder.mkdir(parents=True)
             _fetch(run_id, initial_peers, folder, yes=yes)
             return export(folder, output, overwrite=overwrite)
     except OSError as error:
@@ -129,8 +126,7 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             swarm.catch_up()
-            claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))
-            view = fold(view, Snapshot(swarm.now(), claims, progress, metrics).of(swarm.known()))  # type: ignore[arg-type]
+            view = fold(view, look(swarm).of(swarm.known()))
             holders, peers = holders_and_peers(view)
             seeds = {peer for serving in swarm.seeds().values() for peer in serving}
             try:

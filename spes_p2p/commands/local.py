@@ -20,7 +20,7 @@ from typing import Any, NoReturn, Protocol
 import yaml
 from pydantic import ValidationError
 
-from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point, explain, leave
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point, explain, leave, read_yaml
 from spes_p2p.commands import monitor
 from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, PeerConfig, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig, MonitorConfig
@@ -30,6 +30,7 @@ from spes_p2p.data.packing import held_out_by_source, train_source
 from spes_p2p.data.remote import url_of, with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.monitor.events import METRICS_FILE, read_events
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer import life
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
@@ -226,7 +227,6 @@ def stop(children: Sequence[Child]) -> None:
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
 RUN_FILE = "run.yaml"
-METRICS_FILE = "metrics.jsonl"
 OWN_PATHS = ("text", "data")
 """The user's own files that the peers and the monitor read."""
 ENOUGH_TOKENS = 0.95
@@ -261,10 +261,9 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     Raises:
         ConfigError: `output` holds none.
     """
-    try:
-        kept = yaml.safe_load((config.output / RUN_FILE).read_text())
-    except OSError as error:
-        raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume") from error
+    if not (file := config.output / RUN_FILE).is_file():
+        raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume")
+    kept = read_yaml(file, "--output")
     run = RunConfig.model_validate(kept.pop("run"))
     from_file = [] if "config" in config.model_fields_set else [_run_in(config.config)]  # not of the user's choice
     check_kept_settings(config.run, [*from_file, run], config.output / "peer-0", spared=("round.min_peers",))
@@ -275,7 +274,7 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
 
 def _run_in(file: Path) -> RunConfig:
     """Return the run's settings in a YAML file of ours."""
-    return RunConfig.model_validate(yaml.safe_load(file.read_text()).get("run") or {})
+    return RunConfig.model_validate(read_yaml(file, "--config").get("run") or {})
 
 
 def _with_data(config: ExperimentConfig) -> ExperimentConfig:
@@ -500,8 +499,7 @@ def _trained(config: ExperimentConfig) -> str:
     metrics = config.output / METRICS_FILE
     if not metrics.exists():
         return ""
-    events = [json.loads(line) for line in metrics.read_text().splitlines()]
-    tokens = max((event.get("total_tokens", 0) for event in events), default=0)
+    tokens = max((event.get("total_tokens", 0) for event in read_events(metrics)), default=0)
     rounds = config.run.round
     asked = rounds.total * rounds.tokens
     said = f"\ntrained    {tokens:,} tokens in {rounds.total} rounds"

@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
-import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -40,7 +39,7 @@ from spes_p2p.monitor.view import SwarmView
 from spes_p2p.monitor.watch import Archive, Ending, Watch
 from spes_p2p.peer.base import obtain_base, stored_base
 from spes_p2p.peer.consent import ask_to_read
-from spes_p2p.peer.output_dir import alone_in
+from spes_p2p.peer.output_dir import alone_in, delete
 from spes_p2p.peer.restart import LEAST_SECONDS, start_again
 from spes_p2p.presentation import say
 from spes_p2p.swarm.amendment import Amendments
@@ -91,18 +90,10 @@ def own_output(settings: MonitorConfig) -> Iterator[Path]:
             if not output.is_dir():
                 output.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(alone_in(output, LOCK_FILE))
-            _delete([*results, output / peerstore.FILE] if settings.overwrite else [])
+            delete([*results, output / peerstore.FILE] if settings.overwrite else [])
         except OSError as error:
             raise ConfigError(f"cannot write output {output}: {error.strerror}; choose a writable --output") from error
         yield output
-
-
-def _delete(paths: Iterable[Path]) -> None:
-    for path in paths:
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
 
 
 def main(settings: MonitorConfig) -> int:
@@ -133,7 +124,7 @@ def _watched(settings: MonitorConfig, output: Path) -> int:
     except SpesError:
         # What a failed start leaves would make the next one, with corrected flags, demand --resume or --overwrite.
         if not (output / METRICS_FILE).exists():
-            _delete(new)
+            delete(new)
         raise
 
 
@@ -177,9 +168,13 @@ def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
             _task_evaluations(settings, output, lambda folder: export(output, folder, overwrite=True, merges=True)),
             _checkpoints(settings, output, manifest),
         )
-        ending = _watch(settings, output, amendments, manifest, archive, beside, page)
-        beside.take(_conclude(ending, output), output)
-        write_report(output, facts={"run": ending.value})
+        try:
+            ending = _watch(settings, output, amendments, manifest, archive, beside, page)
+            beside.take(_conclude(ending, output), output)
+            write_report(output, facts={"run": ending.value})
+        except BaseException:
+            beside.close()
+            raise
     finally:
         if page is not None:
             page.close()
@@ -212,7 +207,7 @@ def _checkpoints(settings: MonitorConfig, output: Path, manifest: Manifest) -> C
         )
 
     def save(folder: Path, round: int, loss: float | None) -> None:
-        export(output, folder, round, held_out={} if loss is None else {round: loss})
+        export(output, folder, round, held_out=loss)
 
     every, keep_last = settings.checkpoint_every, settings.keep_last
     return Checkpoints(output / CHECKPOINTS, manifest, save, every=every, keep_last=keep_last, uploads=uploads)
@@ -251,10 +246,14 @@ class _Beside:
                 if self.tasks is not None and last_round > 0:
                     self.tasks.finish(last_round)
         finally:
-            if self.checkpoints is not None:
-                self.checkpoints.close()
-            if self.tasks is not None:
-                self.tasks.close()
+            self.close()
+
+    def close(self) -> None:
+        """End what still goes on."""
+        if self.checkpoints is not None:
+            self.checkpoints.close()
+        if self.tasks is not None:
+            self.tasks.close()
 
 
 def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
@@ -316,7 +315,7 @@ def _watch(
 
 
 def _wandb(settings: MonitorConfig, output: Path, facts: Mapping[str, Any]) -> WandbSink:
-    name, watch = settings.run_name, f"{facts['watch']}"
+    name, watch = settings.run_name, str(facts["watch"])
     return WandbSink(output, project=settings.wandb_project, name=name, watch=watch, config=facts["config"])
 
 
@@ -356,9 +355,8 @@ def _save(output: Path, round: int, loss: float | None) -> None:
         ExchangeError: a version is missing or damaged.
         ConfigError: the checkpoint cannot be written.
     """
-    held_out = {} if loss is None else {round: loss}
     try:
-        export(output, output / MODEL_DIRECTORY, round, overwrite=True, held_out=held_out)
+        export(output, output / MODEL_DIRECTORY, round, overwrite=True, held_out=loss)
     except DataError as error:
         raise ExchangeError(str(error)) from error
 

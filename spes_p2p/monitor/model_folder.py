@@ -201,7 +201,7 @@ def export(
     round: int | None = None,
     *,
     overwrite: bool = False,
-    held_out: Mapping[int, float] | None = None,
+    held_out: float | None = None,
     merges: bool = False,
     base: Path | None = None,
 ) -> Exported:
@@ -215,7 +215,7 @@ def export(
         output: Folder to write.
         round: The round; by default the newest.
         overwrite: Replace a checkpoint in `output`.
-        held_out: Held-out losses by round that the folder's metrics do not have yet.
+        held_out: The round's held-out loss, where the folder's metrics do not have it yet.
         merges: Add the adapters to their base; of no effect in a run without adapters.
         base: Folder of the base; by default as peers have sent it, if they sent it unquantised.
 
@@ -227,10 +227,10 @@ def export(
     check_free(output, overwrite=overwrite)
     for _ in range(ATTEMPTS - 1):
         try:
-            return _export(ModelFolder(folder), output, round, held_out or {}, merges=merges, base=base)
+            return _export(ModelFolder(folder), output, round, held_out, merges=merges, base=base)
         except FileNotFoundError as error:
             log.info("%s was deleted meanwhile by the peer that uses it; reading again", error.filename)
-    return _export(ModelFolder(folder), output, round, held_out or {}, merges=merges, base=base)
+    return _export(ModelFolder(folder), output, round, held_out, merges=merges, base=base)
 
 
 def check_free(output: Path, *, overwrite: bool) -> None:
@@ -247,7 +247,7 @@ def _export(
     source: ModelFolder,
     output: Path,
     round: int | None,
-    held_out: Mapping[int, float],
+    held_out: float | None,
     *,
     merges: bool,
     base: Path | None,
@@ -443,7 +443,7 @@ def _damaged(each: OnDisk) -> DataError:
 # ---------------------------------------------------------------------- the model card
 
 
-def _card(source: ModelFolder, exported: Exported, held_out: Mapping[int, float]) -> str:
+def _card(source: ModelFolder, exported: Exported, held_out: float | None) -> str:
     """Return the text of README.md. Names that other people chose stand in it as code, without control characters."""
     manifest, run = source.manifest, source.manifest.config
     tokens, losses, reporters = _history(source, exported.round, held_out)
@@ -516,12 +516,11 @@ def _code_to_load(exported: Exported) -> list[str]:
     ]
 
 
-def _history(source: ModelFolder, round: int, held_out: Mapping[int, float]) -> tuple[str, list[str], set[str]]:
+def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[str, list[str], set[str]]:
     """Return what a folder knows of tokens, of losses and of the peers that reported until a round."""
     tokens, losses, reporters = UNKNOWN, [], set()
     if (own := source.tokens(round)) is not None:
         tokens = f"{own:,} by the one peer whose folder this was exported from; the swarm's are not known there"
-    measured = dict(held_out)
     path = source.folder / METRICS_FILE
     if path.is_file():
         try:
@@ -530,12 +529,12 @@ def _history(source: ModelFolder, round: int, held_out: Mapping[int, float]) -> 
             log.warning("%s; the model card goes without tokens and losses", error)
         else:
             tokens = f"{view.tokens_until(round):,}, as {len(view.rounds)} rounds' reports say"
-            measured = dict(view.held_out) | measured
+            held_out = view.held_out.get(round) if held_out is None else held_out
             reporters = {peer for (number, peer), report in view.reports.items() if number <= round and report.tokens}
             if round in view.rounds and math.isfinite(loss := view.rounds[round].loss):
                 losses.append(f"Training loss in this round: {loss:.4f} nats per token")
-    if math.isfinite(loss := measured.get(round, math.nan)):
-        losses.insert(0, f"Held-out loss: {loss:.4f} nats per token")
+    if held_out is not None and math.isfinite(held_out):
+        losses.insert(0, f"Held-out loss: {held_out:.4f} nats per token")
     return tokens, losses or [f"Loss: {UNKNOWN}"], reporters
 
 

@@ -22,23 +22,21 @@ Baselines = Mapping[str, Sequence[tuple[int, float]]]
 
 def write_report(
     directory: Path,
-    metrics: Path | None = None,
     facts: Mapping[str, object] | None = None,
     baselines: Baselines | None = None,
 ) -> Path:
-    """Write `report.html` and return its path.
+    """Write `report.html` from a watch's `metrics.jsonl`, and return its path.
 
     Args:
-        directory: Receives the report, in place of an older one.
-        metrics: The watch's events; by default `metrics.jsonl` in `directory`.
+        directory: Has the events, and receives the report, in place of an older one.
         facts: Lines for the page's foot, such as how the run ended.
         baselines: Curves to compare with, in nats per token.
 
     Raises:
-        DataError: `metrics` cannot be read.
+        DataError: the events cannot be read.
         ConfigError: the report cannot be written.
     """
-    metrics = metrics or directory / METRICS_FILE
+    metrics = directory / METRICS_FILE
     view, run = replay(metrics)
     snapshots = Snapshots()
     for event in read_events(metrics):

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from spes_p2p.errors import SpesError
 from spes_p2p.monitor.events import Event, EventLog
-from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, sync_share
+from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, short_id, sync_share
 from spes_p2p.presentation import printable
 from spes_p2p.swarm.names import slot_ranges
 
@@ -129,12 +129,21 @@ class Sinks:
 # ------------------------------------------------------------------ the console
 
 
+class _Console(Console):
+    """A console whose reader may go: the watch goes on without it."""
+
+    def on_broken_pipe(self) -> None:
+        with contextlib.suppress(SystemExit):  # rich would end the process
+            super().on_broken_pipe()
+
+
 class ConsoleSink:
     """Prints the run on a console.
 
     Args:
         run_id: Shown in the title.
-        mode: `live` redraws a table, `plain` prints a line per complete round and per evaluation.
+        mode: `live` redraws a table, `plain` prints a line per complete round and per evaluation; `auto` is `live` on a
+            terminal.
         console: Where to print; by default standard output.
     """
 
@@ -145,7 +154,7 @@ class ConsoleSink:
         console: Console | None = None,
     ) -> None:
         self._run_id = run_id
-        self._console = console or Console(highlight=False, markup=False, emoji=False)
+        self._console = console or _Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         if mode == "live" or (mode == "auto" and self._console.is_terminal):
             self._live = Live(console=self._console, refresh_per_second=2)
@@ -179,6 +188,7 @@ class ConsoleSink:
 
 def _round_line(view: SwarmView, number: int) -> str:
     summary = view.rounds[number]
+    holders = view.active[:MAX_CONSOLE_PEERS] if view.num_slots else ()
     parts = [
         f"round {number}/{view.total_rounds}",
         f"{summary.num_peers} peers",
@@ -186,7 +196,7 @@ def _round_line(view: SwarmView, number: int) -> str:
         f"loss {number_or_dash(summary.loss)}",
         *_coverage(view),
         *_staleness(summary),
-        *(f"{peer.short_id}: {slot_ranges(peer.slots)}" for peer in view.active[:MAX_CONSOLE_PEERS] if view.num_slots),
+        *(f"{short_id(peer.peer_id)}: {slot_ranges(peer.slots)}" for peer in holders),
     ]
     return "  ".join(map(printable, parts))
 
@@ -226,7 +236,7 @@ def _cells(view: SwarmView, peer: PeerView) -> list[str]:
     if report is not None:
         numbers = [number_or_dash(report.loss), f"{report.tokens_per_second:,.0f}", f"{sync_share(report):.0%}"]
     seen = f"{max(0.0, view.now - peer.last_seen):.0f} s"
-    return [peer.short_id, peer.state, str(peer.round), *numbers, seen, slot_ranges(peer.slots)]
+    return [short_id(peer.peer_id), peer.state, str(peer.round), *numbers, seen, slot_ranges(peer.slots)]
 
 
 def _staleness(summary: RoundSummary) -> list[str]:

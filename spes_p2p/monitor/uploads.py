@@ -333,8 +333,9 @@ class HubRepository:
         found = self.checkpoints()
         if any(other.manifest != checkpoint.manifest for other in found.values()):
             raise StoreError(f"{HUB_SCHEME}{self._name} has checkpoints of another run; name another with --upload")
+        is_there = checkpoint.round in found
         try:
-            if checkpoint.round not in found:
+            if not is_there:
                 commit = self._api.upload_folder(
                     repo_id=self._name,
                     folder_path=folder,
@@ -346,7 +347,7 @@ class HubRepository:
         except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
             raise self._failed(error) from error
         wait(0)
-        return Uploaded(checkpoint.num_bytes, 0)
+        return Uploaded(0, checkpoint.num_bytes) if is_there else Uploaded(checkpoint.num_bytes, 0)
 
     def checkpoints(self) -> Mapping[int, CheckpointManifest]:
         """Return the checkpoints that have a tag, by round."""
@@ -358,6 +359,8 @@ class HubRepository:
                 path = self._api.hf_hub_download(self._name, MANIFEST_FILE, revision=tag)
                 manifest = CheckpointManifest.parse(Path(path).read_bytes())
                 found[manifest.round] = manifest
+        except DataError:  # a manifest is damaged
+            raise
         except Exception as error:
             raise self._failed(error) from error
         return found

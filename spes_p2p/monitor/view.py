@@ -14,10 +14,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from statistics import median, median_low
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from spes_p2p.swarm.claims import coverage
 from spes_p2p.swarm.records import Claim, Metrics, Progress
+
+if TYPE_CHECKING:
+    from spes_p2p.swarm.interface import Swarm
 
 MAX_PEERS = 2048
 """Peers remembered: identities cost nothing, so a flood of them must not exhaust memory."""
@@ -49,6 +52,16 @@ class Snapshot:
             for records in (self.claims, self.progress, self.metrics)
         )
         return Snapshot(self.now, claims, progress, metrics)  # type: ignore[arg-type]
+
+
+def look(swarm: Swarm) -> Snapshot:
+    """Return all peers' records; those of strangers are among them until `Snapshot.of` drops them.
+
+    Raises:
+        TimeoutError: the DHT did not answer.
+    """
+    claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))
+    return Snapshot(swarm.now(), claims, progress, metrics)  # type: ignore[arg-type]  # validated when they were read
 
 
 class Sample(NamedTuple):
@@ -83,11 +96,6 @@ class PeerView:
     last_seen: float
     report: Metrics | None = None
     ends_at: float = 0.0
-
-    @property
-    def short_id(self) -> str:
-        """The end of the id; all ids begin alike."""
-        return short_id(self.peer_id)
 
 
 @dataclass(frozen=True)

@@ -20,14 +20,14 @@ from spes_p2p.data.conversations import Prompt
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.loss import greedy_continuation, held_out_loss, token_ids
-from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
+from spes_p2p.monitor.view import Sample, SwarmView, fold, look
 from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
-from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
+from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import WholeModel
 
@@ -187,7 +187,7 @@ class Archive:
         manifest: The run's manifest.
         held_out: Makes the held-out batches `[B, T + 1]` of each source when the first evaluation needs them, under an
             empty name where the run mixes none; without sources, nothing is evaluated.
-        decode: Turns tokens into text, for samples; None takes no samples.
+        decode: Turns tokens into text, for samples.
         prompts: Makes the beginnings of conversations to reply to; without any, samples continue held-out text.
         base: The frozen weights under the run's adapters, if it has any.
         in_fp32: Whether slots are fetched in fp32 in every round, and not after the last one only.
@@ -201,12 +201,12 @@ class Archive:
         self,
         swarm: HivemindSwarm,
         manifest: Manifest,
-        held_out: Callable[[], Mapping[str, Sequence[LongTensor]]] = dict,
-        decode: Callable[[list[int]], str] | None = None,
-        prompts: Callable[[], Sequence[Prompt]] = list,
-        base: Base | None = None,
+        held_out: Callable[[], Mapping[str, Sequence[LongTensor]]],
+        decode: Callable[[list[int]], str],
+        prompts: Callable[[], Sequence[Prompt]],
+        base: Base | None,
         *,
-        in_fp32: bool = False,
+        in_fp32: bool,
     ) -> None:
         self._swarm = swarm
         self._in_fp32 = in_fp32
@@ -214,7 +214,7 @@ class Archive:
         self._prompts: Sequence[Prompt] | None = None
         self._run = manifest.config
         self._held_out = held_out
-        self._decode = decode
+        self._decode: Callable[[list[int]], str] | None = decode
         self._batches: Mapping[str, Sequence[LongTensor]] | None = None
         self._model = WholeModel(self._run, manifest.vocab_size, base=base)
         self.anchors = Anchors(self._run, self._model.numels)
@@ -224,19 +224,11 @@ class Archive:
         """Bring the model to what a certificate names, as `pull_round` does.
 
         Raises:
-            ExchangeError: no peer sent the shared parameters; the model stays as it was.
+            ExchangeError: no peer sent the shared parameters, or a file is damaged; the model stays as it was.
         """
         in_fp32 = self._in_fp32 or body.round >= self._run.round.total
         pull_round(self._swarm, self._run, body, holders, peers, in_fp32=in_fp32)
-        self.load()
-
-    def load(self) -> None:
-        """Load the versions directory; slots without a version keep their values.
-
-        Raises:
-            ExchangeError: the shared parameters are missing, or a file is damaged.
-        """
-        rounds = self._model.load(self._swarm)
+        rounds = self._model.load(self._swarm)  # slots without a version keep their values
         self.round = self._swarm.versions()[SHARED].round
         if stale := {slot: number for slot, number in rounds.items() if number < self.round}:
             log.warning("round %d: slots of older rounds: %s", self.round, stale)
@@ -366,14 +358,12 @@ class Watch:
 
     def _poll(self) -> None:
         try:
-            claims, progress, metrics = (self._swarm.read(kind) for kind in (Claim, Progress, Metrics))
+            snapshot = look(self._swarm)
         except TimeoutError:
             log.warning("the DHT did not answer; reading its records again in %.1f s", self._poll_seconds)
             return
-        if claims:
+        if snapshot.claims:
             self._seen_at = time.monotonic()
-        # Each record was validated as its kind when it was read.
-        snapshot = Snapshot(self._swarm.now(), claims, progress, metrics)  # type: ignore[arg-type]
         self.view = fold(self.view, snapshot.of(self._swarm.known()))
         self._show(self.view)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -94,10 +94,3 @@ def stored_base(folder: Path, manifest: Manifest) -> BaseFiles | None:
     if manifest.config.adapter is None:
         return None
     return BaseFiles(folder, BaseLayout(manifest.config, manifest.vocab_size), base_digests(manifest.config))
-
-
-def base_bytes(manifest: Manifest) -> Iterator[int]:
-    """Yield the length of each document of a run's base; nothing of a run without adapters."""
-    if manifest.config.adapter is not None:
-        layout = BaseLayout(manifest.config, manifest.vocab_size)
-        yield from (layout.num_bytes(slot) for slot in (None, *range(layout.num_slots)))

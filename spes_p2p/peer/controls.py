@@ -106,13 +106,14 @@ class Controls:
             values: `for` of a pause; the limits or rules to change, None for the default; else none.
 
         Raises:
-            ConfigError: there is no such verb, or a value does not fit.
+            ConfigError: there is no such verb, a value does not fit, or the disk is full.
         """
         with self._changed:
             if verb == "status":
                 return self.view()
             if self._wish.verb == "leave":
                 raise ConfigError(f"{verb} comes too late: the peer leaves; start it again with --resume")
+            kept = self._wish, self._limits, self._rules
             match verb:
                 case "set":
                     self._limits = self._possible(changed(self._limits, values))
@@ -126,7 +127,11 @@ class Controls:
                     self._wish = Wish("run" if verb == "resume" else verb)
                 case _:
                     raise ConfigError(f"there is no verb {verb[:40]!r}; it is one of {', '.join(VERBS)}")
-            self._save()
+            try:
+                self._save()
+            except OSError as error:
+                self._wish, self._limits, self._rules = kept
+                raise ConfigError(f"cannot write {self._file}: {error.strerror}; make room, and repeat it") from error
             before = self._effective.state
             self._update()
             if verb in ("set", "rules") or self._effective.state == before:  # otherwise the new state is logged
@@ -222,7 +227,10 @@ class Controls:
             self._stopped.set()
             thread.join(LOOK_SECONDS * 5)
             if self._rules.gb_a_day is not None:
-                self._save()
+                try:
+                    self._save()
+                except OSError as error:
+                    log.warning("cannot keep the day's traffic in %s: %s", self._file, error.strerror)
 
     def _watch(self) -> None:
         while not self._stopped.wait(LOOK_SECONDS):

@@ -434,12 +434,12 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
         "about %s and receives as much, %s in all",
         *(
             size_text(peer_bytes(size, max_slots, with_programs(setup))),
-            size_text(disk_bytes(size, max_slots, kept.keep_last, setup.kept)),
+            size_text(disk_bytes(size, max_slots, kept.keep_last, setup)),
             size_text(download),
             num_peers,
         ),
         *(size_text(traffic.total), size_text(2 * traffic.total)),
     )
     if kept.keep_every is not None:
-        each = size_text(disk_bytes(size, max_slots, 1, setup.kept))
+        each = size_text(disk_bytes(size, max_slots, 1, setup))
         log.info("every %d rounds it keeps a checkpoint for ever, which takes %s more of disk", kept.keep_every, each)

@@ -60,7 +60,6 @@ def main(config: PeerConfig) -> int:
         return run(config)
     except restart.DaemonDied as died:
         restart.restart(config, died, num_ranks=ProcessGroup(config.device).world_size)
-    return 0
 
 
 def run(
@@ -157,7 +156,7 @@ def _train(
     loop: TrainingLoop | None = None
     initial: Callable[[], Mapping[VectorName, Tensor]] | None = None
     try:
-        admission = group.from_leader(lambda: joined[1] if joined else _unreachable())
+        admission = group.from_leader(lambda: joined[1] if joined else None)
         if admission is None:  # the leader has found the run finished
             return
         run, vocab_size = admission.run, admission.manifest.vocab_size
@@ -211,10 +210,6 @@ def _is_founders_last(config: PeerConfig, run: RunConfig, saved: Saved) -> bool:
 def _needing_none(run: RunConfig) -> RunConfig:
     """Return a finished run that waits for no other peer: only its versions are still of use, to a monitor perhaps."""
     return run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
-
-
-def _unreachable() -> Admission:
-    raise AssertionError("the leader has joined before it connects")
 
 
 def _initial(

@@ -8,7 +8,7 @@ import functools
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from spes_p2p.errors import ConfigError
@@ -134,7 +134,7 @@ def fresh_output(directory: Path) -> Iterator[Callable[[], None]]:
             yield keep
         finally:
             if not kept:
-                _delete(directory, spared=aside)
+                delete(path for path in list(directory.iterdir()) if path != aside)
                 _move(aside, directory)
                 aside.rmdir()
                 if not existed:
@@ -147,10 +147,10 @@ def _move(source: Path, target: Path, spared: Path | None = None) -> None:
             path.rename(target / path.name)
 
 
-def _delete(directory: Path, spared: Path) -> None:
-    for path in list(directory.iterdir()):
+def delete(paths: Iterable[Path]) -> None:
+    """Delete files and folders, where they are; of a link, the link alone."""
+    for path in paths:
         if path.is_dir() and not path.is_symlink():
-            if path != spared:
-                shutil.rmtree(path)
+            shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)

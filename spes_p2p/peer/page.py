@@ -19,13 +19,13 @@ from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState, in_words
 from spes_p2p.monitor.page.verbs import Verbs
-from spes_p2p.monitor.view import Snapshot, SwarmView, fold
+from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.peer.controls import Controls
 from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.presentation import say
 from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
-from spes_p2p.swarm.records import Claim, Metrics, Progress
+from spes_p2p.swarm.records import Metrics
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class PeerPage:
         swarm: This peer's swarm, in the run.
         state: What the page shows.
         amendments: Know the run's settings.
-        controls: What this machine's owner has asked; None shows none.
+        controls: What this machine's owner has asked.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class PeerPage:
         swarm: HivemindSwarm,
         state: PageState,
         amendments: Amendments,
-        controls: Controls | None = None,
+        controls: Controls,
     ) -> None:
         self._amendments = amendments
         self._controls = controls
@@ -79,8 +79,7 @@ class PeerPage:
         """Show where this peer is in its life; "" while it trains, when the swarm's state is its own."""
         self._stage = stage
         self._why = why
-        if self._controls is not None:
-            self._controls.live(why)
+        self._controls.live(why)
 
     def reported(self, report: Metrics) -> None:
         """Take this peer's own report, which the DHT might replace before it is read."""
@@ -101,11 +100,10 @@ class PeerPage:
 
     def _look(self) -> None:
         own_id = self._swarm.peer_id
-        claims, progress, metrics = (dict(self._swarm.read(kind)) for kind in (Claim, Progress, Metrics))
         view, known = self._state.view, self._swarm.known()
         view = view.ending_at(self._amendments.run.round.total)
         counted = None if known is None else {own_id, *known}
-        snapshot = Snapshot(self._swarm.now(), claims, progress, metrics).of(counted)  # type: ignore[arg-type]
+        snapshot = look(self._swarm).of(counted)
         while self._reports:
             own = self._reports.popleft()
             view = fold(view, replace(snapshot, now=view.now, metrics={own.peer_id: own}))
@@ -120,7 +118,7 @@ class PeerPage:
 
     def _control(self, now: float) -> Mapping[str, Any]:
         """Return what this machine's owner has asked, where the page may show it; tell the page what has changed."""
-        if self._controls is None or not self._page.is_loopback:
+        if not self._page.is_loopback:
             return {}
         control = self._controls.view()
         if control["state"] != self._state.control.get("state", "training"):
@@ -135,7 +133,7 @@ class PeerPage:
             self._slow_at = now
         received, sent = self._swarm.traffic()
         stage, why = self._stage, self._why
-        if self._controls is not None and stage != "leaving":
+        if stage != "leaving":
             held, reason = self._controls.stage
             stage, why = (held, reason) if held else (stage, why)
         if not stage and watchdog.seconds_alone > ALONE_SECONDS:
@@ -169,7 +167,7 @@ def _memory_bytes() -> int:
 
 @contextlib.contextmanager
 def shown(
-    config: PeerConfig, swarm: HivemindSwarm, amendments: Amendments, controls: Controls | None = None
+    config: PeerConfig, swarm: HivemindSwarm, amendments: Amendments, controls: Controls
 ) -> Iterator[PeerPage | None]:
     """Show this peer's page while the block runs; start it after the averager's fork. None with `--page off`.
 
@@ -187,10 +185,10 @@ def shown(
     file = config.output / LINK_FILE
     link = file.read_text().strip() if file.exists() else ""
     state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link)
-    verbs = Verbs(controls.act, config.output) if controls is not None else None
+    verbs = Verbs(controls.act, config.output)
     page = Page(config.page, state, config.output, verbs)
     log.info("page: %s", page.address)
-    if verbs is not None and page.is_loopback and sys.stderr.isatty():
+    if page.is_loopback and sys.stderr.isatty():
         say(f"with buttons: {page.address}#token={verbs.token}")
     follower = PeerPage(page, swarm, state, amendments, controls)
     try:

@@ -71,8 +71,8 @@ def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm) -> Iterator[None]
         swarm.watchdog.stop()
 
 
-def restart(config: PeerConfig, died: DaemonDied, *, num_ranks: int) -> None:
-    """Become a new process of the same command that resumes; return never.
+def restart(config: PeerConfig, died: DaemonDied, *, num_ranks: int) -> NoReturn:
+    """Become a new process of the same command that resumes.
 
     Raises:
         JoinError: it would not help, or this rank is not the whole peer.

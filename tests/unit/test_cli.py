@@ -20,6 +20,7 @@ from spes_p2p import __version__, config
 from spes_p2p.__main__ import COMMANDS
 from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
 from spes_p2p.config import ExperimentConfig, PeerConfig, RunConfig
+from spes_p2p.config.commands import HealthConfig, PlanConfig
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 
 INTERRUPTED_WHILE_FORKING = """
@@ -81,6 +82,23 @@ def test_a_nested_flag_changes_one_setting_and_leaves_the_yamls_others(yaml_file
 def test_the_environment_may_name_the_config(yaml_file, monkeypatch):
     monkeypatch.setenv("SPES_CONFIG", yaml_file("run_id: by-variable\n"))
     assert load_settings(PeerConfig, []).run_id == "by-variable"
+    assert load_settings(HealthConfig, ["--output", "runs/peer"]).minutes is None, "which has no such setting"
+    monkeypatch.setenv("SPES_PLAN_CONFIG", yaml_file("peers: 7\n"))
+    assert load_settings(PlanConfig, []).peers == 7
+
+
+def test_of_two_configs_the_last_is_read(yaml_file, tmp_path):
+    first = Path(yaml_file("run_id: first\n")).rename(tmp_path / "first.yaml")
+    assert (
+        load_settings(PeerConfig, ["--config", str(first), "--config", yaml_file("run_id: second\n")]).run_id
+        == "second"
+    )
+
+
+@pytest.mark.parametrize("variable", ["SPES_EXPORT_OVERWRITE", "SPES_AMEND_IDENTITY", "SPES_CTL_OUTPUT"])
+def test_variables_of_other_commands_are_not_a_peers(variable, monkeypatch):
+    monkeypatch.setenv(variable, "1")
+    assert load_settings(PeerConfig, ["--run-id", "r"]).run_id == "r"
 
 
 def test_without_any_setting_of_the_run_a_peer_has_none():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import errno
 import math
 import signal
 import threading
@@ -251,6 +252,23 @@ def test_a_rule_about_a_program_sees_this_machines_processes(tmp_path: Path) -> 
     controls = Controls(tmp_path)
     assert controls.act("rules", {"programs": [psutil.Process().name()]})["state"] == "paused"
     assert controls.act("rules", {"programs": None})["state"] == "training"
+
+
+@pytest.mark.parametrize(("verb", "values"), [("leave", {}), ("pause", {}), ("set", {"duty": 0.5})])
+def test_a_verb_that_cannot_be_kept_changes_nothing(
+    tmp_path: Path, verb: str, values: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    controls = Controls(tmp_path)
+    before = controls.view()
+    with monkeypatch.context() as patched:
+        patched.setattr(owner, "write_atomic", full)
+        with pytest.raises(ConfigError, match="No space left on device; make room, and repeat it"):
+            controls.act(verb, values)
+    assert controls.view() == before
+    assert controls.act("leave", {})["state"] == "leaving"
 
 
 def test_leave_ends_this_process_as_sigterm_does(tmp_path: Path) -> None:

@@ -323,6 +323,21 @@ def test_two_processes_share_the_requests_and_report_once(checkpoint, task_path,
                 assert shared[task][name] == pytest.approx(value, rel=1e-6), (task, name)
 
 
+def test_of_a_group_without_a_mean_the_parts_are_shown() -> None:
+    result = {
+        "results": {
+            "leaderboard": {"alias": "leaderboard", "sample_len": 4},
+            "one": {"acc,none": 0.5, "acc_stderr,none": 0.1, "sample_len": 4},
+            "mean": {"acc,none": 0.75},
+            "two": {"acc,none": 0.75, "acc_stderr,none": "N/A"},
+        },
+        "group_subtasks": {"leaderboard": ["one"], "mean": ["two"]},
+    }
+    rows = evaluate._flatten(result)
+    assert [(row.subject, row.is_part) for row in rows] == [("one", False), ("mean", False), ("two", True)]
+    assert evaluate.table(rows).splitlines()[0].split() == ["one", "acc", "0.5000", "±", "0.1000"]
+
+
 def test_an_infinite_perplexity_is_null_in_json(tmp_path):
     rows = [evaluate.Metric("text", "perplexity", math.inf)]
     evaluate.write_json(rows, tmp_path / "out.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -154,8 +155,9 @@ def test_an_experiment_says_how_many_tokens_it_trained_and_if_they_are_too_few(
     trained: int, told: str, tmp_path: Path
 ) -> None:
     config = ExperimentConfig(output=tmp_path, run=RunConfig(round=RoundConfig(tokens=100, total=10)))
-    lines = ['{"round": 1, "total_tokens": 0}', '{"event": "run"}', f'{{"round": 10, "total_tokens": {trained}}}']
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    events = [{"total_tokens": 0}, {}, {"total_tokens": trained}]
+    lines = [json.dumps({"kind": "round", "time": 0.0} | event) + "\n" for event in events]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
     summary = local._summary(config, 0)
     assert f"{trained:,} tokens in 10 rounds" in summary
     assert (told in summary) if told else ("ask for" not in summary)

@@ -56,7 +56,8 @@ def test_a_peer_that_has_not_joined_is_not_healthy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("stage", "expected"), [("paused", 0), ("", 1)])
-def test_a_paused_peer_is_healthy(stage: str, expected: int, tmp_path: Path) -> None:
+def test_a_paused_peer_is_healthy(stage: str, expected: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # which has no part in it
     path = folder(tmp_path, 600.0)
     assert not is_paused(path)
     view = small_history(3)[-1]

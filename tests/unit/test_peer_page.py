@@ -57,7 +57,8 @@ def swarm() -> ScriptedSwarm:
 def page(swarm: ScriptedSwarm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PeerPage]:
     monkeypatch.setattr(peer_page, "LOOK_SECONDS", 0.02)
     amendments = SimpleNamespace(run=RunConfig())
-    with shown(PeerConfig(run_id="run", output=tmp_path), swarm, amendments) as page:  # type: ignore[arg-type]
+    config, controls = PeerConfig(run_id="run", output=tmp_path), Controls(tmp_path)
+    with shown(config, swarm, amendments, controls) as page:  # type: ignore[arg-type]
         assert page is not None
         yield page
 
@@ -104,7 +105,7 @@ def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
 
 def test_a_peer_without_a_page_has_none(swarm: ScriptedSwarm, tmp_path: Path) -> None:
     config = PeerConfig(run_id="run", output=tmp_path, page="off")
-    with shown(config, swarm, SimpleNamespace()) as page:  # type: ignore[arg-type]
+    with shown(config, swarm, SimpleNamespace(), Controls(tmp_path)) as page:  # type: ignore[arg-type]
         assert page is None and not (tmp_path / "page").exists()
 
 

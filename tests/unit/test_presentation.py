@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 
-import pytest
 from PIL import Image
 
 from spes_p2p import presentation
-from spes_p2p.errors import ConfigError
 
 HOSTILE = "<b>&\"'"
 ESCAPED = "&lt;b&gt;&amp;&quot;&#x27;"
@@ -57,9 +54,3 @@ def test_text_with_dollars_underscores_and_length_is_drawn():
     with Image.open(io.BytesIO(presentation.png(figure))) as picture:
         assert picture.format == "PNG"
     assert axes.xaxis.get_major_formatter().format_data(20_000) == "20k"
-
-
-def test_a_missing_library_is_one_line(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match="pip install matplotlib"):
-        presentation.check_plotting()

@@ -73,11 +73,10 @@ def static(name: str) -> bytes:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a page listens: the address to bind, the port, and the name that its viewers use."""
+    """Where a page listens."""
 
     host: str
     port: int
-    name: str
 
     @classmethod
     def parse(cls, text: str) -> Place:
@@ -91,7 +90,7 @@ class Place:
             host, port = parts.hostname or LOOPBACK_HOST, parts.port or 0
         except ValueError as error:
             raise ConfigError(f"--page {text} is no HOST:PORT: {error}; try 127.0.0.1:8080") from error
-        return cls(host, port, host)
+        return cls(host, port)
 
     @property
     def is_loopback(self) -> bool:
@@ -113,7 +112,7 @@ class Place:
             return False
         if self.is_loopback:
             return name in ("localhost", "127.0.0.1", "::1", self.host) and port == self.port
-        return _is_ip(name) or name in ("localhost", self.name, socket.gethostname().lower())
+        return _is_ip(name) or name in ("localhost", self.host, socket.gethostname().lower())
 
 
 def _is_ip(name: str) -> bool:
@@ -147,7 +146,7 @@ class Page:
     def __init__(self, where: str, state: PageState, output: Path, verbs: Verbs | None = None) -> None:
         place = Place.parse(where)
         self._socket = _listen(place, output / PAGE_FILE)
-        self._place = Place(place.host, self._socket.getsockname()[1], place.name)
+        self._place = Place(place.host, self._socket.getsockname()[1])
         self._state = state
         self._verbs = verbs
         self._events: deque[Event] = deque(maxlen=MAX_EVENTS)
@@ -165,7 +164,7 @@ class Page:
         held = self._socket.fileno()
         # A killed process cannot end its forks, which would keep the port.
         os.register_at_fork(after_in_child=lambda: None if self._is_closed else os.close(held))
-        host = f"[{place.name}]" if ":" in place.name else place.name
+        host = f"[{place.host}]" if ":" in place.host else place.host
         if place.host in ("0.0.0.0", "::"):
             host = socket.gethostname()
         self.address = f"http://{host}:{self._place.port}/"

@@ -79,8 +79,7 @@ class PageState:
         view: The swarm.
         run: Fields of the `run` event.
         own: This machine; None on a monitor.
-        stage: State that is not in the view, such as how a watch ended; "" otherwise.
-        why: What holds it.
+        stage: State that is not in the view: a monitor joins; "" otherwise.
         facts: More lines about the run, by name.
         baselines: Held-out loss over tokens of other ways to train the same model, by name.
         control: What this machine's owner has asked, and what it amounts to; empty where nothing can be asked.
@@ -91,7 +90,6 @@ class PageState:
     run: Mapping[str, Any]
     own: Own | None = None
     stage: str = ""
-    why: str = ""
     facts: Mapping[str, object] = field(default_factory=dict)
     baselines: Mapping[str, Sequence[tuple[int, float]]] = field(default_factory=dict)
     control: Mapping[str, Any] = field(default_factory=dict)
@@ -220,7 +218,7 @@ def model_line(run: Mapping[str, Any]) -> str:
 def _now(state: PageState) -> dict[str, Any]:
     """Return the state, what holds it, the round and when its training ends, in DHT time."""
     view, own = state.view, state.own
-    name, why = (own.stage, own.why) if own and own.stage else (state.stage, state.why)
+    name, why = (own.stage, own.why) if own and own.stage else (state.stage, "")
     if not name:
         name, why = swarm_state(view)
     number = min(max(view.round, view.published + 1), view.total_rounds)

@@ -271,7 +271,7 @@ def test_the_card_says_what_the_folder_knows_and_quotes_what_strangers_chose(tmp
     for view in [*views, views[-1].evaluated(2, 3.25)]:
         sinks.update(view)
     sinks.close()
-    export(peer.folder, tmp_path / "monitors", held_out={3: 2.5})
+    export(peer.folder, tmp_path / "monitors", held_out=2.5)
     card = (tmp_path / "monitors" / "README.md").read_text()
     assert (
         "Tokens: 6,000," in card and "Held-out loss: 2.5000" in card and "Training loss in this round: 4.3000" in card

@@ -134,12 +134,12 @@ def test_what_the_page_asks_is_answered(page: Page, text: str, begins: bytes) ->
 
 
 def test_a_public_page_takes_addresses_and_its_own_name_but_no_foreign_name() -> None:
-    place = Place("0.0.0.0", 8080, "monitor.example.org")
+    place = Place("monitor.example.org", 8080)
     for host in ("203.0.113.7:8080", "127.0.0.1:9000", "[2001:db8::1]:8080", "monitor.example.org", "localhost:8080"):
         assert place.accepts(host), host
     for host in ("evil.example:8080", "203.0.113.7.evil.example", "", "monitor.example.org.evil.example"):
         assert not place.accepts(host), host
-    assert Place.parse("[::1]:80").is_loopback and Place.parse(":81") == Place("127.0.0.1", 81, "127.0.0.1")
+    assert Place.parse("[::1]:80").is_loopback and Place.parse(":81") == Place("127.0.0.1", 81)
     assert not Place.parse("0.0.0.0").is_loopback
 
 

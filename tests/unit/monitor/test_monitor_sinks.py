@@ -6,6 +6,9 @@ import io
 import json
 import logging
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -52,6 +55,20 @@ def feed(sinks: Sinks, views: list[SwarmView]) -> SwarmView:
         sinks.update(view)
     sinks.close()
     return view
+
+
+def test_a_console_whose_reader_has_gone_does_not_end_the_watch() -> None:
+    program = """
+from spes_p2p.monitor.sinks import ConsoleSink
+from tests.unit.monitor.test_monitor_sinks import feed, shown_by, small_history
+feed(shown_by(ConsoleSink("run", "plain")), small_history(3))
+raise SystemExit(7)
+"""
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run([sys.executable, "-c", program], stdout=write, stderr=subprocess.PIPE, text=True)
+    os.close(write)
+    assert done.returncode == 7, done.stderr
 
 
 def test_held_out_losses_by_source_are_kept_printed_and_replayed(tmp_path: Path, capsys) -> None:

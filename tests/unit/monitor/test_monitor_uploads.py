@@ -267,7 +267,7 @@ def test_a_monitors_checkpoints_are_the_models_of_their_rounds(tmp_path: Path) -
 
     def start(every: int = 2) -> tuple[Checkpoints, Uploads]:
         uploads = Uploads(place, lambda: stored(place), keep_last=1, retry_seconds=0.01)
-        save = lambda folder, number, loss: export(peer.folder, folder, number, held_out={number: loss})  # noqa: E731
+        save = lambda folder, number, loss: export(peer.folder, folder, number, held_out=loss)  # noqa: E731
         return Checkpoints(tmp_path / "kept", run, save, every=every, keep_last=1, uploads=uploads), uploads
 
     checkpoints, uploads = start()

@@ -1,6 +1,6 @@
 "use strict";
 // Line charts: uPlot with a key that names each line and its value, under the pointer or the arrow keys.
-// A line is {name, from(row) -> value, colour: 1 to 5, dash, stepped, gaps}; a row is a round's values.
+// A line is {name, colour: 1 to 5, dash, stepped, gaps, shown}.
 
 const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 const element = (tag, words, ...names) => {
@@ -46,7 +46,6 @@ class Chart {
     this.key.prepend(this.where);
     card.append(head, this.box, this.key);
     parent.append(card);
-    this.card = card;
     this.box.addEventListener("keydown", (event) => this.move(event));
     this.box.addEventListener("blur", () => this.tell(null));
     new ResizeObserver(() => this.plot && this.plot.setSize(this.size())).observe(this.box);
