@@ -22,6 +22,7 @@ import torch
 from pydantic_settings import SettingsConfigDict
 from torch import Tensor
 
+from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.format import Format, Segment
@@ -87,9 +88,7 @@ def main(config: AttackersBenchmarkConfig) -> int:
                 say(f"{kind} {seed}: {what}, left out from round {run['left_out_from']}")
     document.setdefault("guard_seconds", guard_seconds())
     config.results.write_text(json.dumps(document, indent=1) + "\n")
-    rows = list(attacker_rows(document))
-    for row in rows:
-        say("  ".join(cell for cell in row.cells if cell))
+    rows = say_rows(attacker_rows(document))
     if config.write:
         fill(PAGE, "ATTACKERS", markdown_table(HEAD, [row.cells for row in rows]))
     return 0 if all(row.is_reached is not False for row in rows) else 1

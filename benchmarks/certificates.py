@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import functools
 import json
+import statistics
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -87,7 +89,7 @@ def claims(seen: Seen) -> Iterator[Row]:
             node.close()
     seen["reads"] = seconds
     seconds[0] += stored
-    later = sorted(seconds[1:])[len(seconds) // 2 - 1]
+    later = statistics.median(seconds[1:])
     what = f"processor time of a peer for {NUM_GHOSTS:,} ghost claims of {NUM_SLOTS} slots: once"
     yield Row(what, f"{seconds[0]:.2f} s", f"{FIRST_SECONDS} s", seconds[0] <= FIRST_SECONDS)
     yield Row("- each later time", f"{later:.2f} s", f"{LATER_SECONDS} s", later <= LATER_SECONDS)
@@ -127,7 +129,7 @@ def _child_seconds() -> float:
 
 
 def _processor_seconds() -> float:
-    return _child_seconds() + sum(psutil.Process().cpu_times()[:2])
+    return _child_seconds() + time.process_time()
 
 
 def histories(seen: Seen) -> Iterator[Row]:
@@ -202,21 +204,10 @@ def round_time(seen: Seen) -> Iterator[Row]:
 def lines(seen: Seen) -> Iterator[Row]:
     """Yield the lines of what decides who counts, before and now."""
     for folder in DECIDING:
-        listed = subprocess.run(
-            ["git", "ls-tree", "-r", "--name-only", BEFORE, folder],
-            cwd=ROOT,
-            capture_output=True,
-            check=True,
-            text=True,
-        )
-        names = [name for name in listed.stdout.split() if name.endswith(".py")]
-        before = sum(_old_lines(name) for name in names)
+        names = _git("ls-tree", "-r", "--name-only", BEFORE, folder).split()
+        before = sum(len(_git("show", f"{BEFORE}:{name}").splitlines()) for name in names if name.endswith(".py"))
         now = sum(len(file.read_text().splitlines()) for file in (ROOT / folder).rglob("*.py"))
         yield Row(f"lines of {folder}/", f"{now:,}", f"{before:,}", now <= before)
-
-
-def _old_lines(name: str) -> int:
-    return len(_git("show", f"{BEFORE}:{name}").splitlines())
 
 
 def _git(*words: str) -> str:

@@ -14,10 +14,10 @@ from statistics import mean
 
 from pydantic_settings import SettingsConfigDict
 
+from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
-from spes_p2p.presentation import say
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.sweep.report import Spread
 from spes_p2p.sim.sweep.results import Point, RunResult, finished_runs
@@ -46,9 +46,7 @@ class ChurnBenchmarkConfig(CommandConfig):
 
 def main(config: ChurnBenchmarkConfig) -> int:
     """Print the rows; return 1 if a goal was missed."""
-    rows = list(churn_rows(config.study, config.results))
-    for row in rows:
-        say("  ".join(cell for cell in row.cells if cell))
+    rows = say_rows(churn_rows(config.study, config.results))
     if config.write:
         fill(PAGE, "CHURN", markdown_table(HEAD, [row.cells for row in rows]))
     return 0 if all(row.is_reached is not False for row in rows) else 1

@@ -23,7 +23,7 @@ from pydantic_settings import SettingsConfigDict
 from torch import LongTensor, Tensor, nn
 
 from benchmarks.machine import Circumstances, load_average
-from benchmarks.records import write_json
+from benchmarks.records import say_rows, write_json
 from benchmarks.stock import default_stock_model, stock_step
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
@@ -278,11 +278,7 @@ def main(config: ExpertsConfig) -> int:
     circumstances = Circumstances.now(load_average(), None)
     torch.set_num_threads(1)
     device_name = torch.cuda.get_device_name() if config.device == "cuda" else circumstances.cpu
-    rows = []
-    for measure in (module_rows, step_rows):
-        for row in measure(config.device, config.pairs):
-            say("  ".join(row.cells))
-            rows.append(row)
+    rows = say_rows(row for measure in (module_rows, step_rows) for row in measure(config.device, config.pairs))
     say("\n" + markdown_table(HEAD, [row.cells for row in rows]))
     if config.output is not None:
         slug = re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-")

@@ -23,8 +23,9 @@ from benchmarks.wan.default_run import account_of_default_run
 from benchmarks.wan.floors import MIB, Payload
 from benchmarks.wan.raw_tcp import all_to_all_seconds
 from benchmarks.wan.swarm_cluster import ClusterRound, SwarmCluster
-from benchmarks.wan.swarm_peer import CALL_SECONDS, encoded_bits
+from benchmarks.wan.swarm_peer import CALL_SECONDS
 from spes_p2p.config import CodecConfig
+from spes_p2p.planner.size import element_bytes
 
 MODEL = Payload(shared_mib=20, slot_mib=4, slots=16)
 QUARTER = Payload(shared_mib=5, slot_mib=1, slots=16)
@@ -106,7 +107,7 @@ def rounds(bench: Bench) -> Iterator[Row]:
     least = floors.round_bytes(MODEL, PEERS)
     with bench.bed(PEERS + 1) as bed:  # the server's link equals the peers'
         ours, sent = bench.swarm_rounds("fp32", bed, PEERS, MODEL)
-        seconds = _seconds(ours)
+        seconds = seconds_of(ours)
         is_reached = seconds <= MAX_OVER_FLOOR * floor
         goal = f"{MAX_OVER_FLOOR} x floor of {floor:.2f} s"
         yield Row(f"round, {link}, fp32: averaging + exchange", _told(ours, floor), goal, is_reached)
@@ -136,11 +137,11 @@ def rounds(bench: Bench) -> Iterator[Row]:
 def low_bits(bench: Bench) -> Iterator[Row]:
     """Yield the round with deltas in few bits."""
     for codec, limit in MAX_SECONDS.items():
-        payload = replace(MODEL, bits=encoded_bits(codec))
+        payload = replace(MODEL, bits=8 * element_bytes(codec))
         with bench.bed(PEERS) as bed:
             ours, sent = bench.swarm_rounds(codec, bed, PEERS, MODEL, codecs=CodecConfig(shared=codec, slots=codec))
         floor = floors.round_seconds(payload, PEERS, MBIT)
-        yield Row(f"- the same, deltas in {codec}", _told(ours, floor), f"{limit} s", _seconds(ours) <= limit)
+        yield Row(f"- the same, deltas in {codec}", _told(ours, floor), f"{limit} s", seconds_of(ours) <= limit)
         yield Row("  - matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
         yield _sent_row(codec, sent, floors.round_bytes(payload, PEERS))
 
@@ -151,7 +152,7 @@ def scaling(bench: Bench) -> Iterator[Row]:
     for peers in (PEERS, MANY_PEERS):
         with bench.bed(peers, NARROW_MBIT) as bed:
             ours, _ = bench.swarm_rounds(f"{peers} peers", bed, peers, QUARTER, mbit=NARROW_MBIT)
-        seconds[peers], least[peers] = _seconds(ours), floors.round_seconds(QUARTER, peers, NARROW_MBIT)
+        seconds[peers], least[peers] = seconds_of(ours), floors.round_seconds(QUARTER, peers, NARROW_MBIT)
         yield Row(f"round, {peers} peers, {NARROW_MBIT:g} Mbit/s, a quarter of the model", _told(ours, least[peers]))
         yield Row("- matchmaking, apart", f"{median(each.matchmaking_seconds for each in ours):.2f} s")
     ratio, least_ratio = (values[MANY_PEERS] / values[PEERS] for values in (seconds, least))
@@ -170,7 +171,7 @@ def slow_uplink(bench: Bench) -> Iterator[Row]:
         f"round, one of {PEERS} peers with {SLOW_MBIT:g} Mbit/s up, fp32",
         _told(ours, floor),
         f"{MAX_OVER_SLOW_FLOOR} x floor of {floor:.2f} s",
-        _seconds(ours) <= MAX_OVER_SLOW_FLOOR * floor,
+        seconds_of(ours) <= MAX_OVER_SLOW_FLOOR * floor,
     )
 
 
@@ -213,7 +214,7 @@ def joiners(bench: Bench) -> Iterator[Row]:
     quiet, disturbed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     slower = median(after.seconds / before.seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
     busier = median(after.cpu_seconds / before.cpu_seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
-    told = f"{slower:+.0%} ({_seconds(quiet):.2f} s, then {_seconds(disturbed):.2f} s)"
+    told = f"{slower:+.0%} ({seconds_of(quiet):.2f} s, then {seconds_of(disturbed):.2f} s)"
     goal = f"+{MAX_DISTURBANCE:.0%} or less"
     yield Row(f"round while {JOINERS} joiners fetch everything, / undisturbed", told, goal, slower <= MAX_DISTURBANCE)
     yield Row("- CPU seconds of the training peers", f"{busier:+.0%}", goal, busier <= MAX_DISTURBANCE)
@@ -238,7 +239,7 @@ def _disturbed_round(cluster: SwarmCluster, newcomers: Sequence[Actor]) -> tuple
 # ---------------------------------------------------------------------- telling
 
 
-def _seconds(rounds: Sequence[ClusterRound]) -> float:
+def seconds_of(rounds: Sequence[ClusterRound]) -> float:
     return median(each.seconds for each in rounds)
 
 

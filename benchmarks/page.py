@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-import psutil
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
@@ -166,14 +165,14 @@ async def _viewers() -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE)
     assert process.stdout is not None
     await process.stdout.readline()
-    began, spent = time.monotonic(), _cpu_seconds()
+    began, spent = time.monotonic(), time.process_time()
     made = 0.0
     for _ in range(VIEWER_SECONDS):
         before = time.thread_time()
         shown.advance()
         made += time.thread_time() - before
         await asyncio.sleep(1.0)
-    share = (_cpu_seconds() - spent - made) / (time.monotonic() - began)
+    share = (time.process_time() - spent - made) / (time.monotonic() - began)
     slower = []
     for number in range(NUM_PAIRS):
         paces = {}
@@ -201,11 +200,6 @@ async def main():
     await asyncio.gather(*(task for task, _ in kept))
 asyncio.run(main())
 """
-
-
-def _cpu_seconds() -> float:
-    times = psutil.Process().cpu_times()
-    return times.user + times.system
 
 
 def _pace(shown: Shown | None) -> float:

@@ -8,14 +8,14 @@ from collections.abc import Iterator, Sequence
 from statistics import mean, median
 from unittest import mock
 
-from benchmarks.network_rows import MBIT, MODEL, QUARTER, RTT_MS, Bench
+from benchmarks.network_rows import MBIT, MODEL, QUARTER, RTT_MS, Bench, seconds_of
 from benchmarks.routers import Router
 from benchmarks.tables import Row
 from benchmarks.testbed import Loopback, TestBed
 from benchmarks.wan.actor import Actor
 from benchmarks.wan.floors import MIB
 from benchmarks.wan.routed_peer import CALL_SECONDS, RoutedPeers, bed_of
-from benchmarks.wan.swarm_cluster import ClusterRound, SwarmCluster
+from benchmarks.wan.swarm_cluster import SwarmCluster
 from spes_p2p.swarm.p2p import node
 from spes_p2p.swarm.p2p.introductions import Links
 
@@ -68,8 +68,8 @@ def beside_tcp(bench: Bench) -> Iterator[Row]:
         by_tcp, _ = bench.swarm_rounds("TCP alone", bed, SWARM, MODEL, uplinks=links)
     with bench.bed(SWARM) as bed:
         both, _ = bench.swarm_rounds("QUIC beside TCP", bed, SWARM, MODEL, uplinks=links)
-    ratio = _seconds(both) / _seconds(by_tcp)
-    told = f"{ratio:.2f} ({_seconds(both):.2f} s, {_seconds(by_tcp):.2f} s)"
+    ratio = seconds_of(both) / seconds_of(by_tcp)
+    told = f"{ratio:.2f} ({seconds_of(both):.2f} s, {seconds_of(by_tcp):.2f} s)"
     name = f"round, {SWARM} peers that can be called, with QUIC beside TCP / TCP alone"
     yield Row(name, told, f"{MAX_QUIC_OVER_TCP}", ratio <= MAX_QUIC_OVER_TCP)
 
@@ -94,8 +94,8 @@ def _routed_over_called(bench: Bench, name: str, mbit: float) -> tuple[float, st
         called, _ = bench.swarm_rounds(f"all called{name}", bed, SWARM, MODEL, uplinks=links)
     with _bed(SWARM, dict.fromkeys(range(CALLED, SWARM), "port_restricted"), mbit) as bed:
         routed, _ = bench.swarm_rounds(f"routed{name}", bed, SWARM, MODEL, uplinks=links)
-    ratio = _seconds(routed) / _seconds(called)
-    return ratio, f"{ratio:.2f} ({_seconds(routed):.2f} s, {_seconds(called):.2f} s)"
+    ratio = seconds_of(routed) / seconds_of(called)
+    return ratio, f"{ratio:.2f} ({seconds_of(routed):.2f} s, {seconds_of(called):.2f} s)"
 
 
 def unmet_rounds(bench: Bench) -> Iterator[Row]:
@@ -106,14 +106,10 @@ def unmet_rounds(bench: Bench) -> Iterator[Row]:
         content, _ = bench.swarm_rounds("not looking", bed, SWARM, QUARTER, uplinks=links)
     with _bed(SWARM, routers) as bed:
         looking, _ = bench.swarm_rounds("looking in vain", bed, SWARM, QUARTER, uplinks=links)
-    ratio = _seconds(looking) / _seconds(content)
+    ratio = seconds_of(looking) / seconds_of(content)
     name = f"round of a quarter of that, {ROUTED} of {SWARM} behind symmetric routers: looking in vain / not looking"
-    told = f"{ratio:.2f} ({_seconds(looking):.2f} s, {_seconds(content):.2f} s)"
+    told = f"{ratio:.2f} ({seconds_of(looking):.2f} s, {seconds_of(content):.2f} s)"
     yield Row(name, told, f"{MAX_UNMET}", ratio <= MAX_UNMET)
-
-
-def _seconds(rounds: Sequence[ClusterRound]) -> float:
-    return median(each.seconds for each in rounds)
 
 
 def introducer_killed(bench: Bench) -> Iterator[Row]:

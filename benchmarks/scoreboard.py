@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.machine import Circumstances, load_average
+from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
-from spes_p2p.presentation import say
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class Scoreboard:
 
     def measure(self, name: str, rows: Callable[[], Iterator[Row]]) -> tuple[list[Row], Circumstances]:
         """Print a part's rows as they come; where it fails, one that says why, so that the others can be measured."""
-        load_before, found = load_average(), list[Row]()
-        for row in _rows(name, rows):
-            say("  ".join(cell for cell in row.cells if cell))
-            found.append(row)
-        return found, Circumstances.now(load_before, None)
+        load_before = load_average()
+        return say_rows(_rows(name, rows)), Circumstances.now(load_before, None)
 
     def write(self, name: str, rows: Sequence[Row], circumstances: Circumstances, **details: Any) -> None:
         """Leave a part's figures, and everything that they were worked out from, beside those of the other parts."""

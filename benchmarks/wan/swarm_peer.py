@@ -18,7 +18,7 @@ from torch import Tensor
 from benchmarks.testbed import Place
 from benchmarks.wan.actor import Actor
 from benchmarks.wan.floors import Payload
-from spes_p2p.codecs.format import Format, Segment
+from spes_p2p.codecs.format import Segment
 from spes_p2p.config import CodecConfig, RoundConfig
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import Vectors
@@ -209,12 +209,6 @@ def start_peer(
     arguments = (initial_peers, payload, slots, codecs or CodecConfig(), uplink_mbit)
     start = functools.partial(place.run_in, peer)
     return Actor(f"peer {peer}", SwarmPeer, folder / f"peer{peer}", place.host(peer), *arguments, start=start)
-
-
-def encoded_bits(codec: str) -> float:
-    """Return the bits per element that a codec takes, scales and all."""
-    numel = 2**20
-    return 8 * Format([Segment(numel, codec)]).num_bytes / numel
 
 
 def _advance(name: str, bundle: Tensor, mean_delta: Tensor) -> Tensor:
