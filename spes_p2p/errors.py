@@ -38,3 +38,8 @@ class ExchangeError(SpesError):
 
 class SimulationError(SpesError):
     """A simulation cannot go on: its peers wait for what will never happen."""
+
+
+def one_line(error: BaseException) -> str:
+    """Return an error of a library as part of a message: in one line, 300 characters at most."""
+    return " ".join(str(error).split())[:300]

@@ -26,7 +26,7 @@ from spes_p2p.data.packing import encode, window_batches
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
 from spes_p2p.data.windows import PackedWindows, TokenFile
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
 
@@ -116,8 +116,7 @@ def load_checkpoint(
     try:
         model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
     except Exception as error:  # configuration, safetensors and shapes each fail with types of their own
-        reason = " ".join(str(error).split())[:300]
-        raise DataError(f"cannot load checkpoint {directory}: {reason}; export it again") from error
+        raise DataError(f"cannot load checkpoint {directory}: {one_line(error)}; export it again") from error
     return model.to(device or Ranks(None, 0, 1).device).eval(), load_tokenizer(directory)
 
 
@@ -219,10 +218,9 @@ def task_metrics(
             log_samples=False,
         )
     except errors as error:
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"cannot run {', '.join(group.tasks)}: {reason}; check the task's data and the network, or set HF_HOME to "
-            f"where the data has been downloaded"
+            f"cannot run {', '.join(group.tasks)}: {one_line(error)}; check the task's data and the network, or set "
+            f"HF_HOME to where the data has been downloaded"
         ) from error
     return _flatten(result) if result is not None else []
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +27,6 @@ from spes_p2p.fs import write_atomic
 
 WALL_FACTOR = 10.0
 """Most seconds of waiting for one second of processor time that a batch may take."""
-COUNTS = struct.Struct("<II")
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")
 _FOREVER = 10**30
 """`model_max_length` of a tokenizer without one, as transformers writes it."""
@@ -73,8 +71,6 @@ class ConfinedTokenizer:
         Raises:
             DataError: the tokenizer has ended its process.
         """
-        if self._child is None:
-            self._start()
         encoded = [text.encode() for text in texts]
         lengths = np.array([len(text) for text in encoded], "<u4")
         message = b"".join([child.COUNT.pack(len(encoded)), lengths.tobytes(), *encoded])
@@ -94,11 +90,11 @@ class ConfinedTokenizer:
         Raises:
             DataError: the tokenizer or the template has ended its process, or makes far more of it than there is.
         """
-        if self._child is None:
-            self._start()
         encoded = [json.dumps(record, ensure_ascii=False).encode() for record in records]
         lengths = np.array([len(record) for record in encoded], "<u4")
-        message = COUNTS.pack(child.RENDER, len(encoded)) + b"".join([lengths.tobytes(), *encoded])
+        message = b"".join(
+            [child.COUNT.pack(child.RENDER), child.COUNT.pack(len(encoded)), lengths.tobytes(), *encoded]
+        )
         with self._answering(len(message)) as process:
             self._send(process, message)
             num_ids, num_bytes = child.HEADER.unpack(self._receive(process, child.HEADER.size))
@@ -108,10 +104,10 @@ class ConfinedTokenizer:
             ids = np.frombuffer(self._receive(process, 4 * num_ids), "<u4")
             said = json.loads(self._receive(process, num_bytes))
         said = said if isinstance(said, list) else []
-        counts = [each for each in said if isinstance(each, int) and each >= 0]
-        if len(said) != len(records) or sum(counts) != len(ids):  # guard: chat-counts
+        lengths_R = [each for each in said if isinstance(each, int) and each >= 0]
+        if len(said) != len(records) or sum(lengths_R) != len(ids):  # guard: chat-counts
             raise DataError("the run's chat template broke its process; leave this run")
-        parts = iter(np.split(ids, np.cumsum(counts)[:-1]))
+        parts = iter(np.split(ids, np.cumsum(lengths_R)[:-1]))
         return [next(parts) if isinstance(each, int) and each >= 0 else str(each) for each in said]
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -120,8 +116,6 @@ class ConfinedTokenizer:
         Raises:
             DataError: the tokenizer has ended its process.
         """
-        if self._child is None:
-            self._start()
         given = np.asarray(ids, "<u4").tobytes()
         with self._answering(len(given)) as process:
             self._send(process, child.COUNT.pack(child.DECODE) + child.HEADER.pack(len(ids), 0) + given)
@@ -176,6 +170,8 @@ class ConfinedTokenizer:
     @contextlib.contextmanager
     def _answering(self, num_text_bytes: int) -> Iterator[subprocess.Popen[bytes]]:
         """Give the block the child, which is killed if the block takes too long, and ended if it fails."""
+        if self._child is None:
+            self._start()
         assert self._child is not None
         seconds = WALL_FACTOR * (child.BASE_SECONDS + num_text_bytes / child.TEXT_BYTES_PER_SECOND)
         timer = threading.Timer(seconds, self._child.kill)

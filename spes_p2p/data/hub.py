@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from spes_p2p.config import DataConfig
-from spes_p2p.errors import DataError, SpesError
+from spes_p2p.errors import DataError, SpesError, one_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -187,10 +187,9 @@ def _reading_hub(data: DataConfig) -> Iterator[None]:
         raise
     # A stranger's card or file can raise anything in `datasets` and what it stands on; network failures are OSError.
     except Exception as error:
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"cannot stream data set {data.name!r} (split {data.split!r}): {reason}; check name, split and network, "
-            f"or set data.source=files and give --text"
+            f"cannot stream data set {data.name!r} (split {data.split!r}): {one_line(error)}; check name, split and "
+            f"network, or set data.source=files and give --text"
         ) from error
 
 
@@ -226,9 +225,9 @@ def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
         log.info("reading %s@%s from the hub", name, commit)
         folder = snapshot_download(name, revision=commit, allow_patterns=_CHECKPOINT_FILES)  # guard: hub-checkpoint
     except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
-        reason = " ".join(str(error).split())[:300]
         raise DataError(
-            f"cannot download {source} from the hub: {reason}; check name, commit and network, or give --from a folder"
+            f"cannot download {source} from the hub: {one_line(error)}; check name, commit and network, or give --from "
+            f"a folder"
         ) from error
     return Path(folder), f"{name}@{commit}"
 

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TextIO, TypeVar
 
-from spes_p2p.errors import DataError
+from spes_p2p.errors import DataError, one_line
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 PARQUET = {".parquet"}
@@ -191,7 +191,7 @@ def _cut(path: Path) -> DataError:
 
 
 def _unreadable(path: Path, error: Exception) -> DataError:
-    return DataError(f"cannot read {path}: {' '.join(str(error).split())[:300]}; check the file, or leave it out")
+    return DataError(f"cannot read {path}: {one_line(error)}; check the file, or leave it out")
 
 
 class _Rows:

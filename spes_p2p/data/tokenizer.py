@@ -19,7 +19,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.shards import shards_tokenizer
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
 from spes_p2p.data.tokenizer_document import MAX_PAYLOAD_BYTES, SPECIAL_TOKENS, open_document
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.fs import cache_folder, locked, write_atomic
 
 AnyTokenizer = PreTrainedTokenizerBase | ConfinedTokenizer
@@ -76,9 +76,8 @@ def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(directory_or_name), trust_remote_code=False)
     except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
-        reason = " ".join(str(error).split())[:200]
         raise DataError(
-            f"cannot load tokenizer {str(directory_or_name)!r}: {reason}; "
+            f"cannot load tokenizer {str(directory_or_name)!r}: {one_line(error)}; "
             f"name a folder with a tokenizer.json, or a tokenizer on the hub (data.tokenizer)"
         ) from error
     _check(tokenizer, str(directory_or_name))

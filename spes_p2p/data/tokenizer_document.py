@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tokenizers import Tokenizer
 
 from spes_p2p.data.tokenizer_parts import check_parts
-from spes_p2p.errors import DataError
+from spes_p2p.errors import DataError, one_line
 
 MAX_PAYLOAD_BYTES = 64 * 2**20
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
@@ -80,8 +80,7 @@ def _opened(text: str, special: dict[str, str], where: str, max_entries: int | N
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers raises bare Exception, and panics as BaseException
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"{where} is no working tokenizer: {reason}; join through other peers") from error
+        raise DataError(f"{where} is no working tokenizer: {one_line(error)}; join through other peers") from error
     if missing:
         raise DataError(f"{where} lacks its special token {missing[0][:40]!r}; join through other peers")
     if "eos_token" not in special:

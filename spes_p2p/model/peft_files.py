@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.model.adapted import TARGETS, Base, InitialFactors, drawn_factor
 from spes_p2p.model.export import on_disk_names, weight_file, write_index, write_settings, written_folder
 from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
@@ -67,8 +67,9 @@ def adapter_of(source: Path, chosen: AdapterConfig | None) -> AdapterConfig:
     try:
         return AdapterConfig.model_validate((chosen or AdapterConfig()).model_dump() | fields)
     except ValueError as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{source / CONFIG} has settings that no run can have: {reason}; give another") from error
+        raise ConfigError(
+            f"{source / CONFIG} has settings that no run can have: {one_line(error)}; give another"
+        ) from error
 
 
 def _read_config(source: Path) -> dict[str, Any]:

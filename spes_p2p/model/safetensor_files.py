@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig
 
-from spes_p2p.errors import DataError
+from spes_p2p.errors import DataError, one_line
 from spes_p2p.model.export import INDEX
 
 
@@ -39,8 +39,7 @@ def read_config(source: Path) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # a damaged or unknown configuration fails with types of its own
-        reason = " ".join(str(error).split())[:200]
-        raise DataError(f"cannot read {path}: {reason}; give --from another checkpoint") from error
+        raise DataError(f"cannot read {path}: {one_line(error)}; give --from another checkpoint") from error
 
 
 def _model_type(path: Path) -> str:

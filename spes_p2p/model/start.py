@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, StartConfig
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, one_line
 from spes_p2p.model.build import FAMILIES, hf_config
 from spes_p2p.model.export import IN_MEMORY, MATRICES, ON_DISK
 from spes_p2p.model.frozen import GATE_UP
@@ -88,9 +88,9 @@ def model_of(source: Path) -> ModelConfig:
             start=start,
         )
     except (ValueError, KeyError, TypeError) as error:
-        reason = " ".join(str(error).split())[:300]
         raise ConfigError(
-            f"{source}: config.json has settings that no run can have: {reason}; give --from another checkpoint"
+            f"{source}: config.json has settings that no run can have: {one_line(error)}; give --from another "
+            f"checkpoint"
         ) from error
     _check_nothing_lost(source, config, hf_config(model, config.vocab_size, 1))
     return model

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.errors import ConfigError, SpesError, one_line
 from spes_p2p.fs import write_atomic
 
 S3_SCHEME = "s3://"
@@ -143,7 +143,7 @@ class S3Store:
             # Of a session of its own: the default one would keep credentials that have been renewed meanwhile.
             self._client: Any = boto3.session.Session().client("s3", config=config)
         except (BotoCoreError, ValueError) as error:
-            raise ConfigError(f"s3://{bucket}: {_one_line(error)}; check AWS_ENDPOINT_URL and ~/.aws/config") from error
+            raise ConfigError(f"s3://{bucket}: {one_line(error)}; check AWS_ENDPOINT_URL and ~/.aws/config") from error
 
     def put(self, name: str, data: bytes) -> None:
         md5 = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
@@ -187,8 +187,4 @@ class S3Store:
             remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or ~/.aws/credentials"
             raise StoreError(f"{self._shown('')}: boto3 finds no credentials; {remedy}") from error
         except (BotoCoreError, ClientError, OSError) as error:
-            raise StoreError(f"cannot {verb} {self._shown(name)}: {_one_line(error)}") from error
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+            raise StoreError(f"cannot {verb} {self._shown(name)}: {one_line(error)}") from error

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config.link import PeerId
 from spes_p2p.config.machine import RunId
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.fs import scratch_path
 from spes_p2p.monitor.stores import Store, StoreError, is_s3, open_store
 from spes_p2p.presentation import problem_of
@@ -377,8 +377,9 @@ class HubRepository:
         return sorted(kept)
 
     def _failed(self, error: Exception) -> StoreError:
-        reason = " ".join(str(error).split())[:300]
-        return StoreError(f"{HUB_SCHEME}{self._name}: {reason}; log in with `hf auth login`, and check the name")
+        return StoreError(
+            f"{HUB_SCHEME}{self._name}: {one_line(error)}; log in with `hf auth login`, and check the name"
+        )
 
 
 def read_checkpoints(folder: Path) -> dict[int, tuple[Path, CheckpointManifest]]:
