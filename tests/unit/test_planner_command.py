@@ -137,6 +137,15 @@ def test_without_slots_it_plans_as_many_as_fit(capsys: pytest.CaptureFixture[str
     assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
 
 
+def test_a_peer_that_is_alone_needs_less_at_a_rounds_end(capsys: pytest.CaptureFixture[str]) -> None:
+    needs = []
+    for peers in ("1", "2"):
+        text = planned(capsys, *LOCAL, "--slots", "4", "--peers", peers)
+        assert re.search(r"Python, its libraries, and helper processes +0\.8000", text)
+        needs.append(float(re.search(r"= at a round's end, without gradients +([\d.]+)", text)[1]))  # type: ignore[index]
+    assert 0.8 < needs[0] < needs[1]
+
+
 @pytest.mark.full  # three processes; the test above makes the same plans in this one, test_cli has the exit codes
 def test_a_plan_that_does_not_fit_exits_with_2_and_says_what_would() -> None:
     command = [*SEVEN, "--device", "cuda", "--memory-gb", "24"]
