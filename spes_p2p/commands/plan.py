@@ -8,10 +8,10 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, ModelConfig, RunConfig, check_machine
+from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, RunConfig, check_machine
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.model.start import model_of
+from spes_p2p.model.start import over_checkpoint
 from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_memory, shortage, slots_that_fit, with_programs
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, start_lines, time_lines, traffic_lines
@@ -70,12 +70,10 @@ def _run(config: PlanConfig) -> tuple[RunConfig, int]:
         if config.adapter is not None or run.adapter is not None:
             raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
         return run, vocabulary(run.data)
-    if run.model != ModelConfig():
-        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
     adapter = run.adapter or (None if config.adapter is None else AdapterConfig())
-    model = model_of(source.expanduser())
-    assert model.start is not None
-    return run.model_copy(update={"model": model, "adapter": adapter}), model.start.vocab_size
+    run = over_checkpoint(run, source.expanduser()).model_copy(update={"adapter": adapter})
+    assert run.model.start is not None
+    return run, run.model.start.vocab_size
 
 
 def vocabulary(data: DataConfig) -> int:

@@ -70,7 +70,8 @@ def _files_at(path: Path) -> list[Path]:
     if path.is_file():
         return [path]
     matches = [path] if path.is_dir() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-    return [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
+    found = [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
+    return [file for file in found if file.is_file()]
 
 
 def _holds_rows(path: Path) -> bool:

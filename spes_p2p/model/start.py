@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, StartConfig
+from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, RunConfig, StartConfig
 from spes_p2p.errors import ConfigError, one_line
 from spes_p2p.model.build import FAMILIES, hf_config
 from spes_p2p.model.export import IN_MEMORY, MATRICES, ON_DISK
@@ -33,6 +33,23 @@ _FREE = frozenset(
     }
 )
 """Fields of config.json that may differ from what a run builds: they change no weight and no logit in training."""
+
+
+def over_checkpoint(run: RunConfig, source: Path) -> RunConfig:
+    """Return a run with the model of a checkpoint; its sequences are no longer than that allows, unless chosen so.
+
+    Raises:
+        ConfigError: the run has a model of its own, or cannot have this one.
+        DataError: the checkpoint cannot be read.
+    """
+    if run.model != ModelConfig():
+        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
+    data, model = run.data, model_of(source)
+    assert model.start is not None
+    if "sequence_length" not in data.model_fields_set:
+        longest = min(data.sequence_length, model.start.max_position_embeddings)
+        data = data.model_copy(update={"sequence_length": longest})
+    return run.model_copy(update={"model": model, "data": data})
 
 
 def model_of(source: Path) -> ModelConfig:

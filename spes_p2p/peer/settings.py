@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
-from spes_p2p.config import AdapterConfig, ModelConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.config import AdapterConfig, PeerConfig, RunConfig, check_machine
 from spes_p2p.data.conversations import founding, num_tokens
 from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_source
@@ -19,7 +18,7 @@ from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import check_attention, check_build, hf_config
 from spes_p2p.model.peft_files import adapter_of, named_base
-from spes_p2p.model.start import model_of
+from spes_p2p.model.start import over_checkpoint
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import run_size
 from spes_p2p.planner.traffic import round_traffic, rounds_for_links, transfer_seconds
@@ -48,7 +47,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     cache = config.cache.expanduser()
     source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
     if source is not None:
-        run = _over(source, config, run, hub_name)
+        run = over_checkpoint(run, source).model_copy(update={"adapter": _adapter(config, run, hub_name)})
         check_choices(config, run)
     elif config.adapter is not None or run.adapter is not None:
         raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
@@ -100,18 +99,6 @@ def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
             *(moved, least.total, uplink, rounds.min_seconds),
         )
     return run.model_copy(update={"round": rounds})
-
-
-def _over(source: Path, config: PeerConfig, run: RunConfig, hub_name: str | None) -> RunConfig:
-    """Return a run with the model of a checkpoint; its sequences are no longer than that allows, unless chosen so."""
-    if run.model != ModelConfig():
-        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
-    data, model = run.data, model_of(source)
-    assert model.start is not None
-    if "sequence_length" not in data.model_fields_set:
-        longest = min(data.sequence_length, model.start.max_position_embeddings)
-        data = data.model_copy(update={"sequence_length": longest})
-    return run.model_copy(update={"model": model, "adapter": _adapter(config, run, hub_name), "data": data})
 
 
 def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:

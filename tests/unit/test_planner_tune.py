@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from checkpoints import saved
 from lanes import sample
 from transformers import GemmaConfig, OlmoeConfig, PretrainedConfig, Qwen3MoeConfig
 
@@ -74,6 +75,17 @@ def test_a_plan_of_adapters_needs_their_base(tmp_path: Path) -> None:
     source = str(of("tune_2b", tmp_path / "model"))
     with pytest.raises(ConfigError, match=r"the checkpoint gives the model's shape; drop --run.model.\*, or --from"):
         main(load_settings(PlanConfig, [*words, "--from", source, "--run.model.num-layers", "3"]))
+
+
+def test_a_plan_has_sequences_no_longer_than_its_checkpoint_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--from", str(saved(tmp_path / "short", "llama")), "--micro-batch-size", "1"]
+    longest = model_of(tmp_path / "short").start.max_position_embeddings
+    assert longest < RunConfig().data.sequence_length
+    for chosen, tokens in ([], longest), (["--run.data.sequence-length", "16"], 16):
+        main(load_settings(PlanConfig, [*words, *chosen]))
+        assert f"activations, {tokens} tokens" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("factors", sample(["both", "b"], ["both"]))
