@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 
@@ -310,3 +311,18 @@ def test_depth_and_number_of_parts_are_counted_from_the_outside():
         with pytest.raises(ValueError, match="nested more" if depth >= MAX_DEPTH else "version"):
             check_parts(parts)
     assert child.BASE_BYTES >= 2**30
+
+
+def test_limits_stay_below_those_that_the_machine_has_set_for_good() -> None:
+    program = """
+import resource
+from spes_p2p.data import tokenizer_child
+resource.setrlimit(resource.RLIMIT_CPU, (1000, 1000))
+for seconds in (60.0, 5000.0):
+    tokenizer_child._limit(0, 0, seconds)
+    print(*resource.getrlimit(resource.RLIMIT_CPU))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    lines = [tuple(map(int, line.split())) for line in done.stdout.splitlines()]
+    assert [hard for _, hard in lines] == [1000, 1000], done.stderr  # which only root could raise
+    assert 60 <= lines[0][0] < 100 and lines[1][0] == 1000
