@@ -315,7 +315,7 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     phases = (
         every_slot + 3 * every_slot // size.num_layers + shifts if setup.merges else 0,
         sum(group.numel * group.anchors for group in vectors if group.is_exact or group.anchors > 1) + shifts,
-        3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) and num_sides > 1 else 0,
+        3 * vectors[1].anchors * size.slot_params + shifts if size.frozen_params(claimed) and not setup.is_alone else 0,
     )
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
     held = 0 if setup.is_alone else sum(group.numel * group.residual_bytes for group in vectors)
@@ -410,12 +410,10 @@ def disk_bytes(size: ModelSize, claimed: int, num_checkpoints: int, setup: Setup
     training, two that are published, and what a lossy codec has rounded off. With kept forms it has those of all slots,
     and versions of the slots trained and of as many for others.
     """
-    trained, groups = size.trained_params(claimed), _group_vectors(size, claimed, setup)
-    state = 5 * trained + sum(group.numel for group in groups if not group.is_exact)
+    shared, slots = _group_vectors(size, claimed, setup)
+    state = 5 * size.trained_params(claimed) + sum(each.numel for each in (shared, slots) if not each.is_exact)
     num_slots = size.num_slots if setup.kept is None else 2 * claimed
-    versions = (1 + setup.shared_momentum) * size.shared_params + num_slots * (
-        1 + setup.slot_momentum
-    ) * size.slot_params
+    versions = shared.anchors * size.shared_params + num_slots * slots.anchors * size.slot_params
     forms = 0.0 if setup.kept is None else FROZEN_BYTES[setup.kept] * size.num_slots * size.slot_params
     return num_checkpoints * round(FP32 * (versions + state) + forms)
 
