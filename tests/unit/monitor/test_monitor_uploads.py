@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -250,13 +251,17 @@ def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.
 
 
 def test_a_rate_is_kept_on_average(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last part is waited for until as many seconds after the start as all bytes take at this rate: 23 s."""
     made = checkpoint(tmp_path / "a")
-    uploads = Uploads("there", lambda: stored(str(tmp_path / "store")), keep_last=2, mbit=0.5)
-    waits: list[float] = []
-    monkeypatch.setattr(uploads._stopped, "wait", lambda seconds: bool(waits.append(seconds)))
+    uploads = Uploads("there", lambda: stored(str(tmp_path / "store")), keep_last=2, mbit=0.005)
+    waits: list[tuple[float, float]] = []
+    monkeypatch.setattr(uploads._stopped, "wait", lambda seconds: bool(waits.append((time.monotonic(), seconds))))
+    began = time.monotonic()
     uploads.start((tmp_path / "a", made))
     assert uploads.finish()
-    assert max(waits) == pytest.approx(sum(made.parts.values()) * 8 / 0.5e6, abs=0.15)
+    end = max(at + seconds for at, seconds in waits)
+    seconds = sum(made.parts.values()) * 8 / 0.005e6
+    assert began + seconds <= end <= waits[0][0] + seconds
     uploads.close()
 
 
