@@ -78,18 +78,21 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
     if member.previous == NO_START:
         member = member.model_copy(update={"previous": start.digest, "round": start.round})
     item = Contribution(member, {VectorName(name): delta for name, delta in deltas.items()})
-    body, result, means = None, RoundResult(), {}
+    body, tried = None, []
     for _ in range(ATTEMPTS):
         result = swarm.average(item, expected=expected, starts_at=starts_at)
         means = {name: mean.clone() for name, mean in result.means.items()}
         digests = {name: digest(mean) for name, mean in means.items()}
+        tried.append((result, means, digests))
         body = swarm.decide(result, digests, swarm.now() + 1.0)
         if body is not None or swarm.last().digest != start.digest:
             break
         starts_at = swarm.now()
     certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)} if body else {}
     certified |= {SHARED: body.shared} if body else {}
-    is_own = body is not None and digests.get(SHARED) == body.shared
+    own_tries = [each for each in tried if body is not None and each[2].get(SHARED) == body.shared]
+    is_own = bool(own_tries)
+    result, means, digests = (own_tries or tried)[-1]
     own = [name for name, found in digests.items() if is_own and certified[name] == found]
     swarm.settle(result, own)
     lost = {name: "the round's certificate names another version" for name in item.deltas if name not in own}

@@ -26,7 +26,7 @@ from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.allreduce import LANES, GroupAllreduce, Limits, finish_all
 from spes_p2p.swarm.averaging.buffers import BufferPool
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
-from spes_p2p.swarm.averaging.matchmaking import SwarmMatchmaking, expected_of, read_roster
+from spes_p2p.swarm.averaging.matchmaking import Survivors, SwarmMatchmaking, expected_of, read_roster
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
 from spes_p2p.swarm.certificate import Body
@@ -102,7 +102,7 @@ class SparseAverager(DecentralizedAverager):
         self._groups: dict[bytes, GroupAllreduce] = {}
         self._last_groups: dict[bytes, GroupAllreduce] = {}
         self._is_redone = False
-        self._survivors: dict[PeerID, bool] = {}
+        self._survivors = Survivors(frozenset(), ())
         super().__init__(
             [torch.zeros(1)],
             dht,
@@ -258,12 +258,7 @@ class SparseAverager(DecentralizedAverager):
                 running[name] = asyncio.create_task(group.run(buffers))
         status = await finish_all(running)
         lost = mine[SHARED].lost if SHARED in mine else ""
-        callable_ones = {member.peer_id for member in self._roster if not member.calls_only}
-        self._survivors = {
-            peer: peer.to_base58() in callable_ones
-            for peer in group_info.peer_ids
-            if peer.to_base58() not in (lost, me)
-        }
+        self._survivors = Survivors.of(group_info.peer_ids, self._roster, lost=lost, proposer=self._last.proposer(0))
         seconds = time.monotonic() - began
         if not any(status.values()):
             self._attempt_timeout.observe(seconds)

@@ -7,9 +7,9 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 import msgpack
 from hivemind.averaging.group_info import GroupInfo
@@ -39,6 +39,33 @@ MAX_GATHERED_BYTES = 2**17
 """Largest entry that is decoded of those that a leader has gathered."""
 
 
+class Survivors(NamedTuple):
+    """The members of a failed attempt that meet to redo it. They know each other, and need no DHT.
+
+    Attributes:
+        peers: Those that this peer has not lost.
+        leaders: Those of them that the others can call, this peer perhaps included; each follows the ones before it.
+    """
+
+    peers: frozenset[PeerID]
+    leaders: tuple[PeerID, ...]
+
+    @classmethod
+    def of(cls, peers: Iterable[PeerID], members: Iterable[Member], *, lost: str, proposer: str) -> Self:
+        """Return the survivors; the proposer of the failed attempt, which may have died, leads last."""
+        left = frozenset(peer for peer in peers if peer.to_base58() != lost)
+        callable_ones = {member.peer_id for member in members if not member.calls_only}
+        able = (peer for peer in left if peer.to_base58() in callable_ones)
+        order = sorted(able, key=lambda peer: (peer.to_base58() == proposer, peer.to_bytes()))
+        return cls(left, tuple(order))
+
+    def before(self, peer: PeerID, *, can_lead: bool) -> list[PeerID]:
+        """Return the leaders that a peer follows: all others if it cannot lead itself."""
+        is_leader = can_lead and peer in self.leaders
+        first = self.leaders[: self.leaders.index(peer)] if is_leader else self.leaders
+        return [leader for leader in first if leader != peer]
+
+
 class Declarations(GroupKeyManager):
     """Declares until when this peer waits for others, and reads the same of them.
 
@@ -52,8 +79,8 @@ class Declarations(GroupKeyManager):
     dht: SwarmDHT
     leaders: Leaders
     """The search that reads the declarations."""
-    survivors: Mapping[PeerID, bool] | None = None
-    """Peers to meet when a round is redone, and whether each can be called: they know each other, and need no DHT."""
+    survivors: Survivors | None = None
+    """Peers to meet when a round is redone."""
     _expires_at = 0.0
 
     async def declare_averager(
@@ -88,15 +115,12 @@ class Declarations(GroupKeyManager):
         ]
 
     async def _survivors_to_follow(self) -> list[tuple[PeerID, float]]:
-        """Return the survivors before this peer, anew each time: of those that can be called the smallest id leads."""
+        """Return the leaders that this peer follows, anew each time."""
         assert self.survivors is not None
         await asyncio.sleep(ASK_AGAIN_SECONDS)
-        me, soon = self.peer_id.to_bytes(), time.time() + 3 * ASK_AGAIN_SECONDS
-        able = sorted(peer.to_bytes() for peer, can_be_called in self.survivors.items() if can_be_called)
-        # Hivemind does not ask a peer twice under the same time.
-        return [
-            (PeerID(peer), soon + 1e-6 * rank) for rank, peer in enumerate(able) if self.dht.client_mode or peer < me
-        ]
+        soon = time.time() + 3 * ASK_AGAIN_SECONDS
+        leaders = self.survivors.before(self.peer_id, can_lead=not self.dht.client_mode)
+        return [(peer, soon + 1e-6 * rank) for rank, peer in enumerate(leaders)]  # hivemind asks once under one time
 
     async def update_key_on_group_assembled(self, group_info: GroupInfo) -> None:
         """Keep the key: there is only one, and a group may be larger than a member expected."""
@@ -154,12 +178,11 @@ class SwarmMatchmaking(Matchmaking):
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
         self._liars: dict[PeerID, float] = {}
 
-    def prepare(self, target: int | None, least: int, survivors: Mapping[PeerID, bool] | None) -> None:
-        """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with.
-
-        Of these it says whether each can be called.
-        """
+    def prepare(self, target: int | None, least: int, survivors: Survivors | None) -> None:
+        """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with."""
         if target is not None:
+            if survivors is not None:
+                target = min(target, len(survivors.peers))
             # A leader that was cut off sees few others, and would close a group that no quorum can certify.
             target = max(target, least)
         self.target_group_size = target
@@ -202,7 +225,7 @@ class SwarmMatchmaking(Matchmaking):
         self, request: averaging_pb2.JoinRequest, context: P2PContext
     ) -> averaging_pb2.MessageFromLeader | None:
         survivors = self.group_key_manager.survivors
-        if survivors is not None and context.remote_id not in survivors:  # guard: survivors-only
+        if survivors is not None and context.remote_id not in survivors.peers:  # guard: survivors-only
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.NOT_LOOKING_FOR_GROUP)
         if len(request.gather) > MAX_ENTRY_BYTES:  # guard: entry-size
             # The other members would have to take it from the leader.

@@ -18,7 +18,7 @@ from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.errors import ExchangeError, RecordError
-from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, SwarmMatchmaking
+from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Survivors, SwarmMatchmaking
 from spes_p2p.swarm.hivemind_fixes import dht, streams
 from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, node_id_of
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
@@ -172,9 +172,9 @@ def test_a_leader_refuses_an_entry_that_the_others_could_not_take(monkeypatch):
 
     assert answer(MAX_ENTRY_BYTES) is None
     assert answer(MAX_ENTRY_BYTES + 1) == averaging_pb2.PROTOCOL_VIOLATION
-    meeting.group_key_manager.survivors = dict.fromkeys(PEERS[:2], True)
+    meeting.group_key_manager.survivors = Survivors(frozenset(PEERS[:2]), ())
     assert answer(1) is None
-    meeting.group_key_manager.survivors = dict.fromkeys(PEERS[1:], True)
+    meeting.group_key_manager.survivors = Survivors(frozenset(PEERS[1:]), ())
     assert answer(1) == averaging_pb2.NOT_LOOKING_FOR_GROUP
 
 

@@ -8,7 +8,9 @@ import pytest
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders, SwarmMatchmaking
+from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders, Survivors, SwarmMatchmaking
+from spes_p2p.swarm.roster import Member
+from tests.support.certificates import PEERS
 
 MEETING_SECONDS = 0.5
 
@@ -20,7 +22,7 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
         me = PeerID(b"me")
         leaders = Leaders(me, MEETING_SECONDS, 4)
         known = Declarations(SimpleNamespace(peer_id=me), "", "", 4)
-        known.survivors, known.leaders = {}, leaders
+        known.survivors, known.leaders = Survivors(frozenset(), ()), leaders
         now = get_dht_time()
         step = SimpleNamespace(scheduled_time=now + MEETING_SECONDS, deadline=now + 60)
         async with leaders.begin_search(step, known):
@@ -32,25 +34,50 @@ def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
     assert ended - began >= MEETING_SECONDS, "the peer gave the others no time"
 
 
-def test_when_a_round_is_redone_a_peer_leads_only_if_the_others_can_call_it():
-    """The smallest id led, also where it was behind a router: the others took the next one, and it was left out."""
-    first, second, third = (PeerID(b"survivor %d" % number) for number in range(3))
-    can_be_called = {first: False, second: True, third: True}
+def test_when_a_round_is_redone_a_peer_leads_only_if_the_others_can_call_it_and_the_failed_proposer_last():
+    """The smallest id led.
+
+    Where it was behind a router, the others took the next one, and it was left out. Where it was the proposer, cut off
+    before it could propose, the others asked it for six seconds and met in the attempt after the next.
+    """
+    routed, proposer, third, fourth = peers = [PeerID.from_base58(peer) for peer in sorted(PEERS[:4])]
+    entry = {"round": 0, "previous": "0" * 64, "tokens": 1, "slots": (), "tokens_per_second": 1.0, "ready_at": 0.0}
+    members = [Member(peer_id=peer.to_base58(), sync_seconds=1.0, **entry) for peer in peers]
+    members[0] = members[0].model_copy(update={"calls_only": True})
 
     def followed(me: PeerID) -> list[PeerID]:
-        known = Declarations(SimpleNamespace(peer_id=me, client_mode=not can_be_called[me]), "", "", 3)
-        known.survivors = {peer: can for peer, can in can_be_called.items() if peer != me}
+        known = Declarations(SimpleNamespace(peer_id=me, client_mode=me == routed), "", "", 3)
+        known.survivors = Survivors.of(peers, members, lost="", proposer=proposer.to_base58())
         return [peer for peer, _ in asyncio.run(known.get_averagers("", only_active=True))]
 
-    assert [followed(me) for me in (first, second, third)] == [[second, third], [], [second]]
+    assert [followed(me) for me in (routed, third, fourth, proposer)] == [
+        [third, fourth, proposer],
+        [],
+        [third],
+        [third, fourth],
+    ]
+    left = Survivors.of(peers, members, lost=proposer.to_base58(), proposer=proposer.to_base58())
+    assert left.peers == {routed, third, fourth} and left.leaders == (third, fourth)
 
 
-def test_a_peer_that_sees_few_others_closes_no_group_below_the_smallest_size():
-    """One whose p2pd had stood still for some seconds led four of eight, which five have to certify: 27 s were lost."""
+@pytest.fixture
+def matchmaking() -> SwarmMatchmaking:
+    """A matchmaking that can be prepared, and has no network."""
     matchmaking = SwarmMatchmaking.__new__(SwarmMatchmaking)
     matchmaking.group_key_manager, matchmaking.potential_leaders = SimpleNamespace(), SimpleNamespace()
+    return matchmaking
+
+
+def test_a_peer_that_sees_few_others_closes_no_group_below_the_smallest_size(matchmaking):
+    """One whose p2pd had stood still for some seconds led four of eight, which five have to certify: 27 s were lost."""
     matchmaking.prepare(4, 5, None)
     assert matchmaking.target_group_size == matchmaking.group_key_manager.target_group_size == 5
+
+
+def test_who_redoes_a_round_does_not_wait_for_the_peer_that_was_lost(matchmaking):
+    """The leader waited for as many as before, to the end of the meeting's time: three seconds in each such round."""
+    matchmaking.prepare(4, 2, Survivors(frozenset(map(PeerID.from_base58, PEERS[:3])), ()))
+    assert matchmaking.target_group_size == matchmaking.group_key_manager.target_group_size == 3
 
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)
