@@ -44,7 +44,7 @@ class ElasticConfig(CommandConfig):
     only: list[Part] = []
     """Parts of the table to measure; by default all."""
     repeats: PositiveInt = 25
-    """Kills in each of the eight phases, beside those that are on record with the same code."""
+    """Kills in each of the nine phases, beside those that are on record with the same code."""
     seed: int | None = None
     """Of all that is drawn; drawn itself by default."""
     write: bool = False

@@ -76,7 +76,7 @@ def kills(bench: Bench) -> Iterator[Row]:
     states = len({lab["code"] for lab in labs})
     lost, accepted, count = _lost(labs)
     yield Row(
-        "SIGKILL in each of 8 phases: accepted versions lost",
+        "SIGKILL in each of 9 phases: accepted versions lost",
         f"{lost} of {accepted:,} in {count} kills, {states} states of the code",
         f"0 of {MIN_KILLS}",
         not lost and count >= MIN_KILLS,

@@ -48,7 +48,7 @@ def figures(results: Results) -> Iterator[Row]:
         "gap closed, 4 peers, rounds of 5 steps, against one peer that trains everything", results, "ours", 0.6
     )
     yield _gap_row("- SPES as published beside it: one owner, plain mean, fp32, rounds of 25", results, "spes")
-    yield _gap_row("- one holder per slot, a quarter of the expert memory", results, "ours_quarter")
+    yield _gap_row("- one holder per slot, a third of the expert memory", results, "ours_quarter")
     yield _gap_row("- all slots everywhere", results, "everywhere")
     yield _gap_row("gap closed, 4 peers, rounds of 25 steps", results, "ours_long_rounds", 0.4)
     text = "gap closed, against one peer of the same memory (8 of 16 slots)"
@@ -60,7 +60,7 @@ def figures(results: Results) -> Iterator[Row]:
     yield Row("- nats below the lone peer: 16 peers / 4 peers", " / ".join(texts), "more with 16", is_more)
     worse = _by_seed(results, "ours_quarter", lambda loss, other: 100 * (loss / other - 1), other="diloco")
     yield Row(
-        "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25), at a quarter of its expert memory",
+        "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25), at a third of its expert memory",
         f"{mean(worse.values()):+.1f} % ± {stdev(worse.values()):.1f} % ({len(worse)} seeds)",
         "+1 % or less",
         mean(worse.values()) <= 1,
