@@ -54,6 +54,7 @@ VOCABULARY, SEQUENCE, ROUNDS, STEPS = 8192, 128, 5, 2
 REAL_VOCABULARY, MICRO_BATCH = 151_665, (8, 512)
 MAX_PLAN_ERROR = 0.1
 MAX_PEER_GB, MAX_START_SECONDS, MAX_ROUND_SECONDS, MAX_LOGITS_MB = 7.5, 40.0, 5.0, 0.1
+HOME_1B, HOME_TOKENS, HOME_ROUNDS = ROOT / "configs" / "home_1b.yaml", 4096, 3
 HOME, HOME_PEERS, HOME_SLOTS = ROOT / "configs" / "home_7b.yaml", 4, 8
 MAX_ROUND_GB, MAX_BUDGET_GB, MAX_NEWCOMER_GB = 4.6, 2.9, 5.5
 MAX_FOUNDER_GB, MAX_HALF_NEWCOMER_GB = 15.0, 12.0
@@ -61,8 +62,9 @@ SMALLER = {"hidden_size": 512, "num_layers": 8, "num_heads": 8, "num_kv_heads": 
 """With 16 experts, 0.27 B parameters."""
 SMALL_MACHINE = ("--activation-checkpointing", "--inner-optimizer", "adamw8bit")
 MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "int8", *SMALL_MACHINE)
+HOME_MACHINE = ("--max-slots", "4", "--micro-batch-size", "4", *SMALL_MACHINE)
 HALF_MACHINE = ("--max-slots", "1", "--micro-batch-size", "1", "--gradients", "bf16", "--yes", *SMALL_MACHINE)
-"""Flags of peers that join the 1B shape and half of 7B."""
+"""Flags of peers that join the 1B shape, `home_1b`, and half of 7B."""
 SMALLER_MACHINE = ("--max-slots", "4", "--micro-batch-size", "8", "--storage", "nf4", *SMALL_MACHINE)
 MAX_PROCESSOR_SECONDS, MEASURED_ROUNDS = 10.0, 3
 HOME_SETTINGS, HOME_RESULTS = ROOT / "configs" / "home_settings.yaml", ROOT / "benchmarks" / "results" / "home_settings"
@@ -73,7 +75,7 @@ MANY, MANY_ROUNDS, MAX_MESSAGE_KIB = 256, 2, 256.0
 
 
 Part = Literal[
-    "logits", "plan", "newcomer", "start", "pair", "late", "half", "processor", "processor_1b", "loss", "many"
+    "logits", "plan", "newcomer", "start", "pair", "late", "home", "half", "processor", "processor_1b", "loss", "many"
 ]
 
 
@@ -140,17 +142,7 @@ def _planned(what: str, peers: Sequence[Peer], plan: int) -> Row:
 
 def pair_rows(work: Path) -> Iterator[Row]:
     """Yield the peaks of two peers that train five rounds beside each other."""
-    settings = _settings(work, min_peers=2, rounds=ROUNDS)
-    first = start(work, "first", "--config", str(settings))
-    peers = [first]
-    try:
-        wait_for(address := first.folder / "address", first)
-        if address.exists():
-            peers.append(start(work, "second", "--initial-peers", address.read_text().split()[0], *MACHINE))
-        failure = watch(peers, committed(ROUNDS))
-    finally:
-        for peer in peers:
-            peer.end()
+    peers, failure = _two(work, _settings(work, min_peers=2, rounds=ROUNDS), ROUNDS, *MACHINE)
     peaks = " and ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
     what = (
         "two peers of the 1B shape (vocabulary 8 192; 4 slots; int8; adamw8bit; sequences of 128), 5 rounds of 2 steps"
@@ -158,6 +150,35 @@ def pair_rows(work: Path) -> Iterator[Row]:
     is_met = not failure and all(peer.peak_bytes <= MAX_PEER_GB * 1e9 for peer in peers)
     yield Row(f"{what}: peak of each", peaks, f"{MAX_PEER_GB} GB", is_met)
     yield Row("- rounds committed by each", ", ".join(str(peer.rounds) for peer in peers), f"{ROUNDS}", not failure)
+
+
+def _two(work: Path, settings: Path, rounds: int, *machine: str) -> tuple[list[Peer], str]:
+    """Have a founder and a peer that joins it commit some rounds; return them, ended, and why that failed, or ""."""
+    peers = [first := start(work, "first", "--config", str(settings))]
+    try:
+        wait_for(address := first.folder / "address", first)
+        if address.exists():
+            peers.append(start(work, "second", "--initial-peers", address.read_text().split()[0], *machine))
+        return peers, watch(peers, committed(rounds))
+    finally:
+        for peer in peers:
+            peer.end()
+
+
+def home_rows(work: Path) -> Iterator[Row]:
+    """Yield the peaks of two peers of `configs/home_1b.yaml`; its text, tokenizer and lengths suit this machine."""
+    settings = yaml.safe_load(HOME_1B.read_text())
+    settings["run"]["data"] = {"source": "embedded", "vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
+    settings["run"]["train"] |= {"batch_size": 8, "precision": "fp32"}
+    settings["run"]["round"] |= {"tokens": HOME_TOKENS}
+    (path := work / "settings.yaml").write_text(yaml.safe_dump(settings))
+    peers, failure = _two(work, path, HOME_ROUNDS, *HOME_MACHINE)
+    peaks = " and ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
+    what = f"two peers of {HOME_1B.name} (vocabulary 8 192, sequences of 128, {HOME_TOKENS} tokens a round)"
+    rounds = ", ".join(str(peer.rounds) for peer in peers)
+    yield Row(f"{what}: rounds committed by each", rounds, f"{HOME_ROUNDS}", not failure)
+    yield Row("- peak of each", peaks, "", None)
+    yield _planned("- that", peers, _plan(path, 4))
 
 
 def late_rows(work: Path) -> Iterator[Row]:
@@ -436,6 +457,7 @@ PARTS: dict[str, Callable[[Path], Iterator[Row]]] = {
     "start": start_rows,
     "pair": pair_rows,
     "late": late_rows,
+    "home": home_rows,
     "half": half_rows,
     "processor": processor_rows,
     "processor_1b": large_processor_rows,
