@@ -298,7 +298,7 @@ def _wait_for_links(swarm, count: int, seconds: float) -> bool:
     """Tell whether this peer is connected to so many others in time."""
     deadline, found = time.monotonic() + seconds, 0
     while found < count and time.monotonic() < deadline:
-        found = len(swarm._stated_links())
+        found = len(swarm._stated_links(swarm.last()))
         time.sleep(0.1)
     return found >= count
 

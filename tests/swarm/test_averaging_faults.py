@@ -185,9 +185,22 @@ def test_a_round_that_failed_early_is_redone_before_its_start_was_due(party, rog
     assert_mean_of(items[:3], results[:3])
 
 
+def test_an_attempt_whose_proposer_was_lost_in_the_last_one_is_not_averaged(party, rogue, seed):
+    """Its result would wait for a vote in vain, and all would be averaged a third time."""
+    peers = [*party, rogue]
+    while rogue.call("last").proposer(1) != rogue.peer_id:
+        average(peers, contributions(peers, seed), expected=4)
+    items = contributions(peers, seed)
+    rogue.call("misbehave", "sends NaN")
+    results = average(peers, items, expected=4)
+    rogue.call("misbehave", "")
+    assert_mean_of(items[:3], results[:3])
+    assert [[len(note.roster) for note in peer.call("notes")] for peer in party] == [[4, 3]] * 3
+
+
 @pytest.mark.full  # another codec's swarm; the codec's refusal is a unit test, and what follows stands above
-def test_what_its_codec_refuses_costs_a_peer_its_round_and_nobody_else_any_work(tmp_path, seed):
-    """It has promised to the others, by then, to send it."""
+def test_what_its_codec_refuses_costs_a_peer_its_own_work_of_the_round_alone(tmp_path, seed):
+    """It enters without weight, and takes the mean of the others."""
     peers = start_swarm(tmp_path, 3, codec="bf16")
     try:
         while proposes_soon(peers[2]):
@@ -195,10 +208,12 @@ def test_what_its_codec_refuses_costs_a_peer_its_round_and_nobody_else_any_work(
         items = contributions(peers, seed)
         items[2].deltas["slot-2"][123] = 3.4e38  # finite, and more than bf16 holds
         *others, refused = average(peers, items, expected=3)
-        assert not refused.committed and set(refused.dropped) == set(items[2].deltas)
+        assert set(refused.committed) == {"shared"} and set(refused.dropped) == {"slot-2"}
         for result, item in zip(others, items[:2], strict=True):
             assert set(result.committed) == set(item.deltas) and not result.dropped
-            assert {member.peer_id for member in result.roster} == {peer.peer_id for peer in peers[:2]}
+            assert digest(result.committed["shared"]) == digest(refused.committed["shared"])
+            trained = {member.peer_id for member in result.roster if member.tokens}
+            assert trained == {peer.peer_id for peer in peers[:2]}
     finally:
         close_all(peers)
 
