@@ -94,6 +94,8 @@ def wandb_values_now(data: bytes, key: str) -> list[float]:
             at += room
             continue
         _, length, kind = struct.unpack_from("<IHB", data, at)
+        if at + 7 + length > len(data):
+            break  # W&B's process is still writing this part
         parts += data[at + 7 : at + 7 + length]
         at += 7 + length
         if kind in (1, 4):
