@@ -94,8 +94,8 @@ class HivemindSwarm:
         self._tokens = 0
         self._averaged = (RoundResult(), Attempt())
         """The last result, and the attempt that it came from."""
-        self._met = ("", 0)
-        """Body after which this peer has met others last, and how often."""
+        self._has_met = ""
+        """Body after which this peer has met others."""
         self._reserved_at = time.monotonic()
         self._links_rest_until = 0.0
         self._dial_back = DialBack(node)
@@ -239,9 +239,6 @@ class HivemindSwarm:
         ):
             reason = "the swarm was out of reach"
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
-        if number and last.proposer(number) in self._averaged[1].lost:
-            reason = "this attempt's proposer was lost in the last one, so no result of it would be certified"
-            return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
         invite = self._membership.guests.shown if self._membership.guests is not None else ""
         changes = {
             "calls_only": self.node.client_mode,
@@ -256,7 +253,7 @@ class HivemindSwarm:
             entry, self._encoded = self._encoding.encode(contribution)
             self._tokens = entry.tokens
         member = contribution.member.model_copy(update={"tokens": self._tokens})
-        attempt = self._meet(member, last, expected, starts_at)
+        attempt = self._meet(member, last, expected, starts_at, number)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
         self.bans.record(last.round, [attempt.evidence])
@@ -287,18 +284,18 @@ class HivemindSwarm:
         is_sole_voter = last.voters == (self.peer_id,)
         return expected <= 1 and bool(self._membership.live_peers) and not (self._trains_alone or is_sole_voter)
 
-    def _meet(self, member: Member, last: Body, expected: int, starts_at: float) -> Attempt:
+    def _meet(self, member: Member, last: Body, expected: int, starts_at: float, number: int) -> Attempt:
         if expected <= 1:
             return alone(member, last, self._encoded)
         assert self._averager is not None
-        # The members of a failed attempt know each other, and need no DHT to meet again; after two they search it.
-        is_redone = self._met == (last.digest, 1)
+        # The members of a failed attempt know each other, and need no DHT to meet again.
+        is_redone = number == 1 and self._has_met == last.digest
         least = max(2, self.consensus.quorum)
         attempt = self._averager.attempt(
             member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
         )
         if attempt.roster:  # otherwise the survivors are those of an earlier round
-            self._met = (last.digest, 1 + self._met[1] * (self._met[0] == last.digest))
+            self._has_met = last.digest
         if not attempt.roster and last.voters == (self.peer_id,):
             log.info("round %d: no other peer came: %s", last.round + 1, attempt.failure)
             return alone(member, last, self._encoded)

@@ -185,19 +185,6 @@ def test_a_round_that_failed_early_is_redone_before_its_start_was_due(party, rog
     assert_mean_of(items[:3], results[:3])
 
 
-def test_an_attempt_whose_proposer_was_lost_in_the_last_one_is_not_averaged(party, rogue, seed):
-    """Its result would wait for a vote in vain, and all would be averaged a third time."""
-    peers = [*party, rogue]
-    while rogue.call("last").proposer(1) != rogue.peer_id:
-        average(peers, contributions(peers, seed), expected=4)
-    items = contributions(peers, seed)
-    rogue.call("misbehave", "sends NaN")
-    results = average(peers, items, expected=4)
-    rogue.call("misbehave", "")
-    assert_mean_of(items[:3], results[:3])
-    assert [[len(note.roster) for note in peer.call("notes")] for peer in party] == [[4, 3]] * 3
-
-
 @pytest.mark.full  # another codec's swarm; the codec's refusal is a unit test, and what follows stands above
 def test_what_its_codec_refuses_costs_a_peer_its_own_work_of_the_round_alone(tmp_path, seed):
     """It enters without weight, and takes the mean of the others."""
