@@ -87,11 +87,13 @@ class Child:
         """Tell whether it still runs.
 
         Raises:
-            SpesError: it ended with an error of its own. A process that was killed is a fact of life, not an error.
+            SpesError: it ended with an error of its own, and the end of its log is printed. A process that was killed
+                is a fact of life, not an error.
         """
         code = self.process.poll()
         if code is not None and code > 0:
-            raise SpesError(f"{self.name} failed with exit code {code}; the end of {self.log}:\n{self.tail()}")
+            say(self.tail())  # an error is one line, and cut
+            raise SpesError(f"{self.name} failed with exit code {code}; the lines above are the end of {self.log}")
         return code is None
 
     def killer(self) -> str | None:

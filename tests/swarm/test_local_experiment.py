@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -63,13 +64,12 @@ def wait_for_file(launcher: Command, path: Path, seconds: float = 60.0) -> None:
         assert time.monotonic() < deadline, f"no {path}: {launcher.tail()}"
 
 
-def pid_of(commands: Commands, output: Path) -> int:
-    """Return the process whose command line names an output and whose parent is the launcher."""
-    found = [process for process in commands.alive() if str(output) in process.cmdline()]
-    # Forks of a peer share its command line; the peer is the one that is nobody's fork.
-    pids = {process.pid for process in found}
-    (peer,) = [process for process in found if process.ppid() not in pids]
-    return peer.pid
+def peer_writing(launcher: Command, log: Path) -> psutil.Process:
+    """Return the child of the launcher whose output a log is: children are forks, which share its command line."""
+    (peer,) = [
+        child for child in psutil.Process(launcher.pid).children() if os.readlink(f"/proc/{child.pid}/fd/1") == str(log)
+    ]
+    return peer
 
 
 # Three minutes of four starts. In the commit lane test_experiment has what an interrupted experiment starts again, and
@@ -101,7 +101,7 @@ def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promi
     number = saved_state(out / "peer-1")["round"]
     wait_for_round(second, out / "peer-1", number + 1)
     check_pages(out, second)
-    psutil.Process(pid_of(commands, out / "peer-1")).kill()
+    peer_writing(second, out / "logs" / "peer-1.log").kill()
     assert second.end(180) == 0, second.tail()
     commands.wait_until_gone()
     assert second.matches("peer-1 was killed by SIGKILL; the swarm goes on without it")
@@ -146,7 +146,7 @@ def check_results(out: Path, launcher: Command) -> None:
     summary = "\n".join(launcher.lines)
     assert f" evaluate {out / 'model'}" in summary
     assert f"--resume --output {out}" in summary
-    assert re.search(r"spes peer --run-id local --initial-peers /ip4/127\.0\.0\.1/tcp/\d+/p2p/\w+", summary)
+    assert re.search(r"spes join spes:local\.\S+ --output", summary)
 
 
 @pytest.mark.full
@@ -168,4 +168,4 @@ def test_a_killed_launcher_leaves_no_process_and_a_failing_peer_stops_everything
     commands.wait_until_gone()
     summary = "\n".join(resumed.lines)
     assert "peer-1 failed with exit code 2" in summary
-    assert f"delete {out / 'peer-1' / 'checkpoint'}" in summary, "the failing peer's log tells what to do"
+    assert f"delete {out / 'peer-1' / 'checkpoint'}" in summary, summary

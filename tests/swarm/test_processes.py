@@ -262,6 +262,17 @@ def test_an_interrupt_while_a_future_is_made_leaves_others_able_to_make_one(node
     assert num_heard > 100
 
 
+def test_a_page_of_shared_memory_serves_thousands_of_futures(node, monkeypatch):
+    """Each request to its manager costs a file and, where the manager is late, a second of all threads."""
+    requests = []
+    share = torch.UntypedStorage._share_filename_cpu_
+    monkeypatch.setattr(
+        torch.UntypedStorage, "_share_filename_cpu_", lambda storage: requests.append(storage) or share(storage)
+    )
+    futures = [MPFuture() for _ in range(1000)]
+    assert len(futures) == 1000 and len(requests) <= 1
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("is_new", [True, False], ids=["shared", "opened"])
 def test_memory_is_shared_although_its_manager_stands_still_for_longer_than_torch_waits(node, is_new):

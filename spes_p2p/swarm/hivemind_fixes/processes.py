@@ -9,6 +9,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from multiprocessing import synchronize
 from multiprocessing.connection import Connection
@@ -38,6 +39,9 @@ _LOCK_SECONDS = 5.0
 _SEARCH_PAUSE_SECONDS = 0.05
 _SHARE_TRIES = 60
 """Attempts to share memory; torch's manager has one second for each."""
+_SHARE_PAUSE_SECONDS = 0.1
+_FUTURES_PER_CHUNK = 4096
+"""One byte of shared memory each: a page, which the kernel gives to a smaller chunk, too."""
 _NO_ROUTING_PEER = "failed to find any peer in table"
 """p2pd's error for a search before any connected peer has said that it takes part in p2pd's own DHT."""
 # Started in place of p2pd, it becomes p2pd by exec, which keeps the death signal; a fork would not.
@@ -78,12 +82,14 @@ def reset_inherited_futures() -> None:
 
 @functools.cache
 def retry_memory_sharing() -> None:
-    """Repeat torch's requests to its shared-memory manager when the manager is silent for a second. Idempotent.
+    """Send torch's shared-memory manager few requests, again where it is silent for a second. Idempotent.
 
-    hivemind shares memory for every 16 futures, for each averaging, and for futures sent to other processes. The
-    manager is a process, too: after a machine's standstill, or under load, the caller may run before it, and the
-    request fails by a timeout. The next request takes the late answer.
+    Stock hivemind shares memory for every 16 futures; here a page of it serves 4096. It also shares memory for each
+    averaging, and for futures sent to other processes. The manager is a process, too: after a machine's standstill, or
+    under load, the caller may run before it, and the request fails by a timeout. The next request takes the late
+    answer. Other threads run in the pause between the two: torch waits with the interpreter's lock.
     """
+    os.environ.setdefault("HIVEMIND_SHM_BUFFER_SIZE", str(_FUTURES_PER_CHUNK))
     storage = torch.UntypedStorage
     storage._share_filename_cpu_ = _retried(storage._share_filename_cpu_)  # type: ignore[method-assign]
     opening = _retried(storage._new_shared_filename_cpu)
@@ -99,6 +105,7 @@ def _retried(stock: Callable[..., Any]) -> Callable[..., Any]:
             except RuntimeError as error:
                 if "timed out" not in str(error):
                     raise
+            threading.Event().wait(_SHARE_PAUSE_SECONDS)
         return stock(*args, **kwargs)
 
     return retried
