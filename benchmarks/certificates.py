@@ -140,7 +140,7 @@ def histories(seen: Seen) -> Iterator[Row]:
     for what, key in (
         ("two unshrunk certificates of one round", "forks"),
         ("accepted versions lost", "lost"),
-        ("runs that stand though more than half answer", "stands"),
+        ("runs that stand still though more than half answer", "stands"),
     ):
         bad = honest.get(key, 0)
         yield Row(f"histories: {what}", f"{bad} of {count:,}", "0 of 10,000", not bad and count >= 10_000)
