@@ -357,9 +357,13 @@ class HubRepository:
             found = {}
             for tag in (tag for tag in tags if _TAG.fullmatch(tag)):
                 path = self._api.hf_hub_download(self._name, MANIFEST_FILE, revision=tag)
-                manifest = CheckpointManifest.parse(Path(path).read_bytes())
+                try:
+                    manifest = CheckpointManifest.parse(Path(path).read_bytes())
+                except DataError as error:
+                    place = f"{HUB_SCHEME}{self._name}"
+                    raise DataError(f"{place}: {tag}: {error}; delete that tag, or name another place") from error
                 found[manifest.round] = manifest
-        except DataError:  # a manifest is damaged
+        except DataError:
             raise
         except Exception as error:
             raise self._failed(error) from error

@@ -120,7 +120,7 @@ class Body(Document):
     ends_at: Seconds
     """DHT time at which the next round stops training."""
     members: tuple[MemberEntry, ...] = Field(default=(), max_length=MAX_MEMBERS)
-    """The roster, by ascending peer id."""
+    """The roster's members that averaged `shared`, by ascending peer id."""
     voters: tuple[PeerId, ...] = Field(min_length=1, max_length=MAX_VOTERS)  # guard: some-voter
     """Voters of the next round, those that have voted longest first."""
     candidates: dict[PeerId, Count] = Field(default={}, max_length=MAX_MEMBERS)

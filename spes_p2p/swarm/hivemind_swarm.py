@@ -289,6 +289,8 @@ class HivemindSwarm:
             return alone(member, last, self._encoded)
         assert self._averager is not None
         # The members of a failed attempt know each other, and need no DHT to meet again.
+        if number == 0:
+            self._has_met = ""
         is_redone = number == 1 and self._has_met == last.digest
         least = max(2, self.consensus.quorum)
         attempt = self._averager.attempt(

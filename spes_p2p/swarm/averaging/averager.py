@@ -258,7 +258,7 @@ class SparseAverager(DecentralizedAverager):
                 running[name] = asyncio.create_task(group.run(buffers))
         status = await finish_all(running)
         lost = mine[SHARED].lost if SHARED in mine else ""
-        self._survivors = Survivors.of(group_info.peer_ids, self._roster, lost=lost, proposer=self._last.proposer(0))
+        self._survivors = Survivors.of(self._roster, me=me, lost=lost, proposer=self._last.proposer(0))
         seconds = time.monotonic() - began
         if not any(status.values()):
             self._attempt_timeout.observe(seconds)

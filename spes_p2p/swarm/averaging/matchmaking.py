@@ -7,7 +7,6 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Self
 
@@ -24,6 +23,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT
 from spes_p2p.swarm.invites import GuestList
+from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS
 from spes_p2p.swarm.roster import Member, Roster
 from spes_p2p.swarm.validation import owner_of
@@ -51,13 +51,20 @@ class Survivors(NamedTuple):
     leaders: tuple[PeerID, ...]
 
     @classmethod
-    def of(cls, peers: Iterable[PeerID], members: Iterable[Member], *, lost: str, proposer: str) -> Self:
-        """Return the survivors; the proposer of the failed attempt, which may have died, leads last."""
-        left = frozenset(peer for peer in peers if peer.to_base58() != lost)
-        callable_ones = {member.peer_id for member in members if not member.calls_only}
-        able = (peer for peer in left if peer.to_base58() in callable_ones)
-        order = sorted(able, key=lambda peer: (peer.to_base58() == proposer, peer.to_bytes()))
-        return cls(left, tuple(order))
+    def of(cls, roster: Roster, *, me: str, lost: str, proposer: str) -> Self:
+        """Return those left of the members that average `shared`.
+
+        Args:
+            roster: Of the failed attempt.
+            me: Id of this peer, which others may have lost.
+            lost: Id of the peer to blame; empty if there is none.
+            proposer: Id of the attempt's proposer; it leads last, because it may be dead.
+        """
+        names = set(roster.groups[SHARED]) - ({lost} - {me})
+        left = {PeerID.from_base58(member.peer_id): member for member in roster if member.peer_id in names}
+        able = (peer for peer, member in left.items() if not member.calls_only)
+        order = sorted(able, key=lambda peer: (left[peer].peer_id == proposer, peer.to_bytes()))
+        return cls(frozenset(left), tuple(order))
 
     def before(self, peer: PeerID, *, can_lead: bool) -> list[PeerID]:
         """Return the leaders that a peer follows: all others if it cannot lead itself."""
@@ -182,7 +189,7 @@ class SwarmMatchmaking(Matchmaking):
         """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with."""
         if target is not None:
             if survivors is not None:
-                target = min(target, len(survivors.peers))
+                target = len(survivors.peers)
             # A leader that was cut off sees few others, and would close a group that no quorum can certify.
             target = max(target, least)
         self.target_group_size = target

@@ -40,8 +40,8 @@ _SEARCH_PAUSE_SECONDS = 0.05
 _SHARE_TRIES = 60
 """Attempts to share memory; torch's manager has one second for each."""
 _SHARE_PAUSE_SECONDS = 0.1
-_FUTURES_PER_CHUNK = 4096
-"""One byte of shared memory each: a page, which the kernel gives to a smaller chunk, too."""
+_FUTURES_PER_CHUNK = 4000
+"""One byte of shared memory each; with torch's header a page, which the kernel gives to a smaller chunk, too."""
 _NO_ROUTING_PEER = "failed to find any peer in table"
 """p2pd's error for a search before any connected peer has said that it takes part in p2pd's own DHT."""
 # Started in place of p2pd, it becomes p2pd by exec, which keeps the death signal; a fork would not.
@@ -84,7 +84,7 @@ def reset_inherited_futures() -> None:
 def retry_memory_sharing() -> None:
     """Send torch's shared-memory manager few requests, again where it is silent for a second. Idempotent.
 
-    Stock hivemind shares memory for every 16 futures; here a page of it serves 4096. It also shares memory for each
+    Stock hivemind shares memory for every 16 futures; here a page of it serves 4000. It also shares memory for each
     averaging, and for futures sent to other processes. The manager is a process, too: after a machine's standstill, or
     under load, the caller may run before it, and the request fails by a timeout. The next request takes the late
     answer. Other threads run in the pause between the two: torch waits with the interpreter's lock.

@@ -23,6 +23,7 @@ from spes_p2p.monitor.checkpoints import Checkpoints, Uploads
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.monitor.stores import FolderStore, StoreError, open_store
 from spes_p2p.monitor.uploads import (
+    MANIFEST_FILE,
     CheckpointManifest,
     StoredCheckpoints,
     Uploaded,
@@ -367,6 +368,11 @@ def test_a_hub_repository_has_the_newest_model_and_a_tag_for_each_that_stays(
         other = checkpoint(tmp_path / "other", 9, run="1" * 64)
         with pytest.raises(StoreError, match="hf://someone/run has checkpoints of another run"):
             destination.upload(tmp_path / "other", other, go_on)
+        damaged, whole = "f" * 40, hub.tags["round-000001"]
+        hub.commits, hub.tags["round-000001"] = {damaged: ({MANIFEST_FILE: b"{}"}, ""), **hub.commits}, damaged
+        with pytest.raises(DataError, match=r"someone/run: round-000001: .*; delete that tag, or name another"):
+            destination.checkpoints()
+        hub.tags["round-000001"] = whole
         assert hub.tokens.keys() == {"Bearer hf_neverInAnyLog"}, hub.tokens
         hub.is_failing = True
         with pytest.raises(StoreError, match=r"hf://someone/run: .*; log in with `hf auth login`") as told:

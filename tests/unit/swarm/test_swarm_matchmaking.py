@@ -9,10 +9,19 @@ from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
 from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders, Survivors, SwarmMatchmaking
-from spes_p2p.swarm.roster import Member
-from tests.support.certificates import PEERS
+from spes_p2p.swarm.averaging.outcome import Attempt
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.roster import Member, Roster
+from tests.support.certificates import PEERS, last_body
 
 MEETING_SECONDS = 0.5
+
+
+def roster_of(*peers: PeerID) -> Roster:
+    """Return the roster of a first meeting after a certificate that names all these peers."""
+    last = last_body([peer.to_base58() for peer in peers])
+    entry = {"round": last.round, "previous": last.digest, "tokens": 1, "slots": (), "tokens_per_second": 1.0}
+    return Roster((Member(peer_id=peer.to_base58(), ready_at=0.0, sync_seconds=1.0, **entry) for peer in peers), last)
 
 
 def test_no_time_is_up_when_a_peer_declares_for_the_first_time():
@@ -41,13 +50,13 @@ def test_when_a_round_is_redone_a_peer_leads_only_if_the_others_can_call_it_and_
     before it could propose, the others asked it for six seconds and met in the attempt after the next.
     """
     routed, proposer, third, fourth = peers = [PeerID.from_base58(peer) for peer in sorted(PEERS[:4])]
-    entry = {"round": 0, "previous": "0" * 64, "tokens": 1, "slots": (), "tokens_per_second": 1.0, "ready_at": 0.0}
-    members = [Member(peer_id=peer.to_base58(), sync_seconds=1.0, **entry) for peer in peers]
-    members[0] = members[0].model_copy(update={"calls_only": True})
+    roster = roster_of(*peers)
+    roster = Roster([roster[0].model_copy(update={"calls_only": True}), *roster[1:]], roster.last)
+    failed = {"me": third.to_base58(), "proposer": proposer.to_base58()}
 
     def followed(me: PeerID) -> list[PeerID]:
         known = Declarations(SimpleNamespace(peer_id=me, client_mode=me == routed), "", "", 3)
-        known.survivors = Survivors.of(peers, members, lost="", proposer=proposer.to_base58())
+        known.survivors = Survivors.of(roster, lost="", **failed)
         return [peer for peer, _ in asyncio.run(known.get_averagers("", only_active=True))]
 
     assert [followed(me) for me in (routed, third, fourth, proposer)] == [
@@ -56,8 +65,19 @@ def test_when_a_round_is_redone_a_peer_leads_only_if_the_others_can_call_it_and_
         [third],
         [third, fourth],
     ]
-    left = Survivors.of(peers, members, lost=proposer.to_base58(), proposer=proposer.to_base58())
+    left = Survivors.of(roster, lost=proposer.to_base58(), **failed)
     assert left.peers == {routed, third, fourth} and left.leaders == (third, fourth)
+    assert Survivors.of(roster, lost=third.to_base58(), **failed).peers == set(peers), "others have lost this peer"
+
+
+def test_only_members_that_average_the_shared_parameters_redo_a_round():
+    """A member of another certificate is never lost, because it is in no group: the others waited for it, or asked it
+    first, for all of the meeting's time."""
+    behind, *others = [PeerID.from_base58(peer) for peer in sorted(PEERS[:4])]
+    roster = roster_of(behind, *others)
+    roster = Roster([roster[0].model_copy(update={"previous": "0" * 64}), *roster[1:]], roster.last)
+    left = Survivors.of(roster, me=others[0].to_base58(), lost="", proposer="")
+    assert left.peers == set(others) and set(left.leaders) == set(others)
 
 
 @pytest.fixture
@@ -76,8 +96,26 @@ def test_a_peer_that_sees_few_others_closes_no_group_below_the_smallest_size(mat
 
 def test_who_redoes_a_round_does_not_wait_for_the_peer_that_was_lost(matchmaking):
     """The leader waited for as many as before, to the end of the meeting's time: three seconds in each such round."""
-    matchmaking.prepare(4, 2, Survivors(frozenset(map(PeerID.from_base58, PEERS[:3])), ()))
-    assert matchmaking.target_group_size == matchmaking.group_key_manager.target_group_size == 3
+    survivors = Survivors(frozenset(map(PeerID.from_base58, PEERS[:3])), ())
+    for expected in (4, 2):  # a leader that saw fewer claims left one of them behind
+        matchmaking.prepare(expected, 2, survivors)
+        assert matchmaking.target_group_size == matchmaking.group_key_manager.target_group_size == 3
+
+
+def test_a_round_is_not_redone_with_those_that_met_without_tokens_under_the_same_certificate():
+    """They were the survivors of the next round's first attempt, too, and a peer that had come since was left out."""
+    redone: list[bool] = []
+    met = iter([roster_of(PeerID.from_base58(PEERS[0])), Roster(), Roster()])
+
+    def attempt(*_, is_redone: bool, **__) -> Attempt:
+        redone.append(is_redone)
+        return Attempt(next(met))
+
+    averager, consensus = SimpleNamespace(attempt=attempt), SimpleNamespace(quorum=1)
+    swarm = SimpleNamespace(_averager=averager, consensus=consensus, _has_met="", _encoded={}, peer_id=PEERS[0])
+    for number in (0, 0, 1):
+        HivemindSwarm._meet(swarm, None, last_body(PEERS[:4]), expected=2, starts_at=0.0, number=number)
+    assert redone == [False, False, False]
 
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.training.controls import Intent
 
@@ -150,3 +152,30 @@ def test_with_overlap_a_pause_costs_the_others_no_round_either() -> None:
     check_others(peers)
     mine = {report.round: report.tokens for report in peers[2].reports}
     assert 0 in mine.values() and mine[TOTAL] and not owner.held_steps
+
+
+class LateOnce(MemorySwarm):
+    """A peer that does not find the others once, in a round in which it has trained nothing."""
+
+    has_missed = False
+
+    def average(self, contribution: Contribution, **rest: Any) -> RoundResult:
+        if self.has_missed or contribution.member.tokens or contribution.member.round != 3:
+            return super().average(contribution, **rest)
+        self.has_missed = True
+        self._open = self.last(), self._hub.attempt
+        self.clock.wait(1.5 * self._hub.matchmaking_seconds)
+        return RoundResult()
+
+
+def test_a_paused_voter_that_misses_a_meeting_lets_the_others_redo_the_round() -> None:
+    """It went on without a word, and the other waited for its vote until the run shrank."""
+    times = {**TIMES, **BY_TOKENS, "min_peers": 2, "lease_seconds": 600.0, "shrink_seconds": 3000.0}
+    run, hub = tiny_run(round=RoundConfig(**times)), MemoryHub("run", matchmaking_seconds=10.0)
+    swarms = [MemorySwarm(hub, peer_id(0)), LateOnce(hub, peer_id(1))]
+    peers = [VirtualPeer(run, swarm, index=i, max_slots=4) for i, swarm in enumerate(swarms)]
+    peers[1].loop._controls = Owner(peers[1], lambda: 2 <= peers[1].sync.round < 6, lambda: False)
+    began, initial = hub.clock.now(), peers[0].initial
+    hub.clock.run([lambda peer=peer: peer.live(initial, lambda report: None) for peer in peers])
+    assert swarms[1].has_missed and hub.clock.now() - began < run.round.shrink_seconds
+    assert [report.round for report in peers[0].reports] == list(range(1, TOTAL + 1))
