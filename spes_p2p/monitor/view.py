@@ -253,10 +253,9 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
         if known is None or known.round < number:
             newest[peer] = report
     peers: dict[str, PeerView] = {}
-    for peer in [  # guard: monitor-peers
-        *view.peers,
-        *(peer for peer in sorted(snapshot.claims) if peer not in view.peers),
-    ][:MAX_PEERS]:
+    seen = [*view.peers, *(peer for peer in sorted(snapshot.claims) if peer not in view.peers)]
+    kept = set(sorted(seen, key=lambda peer: peer not in snapshot.claims)[:MAX_PEERS])  # guard: monitor-peers
+    for peer in (peer for peer in seen if peer in kept):
         peers[peer] = _fold_peer(view, snapshot, peer, newest.get(peer))
     finished = [p.report.round if p.report else 0 for p in peers.values() if p.state == "active"]
     published = max(view.published, _majority_reached(finished))

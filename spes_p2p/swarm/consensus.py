@@ -45,7 +45,7 @@ from spes_p2p.swarm.decision import Decider
 from spes_p2p.swarm.exchange.protocol import TEXT, Channel
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
-from spes_p2p.swarm.p2p.identity import IdentityKeys
+from spes_p2p.swarm.p2p.identity import IdentityKeys, peer_id_of
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import PROTOCOL
 from spes_p2p.swarm.votes import BallotFile, Rules
@@ -59,9 +59,10 @@ MAX_QUIET_BYTES = 2**16
 SEND_SECONDS = 10.0
 MAX_UNSENT = 32
 """Messages to one peer that are on their way; more are lost, and sent again by a later attempt."""
-MAX_RECEIVING = 16
+MAX_RECEIVING = 64
+MAX_RECEIVING_OTHERS = 16
 MAX_RECEIVING_EACH = 4
-"""Messages that are read at the same time: in all, and of one peer."""
+"""Messages that are read at the same time: of all voters, of all others, and of one peer. More wait for their turn."""
 MAX_ASKED_AT_ONCE = 2
 """Peers that are asked when records tell of certificates that are missing here."""
 MAX_ASKED = 8
@@ -177,6 +178,8 @@ class Consensus:
         """Owners of the public keys that each peer was told."""
         self._sending: Counter[str] = Counter()
         self._receiving: Counter[str] = Counter()
+        self._turns = {True: asyncio.Semaphore(MAX_RECEIVING), False: asyncio.Semaphore(MAX_RECEIVING_OTHERS)}
+        """Turns to be read, of voters and of others."""
         self._answered: set[str] = set()
         self._changed = threading.Condition(threading.RLock())
         """Held while the decider runs; notified after that."""
@@ -193,8 +196,9 @@ class Consensus:
             ballots.load(self.now(), is_new=is_new),
             ballots.save,
             on_attempt=lambda attempt: None,
-            on_certificate=lambda certificate: self._file.save(self._decider.chain),
+            on_certificate=lambda certificate: self._save(),
         )
+        self._hold_keys()
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
         node.run(node.p2p.add_binary_stream_handler(self._service, self._receive), SEND_SECONDS)
         self._thread = threading.Thread(target=self._run, name="consensus", daemon=True)
@@ -207,6 +211,16 @@ class Consensus:
             self._is_closed = True
             self._decider.close()
             self._changed.notify_all()
+
+    def _save(self) -> None:
+        self._hold_keys()
+        self._file.save(self._decider.chain)
+
+    def _hold_keys(self) -> None:
+        """Keep the public keys that check this chain and the next statements about it."""
+        chain = self._decider.chain
+        signed = signers(Certificates.model_construct(certificates=chain.certificates))
+        self._keys.held = signed.union(chain.start.voters, *map(known_peers, chain.newest(KNOWN_ROUNDS)))
 
     # ------------------------------------------------------------------ what is decided
 
@@ -399,12 +413,12 @@ class Consensus:
     async def _receive(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer, channel = info.peer_id.to_base58(), Channel(reader, writer, SEND_SECONDS)
         with contextlib.closing(channel):
-            is_too_much = self._receiving.total() >= MAX_RECEIVING or self._receiving[peer] >= MAX_RECEIVING_EACH
-            if is_too_much:  # guard: few-at-once
+            if self._receiving[peer] >= MAX_RECEIVING_EACH:  # guard: few-at-once
                 return
             self._receiving[peer] += 1
             try:
-                async with asyncio.timeout(SEND_SECONDS):
+                is_voter = peer in self.last().voters  # guard: voters-turns
+                async with asyncio.timeout(SEND_SECONDS), self._turns[is_voter]:
                     most = MAX_MESSAGE_BYTES if self._is_known(peer) else MAX_QUIET_BYTES
                     envelope = Envelope.unpack(await channel.receive_text(most), most)
                 message = envelope.message
@@ -422,9 +436,11 @@ class Consensus:
         return peer in last.voters or peer in last.candidates or last.round == 0 or peer in self._peers()
 
     def _take(self, peer: str, keys: Sequence[bytes], message: Message) -> None:
+        needed = signers(message)
         for key in keys:
             try:
-                self._keys.learn(key)
+                if peer_id_of(key) in needed:  # guard: needed-keys
+                    self._keys.learn(key)
             except ValueError as error:
                 log.info("%s has sent what is no public key: %s", peer[-6:], error)
         if isinstance(message, Question):

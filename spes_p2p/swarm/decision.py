@@ -34,6 +34,7 @@ from spes_p2p.swarm.certificate import (
     Proposal,
     Question,
     Vote,
+    known_peers,
     make_body,
     max_leaving,
     preferred,
@@ -142,6 +143,7 @@ class Decider:
     def come_back(self) -> None:
         """Take part again after `leave`: others may still count the goodbye, and admit this peer anew."""
         self._has_left = False
+        self._goodbyes.pop(self._keys.peer_id, None)
 
     # ------------------------------------------------------------------ attempts
 
@@ -257,6 +259,8 @@ class Decider:
             self._give_up()
             return
         self._network.send(last.proposer(attempt), self._own)
+        if self._is_proposer:  # from its own result on: strangers send confirmations at any time
+            self._later(self._rules.confirmation_seconds, self._propose)
         self._later(self._attempt_seconds, self._give_up)
         self._later(self._rules.confirmation_seconds / 2, self._give_up_dead)
 
@@ -268,13 +272,18 @@ class Decider:
         if not self._is_proposer or confirmation.attempt != self.attempt or confirmation.peer_id != sender:
             return
         # One that is not signed would make all voters refuse the proposal that contains it.
-        if len(self._confirmations) >= MAX_MEMBERS or not confirmation.is_signed(self._keys):  # guard: no-false-part
+        if not self._has_room_for(sender) or not confirmation.is_signed(self._keys):  # guard: no-false-part
             return
         self._confirmations[sender] = confirmation
-        if len(self._confirmations) == 1:
-            self._later(self._rules.confirmation_seconds, self._propose)
         if self._members and len(self._of_roster()) == len(self._members):
             self._propose()
+
+    def _has_room_for(self, peer: str) -> bool:
+        """Tell whether a peer's confirmation is kept: before the roster is known, only so many of strangers are."""
+        if self._members:
+            return any(member.peer_id == peer for member in self._members)
+        known = {*self.chain.last.voters, *self.chain.last.candidates}
+        return peer in known or len(self._confirmations.keys() - known) < MAX_MEMBERS  # guard: room-for-known
 
     def _of_roster(self) -> list[Confirmation]:
         """Return the members' confirmations of the roster."""
@@ -315,9 +324,8 @@ class Decider:
             for peer in last.voters
             if last.absent.get(peer, 0) + 1 >= ABSENT_ROUNDS and peer not in present and self._network.is_gone(peer)
         ]
-        left = self._counted_goodbyes()
-        due = dict.fromkeys(peer for peer in (*self.proofs, *left, *missed) if peer in last.voters)
-        return list(due)[: max_leaving(len(last.voters))]
+        due = dict.fromkeys((*self.proofs, *self._counted_goodbyes(), *missed))
+        return [peer for peer in due if peer in last.voters][: max_leaving(len(last.voters))]
 
     def _counted_goodbyes(self) -> Mapping[str, Goodbye]:
         """Return the goodbyes that count in the open round, by voter."""
@@ -331,8 +339,7 @@ class Decider:
 
     def _propose_again(self) -> bool:
         """Propose the body of the newest vote again; return False if this attempt may make a new one."""
-        bound = "" if self._absent() else newest_voted(self._of_attempt())
-        if bound:
+        if bound := "" if self._absent() else newest_voted(self._of_attempt()):
             again = self._proposals[bound]
             self._offer(again.body, again.confirmations, again.goodbyes, again.proofs)
         return bool(bound)
@@ -401,9 +408,9 @@ class Decider:
             self._say_given_up()
 
     def _say_given_up(self) -> None:
+        self._later(self._rules.attempt_seconds, self._say_given_up)  # first: the disk may be full
         self._send_give_up(self.attempt)
         self._ask_next()
-        self._later(self._rules.attempt_seconds, self._say_given_up)
 
     def _has_given_up(self, peer: str) -> bool:
         """Tell whether a voter has given the open attempt up."""
@@ -431,10 +438,12 @@ class Decider:
         self._watch(give_up)
         if self.voter.discounts(give_up, voted):
             return
-        if give_up.body and voted is not None:  # guard: stated-proposal
+        if self._has_left:  # the goodbye may have been lost
+            self._network.send(sender, self._goodbye())
+        if give_up.voted is not None and voted is not None:  # guard: stated-proposal
             self._proposals[voted.body.digest] = voted
-        known = self._give_ups.get(give_up.peer_id)
-        if known is None or known.attempt < give_up.attempt:
+        known = self._give_ups.setdefault(give_up.peer_id, give_up)
+        if known.attempt < give_up.attempt:
             self._give_ups[give_up.peer_id] = give_up
         self._follow_quorum()
         if self._own is not None and self._has_given_up(last.proposer(self.attempt)):  # it proposes nothing any more
@@ -458,7 +467,7 @@ class Decider:
         known = self.chain.last.digest
         for certificate in message.certificates:
             body, last = certificate.body, self.chain.last
-            if body.round > last.round - WATCHED_ROUNDS:
+            if sender in known_peers(last) and body.round > last.round - WATCHED_ROUNDS:  # guard: known-watch
                 self._watch(*certificate.votes())
             if body.previous == last.digest:
                 if not self.voter.learn(certificate, self._is_away):
@@ -500,10 +509,12 @@ class Decider:
 
     def _follow(self, certificate: Certificate, *, is_other: bool = False) -> None:
         self.chain.add(certificate, self.voter.skips)
-        self._on_certificate(certificate)
-        if is_other:
-            self.voter.switch(certificate.body)
-        self._open_round()
+        try:
+            self._on_certificate(certificate)
+        finally:  # a full disk leaves no half of a round
+            if is_other:
+                self.voter.switch(certificate.body)
+            self._open_round()
 
     def ask(self, peer: str) -> None:
         """Ask a peer for the certificates that this one has missed."""

@@ -182,14 +182,17 @@ class HivemindSwarm:
 
     def _followers(self) -> list[str]:
         """Return the peers that follow the run: those that the last certificate knows, and some that it does not."""
+        if self._consensus is None:  # a message has come before it is there
+            return []
         last, claims = self.consensus.last(), self._membership.last_read(Claim)
         known = known_peers(last)
         new = [peer for peer in claims if peer not in known]
         return [*sorted(known & claims.keys()), *strangers(last, new)[:MAX_NEW]]
 
     def _is_gone(self, peer: str) -> bool:
-        claims = self._membership.last_read(Claim)
-        return peer != self.peer_id and bool(claims) and peer not in claims
+        """Tell whether a peer's lease has run out, or a claim says that it stands aside and has no vote to give."""
+        claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
+        return peer != self.peer_id and bool(claims) and (peer not in claims or not claims[peer].max_slots)
 
     def _beat(self) -> None:
         """Follow, once per heartbeat, where the others' chains of certificates end, and meet those behind routers."""

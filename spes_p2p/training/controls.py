@@ -57,19 +57,28 @@ class Decision:
 
 
 def decide(
-    intent: Intent, *, has_trained: bool, is_due: bool, has_others: bool, is_pending: bool, lease_seconds: float
+    intent: Intent,
+    *,
+    has_trained: bool,
+    is_due: bool,
+    has_others: bool,
+    has_voters: bool,
+    is_pending: bool,
+    lease_seconds: float,
 ) -> Decision:
     """Return what a peer does next in its round.
 
     A held peer keeps its place: it meets the others at the round's end with what it has trained, so that they neither
-    wait for it nor lack its vote. Once it has been held for a lease, and has nothing to bring, it stands aside. Without
-    another peer there is no one to meet and nothing to lose by waiting.
+    wait for it nor lack its vote. Once it has been held for a lease, and has nothing to bring, it stands aside, but not
+    as the only voter, without which no round is certified. Without another peer there is no one to meet and nothing to
+    lose by waiting.
 
     Args:
         intent: What the owner wants.
         has_trained: Whether this round has a step of this peer.
         is_due: Whether the round's training is over, or ends by steps, which this peer does not make.
         has_others: Whether another peer takes part in rounds.
+        has_voters: Whether one that votes does.
         is_pending: Whether the last round is still being synchronised.
         lease_seconds: Time for which a peer may keep its slots without training them.
     """
@@ -82,7 +91,7 @@ def decide(
     if not has_trained and intent.ends:
         return Decision("end")
     if not has_others:
-        return Decision("wait")
-    if not has_trained and intent.held_seconds >= lease_seconds:
+        return Decision("bring" if intent.ends and is_due else "wait")
+    if not has_trained and has_voters and intent.held_seconds >= lease_seconds:
         return Decision("stand aside")
     return Decision("bring" if is_due else "wait")

@@ -64,11 +64,13 @@ class Outcome(RoundResult):
     """What a round brought a peer.
 
     Attributes:
-        committed: What of the last attempt's means the round's certificate names.
+        committed: What of an attempt's means the round's certificate names.
+        is_last: Of the last attempt; with an earlier one's means, a peer discards what its codecs have rounded off.
         is_behind: The others have decided the round without this peer's result.
     """
 
     committed: Mapping[VectorName, torch.Tensor] = dataclasses.field(default_factory=dict)
+    is_last: bool = True
     is_behind: bool = False
 
 
@@ -103,6 +105,7 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
             "dropped": lost | {name: reason for name, reason in result.dropped.items() if name not in own},
         },
         committed={name: means[name] for name in own},
+        is_last=result is tried[-1][0],
         is_behind=not is_own and swarm.last().digest != start.digest,
     )
 

@@ -68,7 +68,7 @@ class Referee:
         if result.committed:
             wrong += self._check_means(item, result)
         state = self._states[me]
-        if SHARED not in result.committed:
+        if SHARED not in result.committed or not result.is_last:
             state.encoding.forget()
             state.errors.clear()
         else:

@@ -296,3 +296,33 @@ def test_of_one_peer_only_a_few_messages_are_read_at_the_same_time(three, strang
     wait_until(lambda: not consensus._receiving[stranger.peer_id])
     send(stranger, three[0], message)
     wait_until(lambda: stranger.peer_id in taken)
+
+
+def test_strangers_that_send_nothing_keep_no_voter_waiting(three, stranger, monkeypatch):
+    """Four of them held all places, and each message of a voter was dropped."""
+    consensus = three[0].consensus
+    monkeypatch.setattr("spes_p2p.swarm.consensus.SEND_SECONDS", 4 * SECONDS)
+    monkeypatch.setitem(consensus._turns, False, asyncio.Semaphore(MAX_RECEIVING_EACH))
+
+    async def stall():
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(MAX_RECEIVING_EACH):
+                channel = await stack.enter_async_context(calling(stranger, three[0]))
+                channel._writer.write(struct.pack("!cI", TEXT, 9))  # and nothing more
+                await channel._writer.drain()
+            while consensus._receiving[stranger.peer_id] < MAX_RECEIVING_EACH:
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(decide, three)
+            return consensus._receiving[stranger.peer_id]
+
+    assert stranger.run(stall(), 3 * SECONDS) == MAX_RECEIVING_EACH, "the round was decided beside them"
+    wait_until(lambda: not consensus._receiving[stranger.peer_id])
+
+
+def test_only_keys_that_a_message_needs_are_learnt(three, stranger, taken, tmp_path):
+    other = Identity(tmp_path / "key")
+    envelope = Envelope(keys=(other.public_key.decode(),), question=question(three[0]))
+    send(stranger, three[0], envelope.pack())
+    wait_until(lambda: stranger.peer_id in taken)
+    with three[0].consensus._changed:
+        assert not three[0].consensus._keys.public_key(other.peer_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import multihash
@@ -61,16 +62,20 @@ class IdentityKeys:
     """Signs with a peer's identity, and checks the signatures of peers whose public keys it has learnt.
 
     A peer id is the hash of its key, so a key needs no other proof of its owner (`certificate.Keys`).
+
+    Attributes:
+        held: Peers whose keys no stranger's key displaces.
     """
 
     def __init__(self, identity: Identity) -> None:
         self._identity = identity
         self.peer_id = identity.peer_id
+        self.held: Collection[str] = frozenset()
         self._known: dict[str, bytes] = {}
         self.learn(identity.public_key)
 
     def learn(self, public_key: bytes) -> str:
-        """Keep an OpenSSH-encoded key, and forget the one that was learnt longest ago if there are too many.
+        """Keep an OpenSSH-encoded key; if there are too many, forget the one of no held peer that is the oldest.
 
         Returns:
             The id of the key's peer.
@@ -82,7 +87,8 @@ class IdentityKeys:
         self._known.pop(peer_id, None)
         self._known[peer_id] = public_key
         while len(self._known) > MAX_KEYS:  # guard: many-keys
-            del self._known[next(peer for peer in self._known if peer != self.peer_id)]
+            others = [peer for peer in self._known if peer != self.peer_id]
+            del self._known[next((peer for peer in others if peer not in self.held), others[0])]  # guard: held-keys
         return peer_id
 
     def public_key(self, peer_id: str) -> str:

@@ -162,6 +162,14 @@ def test_a_flood_of_identities_is_bounded() -> None:
     assert len(view.peers) == MAX_PEERS
 
 
+def test_peers_that_left_make_room_for_new_ones() -> None:
+    """A monitor that had seen two thousand peers saw no new one, and no end of the run."""
+    view = fold(empty_view(), snapshot(1.0, [claim(i) for i in range(MAX_PEERS)]))
+    new = [claim(i) for i in range(MAX_PEERS, MAX_PEERS + 5)]
+    view = fold(view, snapshot(2.0, new))
+    assert len(view.peers) == MAX_PEERS and {each.peer_id for each in new} <= view.peers.keys()
+
+
 def test_folding_changes_no_earlier_view() -> None:
     view = small_history(2)[-1]
     copy = replace(view, peers=dict(view.peers), reports=dict(view.reports), held_out=dict(view.held_out))

@@ -143,6 +143,16 @@ def test_a_peer_keeps_so_many_keys_of_others_and_always_its_own(identities, monk
     assert keys.is_signed_by(keys.peer_id, b"data", signature)
 
 
+def test_strangers_keys_displace_no_voters(identities, monkeypatch):
+    """A few messages displaced all of them, and no signature in the run could be checked any more."""
+    monkeypatch.setattr("spes_p2p.swarm.p2p.identity.MAX_KEYS", 2)
+    keys = IdentityKeys(identities[0])
+    keys.held = {identities[1].peer_id}
+    for each in identities[1:]:
+        keys.learn(each.public_key)
+    assert keys.public_key(keys.peer_id) and keys.public_key(identities[1].peer_id)
+
+
 def test_an_envelope_holds_one_message():
     round = Round()
     vote, confirmation = round.vote(VOTERS[0], round.body()), round.confirm(VOTERS[0])

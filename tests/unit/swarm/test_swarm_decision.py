@@ -1,5 +1,6 @@
 """Deciders in virtual time: rounds are certified whatever is lost, and no message of a liar stops them."""
 
+import errno
 import random
 
 import pytest
@@ -212,8 +213,73 @@ def test_a_proposal_that_a_give_up_does_not_state_replaces_none(seed):
     node.send = lambda peer, message: sent.append(message)
     node.decider.receive(one, GivenUp(give_up=round.give_up(one, 0, real), voted=real))
     node.decider.receive(two, GivenUp(give_up=round.give_up(two), voted=false))
-    node.decider.receive(three, GivenUp(give_up=round.give_up(three)))
+    voteless = round.give_up(three).model_copy(update={"body": real.body.digest}).signed(round.key(three))
+    node.decider.receive(three, GivenUp(give_up=voteless, voted=false))
     assert {each.body.digest for each in sent if isinstance(each, Proposal)} == {real.body.digest}
+
+
+def test_strangers_confirmations_neither_hasten_nor_prevent_a_proposal(monkeypatch, seed):
+    """The first confirmation started the only timer, which rang while the proposer still trained."""
+    monkeypatch.setattr("spes_p2p.swarm.decision.MAX_MEMBERS", 1)
+    world = swarm(seed, 5, {PEERS[2]: Idle})
+    first = max(heads(world))
+    while max(heads(world)) < first + 6:
+        for node in world.nodes.values():
+            round = Round(node.last)
+            for stranger in PEERS[50:53]:
+                node.decider.receive(stranger, round.confirm(stranger, node.decider.attempt))
+            assert len(node.decider._confirmations.keys() & set(PEERS[50:53])) <= 1
+            if node.last.proposer(node.decider.attempt) == node.peer_id:
+                voter = next(peer for peer in node.last.voters if peer != node.peer_id)
+                node.decider.receive(voter, round.confirm(voter, node.decider.attempt))
+                assert node.decider._members or voter in node.decider._confirmations
+        head = max(heads(world))
+        world.run(world.now + 100, lambda head=head: min(heads(world) | {head + 1}) > head)
+        assert max(heads(world)) > head
+    chain = [START, *(each.body for each in world.nodes[PEERS[0]].chain)]
+    made = [each for each in world.nodes[PEERS[0]].chain if each.body.round > first + 1]
+    assert {each.attempt for each in made if chain[each.body.round - 1].proposer(0) != PEERS[2]} == {0}
+
+
+def test_votes_in_a_strangers_certificate_are_not_checked(monkeypatch, seed):
+    """Hundreds of invented signatures fit into one message."""
+    decider, checked = swarm(seed).nodes[PEERS[0]].decider, []
+    round = Round(decider.chain.last)
+    monkeypatch.setattr(decider, "_watch", lambda *votes: checked.append(votes))
+    message = Certificates(certificates=(round.certify(round.body(), [PEERS[1]]),))
+    decider.receive(PEERS[50], message)
+    assert not checked
+    decider.receive(PEERS[1], message)
+    assert checked
+
+
+class FullDisk(Node):
+    """Cannot write for some time."""
+
+    is_full = False
+
+    def _save(self, ballot):
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super()._save(ballot)
+
+
+def test_a_voter_whose_disk_was_full_gives_the_attempt_up_once_there_is_room(seed):
+    """It had noted that it had given up, and said so never again; with two voters no other attempt began."""
+    world = swarm(seed, 2, {PEERS[0]: FullDisk, PEERS[1]: FullDisk})
+    for node in world.nodes.values():
+        node.is_full = True
+    head, until = max(heads(world)), world.now + 100
+    while world.now < until:
+        try:
+            world.run(until)
+        except OSError:
+            continue
+    assert max(heads(world)) == head
+    for node in world.nodes.values():
+        node.is_full = False
+    world.run(world.now + 200)
+    assert min(heads(world)) > head + 2
 
 
 def test_a_body_that_is_proposed_again_in_vain_is_given_up(seed):
@@ -232,6 +298,34 @@ def test_a_body_that_is_proposed_again_in_vain_is_given_up(seed):
     assert any(isinstance(message, Proposal) for message in sent)
     world.run(world.now + 2 * history_nodes.RULES.attempt_seconds)
     assert any(isinstance(message, GivenUp) and message.give_up.attempt == 1 for message in sent)
+
+
+@pytest.mark.parametrize("num", [1, 2])
+def test_a_voter_that_comes_back_before_any_certificate_goes_on(num, seed):
+    """Its own goodbye still counted: it could neither certify a round nor go on without the other, which stays away."""
+    world = swarm(seed, num)
+    for node in world.nodes.values():
+        node.decider.leave()
+    world.run(world.now + 2)
+    for peer in PEERS[1:num]:
+        world.nodes[peer].crash(1000.0)
+    back, head = world.nodes[PEERS[0]], world.nodes[PEERS[0]].last.round
+    back.decider.come_back()
+    world.run(world.now + 200)
+    assert back.last.round > head + 2
+
+
+def test_a_voter_whose_goodbye_was_lost_says_it_again(seed):
+    world = swarm(seed, 2)
+    away, other = (world.nodes[peer] for peer in PEERS[:2])
+    world.cut.add((away.peer_id, other.peer_id))
+    away.decider.leave()
+    away.average = lambda *_: None
+    world.run(world.now + 2)
+    world.cut.clear()
+    head = other.last.round
+    world.run(world.now + 200)
+    assert other.last.round > head + 2 and away.peer_id not in other.last.voters
 
 
 def test_a_proof_against_a_stranger_is_not_kept(seed):
