@@ -48,6 +48,8 @@ DECISION_SECONDS = 10.0
 """Time for votes and their certificate, beside the wait for confirmations."""
 LINKS_REST_SECONDS = 300.0
 """Time after a failed attempt in which this peer, in client mode, reduces nothing."""
+MEETS_ALL = 4
+"""Of so many attempts at a round all peers meet in the first; in the others, those that were not lost before."""
 MAX_NAMED = 8
 """Silent peers that a warning names; the others are counted."""
 
@@ -238,7 +240,7 @@ class HivemindSwarm:
         number = self.consensus.attempt
         self._open = (last, number)
         if self._is_cut_off(expected, last) and self._membership.wait_for_live_peers(
-            last.round, self.watchdog, self._rounds.shrink_seconds
+            last.round, self.consensus.known(), self.watchdog, self._rounds.shrink_seconds
         ):
             reason = "the swarm was out of reach"
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
@@ -292,16 +294,13 @@ class HivemindSwarm:
             return alone(member, last, self._encoded)
         assert self._averager is not None
         # The members of a failed attempt know each other, and need no DHT to meet again.
-        if number == 0:
-            self._has_met = ""
-        is_redone = number == 1 and self._has_met == last.digest
+        is_redone = number % MEETS_ALL != 0 and self._has_met == last.digest
         least = max(2, self.consensus.quorum)
         attempt = self._averager.attempt(
             member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
         )
-        if attempt.roster:  # otherwise the survivors are those of an earlier round
-            self._has_met = last.digest
-        if not attempt.roster and last.voters == (self.peer_id,):
+        self._has_met = last.digest if attempt.roster else ""  # otherwise the survivors are those of an earlier attempt
+        if not attempt.roster and (last.voters == (self.peer_id,) or self.consensus.quorum == 1):
             log.info("round %d: no other peer came: %s", last.round + 1, attempt.failure)
             return alone(member, last, self._encoded)
         return attempt

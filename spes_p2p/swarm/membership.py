@@ -109,7 +109,9 @@ class Membership:
         """Return the result of the last `read`."""
         return self._last_read.get(kind, {})
 
-    def wait_for_live_peers(self, round: int, watchdog: Watchdog, seconds: float) -> bool:
+    def wait_for_live_peers(
+        self, round: int, known: Collection[str] | None, watchdog: Watchdog, seconds: float
+    ) -> bool:
         """Wait until another peer is active again, at most so long, or until the swarm is closed; tell whether one is.
 
         A peer cannot tell whether the others have died or only the network between them; if it trained on alone, it
@@ -117,13 +119,14 @@ class Membership:
 
         Args:
             round: The last round that this peer has committed.
+            known: Peers that one of the last certificates names: a ghost is no swarm. None counts all.
             watchdog: Keeps dialling known peers meanwhile.
             seconds: Time after which the run may go on without the others.
         """
         began, told = time.monotonic(), -math.inf
         while time.monotonic() < began + seconds and not self.stopped.wait(POLL_SECONDS):
-            claims = self.read(Claim)
-            if any(c.state == "active" and peer != self._node.peer_id for peer, c in claims.items()):  # type: ignore[attr-defined]
+            active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
+            if (active if known is None else active.intersection(known)) - {self._node.peer_id}:  # guard: known-swarm
                 return True
             if time.monotonic() - told < SAY_SECONDS:
                 continue

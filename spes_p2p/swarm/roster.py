@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
@@ -81,6 +81,13 @@ class Member(BaseModel):
     """Proof of the member's invite, in a closed run."""
     distrusts: tuple[PeerId, ...] = Field(default=(), max_length=MAX_DISTRUSTED)
     """Peers that the member has banned on its own evidence."""
+
+    @field_validator("slots")
+    @classmethod
+    def _has_each_once(cls, slots: tuple[int, ...]) -> tuple[int, ...]:
+        if len(set(slots)) < len(slots):  # guard: entry-slots
+            raise ValueError("a slot is named twice")
+        return slots
 
     @classmethod
     def decode(cls, peer_id: str, data: str | bytes) -> Member:

@@ -219,7 +219,7 @@ class SparseAverager(DecentralizedAverager):
                 self._p2p, self.schema_hash, self.dht, client_mode=self.dht.client_mode, **self.matchmaking_kwargs
             )
         # A group below quorum would be dropped, and would take its members from a larger one.
-        self._matchmaking.prepare(target, self._least, self._survivors if self._is_redone else None)
+        self._matchmaking.prepare(target, self._least, self._survivors if self._is_redone else None, self._last)
         await super()._step(step=step, future_for_init=future_for_init)
 
     @contextlib.contextmanager
@@ -258,7 +258,9 @@ class SparseAverager(DecentralizedAverager):
                 running[name] = asyncio.create_task(group.run(buffers))
         status = await finish_all(running)
         lost = mine[SHARED].lost if SHARED in mine else ""
-        self._survivors = Survivors.of(self._roster, me=me, lost=lost, proposer=self._last.proposer(0))
+        self._survivors = Survivors.of(
+            self._roster, me=me, lost=lost, proposer=self._last.proposer(0), is_redone=self._is_redone
+        )
         seconds = time.monotonic() - began
         if not any(status.values()):
             self._attempt_timeout.observe(seconds)

@@ -19,8 +19,8 @@ from hivemind.p2p import P2PContext, PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.utils.timed_storage import get_dht_time
 
-from spes_p2p.errors import RecordError
-from spes_p2p.swarm.certificate import Body
+from spes_p2p.errors import ExchangeError, RecordError
+from spes_p2p.swarm.certificate import Body, max_strangers
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT
 from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.names import SHARED
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 ASK_AGAIN_SECONDS = 0.1
 LIAR_SECONDS = 600.0
 """Time for which a leader that has lied about its group is not followed."""
+TIME_IS_UP = 0.25
+"""Seconds before the end of a leader's waiting from which on it closes its group with those that are there."""
 MAX_ENTRY_BYTES = 2**16 + 2**10
 """Largest entry that a leader accepts from a follower: the longest roster entry, and hivemind's own fields."""
 MAX_GATHERED_BYTES = 2**17
@@ -51,16 +53,22 @@ class Survivors(NamedTuple):
     leaders: tuple[PeerID, ...]
 
     @classmethod
-    def of(cls, roster: Roster, *, me: str, lost: str, proposer: str) -> Self:
+    def of(cls, roster: Roster, *, me: str, lost: str, proposer: str, is_redone: bool = False) -> Self:
         """Return those left of the members that average `shared`.
+
+        Where strangers, one after the other, take no part in an attempt, the voters go on among themselves.
 
         Args:
             roster: Of the failed attempt.
             me: Id of this peer, which others may have lost.
             lost: Id of the peer to blame; empty if there is none.
             proposer: Id of the attempt's proposer; it leads last, because it may be dead.
+            is_redone: Whether the failed attempt was one of survivors.
         """
         names = set(roster.groups[SHARED]) - ({lost} - {me})
+        voters = roster.last.voters if roster.last is not None else ()
+        if is_redone and lost and lost not in voters:  # guard: voters-redo
+            names &= {me, *voters}
         left = {PeerID.from_base58(member.peer_id): member for member in roster if member.peer_id in names}
         able = (peer for peer, member in left.items() if not member.calls_only)
         order = sorted(able, key=lambda peer: (left[peer].peer_id == proposer, peer.to_bytes()))
@@ -176,6 +184,7 @@ class SwarmMatchmaking(Matchmaking):
     group_key_manager: Declarations
     potential_leaders: Leaders
     _servicer_type: Any
+    _last: Body | None = None
 
     def __init__(self, p2p, schema_hash: bytes, dht, **kwargs) -> None:
         super().__init__(p2p, schema_hash, dht, **kwargs)
@@ -185,8 +194,16 @@ class SwarmMatchmaking(Matchmaking):
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
         self._liars: dict[PeerID, float] = {}
 
-    def prepare(self, target: int | None, least: int, survivors: Survivors | None) -> None:
-        """Set the size at which the next group is complete, its smallest size, and the peers to redo a round with."""
+    def prepare(self, target: int | None, least: int, survivors: Survivors | None, last: Body | None = None) -> None:
+        """Prepare the next search.
+
+        Args:
+            target: Size at which the group is complete.
+            least: Its smallest size.
+            survivors: The peers to redo a round with; None for all.
+            last: Body of the last certificate.
+        """
+        self._last = last
         if target is not None:
             if survivors is not None:
                 target = len(survivors.peers)
@@ -213,20 +230,29 @@ class SwarmMatchmaking(Matchmaking):
             return None
         try:
             group = await super()._request_join_group(leader)
-        except MatchmakingException as error:  # guard: lying-leader
+        except (MatchmakingException, ExchangeError) as error:  # guard: lying-leader
+            self._liars[leader] = time.monotonic() + LIAR_SECONDS
             log.warning("looking for another group: %s", error)
+            return None
+        except OSError as error:
+            log.info("lost the leader %s: %s", str(leader)[-6:], error)
             return None
         if group is None:
             self.potential_leaders.ask_again(leader, self.request_timeout)
         return group
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
-        try:
-            check_snapshot(msg, leader, self.peer_id, self.step_control.data_for_gather)
-        except MatchmakingException:
-            self._liars[leader] = time.monotonic() + LIAR_SECONDS
-            raise
+        check_snapshot(msg, leader, self.peer_id, self.step_control.data_for_gather)
         return await super().follower_assemble_group(leader, msg)
+
+    async def leader_assemble_group(self) -> GroupInfo:
+        """Close the group; before the time is up, only if it has a quorum of voters."""
+        if self._last is not None and get_dht_time() < self.potential_leaders.declared_expiration_time - TIME_IS_UP:
+            met = {peer.to_base58() for peer in (self.peer_id, *self.current_followers)}
+            quorum = min(self.min_group_size, len(self._last.voters))
+            if len(met.intersection(self._last.voters)) < quorum:  # guard: voters-first
+                return None  # type: ignore[return-value]  # who asks before the time is up does not look at it
+        return await super().leader_assemble_group()
 
     def _check_reasons_to_reject(
         self, request: averaging_pb2.JoinRequest, context: P2PContext
@@ -237,6 +263,12 @@ class SwarmMatchmaking(Matchmaking):
         if len(request.gather) > MAX_ENTRY_BYTES:  # guard: entry-size
             # The other members would have to take it from the leader.
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
+        if self._last is not None and self._last.round:
+            known = {*self._last.voters, *self._last.candidates}
+            new = {peer.to_base58() for peer in (context.remote_id, *self.current_followers)} - known
+            is_new = context.remote_id.to_base58() in new
+            if is_new and len(new) > max_strangers(len(self._last.voters)):  # guard: few-strangers
+                return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
         return super()._check_reasons_to_reject(request, context)
 
 

@@ -235,7 +235,7 @@ class DaemonP2P(LimitedP2P):
 
         async def dial_one(peer: str, at: Iterable[str]) -> None:
             maddrs = [Multiaddr(address).decapsulate(Multiaddr(f"/p2p/{peer}")) for address in at]
-            with contextlib.suppress(OSError, ControlFailure, P2PDaemonError, TimeoutError):
+            with contextlib.suppress(OSError, EOFError, ControlFailure, P2PDaemonError, TimeoutError):
                 await asyncio.wait_for(self._client.connect(PeerID.from_base58(peer), maddrs), seconds)
 
         await asyncio.gather(*(dial_one(peer, at) for peer, at in addresses.items()))

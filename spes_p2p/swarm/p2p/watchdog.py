@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+
 from spes_p2p.swarm.p2p.node import Node
 
 log = logging.getLogger(__name__)
@@ -91,7 +93,7 @@ class Watchdog:
     def _reconnect(self) -> None:
         try:
             self.neighbours = self._node.ping(self._node.peerstore.addresses())
-        except OSError:
+        except (OSError, EOFError, P2PDaemonError):
             return  # the DHT's process is too busy to answer, or p2pd has died since: the next check tells
         if self.neighbours:
             if self._alone_since is not None:

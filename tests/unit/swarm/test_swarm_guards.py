@@ -23,6 +23,7 @@ from spes_p2p.swarm.hivemind_fixes import dht, streams
 from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, node_id_of
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
 from spes_p2p.swarm.hivemind_fixes.streams import Inbox, PeerQuota, receive
+from tests.support.certificates import last_body
 
 KEY, OTHER = DHTID.generate(source="key"), DHTID.generate(source="other")
 
@@ -176,6 +177,24 @@ def test_a_leader_refuses_an_entry_that_the_others_could_not_take(monkeypatch):
     assert answer(1) is None
     meeting.group_key_manager.survivors = Survivors(frozenset(PEERS[1:]), ())
     assert answer(1) == averaging_pb2.NOT_LOOKING_FOR_GROUP
+
+
+def test_a_leader_takes_few_strangers_and_all_others(monkeypatch):
+    """Free identities filled each leader's group before the members came."""
+    monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: None)
+    meeting = object.__new__(SwarmMatchmaking)
+    meeting.group_key_manager = SimpleNamespace(survivors=None)
+    meeting._last, meeting.current_followers = last_body([peer.to_base58() for peer in PEERS[:2]]), {}
+    strangers = [PeerID(b"stranger %d" % number) for number in range(4)]
+
+    def joins(peer):
+        refusal = meeting._check_reasons_to_reject(averaging_pb2.JoinRequest(), SimpleNamespace(remote_id=peer))
+        if refusal is None:
+            meeting.current_followers[peer] = averaging_pb2.JoinRequest()
+        return refusal is None
+
+    assert [joins(peer) for peer in strangers] == [True, True, False, False]
+    assert all(joins(peer) for peer in PEERS[:2])
 
 
 # ---------------------------------------------------------------------- streams

@@ -2,15 +2,19 @@
 
 import asyncio
 import math
+import threading
 from types import SimpleNamespace
 
 import pytest
+from hivemind.averaging.matchmaking import Matchmaking
 from hivemind.p2p import PeerID
 from hivemind.utils.timed_storage import get_dht_time
 
+from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.matchmaking import Declarations, Leaders, Survivors, SwarmMatchmaking
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.membership import POLL_SECONDS, Membership
 from spes_p2p.swarm.roster import Member, Roster
 from tests.support.certificates import PEERS, last_body
 
@@ -111,11 +115,76 @@ def test_a_round_is_not_redone_with_those_that_met_without_tokens_under_the_same
         redone.append(is_redone)
         return Attempt(next(met))
 
-    averager, consensus = SimpleNamespace(attempt=attempt), SimpleNamespace(quorum=1)
+    averager, consensus = SimpleNamespace(attempt=attempt), SimpleNamespace(quorum=2)
     swarm = SimpleNamespace(_averager=averager, consensus=consensus, _has_met="", _encoded={}, peer_id=PEERS[0])
     for number in (0, 0, 1):
         HivemindSwarm._meet(swarm, None, last_body(PEERS[:4]), expected=2, starts_at=0.0, number=number)
     assert redone == [False, False, False]
+
+
+def test_where_strangers_fail_one_attempt_after_the_other_the_voters_go_on_among_themselves():
+    voters, strangers = sorted(PEERS[:3]), sorted(PEERS[3:5])
+    last = last_body(voters)
+    entry = {"round": last.round, "previous": last.digest, "tokens": 1, "slots": (), "tokens_per_second": 1.0}
+    members = (Member(peer_id=peer, ready_at=0.0, sync_seconds=1.0, **entry) for peer in (*voters, *strangers))
+    roster, failed = Roster(members, last), {"me": voters[0], "proposer": voters[1]}
+
+    def left(lost: str, *, is_redone: bool) -> set[str]:
+        return {peer.to_base58() for peer in Survivors.of(roster, lost=lost, is_redone=is_redone, **failed).peers}
+
+    assert left(strangers[0], is_redone=False) == {*voters, strangers[1]}
+    assert left(strangers[0], is_redone=True) == set(voters)
+    assert left(voters[2], is_redone=True) == {*voters[:2], *strangers}, "a voter's death costs no other its work"
+
+
+@pytest.mark.parametrize(("num_voters", "ends_in", "closes"), [(2, 9.0, False), (3, 9.0, True), (2, 0.0, True)])
+def test_a_full_group_is_closed_before_its_time_only_with_a_quorum(
+    num_voters, ends_in, closes, matchmaking, monkeypatch
+):
+    """Strangers that came first filled it."""
+    closed = []
+
+    async def assemble(self) -> None:
+        closed.append(self)
+
+    monkeypatch.setattr(Matchmaking, "leader_assemble_group", assemble)
+    voters, strangers = ([PeerID.from_base58(peer) for peer in part] for part in (PEERS[:5], PEERS[5:10]))
+    matchmaking.prepare(5, 3, None, last_body(PEERS[:5]))
+    matchmaking.peer_id, *followers = [*voters[:num_voters], *strangers][:5]
+    matchmaking.current_followers = dict.fromkeys(followers)
+    matchmaking.potential_leaders.declared_expiration_time = get_dht_time() + ends_in
+    asyncio.run(matchmaking.leader_assemble_group())
+    assert bool(closed) == closes
+
+
+def test_a_leader_that_sends_no_message_of_ours_is_not_asked_again(matchmaking, monkeypatch):
+    """Its bytes ended the whole search."""
+    asked = []
+
+    async def ask(self, leader) -> None:
+        asked.append(leader)
+        raise ExchangeError("sent 2 MiB")
+
+    monkeypatch.setattr(Matchmaking, "_request_join_group", ask)
+    matchmaking._liars, leader = {}, PeerID.from_base58(PEERS[0])
+    assert [asyncio.run(matchmaking._request_join_group(leader)) for _ in range(2)] == [None, None]
+    assert asked == [leader]
+
+
+def test_a_ghost_is_no_swarm_that_a_survivor_waits_for():
+    """One active claim kept the last peer of a run from going on for ever."""
+    ghost = SimpleNamespace(state="active")
+    membership = SimpleNamespace(
+        read=lambda kind: {PEERS[1]: ghost},
+        stopped=threading.Event(),
+        _node=SimpleNamespace(peer_id=PEERS[0], num_addresses=lambda: 0),
+    )
+    watchdog = SimpleNamespace(seconds_alone=0.0)
+    waits = [
+        Membership.wait_for_live_peers(membership, 3, known, watchdog, 2 * POLL_SECONDS)
+        for known in (None, {PEERS[0]}, {PEERS[1]})
+    ]
+    assert waits == [True, False, True]
 
 
 @pytest.mark.parametrize("waits_for", [[], [math.inf], [1e308], [8.0, 4.0]], ids=str)

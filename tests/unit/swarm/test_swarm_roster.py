@@ -38,6 +38,12 @@ def test_shared_is_averaged_with_all_members_and_slots_with_their_holders():
     assert roster.round == 7 and roster.behind == ()
 
 
+def test_an_entry_names_each_slot_once():
+    """One that named a slot twice made a roster that no voter may sign, in each attempt."""
+    with pytest.raises(RecordError, match="a slot is named twice"):
+        Member.decode(PEERS[0], member(0).model_copy(update={"slots": (1, 1)}).model_dump_json())
+
+
 @given(st.permutations(range(5)))
 def test_groups_do_not_depend_on_the_order_of_the_roster(order):
     starts = [{}, {"slot-3": (2, "1" * 64)}, {"slot-1": (2, "1" * 64)}, {"slot-3": (2, "2" * 64)}, {}]
