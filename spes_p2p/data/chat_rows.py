@@ -162,4 +162,8 @@ def _message(message: Any, where: str) -> dict[str, Any]:
     if role == "assistant" and not content.strip() and "tool_calls" not in message:
         raise DataError(f"{where} is an empty reply, so nothing of it is learned; take the row out")
     # JSON can contain half a surrogate pair, which tokenizers refuse.
-    return json.loads(json.dumps({**message, "content": content}, ensure_ascii=False).encode("utf-8", "replace"))
+    try:
+        text = json.dumps({**message, "content": content}, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:  # Parquet has dates and bytes, too
+        raise DataError(f"{where} has a field that is no JSON value ({error}); take the field out") from error
+    return json.loads(text.encode("utf-8", "replace"))

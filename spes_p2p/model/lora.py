@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -233,15 +233,16 @@ class RoutedAdapters(torch.autograd.Function):
             row_ND.addmm_(hidden_NI @ down_a.t(), down_b.t(), alpha=scale)
             y_TD.index_add_(0, token_N, row_ND.to(y_TD.dtype))
         ctx.experts = experts
-        ctx.routing = routing
-        ctx.save_for_backward(gate_up_RG, scores_R1, x_TD, *trained)
+        # The routing too, as in `RoutedExperts`: a pass that is computed again may route a token otherwise.
+        ctx.save_for_backward(gate_up_RG, scores_R1, x_TD, *routing.tensors, *trained)
         return y_TD.to(dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        gate_up_RG, scores_R1, x_TD, *trained = ctx.saved_tensors
-        experts, routing, grad_TD = ctx.experts, ctx.routing, grads[0].contiguous()
+        gate_up_RG, scores_R1, x_TD, *saved = ctx.saved_tensors
+        routing, trained = Routing(*saved[: len(fields(Routing))]), saved[len(fields(Routing)) :]
+        experts, grad_TD = ctx.experts, grads[0].contiguous()
         dtype, scale, inner = grad_TD.dtype, experts.scale, gate_up_RG.shape[1] // 2
         grad_x_TD, grad_scores_R1 = zeros_to_sum(grad_TD), torch.empty_like(scores_R1)
         factors = [torch.zeros_like(factor) for factor in trained]

@@ -31,9 +31,12 @@ PARAMETERS = {"experts": [f"mlp.experts.{name}" for name in WEIGHT_NAMES], "rout
 MAX_ADAPTER_BYTES = 2**34
 MERGED_BYTES = 2**30
 """Size of a file of a merged checkpoint."""
+PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal", "eva")
+"""Values of peft's `init_lora_weights` with which an adapter belongs to the base as it is; others change the base."""
 UNSUPPORTED = (
     *("use_dora", "use_rslora", "lora_bias", "fan_in_fan_out", "use_qalora", "use_bdlora", "rank_pattern"),
     *("alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "trainable_token_indices"),
+    "alora_invocation_tokens",
 )
 """Settings of peft that a run cannot express, unless they are off or empty."""
 
@@ -60,6 +63,11 @@ def adapter_of(source: Path, chosen: AdapterConfig | None) -> AdapterConfig:
             raise ConfigError(
                 f"{source} has {name}={settings[name]!r}, which no run has; give --adapter another folder, or lora"
             )
+    if settings.get("init_lora_weights") not in PLAIN_STARTS:
+        raise ConfigError(
+            f"{source} has init_lora_weights={settings['init_lora_weights']!r}, which has changed its base; convert it "
+            f"with peft's path_initial_model_for_weight_conversion, or give --adapter another folder"
+        )
     if settings.get("peft_type") != "LORA":
         raise ConfigError(f"{source} is a {settings.get('peft_type')!r} adapter; give --adapter a folder of LORA")
     targets = list(dict.fromkeys(_target(name) for name in _names(source)))

@@ -213,9 +213,6 @@ class TrainingLoop:
         while ((done := self._share_done(steps)) < 1.0 or not steps) and not self._is_over:
             if self._draws.dealt is not dealt:  # what was trained since the last one has been given up
                 tokens, weighted_loss, dealt = 0, 0.0, self._draws.dealt
-            if self._draws.are_exhausted:
-                self._await_end()
-                break
             act = self._act(done, steps)
             if act in ("stand aside", "end"):
                 self._stand_aside(is_ended=act == "end")
@@ -224,6 +221,9 @@ class TrainingLoop:
                 break
             if act == "wait":
                 continue
+            if self._draws.are_exhausted:
+                self._await_end()
+                break
             position = self._round + (self._pending is not None) + min(done, 1.0)
             began_step = self._trainer.clock()
             step = self._trainer.step(*self._rates(position))
@@ -394,11 +394,7 @@ class TrainingLoop:
         if self.is_ended:
             return
 
-        def come_back(sync: Synchroniser) -> StateUpdate:
-            sync.held.come_back()
-            return sync.open(None)
-
-        self._load(self._lead(come_back))
+        self._load(self._lead(Synchroniser.come_back))
         self._meet()
 
     # ------------------------------------------------------------------ when a round ends

@@ -242,6 +242,14 @@ class Synchroniser:
                     raise
                 self.swarm.catch_up()
 
+    def come_back(self) -> StateUpdate:
+        """Return as a late peer after standing aside: losses and residuals of before judge and change nothing."""
+        self.stats = SyncStats.of(RoundResult(), 0, 0.0)
+        self.held.makers = {}
+        self.swarm.settle(RoundResult(), ())
+        self.held.come_back()
+        return self.open(None)
+
     def meet(self, work: RoundWork) -> StateUpdate:
         """Learn when the first round ends: from the others' current round, or by a roster without deltas.
 

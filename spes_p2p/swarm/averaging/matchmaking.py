@@ -230,19 +230,26 @@ class SwarmMatchmaking(Matchmaking):
             return None
         try:
             group = await super()._request_join_group(leader)
-        except (MatchmakingException, ExchangeError) as error:  # guard: lying-leader
-            self._liars[leader] = time.monotonic() + LIAR_SECONDS
+        except MatchmakingException as error:  # guard: lying-leader
             log.warning("looking for another group: %s", error)
             return None
-        except OSError as error:
-            log.info("lost the leader %s: %s", str(leader)[-6:], error)
+        except ExchangeError as error:  # guard: unreadable-leader
+            self._liars[leader] = time.monotonic() + LIAR_SECONDS
+            log.warning("looking for another group: leader %s %s", leader, error)
+            return None
+        except OSError as error:  # its connection has ended
+            log.info("looking for another group: lost the leader %s: %s", leader, error)
             return None
         if group is None:
             self.potential_leaders.ask_again(leader, self.request_timeout)
         return group
 
     async def follower_assemble_group(self, leader: PeerID, msg: averaging_pb2.MessageFromLeader) -> GroupInfo:
-        check_snapshot(msg, leader, self.peer_id, self.step_control.data_for_gather)
+        try:
+            check_snapshot(msg, leader, self.peer_id, self.step_control.data_for_gather)
+        except MatchmakingException:
+            self._liars[leader] = time.monotonic() + LIAR_SECONDS
+            raise
         return await super().follower_assemble_group(leader, msg)
 
     async def leader_assemble_group(self) -> GroupInfo:
@@ -267,7 +274,7 @@ class SwarmMatchmaking(Matchmaking):
             known = {*self._last.voters, *self._last.candidates}
             new = {peer.to_base58() for peer in (context.remote_id, *self.current_followers)} - known
             is_new = context.remote_id.to_base58() in new
-            if is_new and len(new) > max_strangers(len(self._last.voters)):  # guard: few-strangers
+            if is_new and len(new) > max_strangers(len(self._last.voters)):  # guard: strangers-join
                 return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
         return super()._check_reasons_to_reject(request, context)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import decimal
 import gzip
 import json
 import re
@@ -13,7 +15,9 @@ from lanes import sample
 from spes_p2p.cli import entry_point
 from spes_p2p.commands.local import main
 from spes_p2p.config import ExperimentConfig
+from spes_p2p.data.chat_rows import _messages
 from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.errors import DataError
 
 GOOD = conversations(30)
 USER, REPLY = {"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}
@@ -154,3 +158,11 @@ def test_rows_that_cannot_be_used_are_left_out_where_asked(refusal, tmp_path):
     path = write_lines(tmp_path / "chats.jsonl", [{"messages": []}, {"prompt": "x"}])
     error = refusal(path, "--skip-unusable")
     assert "chats.jsonl has no conversation that can be used: " in error and "line 1" in error
+
+
+@pytest.mark.parametrize("value", [datetime.datetime(2026, 1, 1), b"bytes", decimal.Decimal(1)], ids=repr)
+def test_a_field_that_is_no_json_value_is_named(value):
+    """Parquet files have such in their messages; the command ended in a traceback."""
+    messages = [USER, {"role": "assistant", "content": "yes", "at": value}]
+    with pytest.raises(DataError, match="row 7: message 2 has a field that is no JSON value"):
+        _messages(messages, "row 7")

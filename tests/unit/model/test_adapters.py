@@ -12,6 +12,7 @@ import torch
 from checkpoints import CONFIGS, EXPERTS, MIXTURES, SEQUENCE, VOCAB, Batches, saved, stock, tokens
 from pydantic import ValidationError
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from spes_p2p.codecs.vectors import digest
@@ -158,6 +159,26 @@ def test_a_base_in_few_bits_learns_and_stays_as_it_is(
     losses = [trainer.step(1e-2).loss for _ in range(12)]
     assert losses[-1] < losses[0] - 0.5
     assert frozen_bytes(world.model) == before and before
+
+
+def test_adapters_of_a_pass_that_is_computed_again_get_the_gradients_of_its_own_routing(folder: Path) -> None:
+    """On a GPU a token between two experts may go to another one when activations are computed again."""
+    world = World(folder, "qwen3_moe", experts="slots")
+    for slot in range(EXPERTS):
+        world.model.load_slot(slot, {name: torch.randn(shape) for name, shape in world.model.slot_shapes().items()})
+        world.model.adopt(slot)
+    bank = next(module for module in world.model.module.modules() if isinstance(module, AdapterBank))
+    width = bank.frozen.stored(0, "down_proj").dense(torch.float32).shape[0]
+    x_TD = torch.randn(9, width, requires_grad=True)
+    first_TK = torch.stack([torch.randperm(EXPERTS)[:2] for _ in range(9)])
+    second_TK, weights_TK = first_TK.flip(0), torch.rand(9, 2)
+    assert not torch.equal(first_TK, second_TK)
+    routings = iter([first_TK, second_TK])
+    y_TD = checkpoint(lambda x_TD: bank(x_TD, next(routings), weights_TK), x_TD, use_reentrant=False)
+    trained = [x_TD, *(each for each in bank.parameters() if each.requires_grad)]
+    got = torch.autograd.grad(y_TD.sum(), trained)
+    wanted = torch.autograd.grad(bank(x_TD, second_TK, weights_TK).sum(), trained)
+    assert len(trained) > 1 and all(map(torch.equal, got, wanted))
 
 
 def frozen_bytes(model: SlotModel) -> dict[str, bytes]:

@@ -180,6 +180,8 @@ def test_a_run_goes_on_from_an_adapter_that_the_manifest_names(tmp_path: Path) -
     [
         ({"use_dora": True}, "has use_dora=True, which no run has; give --adapter another folder, or lora"),
         ({"use_rslora": True}, "has use_rslora=True"),
+        ({"init_lora_weights": "pissa"}, "has init_lora_weights='pissa', which has changed its base"),
+        ({"alora_invocation_tokens": [1]}, "has alora_invocation_tokens="),
         ({"bias": "all"}, "has bias='all'"),
         ({"rank_pattern": {"q_proj": 2}}, "has rank_pattern="),
         ({"modules_to_save": ["lm_head"]}, "has modules_to_save="),
