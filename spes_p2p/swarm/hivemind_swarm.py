@@ -48,8 +48,6 @@ DECISION_SECONDS = 10.0
 """Time for votes and their certificate, beside the wait for confirmations."""
 LINKS_REST_SECONDS = 300.0
 """Time after a failed attempt in which this peer, in client mode, reduces nothing."""
-MEETS_ALL = 4
-"""Of so many attempts at a round all peers meet in the first; in the others, those that were not lost before."""
 MAX_NAMED = 8
 """Silent peers that a warning names; the others are counted."""
 
@@ -237,8 +235,7 @@ class HivemindSwarm:
     def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
         # A peer that repeats a round alone, after a restart, starts from an older certificate than the last one.
         last = self.consensus.body_at(contribution.member.round) or self.consensus.last()
-        number = self.consensus.attempt
-        self._open = (last, number)
+        self._open = (last, self.consensus.attempt)
         if self._is_cut_off(expected, last) and self._membership.wait_for_live_peers(
             last.round, self.consensus.known(), self.watchdog, self._rounds.shrink_seconds
         ):
@@ -254,11 +251,12 @@ class HivemindSwarm:
         contribution = replace(contribution, member=contribution.member.model_copy(update=changes))
         if contribution.deltas is not self._encoded_deltas:
             self._encoded_deltas = contribution.deltas
+            self._has_met = ""  # all peers meet first
             self._reserve_uplink()
             entry, self._encoded = self._encoding.encode(contribution)
             self._tokens = entry.tokens
         member = contribution.member.model_copy(update={"tokens": self._tokens})
-        attempt = self._meet(member, last, expected, starts_at, number)
+        attempt = self._meet(member, last, expected, starts_at)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
         self.bans.record(last.round, [attempt.evidence])
@@ -289,12 +287,12 @@ class HivemindSwarm:
         is_sole_voter = last.voters == (self.peer_id,)
         return expected <= 1 and bool(self._membership.live_peers) and not (self._trains_alone or is_sole_voter)
 
-    def _meet(self, member: Member, last: Body, expected: int, starts_at: float, number: int) -> Attempt:
+    def _meet(self, member: Member, last: Body, expected: int, starts_at: float) -> Attempt:
         if expected <= 1:
             return alone(member, last, self._encoded)
         assert self._averager is not None
         # The members of a failed attempt know each other, and need no DHT to meet again.
-        is_redone = number % MEETS_ALL != 0 and self._has_met == last.digest
+        is_redone = self._has_met == last.digest
         least = max(2, self.consensus.quorum)
         attempt = self._averager.attempt(
             member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
