@@ -69,6 +69,12 @@ class Routing:
         """All that it consists of, in the order of its fields."""
         return self.token_R, self.order_R, self.place_TK, self.ends_E, self.counts_E
 
+    @classmethod
+    def unpack(cls, saved: Sequence[Tensor]) -> tuple[Routing, Sequence[Tensor]]:
+        """Return the routing whose `tensors` come first among saved ones, and the rest."""
+        count = len(fields(cls))
+        return cls(*saved[:count]), saved[count:]
+
     def split(self, *tensors_R: Tensor) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
         """Yield every expert that has rows, with its part of each tensor."""
         parts = zip(*(tensor_R.split(self.counts) for tensor_R in tensors_R), strict=True)
@@ -437,7 +443,7 @@ class RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_RG, scores_R1, x_TD, *saved = ctx.saved_tensors
-        routing, claimed = Routing(*saved[: len(fields(Routing))]), saved[len(fields(Routing)) :]
+        routing, claimed = Routing.unpack(saved)
         weights, num_claimed = _by_name(claimed, ctx.frozen), len(claimed) // len(WEIGHT_NAMES)
         grad_x_TD, grad_scores_R1, by_name = ctx.kernel.backward(
             routing, weights, num_claimed, x_TD, scores_R1, gate_up_RG, grads[0].contiguous()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -241,7 +241,7 @@ class RoutedAdapters(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         gate_up_RG, scores_R1, x_TD, *saved = ctx.saved_tensors
-        routing, trained = Routing(*saved[: len(fields(Routing))]), saved[len(fields(Routing)) :]
+        routing, trained = Routing.unpack(saved)
         experts, grad_TD = ctx.experts, grads[0].contiguous()
         dtype, scale, inner = grad_TD.dtype, experts.scale, gate_up_RG.shape[1] // 2
         grad_x_TD, grad_scores_R1 = zeros_to_sum(grad_TD), torch.empty_like(scores_R1)

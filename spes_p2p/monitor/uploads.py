@@ -363,7 +363,7 @@ class HubRepository:
                     place = f"{HUB_SCHEME}{self._name}"
                     raise DataError(f"{place}: {tag}: {error}; delete that tag, or name another place") from error
                 found[manifest.round] = manifest
-        except DataError:
+        except DataError:  # of a damaged manifest, above
             raise
         except Exception as error:
             raise self._failed(error) from error

@@ -94,8 +94,8 @@ class HivemindSwarm:
         self._tokens = 0
         self._averaged = (RoundResult(), Attempt())
         """The last result, and the attempt that it came from."""
-        self._has_met = ""
-        """Body after which this peer has met others."""
+        self._has_met = False
+        """Whether the last attempt to average these deltas had a roster, whose members redo it."""
         self._reserved_at = time.monotonic()
         self._links_rest_until = 0.0
         self._dial_back = DialBack(node)
@@ -251,7 +251,7 @@ class HivemindSwarm:
         contribution = replace(contribution, member=contribution.member.model_copy(update=changes))
         if contribution.deltas is not self._encoded_deltas:
             self._encoded_deltas = contribution.deltas
-            self._has_met = ""  # all peers meet first
+            self._has_met = False  # all peers meet first
             self._reserve_uplink()
             entry, self._encoded = self._encoding.encode(contribution)
             self._tokens = entry.tokens
@@ -291,13 +291,11 @@ class HivemindSwarm:
         if expected <= 1:
             return alone(member, last, self._encoded)
         assert self._averager is not None
-        # The members of a failed attempt know each other, and need no DHT to meet again.
-        is_redone = self._has_met == last.digest
         least = max(2, self.consensus.quorum)
         attempt = self._averager.attempt(
-            member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=is_redone
+            member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=self._has_met
         )
-        self._has_met = last.digest if attempt.roster else ""  # otherwise the survivors are those of an earlier attempt
+        self._has_met = bool(attempt.roster)  # the members of a failed attempt know each other, and need no DHT
         if not attempt.roster and (last.voters == (self.peer_id,) or self.consensus.quorum == 1):
             log.info("round %d: no other peer came: %s", last.round + 1, attempt.failure)
             return alone(member, last, self._encoded)

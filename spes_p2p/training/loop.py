@@ -340,7 +340,8 @@ class TrainingLoop:
             has_end = not (by_steps or is_pending or done >= 1.0)
             intent = self._intent(max(0.0, self._round_ends - self._now()) if has_end else math.inf)
             held.limit(intent.slots)
-            others = set(held.active()) - {self._sync.swarm.peer_id}
+            # A peer that trains reads no records between its steps.
+            others = set() if intent.trains else set(held.active()) - {self._sync.swarm.peer_id}
             if not intent.trains:
                 self._halted_seconds += self._trainer.clock() - began
             elif has_end and steps and self._share_elapsed(steps) >= 1.0:
@@ -349,8 +350,8 @@ class TrainingLoop:
                 intent,
                 has_trained=steps > 0,
                 is_due=done >= 1.0 or by_steps,
-                has_others=intent.trains or bool(others),
-                has_voters=intent.trains or not others.isdisjoint(self._sync.swarm.last().voters),
+                has_others=bool(others),
+                has_voters=not others.isdisjoint(self._sync.swarm.last().voters),
                 is_pending=is_pending,
                 lease_seconds=self._run.round.lease_seconds,
             )

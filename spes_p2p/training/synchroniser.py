@@ -362,8 +362,8 @@ class Synchroniser:
             # Another peer's fault drops groups; it raises nothing.
             result = self.swarm.average(contribution, expected=expected, starts_at=starts_at)
             # One without a roster gives the attempt up: without its word the others may lack a quorum to meet again.
-            is_found = bool(result.roster) or not self.round
-            if is_found and not any(member.tokens for member in (*result.roster, contribution.member)):
+            has_met = bool(result.roster) or not self.round
+            if has_met and not any(member.tokens for member in (*result.roster, contribution.member)):
                 return result, Staged(), None  # they meet to agree when their first round ends
             tried.append((result, self._stage(result)))
             ledger = self.dealer.ledger(result.roster) if self.dealer is not None else None

@@ -127,7 +127,7 @@ def test_only_those_that_have_met_redo_a_round_and_all_meet_for_a_new_one():
         _membership=SimpleNamespace(guests=None),
         _encoding=SimpleNamespace(encode=lambda contribution: (contribution.member, {})),
         _encoded_deltas=None,
-        _has_met="",
+        _has_met=False,
         _is_cut_off=lambda *_: False,
         _stated_links=lambda _: (),
         _reserve_uplink=lambda: None,
