@@ -200,6 +200,7 @@ class Consensus:
         )
         self._hold_keys()
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
+        node.p2p.reserve_half_for(lambda peer: peer.to_base58() in known_peers(self.last()))
         node.run(node.p2p.add_binary_stream_handler(self._service, self._receive), SEND_SECONDS)
         self._thread = threading.Thread(target=self._run, name="consensus", daemon=True)
         self._thread.start()

@@ -195,7 +195,14 @@ class HivemindSwarm:
         return peer != self.peer_id and bool(claims) and (peer not in claims or not claims[peer].max_slots)
 
     def _beat(self) -> None:
-        """Follow, once per heartbeat, where the others' chains of certificates end, and meet those behind routers."""
+        """Keep, once per heartbeat, the others' addresses, and follow them."""
+        contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
+        others = {peer: contact.addresses for peer, contact in contacts.items() if peer != self.peer_id}
+        self.node.remember(others, first=self.known() or ())
+        self._follow()
+
+    def _follow(self) -> None:
+        """Learn where the others' chains of certificates end, and meet those behind routers."""
         contacts: Mapping[str, Contact] = self._membership.last_read(Contact)  # type: ignore[assignment]
         hidden = {peer for peer, contact in contacts.items() if not contact.addresses}
         self.links.seek(hidden & self._membership.last_read(Claim).keys(), contacts.keys() - hidden)
@@ -206,7 +213,7 @@ class HivemindSwarm:
         return self.consensus.known()
 
     def catch_up(self) -> None:
-        self._beat()
+        self._follow()
         self.consensus.catch_up(CATCH_UP_SECONDS)
 
     def announce(self, *records: Record) -> None:

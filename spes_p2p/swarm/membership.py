@@ -153,8 +153,7 @@ class Membership:
             for kind in list(self._renewed):
                 with self._renewing:  # otherwise an old record could replace one announced meanwhile
                     self._store(self._renewed[kind], self._rounds.lease_seconds)
-            contacts = {peer: record for peer, record in self.read(Contact).items() if peer != self._node.peer_id}
-            self._node.remember({peer: record.addresses for peer, record in contacts.items()})  # type: ignore[attr-defined]
+            self.read(Contact)
             self._beat()
 
 

@@ -13,6 +13,7 @@ import zlib
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from hivemind.p2p import PeerID
 from peer_server import RUN_ID, start_of
 
 from spes_p2p.codecs.vectors import digest
@@ -317,6 +318,27 @@ def test_strangers_that_send_nothing_keep_no_voter_waiting(three, stranger, monk
 
     assert stranger.run(stall(), 3 * SECONDS) == MAX_RECEIVING_EACH, "the round was decided beside them"
     wait_until(lambda: not consensus._receiving[stranger.peer_id])
+
+
+def test_strangers_fill_half_of_all_streams_and_the_voters_have_the_rest(three, stranger, monkeypatch):
+    """Free identities shut a peer off from all others by idle streams."""
+    quota, peer = three[0].node.p2p.stream_quota, PeerID.from_base58(stranger.peer_id)
+    monkeypatch.setattr(quota, "_max_total", MAX_RECEIVING_EACH)
+
+    async def stall():
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(MAX_RECEIVING_EACH):
+                with contextlib.suppress(OSError):  # the peer has hung up
+                    channel = await stack.enter_async_context(calling(stranger, three[0]))
+                    channel._writer.write(struct.pack("!cI", TEXT, 9))  # and nothing more
+                    await channel._writer.drain()
+            while quota.num_held(peer) < MAX_RECEIVING_EACH // 2:
+                await asyncio.sleep(0.02)
+            await asyncio.to_thread(decide, three)
+            return quota.num_held(peer)
+
+    assert stranger.run(stall(), 3 * SECONDS) == MAX_RECEIVING_EACH // 2
+    wait_until(lambda: not quota.num_held(peer))
 
 
 def test_only_keys_that_a_message_needs_are_learnt(three, stranger, taken, tmp_path):

@@ -136,9 +136,6 @@ class SlowNode:
     def read(self, kind):
         return {}
 
-    def remember(self, contacts):
-        pass
-
 
 def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true_before():
     """A DHT keeps what expires later: an old claim renewed after `leave` would hold its slots for another lease."""

@@ -99,7 +99,8 @@ def test_a_member_of_another_branch_is_told_so_and_does_not_count(four, seed):
     astray = contribution(four[3].peer_id, generator, slots=(0,), tokens=10**6, **branch)
     virtual = average_in_memory(four, [*items, astray], expected=4)
     real = average(four, [*items, astray], expected=4)
-    assert [seen(result) for result in real] == [seen(result) for result in virtual]
+    # Where the member is the proposer, the others redo the round without it: the rosters differ, the results do not.
+    assert [seen(result)[1:] for result in real] == [seen(result)[1:] for result in virtual]
     assert real[3].is_behind and not real[3].committed and set(real[3].dropped) == {"shared", "slot-0"}
     for result in real[:3]:
         assert not result.is_behind

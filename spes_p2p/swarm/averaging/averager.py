@@ -29,7 +29,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.matchmaking import Survivors, SwarmMatchmaking, expected_of, read_roster
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
-from spes_p2p.swarm.certificate import Body
+from spes_p2p.swarm.certificate import Body, known_peers
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, SwarmDHT
 from spes_p2p.swarm.hivemind_fixes.processes import (
@@ -48,6 +48,8 @@ log = logging.getLogger(__name__)
 
 REDONE = 2
 """Attempts at a round whose streams may be open at once."""
+MAX_QUESTION_BYTES = 512
+"""Longest question for a result; it may wait for the length of an attempt."""
 MIN_ATTEMPT_SECONDS = 10.0
 MIN_SILENCE_SECONDS = 5.0
 """A healthy member on a busy machine may be silent for this long."""
@@ -209,6 +211,8 @@ class SparseAverager(DecentralizedAverager):
         self._is_redone = is_redone
         self._least = least
         self._last = last
+        known = known_peers(last)
+        self._p2p.reserve_half_for(lambda peer: peer.to_base58() in known)
         self._limits = Limits(self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit))
 
     async def _step(self, *, step, future_for_init) -> None:
@@ -302,6 +306,8 @@ class SparseAverager(DecentralizedAverager):
 
     async def rpc_confirm(self, request: runtime_pb2.ExpertRequest, context: P2PContext) -> runtime_pb2.ExpertResponse:
         """Answer with the digests of our result in a group, once there is one; empty if we failed."""
-        group = await self._group(bytes.fromhex(request.uid[:256]))
-        answer = await group.answer(self._max_seconds) if group is not None else b""
+        answer = b""
+        if request.ByteSize() <= MAX_QUESTION_BYTES:  # guard: long-question
+            group = await self._group(bytes.fromhex(request.uid))
+            answer = await group.answer(self._max_seconds) if group is not None else b""
         return runtime_pb2.ExpertResponse(metadata=answer)

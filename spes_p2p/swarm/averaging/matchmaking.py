@@ -270,13 +270,16 @@ class SwarmMatchmaking(Matchmaking):
         if len(request.gather) > MAX_ENTRY_BYTES:  # guard: entry-size
             # The other members would have to take it from the leader.
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.PROTOCOL_VIOLATION)
-        if self._last is not None and self._last.round:
-            known = {*self._last.voters, *self._last.candidates}
-            new = {peer.to_base58() for peer in (context.remote_id, *self.current_followers)} - known
-            is_new = context.remote_id.to_base58() in new
-            if is_new and len(new) > max_strangers(len(self._last.voters)):  # guard: strangers-join
-                return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
-        return super()._check_reasons_to_reject(request, context)
+        reason = super()._check_reasons_to_reject(request, context)
+        if self._last is None or (reason is not None and reason.code != averaging_pb2.GROUP_IS_FULL):
+            return reason
+        known = {*self._last.voters, *self._last.candidates}
+        new = {peer.to_base58() for peer in (context.remote_id, *self.current_followers)} - known
+        if context.remote_id.to_base58() not in new:  # guard: full-of-strangers
+            return None  # a full group that is not closed lacks voters
+        if self._last.round and len(new) > max_strangers(len(self._last.voters)):  # guard: strangers-join
+            return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
+        return reason
 
 
 def check_snapshot(msg: averaging_pb2.MessageFromLeader, leader: PeerID, me: PeerID, mine: bytes) -> None:

@@ -28,6 +28,7 @@ from hivemind.utils.multiaddr import Multiaddr, protocols
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.hivemind_fixes.streams import (
     MAX_CALL_BYTES_PER_PEER,
+    MAX_CALLS,
     MAX_CALLS_PER_PEER,
     MAX_STREAMS,
     LimitedP2P,
@@ -167,7 +168,7 @@ class LimitedControlClient(ControlClient):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._pending_calls = _PendingCalls()
-        self._call_quota = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
+        self.call_quota = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER, MAX_CALLS)
 
     @contextlib.asynccontextmanager
     async def listen(self) -> AsyncIterator[ControlClient]:
@@ -179,7 +180,7 @@ class LimitedControlClient(ControlClient):
 
     async def _handle_persistent_request(self, call_id: CallID, request: p2pd_pb2.CallUnaryRequest) -> None:
         try:
-            with self._call_quota.hold(PeerID(request.peer), "calls", len(request.data)):  # guard: calls-per-peer
+            with self.call_quota.hold(PeerID(request.peer), "calls", len(request.data)):  # guard: calls-per-peer
                 await super()._handle_persistent_request(call_id, request)
         except ExchangeError as error:
             answer = p2pd_pb2.CallUnaryResponse(error=str(error).encode())

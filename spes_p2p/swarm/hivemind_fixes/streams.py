@@ -43,6 +43,8 @@ HANG_UP_SECONDS = 5.0
 MAX_CALLS_PER_PEER = 64
 MAX_CALL_BYTES_PER_PEER = 2**24
 """Bytes of one peer's unary calls that are being answered."""
+MAX_CALLS = 1024
+"""Unary calls of all peers together that are being answered."""
 _HEAD_BYTES = 1 + P2P.HEADER_LEN
 
 Handler = Callable[[AsyncIterator[Any], P2PContext], AsyncIterator[Any]]
@@ -55,12 +57,17 @@ class PeerQuota:
         max_items: Items per peer.
         max_bytes: Bytes per peer, over its items.
         max_total: Items of all peers together.
+
+    Attributes:
+        is_known: Tells whether a peer may use the second half of the total: identities are free, so that strangers
+            could fill any number.
     """
 
     def __init__(self, max_items: int, max_bytes: float = float("inf"), max_total: float = float("inf")) -> None:
         self.max_items = max_items
         self._max_bytes = max_bytes
         self._max_total = max_total
+        self.is_known: Callable[[Any], bool] = lambda peer: True
         self._items: Counter[object] = Counter()
         self._bytes: Counter[object] = Counter()
         self._warnings: Counter[object] = Counter()
@@ -81,7 +88,8 @@ class PeerQuota:
         if (
             items > self.max_items
             or held_bytes > self._max_bytes  # guard: held-bytes
-            or self._items.total() >= self._max_total  # guard: held-by-all
+            or (total := self._items.total()) >= self._max_total  # guard: held-by-all
+            or (2 * total >= self._max_total and not self.is_known(peer))  # guard: held-by-strangers
         ):
             self.warn(peer, f"refused {what}, of which it has {items - 1}")
             raise ExchangeError(f"too many {what}")
@@ -115,6 +123,11 @@ class LimitedP2P(P2P):
         super().__init__()
         self.stream_quota = PeerQuota(MAX_STREAMS_PER_PEER, max_total=MAX_STREAMS)
         self._read_ahead: dict[PeerID, asyncio.Semaphore] = {}
+
+    def reserve_half_for(self, is_known: Callable[[PeerID], bool]) -> None:
+        """Keep half of the streams and calls of all peers together for known ones."""
+        for quota in (self.stream_quota, self._client.control.call_quota):
+            quota.is_known = is_known
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         await super().add_binary_stream_handler(name, functools.partial(self._admit, handler), balanced)

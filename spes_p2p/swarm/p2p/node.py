@@ -12,7 +12,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -474,15 +474,15 @@ class Node:
 
     # ------------------------------------------------------------------ peers
 
-    def remember(self, contacts: Mapping[str, Sequence[str]]) -> None:
-        """Keep the addresses that other peers state, by peer id, so far as they may be dialled."""
+    def remember(self, contacts: Mapping[str, Sequence[str]], first: Collection[str] = ()) -> None:
+        """Keep the addresses that other peers state, by peer id, so far as they may be dialled; first those of some."""
         try:
             connected = self.run(self.p2p.connected_from(), DHT_SECONDS)
         except TimeoutError:  # this machine stood still
             connected = {}
         met = {peer: min(map(scope_of, at)) for peer, at in connected.items() if at}
         usable = {peer: dialled(at, met.get(peer, self._joined_over)) for peer, at in contacts.items()}
-        self.peerstore.update(usable)
+        self.peerstore.update(usable, first)
 
     def p2pd_answers(self, seconds: float) -> bool:
         """Tell whether p2pd answers in time."""

@@ -6,7 +6,7 @@ import ipaddress
 import json
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from enum import IntEnum
 from ipaddress import ip_network
 from itertools import pairwise
@@ -47,7 +47,7 @@ class PeerstoreEntry(BaseModel):
 
 
 class Peerstore:
-    """The last peers seen, at most MAX_PEERS, in a file that is always whole.
+    """Peers and their addresses, at most MAX_PEERS, in a file that is always whole.
 
     Addresses are checked before they are stored and after they are loaded. The file is a cache: a damaged one counts as
     empty.
@@ -64,9 +64,15 @@ class Peerstore:
         """Return addresses by peer id, peers seen last first."""
         return {peer.peer_id: peer.addresses for peer in self._newest()}
 
-    def update(self, contacts: Mapping[str, Iterable[str]]) -> None:
-        """Store the addresses of peers that are in the swarm now, in place of the peers seen longest ago."""
-        before = self._peers
+    def update(self, contacts: Mapping[str, Iterable[str]], first: Collection[str] = ()) -> None:
+        """Store the addresses of peers that are in the swarm now, in place of the peers seen longest ago.
+
+        Args:
+            contacts: Addresses by peer id.
+            first: Peers that no others replace: anyone can state addresses of invented peers.
+        """
+        before, now = self._peers, time.time()
+        peers = dict(before)
         for peer, addresses in contacts.items():
             if (
                 usable := tuple(
@@ -75,8 +81,9 @@ class Peerstore:
                     if is_address_of(address, peer)  # guard: address-names-peer
                 )[:4]
             ):
-                self._peers = {**self._peers, peer: PeerstoreEntry(peer_id=peer, addresses=usable, seen=time.time())}
-        self._peers = {peer.peer_id: peer for peer in self._newest()[:MAX_PEERS]}
+                peers[peer] = PeerstoreEntry(peer_id=peer, addresses=usable, seen=now)
+        order = sorted(peers.values(), key=lambda peer: (peer.peer_id not in first, -peer.seen))  # guard: known-first
+        self._peers = {peer.peer_id: peer for peer in order[:MAX_PEERS]}
         if self._path is not None and self._peers != before:
             self._save(self._path)
 

@@ -1,6 +1,7 @@
 """The guards against hostile messages, each without a network: what they accept, and what they refuse."""
 
 import asyncio
+import contextlib
 import itertools
 import time
 from types import SimpleNamespace
@@ -14,10 +15,12 @@ from hivemind.dht.storage import DictionaryDHTValue
 from hivemind.p2p import PeerID
 from hivemind.proto import averaging_pb2
 from hivemind.proto.p2pd_pb2 import RPCError
+from hivemind.proto.runtime_pb2 import ExpertRequest
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
 from spes_p2p.errors import ExchangeError, RecordError
+from spes_p2p.swarm.averaging.averager import MAX_QUESTION_BYTES, SparseAverager
 from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Survivors, SwarmMatchmaking
 from spes_p2p.swarm.hivemind_fixes import dht, streams
 from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, node_id_of
@@ -181,8 +184,8 @@ def test_a_leader_refuses_an_entry_that_the_others_could_not_take(monkeypatch):
 
 def test_a_leader_takes_few_strangers_and_all_others(monkeypatch):
     """Free identities filled each leader's group before the members came."""
-    monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: None)
-    meeting = object.__new__(SwarmMatchmaking)
+    monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: stock)
+    meeting, stock = object.__new__(SwarmMatchmaking), None
     meeting.group_key_manager = SimpleNamespace(survivors=None)
     meeting._last, meeting.current_followers = last_body([peer.to_base58() for peer in PEERS[:2]]), {}
     strangers = [PeerID(b"stranger %d" % number) for number in range(4)]
@@ -194,7 +197,18 @@ def test_a_leader_takes_few_strangers_and_all_others(monkeypatch):
         return refusal is None
 
     assert [joins(peer) for peer in strangers] == [True, True, False, False]
-    assert all(joins(peer) for peer in PEERS[:2])
+    assert joins(PEERS[0])
+    stock = averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)  # of strangers, in a small run
+    assert joins(PEERS[1]) and not joins(strangers[2])
+    stock = averaging_pb2.MessageFromLeader(code=averaging_pb2.BAD_SCHEMA_HASH)
+    assert not joins(PEERS[1])
+
+
+def test_a_long_question_for_a_result_is_answered_at_once():
+    """It waited with its caller for the length of an attempt, megabytes of it."""
+    averager = SimpleNamespace(_max_seconds=60.0)  # which knows no group to wait for
+    question = ExpertRequest(uid="0" * MAX_QUESTION_BYTES)
+    assert not asyncio.run(SparseAverager.rpc_confirm(averager, question, None)).metadata
 
 
 # ---------------------------------------------------------------------- streams
@@ -319,3 +333,16 @@ def test_a_peer_has_so_much_at_once_and_gets_it_back(caplog):
         assert quota.num_held("alice") == 1
     assert quota.num_held("alice") == 0
     assert sum("alice" in line for line in caplog.messages) == 3, "said for the 1st, 2nd and 4th time"
+
+
+def test_strangers_leave_half_of_all_streams_to_known_peers():
+    """Eleven free identities with 96 idle streams each shut a peer off from all others."""
+    quota = PeerQuota(max_items=96, max_total=1024)
+    quota.is_known = {"voter"}.__contains__
+    with contextlib.ExitStack() as held:
+        for number in range(512):
+            held.enter_context(quota.hold(number % 11, "streams"))
+        with pytest.raises(ExchangeError):
+            held.enter_context(quota.hold("stranger", "streams"))
+        for _ in range(96):
+            held.enter_context(quota.hold("voter", "streams"))

@@ -17,6 +17,7 @@ from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution
 from spes_p2p.swarm.membership import POLL_SECONDS, Membership
+from spes_p2p.swarm.records import Claim
 from spes_p2p.swarm.roster import Member, Roster
 from tests.support.certificates import PEERS, last_body
 
@@ -139,6 +140,18 @@ def test_only_those_that_have_met_redo_a_round_and_all_meet_for_a_new_one():
             with contextlib.suppress(AttributeError):  # what comes after the meeting has no network here
                 HivemindSwarm.average(swarm, contribution, expected=2, starts_at=0.0)
     assert redone == [False, True, True, False, False]
+
+
+def test_a_peer_that_stands_aside_counts_as_gone():
+    """A voter that had left its vote without a goodbye kept the others waiting as long as it renewed its claim."""
+    claims = {
+        peer: Claim(peer_id=peer, state="active", max_slots=slots, since=0.0)
+        for peer, slots in zip(PEERS, (2, 0), strict=False)
+    }
+    swarm = SimpleNamespace(peer_id=PEERS[3], _membership=SimpleNamespace(last_read=lambda kind: claims))
+    assert [HivemindSwarm._is_gone(swarm, peer) for peer in PEERS[:4]] == [False, True, True, False]
+    claims.clear()
+    assert not HivemindSwarm._is_gone(swarm, PEERS[2]), "nothing is known"
 
 
 def test_where_strangers_fail_one_attempt_after_the_other_the_voters_go_on_among_themselves():

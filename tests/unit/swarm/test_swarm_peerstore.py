@@ -33,6 +33,15 @@ def test_those_seen_longest_ago_make_room(tmp_path, monkeypatch):
     assert list(Peerstore(tmp_path / "known").addresses()) == PEERS[:4:-1]
 
 
+def test_peers_that_a_certificate_names_make_room_for_none(tmp_path):
+    """64 invented peers displaced the addresses of all real ones."""
+    known, (voter, *ghosts) = Peerstore(tmp_path / "known"), PEERS
+    for peers in ([voter], ghosts):
+        known.update({peer: [address(peer)] for peer in peers}, first={voter})
+    assert len(known.addresses()) == MAX_PEERS and next(iter(known.addresses())) in ghosts
+    assert voter in Peerstore(tmp_path / "known").addresses()
+
+
 def test_an_address_of_another_peer_is_not_kept(tmp_path):
     known = Peerstore(tmp_path / "known")
     known.update({PEERS[0]: [address(PEERS[1]), "/ip4/999.0.0.1/tcp/1/p2p/" + PEERS[0], "x", ""]})

@@ -1,7 +1,10 @@
 """What counts as death: of p2pd, of the DHT, and of a p2pd that runs and is silent. `tests/swarm/` kills real ones."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
+from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.watchdog import MAX_SILENT_CHECKS, Watchdog
 
 
@@ -21,6 +24,22 @@ def test_a_p2pd_that_has_ended_is_dead_and_how_it_ended_is_said():
 
 def test_a_dht_that_has_ended_is_dead():
     assert "DHT" in watchdog(is_alive=False).check()
+
+
+def test_a_p2pd_that_ends_while_it_is_asked_is_found_dead_at_the_next_look(monkeypatch):
+    """The end of its answer ended the watchdog's thread, and the peer was never restarted."""
+    monkeypatch.setattr("spes_p2p.swarm.p2p.watchdog.INTERVAL_SECONDS", 0.01)
+    dog, runs, dead = watchdog(), [True], threading.Event()
+
+    def ping(peers):
+        runs[0] = False
+        raise asyncio.IncompleteReadError(b"", 1)
+
+    dog._node.ping, dog._node.peerstore = ping, Peerstore()
+    dog._node.p2p.is_running = lambda: runs[0]
+    dog.on_death(dead.set)
+    dog.start()
+    assert dead.wait(30) and "p2pd" in dog.death
 
 
 def test_a_p2pd_that_does_not_answer_is_dead_after_some_looks_and_not_at_the_first():
