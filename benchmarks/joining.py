@@ -48,7 +48,7 @@ def figures(results: Results) -> Iterator[Row]:
         "gap closed, 4 peers, rounds of 5 steps, against one peer that trains everything", results, "ours", 0.6
     )
     yield _gap_row("- SPES as published beside it: one owner, plain mean, fp32, rounds of 25", results, "spes")
-    yield _gap_row("- one holder per slot, a third of the expert memory", results, "ours_quarter")
+    yield _gap_row("- one holder per slot (4 of 16 slots per peer)", results, "ours_quarter")
     yield _gap_row("- all slots everywhere", results, "everywhere")
     yield _gap_row("gap closed, 4 peers, rounds of 25 steps", results, "ours_long_rounds", 0.4)
     text = "gap closed, against one peer of the same memory (8 of 16 slots)"

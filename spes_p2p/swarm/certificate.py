@@ -428,14 +428,15 @@ def known_peers(*bodies: Body) -> set[str]:
     }
 
 
+def is_no_stranger(last: Body, peer: str) -> bool:
+    """Tell whether a peer votes, or is to vote; before the first certificate all are welcome."""
+    return not last.round or peer in last.voters or peer in last.candidates
+
+
 def strangers(last: Body, members: Iterable[str]) -> list[str]:
-    """Return the members that no certificate knows, in the order that the last body draws."""
-    return drawn(last, (peer for peer in members if peer not in last.voters and peer not in last.candidates))
-
-
-def drawn(last: Body, peers: Iterable[str]) -> list[str]:
-    """Return peers in an order that follows from the last body, not from a choice."""
-    return sorted(peers, key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest())
+    """Return the members that no certificate knows, in an order that follows from the last body, not from a choice."""
+    unknown = [peer for peer in members if peer not in last.voters and peer not in last.candidates]
+    return sorted(unknown, key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest())
 
 
 def next_voters(

@@ -37,6 +37,7 @@ from spes_p2p.swarm.certificate import (
     Proposal,
     Question,
     Vote,
+    is_no_stranger,
     known_peers,
     signers,
 )
@@ -200,7 +201,7 @@ class Consensus:
         )
         self._hold_keys()
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
-        node.p2p.reserve_half_for(lambda peer: peer.to_base58() in known_peers(self.last()))
+        node.p2p.reserve_half_for(lambda peer: is_no_stranger(self.last(), peer.to_base58()))
         node.run(node.p2p.add_binary_stream_handler(self._service, self._receive), SEND_SECONDS)
         self._thread = threading.Thread(target=self._run, name="consensus", daemon=True)
         self._thread.start()

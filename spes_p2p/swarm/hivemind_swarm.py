@@ -298,9 +298,17 @@ class HivemindSwarm:
         if expected <= 1:
             return alone(member, last, self._encoded)
         assert self._averager is not None
-        least = max(2, self.consensus.quorum)
+        claims: Mapping[str, Claim] = self._membership.last_read(Claim)  # type: ignore[assignment]
+        active = {peer for peer, claim in claims.items() if claim.state == "active"}
         attempt = self._averager.attempt(
-            member, last, self._encoded, expected=expected, least=least, starts_at=starts_at, is_redone=self._has_met
+            member,
+            last,
+            self._encoded,
+            expected=expected,
+            least=max(2, self.consensus.quorum),
+            num_known=len(active.intersection({*last.voters, *last.candidates})),
+            starts_at=starts_at,
+            is_redone=self._has_met,
         )
         self._has_met = bool(attempt.roster)  # the members of a failed attempt know each other, and need no DHT
         if not attempt.roster and (last.voters == (self.peer_id,) or self.consensus.quorum == 1):

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
-from spes_p2p.swarm.certificate import Body, MemberEntry, drawn, max_strangers, strangers
+from spes_p2p.swarm.certificate import Body, MemberEntry, max_strangers, strangers
 from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.ledger import MAX_SPARES
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -138,8 +138,7 @@ class Roster(tuple[Member, ...]):
 
         `shared` holds every trusted member that starts from the last certificate. `slot-e` holds those of them that
         bring slot e from its certified version, or, if none has it any more, from the newest other version. If no
-        holder of a slot can be reached by all the others, only the first counts, because they could not average. Where
-        a slot's last group has failed, fewer count: see `_still_counting`.
+        holder of a slot can be reached by all the others, only the first counts, because they could not average.
         """
         current = sorted(self._current, key=lambda member: member.peer_id)
         agreed = set(_with_one_start(current, SHARED))
@@ -150,28 +149,10 @@ class Roster(tuple[Member, ...]):
             for slot in member.slots:
                 holders.setdefault(slot, []).append(member)
         for slot, holding in sorted(holders.items()):
-            peers = self._still_counting(slot, _with_one_start(holding, VectorName.of_slot(slot)))
+            peers = _with_one_start(holding, VectorName.of_slot(slot))
             can_meet = any(self.is_reached(peer, peers) for peer in peers)
             groups[VectorName.of_slot(slot)] = peers if can_meet else peers[:1]
         return groups
-
-    def _still_counting(self, slot: int, holders: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the holders of a slot that average it: one that is silent would fail its group in each round.
-
-        If the last round's group has brought no version, those that vote count, if any does. If it had voters alone,
-        half as many as it had count, which the last body draws; not fewer than two, since nothing limits what a single
-        holder makes of a slot.
-        """
-        last = self.last
-        if last is None or slot >= len(last.slots) or last.slots[slot].round == last.round:
-            return holders
-        failed = {member.peer_id for member in last.members if slot in member.slots and member.tokens}
-        if not failed:  # guard: silent-holder
-            return holders
-        few = tuple(peer for peer in holders if peer in last.voters) or holders
-        if failed - set(last.voters) and few != holders:
-            return few
-        return tuple(sorted(drawn(last, few)[: max(2, len(failed) // 2)]))
 
     @cached_property
     def behind(self) -> tuple[str, ...]:

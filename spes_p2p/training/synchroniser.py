@@ -470,7 +470,7 @@ class Synchroniser:
         self.swarm.settle(result, own)
         fetched = self.held.fetch(result.roster, body.round, own, work.routed)
         # Slots held here whose other holders have confirmed another result, or whose certified version is missing.
-        astray = [name for name in self.anchors.names if not self.held.is_certified(name)]
+        astray = [name for name in self.anchors.names if name not in own]
         fetched |= self.held.fetch_newest(astray)
         for name in set(astray) & set(fetched):
             self.anchors.set(name, self.swarm.mapped(name))

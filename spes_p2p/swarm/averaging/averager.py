@@ -29,7 +29,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.matchmaking import Survivors, SwarmMatchmaking, expected_of, read_roster
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
-from spes_p2p.swarm.certificate import Body, known_peers
+from spes_p2p.swarm.certificate import Body, is_no_stranger
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, SwarmDHT
 from spes_p2p.swarm.hivemind_fixes.processes import (
@@ -143,6 +143,7 @@ class SparseAverager(DecentralizedAverager):
         *,
         expected: int,
         least: int,
+        num_known: int = 0,
         starts_at: float,
         is_redone: bool = False,
     ) -> Attempt:
@@ -155,6 +156,7 @@ class SparseAverager(DecentralizedAverager):
                 member's; they are in the buffers from then on.
             expected: Group size at which the roster is complete.
             least: Smallest size of a roster.
+            num_known: Voters and candidates among the expected.
             starts_at: DHT time from which the roster may be closed without the rest.
             is_redone: Meet only the members that were not lost in the last attempt.
 
@@ -163,7 +165,7 @@ class SparseAverager(DecentralizedAverager):
         """
         buffers = self.buffers.assign(member.slots)
         self.buffers.take(member.slots, encoded)
-        self._outer_pipe.send(("_prepare", [is_redone, least, last], {}))
+        self._outer_pipe.send(("_prepare", [is_redone, least, num_known, last], {}))
         began = get_dht_time()
         scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
         timeout = scheduled - get_dht_time() + self.matchmaking_kwargs["min_matchmaking_time"]
@@ -207,12 +209,12 @@ class SparseAverager(DecentralizedAverager):
 
     # ------------------------------------------------------------------ in the averager's process
 
-    async def _prepare(self, is_redone: bool, least: int, last: Body) -> None:
+    async def _prepare(self, is_redone: bool, least: int, num_known: int, last: Body) -> None:
         self._is_redone = is_redone
         self._least = least
+        self._num_known = num_known
         self._last = last
-        known = known_peers(last)
-        self._p2p.reserve_half_for(lambda peer: peer.to_base58() in known)
+        self._p2p.reserve_half_for(lambda peer: is_no_stranger(last, peer.to_base58()))
         self._limits = Limits(self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit))
 
     async def _step(self, *, step, future_for_init) -> None:
@@ -223,7 +225,8 @@ class SparseAverager(DecentralizedAverager):
                 self._p2p, self.schema_hash, self.dht, client_mode=self.dht.client_mode, **self.matchmaking_kwargs
             )
         # A group below quorum would be dropped, and would take its members from a larger one.
-        self._matchmaking.prepare(target, self._least, self._survivors if self._is_redone else None, self._last)
+        survivors = self._survivors if self._is_redone else None
+        self._matchmaking.prepare(target, self._least, survivors, self._last, self._num_known)
         await super()._step(step=step, future_for_init=future_for_init)
 
     @contextlib.contextmanager

@@ -34,9 +34,11 @@ ASK_AGAIN_SECONDS = 0.1
 LIAR_SECONDS = 600.0
 """Time for which a leader that has lied about its group is not followed."""
 TIME_IS_UP = 0.25
-"""Seconds before the end of a leader's waiting from which on it closes its group with those that are there."""
+"""Seconds before the end of a meeting from which on a leader closes its group with those that are there."""
 MAX_ENTRY_BYTES = 2**16 + 2**10
 """Largest entry that a leader accepts from a follower: the longest roster entry, and hivemind's own fields."""
+MAX_STRANGE_BYTES = 2**19
+"""Bytes of all strangers' entries that a leader accepts: followers read no answer of more than a megabyte."""
 MAX_GATHERED_BYTES = 2**17
 """Largest entry that is decoded of those that a leader has gathered."""
 
@@ -185,6 +187,7 @@ class SwarmMatchmaking(Matchmaking):
     potential_leaders: Leaders
     _servicer_type: Any
     _last: Body | None = None
+    _num_known = 0
 
     def __init__(self, p2p, schema_hash: bytes, dht, **kwargs) -> None:
         super().__init__(p2p, schema_hash, dht, **kwargs)
@@ -194,7 +197,14 @@ class SwarmMatchmaking(Matchmaking):
         self._servicer_type = _PromptStubs(self._servicer_type, self.request_timeout)
         self._liars: dict[PeerID, float] = {}
 
-    def prepare(self, target: int | None, least: int, survivors: Survivors | None, last: Body | None = None) -> None:
+    def prepare(
+        self,
+        target: int | None,
+        least: int,
+        survivors: Survivors | None,
+        last: Body | None = None,
+        num_known: int = 0,
+    ) -> None:
         """Prepare the next search.
 
         Args:
@@ -202,6 +212,7 @@ class SwarmMatchmaking(Matchmaking):
             least: Its smallest size.
             survivors: The peers to redo a round with; None for all.
             last: Body of the last certificate.
+            num_known: Voters and candidates among those that complete the group.
         """
         self._last = last
         if target is not None:
@@ -210,6 +221,7 @@ class SwarmMatchmaking(Matchmaking):
             # A leader that was cut off sees few others, and would close a group that no quorum can certify.
             target = max(target, least)
         self.target_group_size = target
+        self._num_known = min(num_known, target or 0) if survivors is None else 0
         self.min_group_size = least
         self.group_key_manager.target_group_size = target
         self.group_key_manager.survivors = survivors
@@ -253,11 +265,16 @@ class SwarmMatchmaking(Matchmaking):
         return await super().follower_assemble_group(leader, msg)
 
     async def leader_assemble_group(self) -> GroupInfo:
-        """Close the group; before the time is up, only if it has a quorum of voters."""
-        if self._last is not None and get_dht_time() < self.potential_leaders.declared_expiration_time - TIME_IS_UP:
+        """Close the group; before the time is up, only if strangers are there in no expected peer's place.
+
+        The time is the step's: when a declared one is up, another has been declared already.
+        """
+        assert self.step_control is not None
+        if self._last is not None and get_dht_time() < self.step_control.scheduled_time - TIME_IS_UP:
             met = {peer.to_base58() for peer in (self.peer_id, *self.current_followers)}
             quorum = min(self.min_group_size, len(self._last.voters))
-            if len(met.intersection(self._last.voters)) < quorum:  # guard: voters-first
+            known = met.intersection({*self._last.voters, *self._last.candidates})
+            if len(met.intersection(self._last.voters)) < quorum or len(known) < self._num_known:  # guard: voters-first
                 return None  # type: ignore[return-value]  # who asks before the time is up does not look at it
         return await super().leader_assemble_group()
 
@@ -278,6 +295,10 @@ class SwarmMatchmaking(Matchmaking):
         if context.remote_id.to_base58() not in new:  # guard: full-of-strangers
             return None  # a full group that is not closed lacks voters
         if self._last.round and len(new) > max_strangers(len(self._last.voters)):  # guard: strangers-join
+            return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
+        theirs = (other.gather for peer, other in self.current_followers.items() if peer.to_base58() in new)
+        num_bytes = sum(map(len, theirs), len(request.gather))
+        if self._last.round and num_bytes > MAX_STRANGE_BYTES:  # guard: strange-bytes
             return averaging_pb2.MessageFromLeader(code=averaging_pb2.GROUP_IS_FULL)
         return reason
 

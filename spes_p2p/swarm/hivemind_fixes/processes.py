@@ -28,7 +28,6 @@ from hivemind.utils.multiaddr import Multiaddr, protocols
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.hivemind_fixes.streams import (
     MAX_CALL_BYTES_PER_PEER,
-    MAX_CALLS,
     MAX_CALLS_PER_PEER,
     MAX_STREAMS,
     LimitedP2P,
@@ -168,7 +167,7 @@ class LimitedControlClient(ControlClient):
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
         self._pending_calls = _PendingCalls()
-        self.call_quota = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER, MAX_CALLS)
+        self.call_quota = PeerQuota(MAX_CALLS_PER_PEER, MAX_CALL_BYTES_PER_PEER)
 
     @contextlib.asynccontextmanager
     async def listen(self) -> AsyncIterator[ControlClient]:

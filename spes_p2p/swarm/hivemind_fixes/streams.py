@@ -59,14 +59,15 @@ class PeerQuota:
         max_total: Items of all peers together.
 
     Attributes:
-        is_known: Tells whether a peer may use the second half of the total: identities are free, so that strangers
-            could fill any number.
+        max_total: See above.
+        is_known: Tells whether a peer is none of those that together have half of the total: identities are free, so
+            that strangers could fill any number.
     """
 
     def __init__(self, max_items: int, max_bytes: float = float("inf"), max_total: float = float("inf")) -> None:
         self.max_items = max_items
         self._max_bytes = max_bytes
-        self._max_total = max_total
+        self.max_total = max_total
         self.is_known: Callable[[Any], bool] = lambda peer: True
         self._items: Counter[object] = Counter()
         self._bytes: Counter[object] = Counter()
@@ -88,8 +89,8 @@ class PeerQuota:
         if (
             items > self.max_items
             or held_bytes > self._max_bytes  # guard: held-bytes
-            or (total := self._items.total()) >= self._max_total  # guard: held-by-all
-            or (2 * total >= self._max_total and not self.is_known(peer))  # guard: held-by-strangers
+            or self._items.total() >= self.max_total  # guard: held-by-all
+            or (not self.is_known(peer) and 2 * self._num_strange() >= self.max_total)  # guard: held-by-strangers
         ):
             self.warn(peer, f"refused {what}, of which it has {items - 1}")
             raise ExchangeError(f"too many {what}")
@@ -102,6 +103,9 @@ class PeerQuota:
             self._bytes[peer] -= num_bytes
             if not self._items[peer]:
                 del self._items[peer], self._bytes[peer]
+
+    def _num_strange(self) -> int:
+        return sum(count for peer, count in self._items.items() if not self.is_known(peer))
 
     def warn(self, peer: object, what: str) -> None:
         """Log a peer's fault the 1st, 2nd, 4th, 8th... time, so that a hostile peer cannot fill the log."""
@@ -125,9 +129,13 @@ class LimitedP2P(P2P):
         self._read_ahead: dict[PeerID, asyncio.Semaphore] = {}
 
     def reserve_half_for(self, is_known: Callable[[PeerID], bool]) -> None:
-        """Keep half of the streams and calls of all peers together for known ones."""
-        for quota in (self.stream_quota, self._client.control.call_quota):
-            quota.is_known = is_known
+        """Keep half of the streams and calls of all peers together for known ones.
+
+        Calls have a total only in a process with such a reserve: strangers would fill it.
+        """
+        calls = self._client.control.call_quota
+        calls.max_total = MAX_CALLS
+        self.stream_quota.is_known = calls.is_known = is_known
 
     async def add_binary_stream_handler(self, name: str, handler: Any, balanced: bool = False) -> None:
         await super().add_binary_stream_handler(name, functools.partial(self._admit, handler), balanced)

@@ -25,7 +25,8 @@ from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Survivors, Swa
 from spes_p2p.swarm.hivemind_fixes import dht, streams
 from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, node_id_of
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
-from spes_p2p.swarm.hivemind_fixes.streams import Inbox, PeerQuota, receive
+from spes_p2p.swarm.hivemind_fixes.streams import MAX_ANSWER_BYTES, Inbox, PeerQuota, receive
+from tests.support.certificates import PEERS as MANY_PEERS
 from tests.support.certificates import last_body
 
 KEY, OTHER = DHTID.generate(source="key"), DHTID.generate(source="other")
@@ -204,6 +205,21 @@ def test_a_leader_takes_few_strangers_and_all_others(monkeypatch):
     assert not joins(PEERS[1])
 
 
+def test_strangers_do_not_make_a_leaders_message_longer_than_followers_read(monkeypatch):
+    """Sixteen long entries did, and the honest leader was not asked again for ten minutes."""
+    monkeypatch.setattr(Matchmaking, "_check_reasons_to_reject", lambda self, request, context: None)
+    meeting, peers = object.__new__(SwarmMatchmaking), [PeerID.from_base58(peer) for peer in MANY_PEERS[:80]]
+    meeting.group_key_manager = SimpleNamespace(survivors=None)
+    meeting._last, meeting.current_followers = last_body(MANY_PEERS[:64]), {}
+    request = averaging_pb2.JoinRequest(gather=bytes(MAX_ENTRY_BYTES))
+    for peer in peers[64:]:
+        if meeting._check_reasons_to_reject(request, SimpleNamespace(remote_id=peer)) is None:
+            meeting.current_followers[peer] = request
+    assert 2 < len(meeting.current_followers) < MAX_ANSWER_BYTES // 2 // 2**16
+    voter = SimpleNamespace(remote_id=peers[0])
+    assert meeting._check_reasons_to_reject(averaging_pb2.JoinRequest(), voter) is None
+
+
 def test_a_long_question_for_a_result_is_answered_at_once():
     """It waited with its caller for the length of an attempt, megabytes of it."""
     averager = SimpleNamespace(_max_seconds=60.0)  # which knows no group to wait for
@@ -340,9 +356,12 @@ def test_strangers_leave_half_of_all_streams_to_known_peers():
     quota = PeerQuota(max_items=96, max_total=1024)
     quota.is_known = {"voter"}.__contains__
     with contextlib.ExitStack() as held:
+        for _ in range(96):
+            held.enter_context(quota.hold("voter", "streams"))
         for number in range(512):
             held.enter_context(quota.hold(number % 11, "streams"))
         with pytest.raises(ExchangeError):
             held.enter_context(quota.hold("stranger", "streams"))
-        for _ in range(96):
-            held.enter_context(quota.hold("voter", "streams"))
+        quota.is_known = lambda peer: isinstance(peer, str)
+        for number in range(512 - 96):
+            held.enter_context(quota.hold(f"voter {number % 7}", "streams"))

@@ -125,7 +125,7 @@ def test_only_those_that_have_met_redo_a_round_and_all_meet_for_a_new_one():
         bans=SimpleNamespace(distrusted=lambda round: ()),
         peer_id=PEERS[0],
         _averager=SimpleNamespace(attempt=attempt),
-        _membership=SimpleNamespace(guests=None),
+        _membership=SimpleNamespace(guests=None, last_read=lambda kind: {}),
         _encoding=SimpleNamespace(encode=lambda contribution: (contribution.member, {})),
         _encoded_deltas=None,
         _has_met=False,
@@ -169,11 +169,21 @@ def test_where_strangers_fail_one_attempt_after_the_other_the_voters_go_on_among
     assert left(voters[2], is_redone=True) == {*voters[:2], *strangers}, "a voter's death costs no other its work"
 
 
-@pytest.mark.parametrize(("num_voters", "ends_in", "closes"), [(2, 9.0, False), (3, 9.0, True), (2, 0.0, True)])
+@pytest.mark.parametrize(
+    ("num_voters", "num_known", "ends_in", "closes"),
+    [
+        (2, 0, 9.0, False),
+        (3, 0, 9.0, True),
+        (2, 0, 0.0, True),
+        (3, 5, 9.0, False),
+        (3, 3, 9.0, True),
+        (3, 5, 0.0, True),
+    ],
+)
 def test_a_full_group_is_closed_before_its_time_only_with_a_quorum(
-    num_voters, ends_in, closes, matchmaking, monkeypatch
+    num_voters, num_known, ends_in, closes, matchmaking, monkeypatch
 ):
-    """Strangers that came first filled it."""
+    """Strangers that came first filled it, or had the places of other voters."""
     closed = []
 
     async def assemble(self) -> None:
@@ -181,10 +191,11 @@ def test_a_full_group_is_closed_before_its_time_only_with_a_quorum(
 
     monkeypatch.setattr(Matchmaking, "leader_assemble_group", assemble)
     voters, strangers = ([PeerID.from_base58(peer) for peer in part] for part in (PEERS[:5], PEERS[5:10]))
-    matchmaking.prepare(5, 3, None, last_body(PEERS[:5]))
+    matchmaking.prepare(5, 3, None, last_body(PEERS[:5]), num_known)
     matchmaking.peer_id, *followers = [*voters[:num_voters], *strangers][:5]
     matchmaking.current_followers = dict.fromkeys(followers)
-    matchmaking.potential_leaders.declared_expiration_time = get_dht_time() + ends_in
+    matchmaking.step_control = SimpleNamespace(scheduled_time=get_dht_time() + ends_in)
+    matchmaking.potential_leaders.declared_expiration_time = get_dht_time() + 9.0  # renewed as soon as it is up
     asyncio.run(matchmaking.leader_assemble_group())
     assert bool(closed) == closes
 

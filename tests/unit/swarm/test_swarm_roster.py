@@ -1,6 +1,5 @@
 """Groups and round ends derive from a roster alone, identically on all members."""
 
-import itertools
 import json
 
 import pytest
@@ -9,7 +8,7 @@ from hypothesis import strategies as st
 
 from spes_p2p.config import RoundConfig
 from spes_p2p.errors import RecordError
-from spes_p2p.swarm.certificate import MemberEntry, SlotState
+from spes_p2p.swarm.certificate import MemberEntry
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 from spes_p2p.swarm.roster import MAX_DISTRUSTED, MAX_LINKS_BYTES, Member, Roster, stated_links
@@ -267,30 +266,3 @@ def test_what_members_state_of_their_links_fits_into_the_leaders_message(num_pee
     for peer in peers:
         together = {other for other in peers if other != peer and slots[other] == slots[peer]}
         assert together <= set(stated[peer]), "those that average a slot together come first"
-
-
-@pytest.mark.parametrize(
-    ("made", "tokens", "counting"), [(7, 100, {0, 1, 2, 3}), (6, 0, {0, 1, 2, 3}), (6, 100, {0, 1, 2})]
-)
-def test_after_a_group_with_strangers_has_failed_only_the_voting_holders_of_its_slot_average_it(made, tokens, counting):
-    """A stranger that claimed a slot and was silent in its group kept it at its version in each round."""
-    last = with_group(range(4), made, tokens=tokens)
-    roster = roster_of(*(member(i, slots=(0,), previous=last.digest) for i in range(4)), last=last)
-    assert roster.groups["slot-0"] == tuple(PEERS[i] for i in sorted(counting))
-
-
-def test_after_a_group_of_voters_has_failed_half_of_them_average_its_slot_as_each_certificate_draws():
-    """A silent voter would keep it for ever otherwise."""
-    for failed, counting in ((5, 2), (4, 2), (2, 2)):
-        chosen = set()
-        for round in range(10, 60):
-            last = with_group(range(failed), round - 1, round=round, voters=5)
-            members = [member(i, slots=(0,), round=round, previous=last.digest) for i in range(6)]
-            chosen |= {roster_of(*order, last=last).groups["slot-0"] for order in (members, members[::-1])}
-        assert chosen == set(itertools.combinations(PEERS[:5], counting))
-
-
-def with_group(group, made, *, round=7, tokens=100, voters=3):
-    """Return a body with some voters, the group that averaged its slot 0, and the round of that slot's version."""
-    members = tuple(MemberEntry(peer_id=PEERS[i], tokens=tokens, slots=(0,)) for i in group)
-    return last_body(PEERS[:voters], round=round, members=members, slots=(SlotState(round=made, digest="a" * 64),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,6 +17,7 @@ from spes_p2p.config import CodecConfig, MachineConfig, OuterConfig, RoundConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
+from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.fetch_plan import replicas
 from tests.unit.model.plain import NF4
@@ -207,6 +209,28 @@ def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was() -> Non
     lie(alive.peers[1])
     alive.live()
     assert [state.round for state in alive.hub.bodies[-1].slots] == [1] * 4
+
+
+def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fetched that version, trained on from its old anchor, and confirmed wrong results from then on."""
+    alive = Alive(run_of("int8", total=6, peers=3), [4, 4, 4])
+    swarm, name = alive.peers[2].swarm, VectorName.of_slot(1)
+    honest = swarm.average
+
+    def average(contribution: Contribution, **kwargs: Any) -> RoundResult:
+        result = honest(contribution, **kwargs)
+        if contribution.member.round == 2 and name in result.means:
+            result = dataclasses.replace(result, means={**result.means, name: result.means[name] + 1.0})
+        return result
+
+    monkeypatch.setattr(swarm, "average", average)
+    alive.live()
+    certified = alive.hub.bodies[-1].slots[1]
+    assert certified.round == 6 and not alive.peers[2].reports[-1].dropped
+    first, *others = (peer.anchors.weights(name) for peer in alive.peers)
+    assert all(torch.equal(first, other) for other in others)
 
 
 # ---------------------------------------------------------------------- others
