@@ -225,7 +225,7 @@ class Deal:
         Args:
             last: The ledger of the round before.
             drawn: What each member of the round's roster says, by ascending peer id. Draws beyond a member's range do
-                not count; of members that state one spare range, the one with the smaller id counts.
+                not count; of members that have drawn of one spare range, the smallest id counts.
         """
         taken: set[int] = set()
         trained: list[Interval] = []
@@ -234,7 +234,7 @@ class Deal:
             said = drawn[peer]
             is_double = not self.has(peer) and said.spare in taken  # guard: one-spare
             ranges = () if is_double else self._ranges(peer, said.spare)
-            if not self.has(peer) and said.spare is not None:
+            if not self.has(peer) and said.spare is not None and said.count:
                 taken.add(said.spare)
             left = count = min(said.count, sum(map(len, ranges)))  # guard: own-range
             for each in ranges:

@@ -413,7 +413,9 @@ def _store(directory: Path, run_id: str, found: Found | None) -> VersionStore:
         return VersionStore(directory, run_id)
 
 
-def rollback_alone(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version]) -> None:
+def rollback_alone(
+    swarm: Swarm, others: Sequence[str], files: Mapping[Path, Version], *, is_repeatable: bool = True
+) -> None:
     """Continue from a checkpoint's versions if no other peer has any: moments and data belong to their round.
 
     A killed peer may have published a round that it had not saved yet; alone, it makes the same round again.
@@ -422,6 +424,7 @@ def rollback_alone(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Ver
         swarm: This peer's swarm.
         others: Peers to ask.
         files: The checkpoint's versions by file.
+        is_repeatable: Whether a certified round that is made again ends in the same bits.
     """
     offers = swarm.inventory(others).values() if others else ()
     if any(versions[SHARED].round for versions in offers if SHARED in versions):
@@ -430,7 +433,8 @@ def rollback_alone(swarm: Swarm, others: Sequence[str], files: Mapping[Path, Ver
     if saved is None:
         return
     newest = swarm.versions()[SHARED].round if SHARED in swarm.versions() else saved
-    if newest - saved > MAX_ROLLBACK_ROUNDS:
+    is_certified = swarm.last().round > saved
+    if newest - saved > MAX_ROLLBACK_ROUNDS or (newest > saved and is_certified and not is_repeatable):
         log.warning("the checkpoint is of round %d only; round %d goes on with its moments and data", saved, newest)
         return
     if newest != saved:

@@ -227,12 +227,13 @@ class HeldSlots:
         moments: dict[VectorName, Tensor] = {}
         if (new or old) and self.slots:
             log.info("adopting slots %s, releasing slots %s", [n.slot for n in new], [n.slot for n in old])
-            self.fetch_newest(new)
+            self.fetch_newest({*new, *missing})  # a peer that resumes has the slots, and perhaps old versions of them
         elif self._has_kept:
             self.fetch_newest(missing)  # where slots travel as fp32 versions, the others' came when this peer joined
         self._make_masters(missing)
-        if self._run.kept_moments and new:
-            wanted = [name.moments for name in new]
+        behind = missing if self._run.averaged_moments else new
+        if self._run.kept_moments and behind:
+            wanted = [name.moments for name in behind]
             self.fetch_newest(wanted)
             moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
         for name in old:
@@ -310,7 +311,8 @@ class HeldSlots:
         """Delete the masters of slots that other members hold, unless this peer is to keep them."""
         for name in map(VectorName.of_slot, range(self._num_slots)):
             is_elsewhere = name in roster.groups and name not in (*kept, *self._anchors.names)
-            if is_elsewhere and name in self._swarm.versions():
+            # A slot that the round left as it was may have lost its holder, and no new keeper has it yet.
+            if is_elsewhere and name in self._swarm.versions() and not self.is_certified(name):  # guard: last-master
                 self._swarm.delete(name)
 
     def refuse(self, name: VectorName, suspects: Mapping[str, str]) -> None:
@@ -356,14 +358,16 @@ class HeldSlots:
     def model_round(self) -> int:
         """Return the round that this peer trains from: the last one, unless it lacks what others have of it.
 
-        A peer that is alone, and has saved only an older round, repeats the rounds since: they end in the same bits.
+        A peer that is alone, and has saved only an older round, repeats the rounds since if they end in the same bits:
+        where steps end them, not the clock.
         """
         mine, last = self._swarm.versions()[SHARED], self._swarm.last()
         if self.is_certified(SHARED):
             return last.round
         body = self._swarm.certified(mine.round)
         is_older = body is not None and body.shared in ("", mine.digest) and mine.round < last.round
-        return last.round if SHARED in self.lost and not (is_older and not self.others()) else mine.round
+        repeats = is_older and not self.others() and self._run.round.mode == "steps"
+        return last.round if SHARED in self.lost and not repeats else mine.round
 
     def starts(self) -> dict[str, tuple[int, str]]:
         """Return round and digest of the anchors that are not certified, where no peer has the certified version."""

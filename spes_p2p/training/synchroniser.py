@@ -210,7 +210,8 @@ class Synchroniser:
         self.swarm.catch_up()
         is_late = self.swarm.last().round > 0
         if saved:
-            rollback_alone(self.swarm, self.held.others(), saved)
+            is_repeatable = self._run.round.mode == "steps"
+            rollback_alone(self.swarm, self.held.others(), saved, is_repeatable=is_repeatable)
         model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
         if initial and not is_late:
             publish_initial(self.swarm, self.held, model, initial)
@@ -329,6 +330,10 @@ class Synchroniser:
                 if not self._run.round.overlap:  # with overlap, training goes on meanwhile
                     found, ends_at = self._rejoin(work.routed)
                     vectors |= found
+            elif body is not None and SHARED in self.held.lost:
+                # Alone, it has made a certified round again, to another result: after another device or optimizer.
+                log.warning("round %d: the certified result is lost; going on from the round before", body.round)
+                self.round = body.round
         if work.tokens:
             reasons = dict.fromkeys(staged.bundles.keys() - set(own), "the round's certificate names another version")
             for reason, names in by_reason({**reasons, **result.dropped}).items():

@@ -56,9 +56,8 @@ def test_each_draw_counts_in_one_round_whatever_members_do(data, rules, num_roun
         before_free, after_free = (
             {draw * rules.num_streams + deal.number for draw in each} for each in (before_free, after_free)
         )
-        winners = [
-            peer for peer in members if deal.has(peer) or peer == min(p for p in spares if spares[p] == spares[peer])
-        ]
+        first = {spares[peer]: peer for peer in reversed(members) if peer in spares and drawn[peer].count}
+        winners = [peer for peer in members if deal.has(peer) or first.get(spares[peer]) == peer]
         expected = {draw for peer in winners for draw in ranges[peer][: drawn[peer].count]}
         assert before_free - after_free == expected and after_free <= before_free
         assert len(expected) == sum(min(drawn[peer].count, len(ranges[peer])) for peer in winners), "no draw is of two"

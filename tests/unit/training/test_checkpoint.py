@@ -272,9 +272,10 @@ def test_a_damaged_index_is_begun_anew_from_the_checkpoint(disk, damage):
 class Company:
     """A swarm as far as it matters here: a store of one's own, and what others say they have."""
 
-    def __init__(self, store: VersionStore, others: dict[str, dict[str, Version]]) -> None:
+    def __init__(self, store: VersionStore, others: dict[str, dict[str, Version]], certified: int = 0) -> None:
         self._store, self._others = store, others
         self.versions, self.rollback = store.newest, store.restore
+        self.last = lambda: SimpleNamespace(round=certified)
 
     def inventory(self, peers):
         return {peer: self._others[peer] for peer in peers}
@@ -301,6 +302,17 @@ def test_a_round_that_was_not_saved_is_made_again_where_nobody_else_has_it(
     assert {version.round for version in again.newest().values()} == {expected}
     for name in again.newest():
         again.read(name)
+
+
+@pytest.mark.parametrize(("certified", "is_repeatable", "expected"), [(3, True, 1), (3, False, 3), (1, False, 1)])
+def test_a_certified_round_is_made_again_only_where_it_ends_in_the_same_bits(disk, certified, is_repeatable, expected):
+    """A lone peer whose rounds end by the clock never committed again: its certificate names other bits."""
+    disk.save(1)
+    disk.publish(2)
+    disk.publish(3)
+    store, found = recover(disk.folder, "run")
+    rollback_alone(Company(store, {}, certified), [], found.files, is_repeatable=is_repeatable)
+    assert {version.round for version in store.newest().values()} == {expected}
 
 
 # ---------------------------------------------------------------------- kills, and full disks

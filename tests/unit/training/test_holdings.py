@@ -77,6 +77,22 @@ def test_a_peer_takes_the_certified_version_whatever_most_others_offer(hub, othe
     assert steady.catch_up() == (13, 13.0)
 
 
+@pytest.mark.parametrize("target", [[0], [0, 1]], ids=["as before", "one more"])
+def test_a_peer_that_resumes_trains_the_certified_versions_of_the_slots_that_it_had(hub, target):
+    """With one more slot it trained on from its old version, and that slot's work was lost without a word."""
+    changes = {"outer": OuterConfig(moments="both"), "frozen_storage": "bf16"}
+    steady, back = Member(hub, 0, 13, "active", **changes), Member(hub, 1, 10, "active", **changes)
+    for member, round in ((steady, 13), (back, 10)):
+        moments = torch.full((2 * 3,), float(round))
+        member.swarm.publish(round, {"slot-1": torch.full((3,), float(round)), "moments-slot-0": moments})
+    certify(hub, 13, steady.swarm.versions().values(), voters=[peer_id(0), peer_id(1)])
+    back.held.resume([0])
+    back.held._hold(target)
+    for slot in target:
+        assert back.anchors.weights(VectorName.of_slot(slot))[0] == 13.0
+    assert back.swarm.load("moments-slot-0")[0] == 13.0
+
+
 @pytest.mark.parametrize("answering", [2, 1, 0])
 def test_a_certified_version_is_lost_once_half_of_the_known_peers_answer_and_none_has_it(hub, answering):
     """Its holders then start from what they have, and say so; before that, they only wait."""

@@ -19,6 +19,7 @@ from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
+from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.fetch_plan import replicas
 from tests.unit.model.plain import NF4
 
@@ -209,6 +210,22 @@ def test_holders_that_differ_about_a_kept_form_leave_the_slot_as_it_was() -> Non
     lie(alive.peers[1])
     alive.live()
     assert [state.round for state in alive.hub.bodies[-1].slots] == [1] * 4
+
+
+def test_a_replica_keeps_the_certified_master_of_a_slot_that_a_round_left_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its holder may be gone; the new replica fetches the master only once the slot changes."""
+    alive = Alive(run_of("int8"), [2, 1, 1])
+    alive.live()
+    peer, name = next((peer, name) for peer in alive.peers for name in sorted(kept_by(peer, alive)))
+    held, roster = peer.sync.held, Roster()
+    roster.__dict__["groups"] = {VectorName(name): ()}
+    held._drop_masters((), roster)
+    assert name in peer.swarm.versions()
+    monkeypatch.setattr(held, "is_certified", lambda name: False)
+    held._drop_masters((), roster)
+    assert name not in peer.swarm.versions()
 
 
 def test_a_holder_whose_own_result_did_not_count_trains_on_from_the_version_that_does(

@@ -272,6 +272,25 @@ def test_an_attempt_without_a_certificate_is_followed_by_another_and_a_round_is_
     assert all(torch.equal(update.vectors[name], peer.anchors.weights(name)) for name in peer.anchors.names)
 
 
+@pytest.mark.parametrize(("rounds", "goes_on"), [(BY_THE_CLOCK, True), (tiny_run().round, False)])
+def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_before(rounds, goes_on, monkeypatch):
+    """After a kill between the certificate and the checkpoint; in mode `steps` it makes the round again."""
+    peer = run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)[0]
+    last, sync = peer.swarm.last(), peer.sync
+    lost = last.model_copy(update={"round": last.round + 1, "previous": last.digest, "shared": "f" * 64})
+    monkeypatch.setattr(peer.swarm, "last", lambda: lost)
+    monkeypatch.setattr(sync.held, "others", list)
+    sync.held.lost = frozenset({SHARED})
+    assert sync.held.model_round() == (lost if goes_on else last).round
+    # Made again, it has another result, as on another device.
+    monkeypatch.setattr(peer.swarm, "decide", lambda *_: lost)
+    monkeypatch.setattr(sync.held, "expected", lambda claims: {peer.swarm.peer_id})
+    monkeypatch.setattr(sync, "_await_steps", lambda **_: None)
+    monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)
+    sync.synchronise(RoundWork({SHARED: peer.anchors.weights(SHARED) + 1}, 64, 100.0, 1.0), starts_at=0.0)
+    assert sync.round == lost.round
+
+
 @pytest.mark.parametrize(("spoiled", "overlap"), sample([(1, 0), (1, 1), (3, 0), (3, 1)], [(1, 0), (3, 1)]))
 def test_steps_that_are_not_finite_cost_their_own_tokens_alone(spoiled, overlap, monkeypatch, caplog):
     """One of three peers computes NaN in its second round: in one of three steps, or in all."""
