@@ -114,6 +114,30 @@ def test_a_lone_peer_that_is_killed_arrives_bit_for_bit_where_an_undisturbed_one
     assert states[0]["round"] == TOTAL and states[0]["data"] == states[1]["data"]
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("is_published", [True, False])
+def test_a_lone_peer_whose_rounds_end_by_the_clock_goes_on_after_a_kill(world: World, is_published: bool) -> None:
+    """Its certificate named a round that it had not saved; it made the round again, to other bits, for ever."""
+    rounds = {"mode": "tokens", "tokens": 10**9, "min_seconds": 0.5, "max_seconds": 0.8, "total": 500, "min_peers": 1}
+    name = f"clock-{is_published}"
+    file = write_settings(world.folder / f"{name}.yaml", round=rounds)
+    killed = world.start(name, "--config", file, "--max-slots", "2")
+    killed.wait_for("round 4: 1 peers")
+    kill(killed)
+    saved = (world.folder / name / "checkpoint").glob("round-*")
+    _, *newer = sorted(saved, key=lambda folder: int(folder.name.split("-")[1]))
+    for folder in newer:
+        shutil.rmtree(folder)
+    if not is_published:
+        _, digest = world.versions(name)["shared"]
+        damage((world.folder / name).rglob(f"shared.{digest}.bin"))
+    last = last_certificate(world.folder / name)
+    assert last is not None
+    again = world.start(name, "--resume", "--max-slots", "2")
+    again.wait_for(f"round {last.round + 2}: 1 peers")
+    kill(again)
+
+
 # Full: the story of `test_peer_life` has a kill, and peers that all stopped and went on together, with every commit.
 @pytest.mark.full
 def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_round(world: World, seed: int) -> None:
