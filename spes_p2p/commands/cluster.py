@@ -25,6 +25,7 @@ from spes_p2p.config.launch import RANK_VARIABLES, Place, place_of
 from spes_p2p.errors import ConfigError, JoinError, SpesError
 from spes_p2p.fs import write_atomic
 from spes_p2p.peer import life, restart
+from spes_p2p.peer.joining import kept
 from spes_p2p.peer.output_dir import can_resume
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
 
@@ -68,7 +69,7 @@ def main(config: ClusterConfig) -> int:
         raise
     finally:
         folder.withdraw()
-    if code == 0:
+    if code == 0 and kept(peer).is_finished:  # its owner may have asked this node alone to finish
         folder.finish()
     return code
 

@@ -8,7 +8,7 @@ from spes_p2p.config import MAX_ADDRESSES, JoinLink, PeerConfig
 from spes_p2p.config.commands import JoinConfig
 from spes_p2p.errors import AbsentError, JoinError
 from spes_p2p.peer import life
-from spes_p2p.peer.output_dir import can_resume
+from spes_p2p.peer.output_dir import can_resume, was_cut_off
 from spes_p2p.presentation import say
 from spes_p2p.swarm.p2p.lan import find_on_lan
 
@@ -24,6 +24,7 @@ def as_peer(config: JoinConfig) -> PeerConfig:
     link = JoinLink.parse(config.link) if name is None else link_on_lan(name, config.host)
     chosen = {name: getattr(config, name) for name in config.model_fields_set - {"link"}}
     output = config.output or Path("runs") / link.run_id
+    resume = config.resume or (can_resume(output) and not config.overwrite)
     return PeerConfig(
         **chosen
         | {
@@ -31,7 +32,8 @@ def as_peer(config: JoinConfig) -> PeerConfig:
             "initial_peers": list(link.addresses),
             "invite": config.invite or link.invite or None,
             "output": output,
-            "resume": config.resume or (can_resume(output) and not config.overwrite),
+            "resume": resume,
+            "overwrite": config.overwrite or (not resume and was_cut_off(output)),
         }
     )
 

@@ -220,14 +220,13 @@ class Archive:
         self.anchors = Anchors(self._run, self._model.numels)
         self.round = 0
 
-    def pull(self, body: Body, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> None:
-        """Bring the model to what a certificate names, as `pull_round` does.
+    def pull(self, body: Body, holders: Mapping[int, Sequence[str]], peers: Sequence[str], *, is_last: bool) -> None:
+        """Bring the model to what a certificate names, as `pull_round` does; in fp32 what ends the run.
 
         Raises:
             ExchangeError: no peer sent the shared parameters, or a file is damaged; the model stays as it was.
         """
-        in_fp32 = self._in_fp32 or body.round >= self._run.round.total
-        pull_round(self._swarm, self._run, body, holders, peers, in_fp32=in_fp32)
+        pull_round(self._swarm, self._run, body, holders, peers, in_fp32=self._in_fp32 or is_last)
         rounds = self._model.load(self._swarm)  # slots without a version keep their values
         self.round = self._swarm.versions()[SHARED].round
         if stale := {slot: number for slot, number in rounds.items() if number < self.round}:
@@ -383,7 +382,8 @@ class Watch:
     def _take(self, number: int, holders: Mapping[int, Sequence[str]], peers: Sequence[str]) -> _Taken:
         """Bring the archive to a round, evaluate it, and save it after the last round; in the job's thread."""
         if number > 0:
-            self._archive.pull(self._swarm.last(), holders, peers)
+            last = self._swarm.last()  # the founder may have changed the number of rounds
+            self._archive.pull(last, holders, peers, is_last=last.round >= self._rounds.total)
         held_out = self._archive.evaluate()
         if self._archive.round >= self._rounds.total:
             self._save(self._archive.round, None if held_out is None else held_out.loss)

@@ -53,6 +53,12 @@ def can_resume(directory: Path) -> bool:
     return "checkpoint" in names or (bool(names) and not any(name.startswith(ASIDE) for name in names))
 
 
+def was_cut_off(directory: Path) -> bool:
+    """Tell whether the last start in this directory was killed before it was kept: another may take its place."""
+    is_begun = directory.is_dir() and any(path.name.startswith(ASIDE) for path in directory.iterdir())
+    return is_begun and not can_resume(directory)
+
+
 @contextlib.contextmanager
 def kept_output(directory: Path) -> Iterator[Callable[[], None]]:
     """Give the block a directory to go on with, for itself; what it is given to call does nothing.

@@ -15,6 +15,7 @@ from spes_p2p.cli import load_settings
 from spes_p2p.commands.join import as_peer
 from spes_p2p.config import MAX_ADDRESSES, JoinConfig, JoinLink
 from spes_p2p.errors import ConfigError
+from spes_p2p.peer.output_dir import check_output
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 
 FOUNDER, OTHER = hashed_peer_id(b"founder"), hashed_peer_id(b"other")
@@ -120,3 +121,7 @@ def test_the_same_command_again_goes_on_where_it_was_interrupted(
     assert as_peer(load_settings(JoinConfig, [LINK.encode()])).resume
     assert not as_peer(load_settings(JoinConfig, [LINK.encode(), "--overwrite"])).resume
     assert not as_peer(load_settings(JoinConfig, [LINK.encode(), "--output", "elsewhere"])).resume
+    (tmp_path / "killed/.overwritten-abc").mkdir(parents=True)
+    again = as_peer(load_settings(JoinConfig, [LINK.encode(), "--output", "killed"]))
+    assert again.overwrite and not again.resume, "its first start was killed while it tokenised"
+    check_output(again.output, resume=again.resume, overwrite=again.overwrite)

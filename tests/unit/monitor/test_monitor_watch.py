@@ -68,7 +68,8 @@ class ScriptedArchive:
         self.round, self.pulls, self.evaluated = 0, [], []
         self.failures: list[Exception] = []
 
-    def pull(self, body: Body, holders: Mapping[int, list[str]], peers: list[str]) -> None:
+    def pull(self, body: Body, holders: Mapping[int, list[str]], peers: list[str], *, is_last: bool) -> None:
+        assert is_last == (body.round >= LAST)
         self.pulls.append(body.round)
         if self.failures:
             raise self.failures.pop(0)
