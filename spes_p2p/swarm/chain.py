@@ -191,10 +191,14 @@ class ChainFile:
     def _rewrite(self, certificates: Iterable[Certificate]) -> None:
         self._saved.clear()
         self._num_lines = 0
-        with write_atomic(self._path) as stream:
-            for certificate in certificates:
-                stream.write(self._line(certificate))
-                self._num_lines += 1
+        try:
+            with write_atomic(self._path) as stream:
+                for certificate in certificates:
+                    stream.write(self._line(certificate))
+                    self._num_lines += 1
+        except OSError:  # a full disk: the file is the old one, perhaps with a torn line
+            self._num_lines = 0
+            raise
         sync(self._path.parent)
 
     def _line(self, certificate: Certificate) -> bytes:

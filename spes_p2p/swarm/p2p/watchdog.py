@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hivemind.p2p.p2p_daemon_bindings.utils import P2PDaemonError
+from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
 from spes_p2p.swarm.p2p.node import Node
 
@@ -87,13 +87,16 @@ class Watchdog:
             return f"p2pd, through which this peer talks to all others, has died ({self._node.p2p.ending})"
         if not self._node.dht.is_alive():  # guard: dht-death
             return "this peer's DHT process has died"
-        self._num_silent = 0 if self._node.p2pd_answers(INTERVAL_SECONDS) else self._num_silent + 1
+        try:
+            self._num_silent = 0 if self._node.p2pd_answers(INTERVAL_SECONDS) else self._num_silent + 1
+        except TimeoutError:  # this machine stood still, which says nothing of p2pd
+            return ""
         return "p2pd does not answer any more" if self._num_silent >= MAX_SILENT_CHECKS else ""  # guard: daemon-silence
 
     def _reconnect(self) -> None:
         try:
             self.neighbours = self._node.ping(self._node.peerstore.addresses())
-        except (OSError, EOFError, P2PDaemonError):
+        except (OSError, EOFError, ControlFailure, P2PDaemonError):
             return  # the DHT's process is too busy to answer, or p2pd has died since: the next check tells
         if self.neighbours:
             if self._alone_since is not None:

@@ -2,6 +2,8 @@
 
 import errno
 import random
+import resource
+import signal
 
 import pytest
 
@@ -468,6 +470,33 @@ def test_nothing_is_skipped_for_a_single_certificate(seed):
     assert node.decider.chain.last == last
     node.decider.receive(PEERS[1], Certificates(certificates=(newest, newest)))
     assert node.decider.chain.last == newest.body
+
+
+def test_a_chain_that_a_full_disk_refused_twice_is_written_again(tmp_path, seed):
+    """The next certificate was added behind a torn line, and the peer could not start again."""
+    world, path = swarm(seed), tmp_path / "chain"
+    chain, keys = world.nodes[PEERS[0]].decider.chain, IdentityKeys(Identity(tmp_path / "key"))
+    file = ChainFile(path, START, keys)
+
+    def grow():
+        length = len(chain)
+        while len(chain) == length:
+            world.run(world.now + 0.5)
+
+    file.save(chain)
+    unlimited, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, unlimited[1]))
+    try:
+        for _ in range(2):
+            grow()
+            with pytest.raises(OSError, match="File too large"):
+                file.save(chain)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, handler)
+    grow()
+    file.save(chain)
+    assert ChainFile(path, START, keys).load().certificates == chain.certificates
 
 
 def test_a_thinned_chain_comes_back_from_disk(tmp_path, monkeypatch, seed):

@@ -42,6 +42,17 @@ def test_a_p2pd_that_ends_while_it_is_asked_is_found_dead_at_the_next_look(monke
     assert dead.wait(30) and "p2pd" in dog.death
 
 
+def test_a_machine_that_stood_still_does_not_end_the_checks():
+    """Its first check after that raised, and ended the watchdog's thread."""
+
+    def answers(seconds):
+        raise TimeoutError
+
+    dog = watchdog()
+    dog._node.p2pd_answers = answers
+    assert dog.check() == ""
+
+
 def test_a_p2pd_that_does_not_answer_is_dead_after_some_looks_and_not_at_the_first():
     silent = watchdog(answers=False)
     looks = [silent.check() for _ in range(MAX_SILENT_CHECKS)]
