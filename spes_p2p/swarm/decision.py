@@ -128,7 +128,7 @@ class Decider:
 
     def go_back(self) -> None:
         """Open the round after the last certificate of the chain, which was cut."""
-        self.voter.switch(self.chain.last)
+        self.voter.switch(self.chain.last, is_chosen=True)
         self._open_round()
 
     def close(self) -> None:

@@ -320,13 +320,18 @@ class Voter:
         self.switch(certificate.body)
         return ""
 
-    def switch(self, body: Body) -> None:
+    def switch(self, body: Body, *, is_chosen: bool = False) -> None:
         """Go over to another branch, whose certificates are on disk and end with this body.
 
         At once, not round by round: the ballot has no promises of past rounds, so this peer must not vote in them.
+
+        Args:
+            body: The last one.
+            is_chosen: The user has gone back to it, and so has given up all promises, also lost ones: where those of
+                all voters are lost, no other could admit one anew.
         """
         self.last = body
-        self._set(self._blank(self.ballot.barred_at))
+        self._set(self._blank(None if is_chosen else self.ballot.barred_at))
 
     def _has_signed(self, certificate: Certificate) -> bool:
         mine = [vote for vote in certificate.votes() if vote.peer_id == self._keys.peer_id]

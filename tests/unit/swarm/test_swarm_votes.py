@@ -454,3 +454,13 @@ def test_what_was_said_again_or_long_ago_takes_no_room():
         assert seen.add(vote.model_copy(update={"signature": str(index)}), round.last) is None
     assert seen.add(round.vote(VOTERS[0], round.body(ends_at=9.0)), round.last) is not None
     assert seen.add(round.vote(VOTERS[0], round.body(ends_at=9.0)), changed(round.last, round=9)) is None
+
+
+def test_a_user_who_goes_back_to_a_round_lifts_the_bar_of_a_lost_ballot():
+    """Where the ballots of all voters had been copied, each waited for another to admit it, and no option helped."""
+    round = Round()
+    voter = round.voter(VOTERS[0], Ballot(previous=round.last.digest, round=8, barred_at=ENDED + 1))
+    voter.switch(round.last)
+    assert not voter.may_vote
+    voter.switch(round.last, is_chosen=True)
+    assert voter.may_vote
