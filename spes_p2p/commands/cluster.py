@@ -69,7 +69,7 @@ def main(config: ClusterConfig) -> int:
         raise
     finally:
         folder.withdraw()
-    if code == 0 and kept(peer).is_finished:  # its owner may have asked this node alone to finish
+    if code == 0 and kept(peer.model_copy(update={"resume": True})).is_finished:  # else this node alone was to finish
         folder.finish()
     return code
 

@@ -15,6 +15,7 @@ import pytest
 from peer_processes import MARK, Command, Commands, commands_in, write_corpus, write_settings
 from slurm import Slurm, lacks, slurm_on
 
+from spes_p2p.commands.cluster import FINISHED
 from spes_p2p.peer.termination import SAME_SECONDS
 
 pytestmark = pytest.mark.full
@@ -97,6 +98,18 @@ def test_a_finished_run_is_not_founded_again(tmp_path: Path) -> None:
             assert node.end() == 0, node.tail()
             assert node.matches(seen), node.tail()
             commands.wait_until_gone()
+
+
+def test_a_node_that_was_asked_to_finish_does_not_end_the_run_of_all(tmp_path: Path) -> None:
+    """The other nodes found the run finished when the job was started again."""
+    words = [*flags(tmp_path, total=500), "--seed-seconds", "0"]
+    with commands_in(tmp_path) as commands:
+        node = start_node(commands, tmp_path, *words, RANK="0")
+        node.wait_for("round 2: 1 peers")
+        asked = commands.start("-m", "spes_p2p", "ctl", "finish", "--output", tmp_path / "shared" / "job" / "node-0")
+        assert asked.end() == 0, asked.tail()
+        assert node.end() == 0 and node.matches("finished as asked"), node.tail()
+        assert (tmp_path / "shared" / "job").is_dir() and not (tmp_path / "shared" / "job" / FINISHED).exists()
 
 
 @pytest.mark.parametrize("is_hung", [False, True], ids=["running", "hung"])
