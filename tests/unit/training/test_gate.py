@@ -181,7 +181,7 @@ def test_a_slot_that_does_a_little_harm_in_each_round_is_refused_before_long(by_
     while peer.swarm.versions()[VectorName.of_slot(1)].round == len(losses) - 1:
         assert len(losses) < 50, "it may go on for ever"
         while True:  # a step that does so little harm that it passes for an accident
-            scale *= 1.05
+            scale *= 1.01
             peer.trainer.load({VectorName.of_slot(1): newer(scale, round=len(losses))[VectorName.of_slot(1)]})
             if loss_of(peer) > losses[-1] + MAX_WORSE / 4:
                 break
