@@ -436,10 +436,17 @@ def _check_claimed(model: ModelConfig, claimed: Sequence[int]) -> None:
 
 
 def meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attention: str = "sdpa") -> PreTrainedModel:
-    """Return the stock model on the meta device."""
+    """Return the stock model on the meta device.
+
+    Raises:
+        ConfigError: the settings of a checkpoint's rotary embedding do not go together.
+    """
     config = hf_config(model, vocab_size, sequence_length)
     config._attn_implementation = ATTENTION[attention]
     # The stock default, a grouped kernel, refuses rows that are not aligned to 16 bytes, on CPUs too.
     config._experts_implementation = "eager"
-    with torch.device("meta"):
-        return FAMILIES[model.family][1](config)
+    try:
+        with torch.device("meta"):
+            return FAMILIES[model.family][1](config)
+    except ArithmeticError as error:
+        raise ConfigError(f"model.start.rope makes no positions ({error}); take the checkpoint's own") from error

@@ -74,6 +74,8 @@ def test_a_peer_that_catches_up_leaves_out_what_the_model_lacks(hub):
     liar, mine = Holder(hub, 1, 13), Holder(hub, 0, 12)
     certify(hub, 13, liar.swarm.versions().values())
     publish_strange(liar.swarm, 13)
+    offered = mine.held._offers(mine.held.others()).values()
+    assert {name for versions in offered for name in versions} == {SHARED, "slot-0"}
     assert set(mine.held.catch_up(mine.held.others())) == {SHARED, "slot-0"}
     assert mine.swarm.versions().keys() == {SHARED, "slot-0"}
 
