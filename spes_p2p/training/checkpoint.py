@@ -418,7 +418,8 @@ def rollback_alone(
 ) -> None:
     """Continue from a checkpoint's versions if no other peer has any: moments and data belong to their round.
 
-    A killed peer may have published a round that it had not saved yet; alone, it makes the same round again.
+    A killed peer may have published a round that it had not saved yet; alone, it makes the same round again, unless
+    that round is certified and would end in other bits.
 
     Args:
         swarm: This peer's swarm.
