@@ -149,6 +149,15 @@ class Body(Document):
         """Votes that certify a successor: more than half of this body's voters."""
         return len(self.voters) // 2 + 1
 
+    @property
+    def known(self) -> frozenset[str]:
+        """Voters and candidates; each other peer is a stranger."""
+        return frozenset((*self.voters, *self.candidates))
+
+    def is_stranger(self, peer: str) -> bool:
+        """Tell whether a peer is neither voter nor candidate; before the first certificate none is a stranger."""
+        return self.round > 0 and peer not in self.known
+
     def proposer(self, attempt: int) -> str:
         """Return the voter that proposes the next round's body in an attempt."""
         first = hashlib.sha256(f"{self.run}:{self.round + 1}".encode()).digest()
@@ -428,15 +437,9 @@ def known_peers(*bodies: Body) -> set[str]:
     }
 
 
-def is_no_stranger(last: Body, peer: str) -> bool:
-    """Tell whether a peer votes, or is to vote; before the first certificate all are welcome."""
-    return not last.round or peer in last.voters or peer in last.candidates
-
-
 def strangers(last: Body, members: Iterable[str]) -> list[str]:
     """Return the members that no certificate knows, in an order that follows from the last body, not from a choice."""
-    unknown = [peer for peer in members if peer not in last.voters and peer not in last.candidates]
-    return sorted(unknown, key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest())
+    return sorted(set(members) - last.known, key=lambda peer: hashlib.sha256(f"{last.digest}:{peer}".encode()).digest())
 
 
 def next_voters(

@@ -37,7 +37,6 @@ from spes_p2p.swarm.certificate import (
     Proposal,
     Question,
     Vote,
-    is_no_stranger,
     known_peers,
     signers,
 )
@@ -201,7 +200,7 @@ class Consensus:
         )
         self._hold_keys()
         self._service = f"{node.run_id}::{PROTOCOL}.consensus"
-        node.p2p.reserve_half_for(lambda peer: is_no_stranger(self.last(), peer.to_base58()))
+        node.p2p.reserve_half_for(lambda peer: not self.last().is_stranger(peer.to_base58()))
         node.run(node.p2p.add_binary_stream_handler(self._service, self._receive), SEND_SECONDS)
         self._thread = threading.Thread(target=self._run, name="consensus", daemon=True)
         self._thread.start()
@@ -434,8 +433,7 @@ class Consensus:
                     del self._receiving[peer]
 
     def _is_known(self, peer: str) -> bool:
-        last = self.last()
-        return peer in last.voters or peer in last.candidates or last.round == 0 or peer in self._peers()
+        return not self.last().is_stranger(peer) or peer in self._peers()
 
     def _take(self, peer: str, keys: Sequence[bytes], message: Message) -> None:
         needed = signers(message)

@@ -282,7 +282,7 @@ class Decider:
         """Tell whether a peer's confirmation is kept: before the roster is known, only so many of strangers are."""
         if self._members:
             return any(member.peer_id == peer for member in self._members)
-        known = {*self.chain.last.voters, *self.chain.last.candidates}
+        known = self.chain.last.known
         return peer in known or len(self._confirmations.keys() - known) < MAX_MEMBERS  # guard: room-for-known
 
     def _of_roster(self) -> list[Confirmation]:

@@ -306,7 +306,7 @@ class HivemindSwarm:
             self._encoded,
             expected=expected,
             least=max(2, self.consensus.quorum),
-            num_known=len(active.intersection({*last.voters, *last.candidates})),
+            num_known=len(active & last.known),
             starts_at=starts_at,
             is_redone=self._has_met,
         )

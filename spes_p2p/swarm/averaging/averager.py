@@ -29,7 +29,7 @@ from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.averaging.matchmaking import Survivors, SwarmMatchmaking, expected_of, read_roster
 from spes_p2p.swarm.averaging.outcome import Attempt
 from spes_p2p.swarm.averaging.partition import GroupPlan
-from spes_p2p.swarm.certificate import Body, is_no_stranger
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import AdaptiveTimeout
 from spes_p2p.swarm.hivemind_fixes.dht import SPARE_STREAMS, SwarmDHT
 from spes_p2p.swarm.hivemind_fixes.processes import (
@@ -214,7 +214,7 @@ class SparseAverager(DecentralizedAverager):
         self._least = least
         self._num_known = num_known
         self._last = last
-        self._p2p.reserve_half_for(lambda peer: is_no_stranger(last, peer.to_base58()))
+        self._p2p.reserve_half_for(lambda peer: not last.is_stranger(peer.to_base58()))
         self._limits = Limits(self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit))
 
     async def _step(self, *, step, future_for_init) -> None:

@@ -273,8 +273,8 @@ class SwarmMatchmaking(Matchmaking):
         if self._last is not None and get_dht_time() < self.step_control.scheduled_time - TIME_IS_UP:
             met = {peer.to_base58() for peer in (self.peer_id, *self.current_followers)}
             quorum = min(self.min_group_size, len(self._last.voters))
-            known = met.intersection({*self._last.voters, *self._last.candidates})
-            if len(met.intersection(self._last.voters)) < quorum or len(known) < self._num_known:  # guard: voters-first
+            num_known = len(met & self._last.known)
+            if len(met.intersection(self._last.voters)) < quorum or num_known < self._num_known:  # guard: voters-first
                 return None  # type: ignore[return-value]  # who asks before the time is up does not look at it
         return await super().leader_assemble_group()
 
@@ -290,8 +290,7 @@ class SwarmMatchmaking(Matchmaking):
         reason = super()._check_reasons_to_reject(request, context)
         if self._last is None or (reason is not None and reason.code != averaging_pb2.GROUP_IS_FULL):
             return reason
-        known = {*self._last.voters, *self._last.candidates}
-        new = {peer.to_base58() for peer in (context.remote_id, *self.current_followers)} - known
+        new = {peer.to_base58() for peer in (context.remote_id, *self.current_followers)} - self._last.known
         if context.remote_id.to_base58() not in new:  # guard: full-of-strangers
             return None  # a full group that is not closed lacks voters
         if self._last.round and len(new) > max_strangers(len(self._last.voters)):  # guard: strangers-join
