@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.cluster import ROOT
 from benchmarks.guards import (
     NO_CONTEXT,
     Guard,
@@ -44,6 +45,13 @@ def test_every_guard_is_marked_once_in_the_code_and_its_tests_exist() -> None:
     assert len({guard.id for guard in guards}) == len({guard.name for guard in guards}) == len(guards)
     assert [fault for guard in guards for fault in faults_of(guard, markers)] == []
     assert unlisted(guards, markers) == []
+
+
+def test_every_case_that_must_notice_a_guards_removal_exists(tmp_path: Path) -> None:
+    """Its parameters too, which `faults_of` does not read."""
+    tests = sorted({test for guard in load_guards() for test in guard.tests})
+    found = run_tests(ROOT, tests, 100, tmp_path, "--collect-only")
+    assert found.code == PASSED, found.output
 
 
 def test_every_weakness_of_stock_hivemind_that_is_ours_to_close_has_a_guard() -> None:

@@ -345,10 +345,7 @@ class GroupAllreduce:
         if different:  # guard: unconfirmed-mean
             self.lost = next(iter(different)) if len(different) == 1 else liar
             raise AllreduceException(f"{' and '.join(different)} did not confirm the same digest")
-        if gave_up := [peer for peer in theirs if peer not in there]:
-            # The only member without the others' result is left out of the next attempt, whatever stopped it.
-            self.lost = gave_up[0] if len(gave_up) == 1 < len(there) else ""  # guard: only-quitter
-            raise AllreduceException(f"{' and '.join(gave_up)} gave up")
+        raise AllreduceException(f"{' and '.join(peer for peer in theirs if peer not in there)} gave up")
 
     def _two_faced(self, mine: bytes, different: Mapping[str, bytes]) -> str:
         """Return the reducer whose slice alone differs between the others' results and ours, its own result aside."""
