@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
 import socket
 from collections.abc import Mapping
@@ -95,7 +96,8 @@ def _only_peer(runs: Path) -> Path:
 def _answers(output: Path) -> bool:
     """Tell whether a peer's page takes connections."""
     try:
-        socket.create_connection(_page(output)[:2], timeout=ANSWER_SECONDS).close()
+        host, port, _ = _page(output)
+        socket.create_connection((host, port), ANSWER_SECONDS, source_address=(host, 0)).close()
     except (OSError, ConfigError):
         return False
     return True
@@ -117,7 +119,11 @@ def _page(output: Path) -> tuple[str, int, str]:
         ) from error
     if port is None:
         raise ConfigError(f"{output / PAGE_FILE} holds no address; start the peer again")
-    return ("::1" if parts.hostname == "::1" else "127.0.0.1"), port, address  # guard: ctl-loopback
+    try:
+        host = str(ipaddress.ip_address(parts.hostname or ""))
+    except ValueError:  # this machine's name: the page listens on all addresses
+        host = "127.0.0.1"
+    return host, port, address
 
 
 def _token(output: Path) -> str:
@@ -137,7 +143,8 @@ def _ask(place: tuple[str, int], verb: str, values: Mapping[str, Any], output: P
     """
     body = json.dumps(values) if values else None
     headers = {TOKEN_HEADER: _token(output)}
-    wire = http.client.HTTPConnection(*place, timeout=ANSWER_SECONDS)
+    # From an address to itself: only on this machine, of which no other may have the token.
+    wire = http.client.HTTPConnection(*place, ANSWER_SECONDS, source_address=(place[0], 0))  # guard: ctl-near
     try:
         wire.request("POST", f"/control/{verb}", body, headers)
         answer = wire.getresponse()

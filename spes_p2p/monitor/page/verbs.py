@@ -56,7 +56,7 @@ class Verbs:
         return request.method == "POST" and request.path.startswith(PATH)
 
     async def _answer(self, request: web.Request) -> web.Response:
-        if not _is_near(request.remote):  # guard: verb-remote
+        if not _is_near(request):  # guard: verb-remote
             return _refusal(403, "verbs are for this machine alone")
         given = request.headers.get(TOKEN_HEADER, "")
         if not hmac.compare_digest(given.encode(errors="replace"), self.token.encode()):  # guard: verb-token
@@ -96,11 +96,14 @@ def _refusal(status: int, reason: str) -> web.Response:
     return web.Response(status=status, text=f"{printable(reason)}\n", headers=CLOSE)
 
 
-def _is_near(remote: str | None) -> bool:
+def _is_near(request: web.Request) -> bool:
+    """Tell whether a request comes from this machine: over loopback, or from the very address that it was sent to."""
     try:
-        return remote is not None and ipaddress.ip_address(remote).is_loopback
-    except ValueError:
+        remote = ipaddress.ip_address(request.remote or "")
+        here = ipaddress.ip_address(request.get_extra_info("sockname")[0])
+    except (TypeError, ValueError):
         return False
+    return (getattr(remote, "ipv4_mapped", None) or remote).is_loopback or remote == here
 
 
 def _new_token(file: Path) -> str:

@@ -146,6 +146,25 @@ def test_a_body_that_does_not_come_ends_the_request(peer: Peer, monkeypatch: pyt
     assert peer.controls.view()["wish"] == "run"
 
 
+@pytest.mark.parametrize("where", ["127.0.0.2", "[::]", "0.0.0.0"])
+def test_ctl_reaches_a_page_on_any_address_of_this_machine(tmp_path: Path, where: str) -> None:
+    peer = Peer(tmp_path, where)
+    try:
+        assert ctl.main(CtlConfig(verb="pause", output=tmp_path)) == 0
+        assert peer.controls.view()["wish"] == "pause"
+    finally:
+        peer.page.close()
+
+
+@pytest.mark.parametrize(("remote", "status"), [("192.0.2.7", 200), ("192.0.2.8", 403)])
+def test_a_verb_that_was_sent_to_its_own_address_is_of_this_machine(
+    peer: Peer, monkeypatch: pytest.MonkeyPatch, remote: str, status: int
+) -> None:
+    monkeypatch.setattr(web.BaseRequest, "remote", property(lambda _: remote))
+    monkeypatch.setattr(web.BaseRequest, "get_extra_info", lambda *_: ("192.0.2.7", 80))
+    assert ask(peer.page, peer.fill(post("/control/pause")))[0] == status
+
+
 @pytest.mark.parametrize("remote", ["10.0.0.9", "2001:db8::1", None, "not an address"])
 def test_a_verb_from_another_machine_is_refused_even_with_the_token(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, remote: str | None
@@ -270,9 +289,17 @@ def test_ctl_says_in_one_line_what_is_wrong(peer: Peer, tmp_path: Path) -> None:
 
 
 def test_ctl_sends_the_token_to_this_machine_alone(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
-    (peer.output / "page").write_text(f"http://evil.example:{port_of(peer.page)}/\n")
     called: list[str] = []
     connect = socket.create_connection
-    monkeypatch.setattr(socket, "create_connection", lambda to, *rest, **more: (called.append(to[0]), connect(to))[1])
+
+    def note(to: tuple[str, int], *rest: Any, **more: Any) -> socket.socket:
+        called.append(to[0])
+        return connect(to, *rest, **more)
+
+    monkeypatch.setattr(socket, "create_connection", note)
+    (peer.output / "page").write_text(f"http://evil.example:{port_of(peer.page)}/\n")
     assert ctl.main(CtlConfig(verb="pause", output=peer.output)) == 0
     assert called == ["127.0.0.1"] and peer.controls.view()["wish"] == "pause"
+    (peer.output / "page").write_text(f"http://192.0.2.77:{port_of(peer.page)}/\n")
+    with pytest.raises(ConfigError, match="Cannot assign requested address"):
+        ctl.main(CtlConfig(verb="resume", output=peer.output))
