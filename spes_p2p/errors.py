@@ -10,6 +10,11 @@ class SpesError(Exception):
     exit_code = 2
 
 
+TRY_AGAIN = 75
+"""Exit code after which the same command may succeed later, so that a supervisor should repeat it: EX_TEMPFAIL of
+sysexits.h."""
+
+
 class ConfigError(SpesError):
     """A flag, environment variable, file or path is wrong; nothing was started or written."""
 
@@ -18,14 +23,20 @@ class DataError(SpesError):
     """A corpus, tokenizer or checkpoint cannot be read or is too small."""
 
 
+class OutageError(DataError):
+    """A hub or a server of data does not answer."""
+
+    exit_code = TRY_AGAIN
+
+
 class JoinError(SpesError):
     """The swarm cannot be reached, does not know the run, or runs something else."""
 
 
 class AbsentError(JoinError):
-    """What this peer needs no peer has sent; later the same command may succeed, so a supervisor should repeat it."""
+    """What this peer needs no peer has sent."""
 
-    exit_code = 75  # EX_TEMPFAIL of sysexits.h
+    exit_code = TRY_AGAIN
 
 
 class RecordError(SpesError):

@@ -41,7 +41,7 @@ Nice=10
 [Install]
 WantedBy=default.target
 """
-"""Exit codes 130 (handed over) and 2 (wrong settings) do not restart the peer; 75 (no peer answered) does. SIGTERM goes
+"""Exit codes 130 (handed over) and 2 (wrong settings) do not restart the peer; 75 (no answer) does. SIGTERM goes
 to the peer alone, which ends its helpers itself."""
 
 

@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from spes_p2p.config import DataConfig
-from spes_p2p.errors import DataError, SpesError, one_line
+from spes_p2p.errors import DataError, OutageError, SpesError, one_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -187,10 +187,28 @@ def _reading_hub(data: DataConfig) -> Iterator[None]:
         raise
     # A stranger's card or file can raise anything in `datasets` and what it stands on; network failures are OSError.
     except Exception as error:
-        raise DataError(
+        raise (OutageError if _is_outage(error) else DataError)(
             f"cannot stream data set {data.name!r} (split {data.split!r}): {one_line(error)}; check name, split and "
             f"network, or set data.source=files and give --text"
         ) from error
+
+
+def _is_outage(error: BaseException | None) -> bool:
+    """Tell whether a library has failed because the hub does not answer now, by the errors that led to its own."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if error is None or isinstance(error, OfflineModeIsEnabled):
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status == 429 or status >= 500
+    # The hub's library has changed its HTTP client twice; all of these name the base of such errors alike.
+    is_transport = any(base.__name__ == "TransportError" for base in type(error).__mro__)
+    return (
+        is_transport
+        or isinstance(error, ConnectionError | TimeoutError)
+        or _is_outage(error.__cause__ or error.__context__)
+    )
 
 
 _CHECKPOINT_FILES = ["*.safetensors", "*.json", "*.jinja", "merges.txt", "vocab.txt", "tokenizer.model"]
@@ -225,7 +243,7 @@ def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
         log.info("reading %s@%s from the hub", name, commit)
         folder = snapshot_download(name, revision=commit, allow_patterns=_CHECKPOINT_FILES)  # guard: hub-checkpoint
     except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
-        raise DataError(
+        raise (OutageError if _is_outage(error) else DataError)(
             f"cannot download {source} from the hub: {one_line(error)}; check name, commit and network, or give --from "
             f"a folder"
         ) from error

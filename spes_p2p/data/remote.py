@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from spes_p2p.cli import explain
 from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, OutageError
 from spes_p2p.fs import cache_folder, locked, write_atomic
 from spes_p2p.presentation import size_text
 
@@ -131,9 +131,10 @@ def _of_any(urls: Sequence[str], read: Callable[[str], T]) -> T:
         try:
             return read(url)
         except DataError as error:
-            failures.append(str(error))
+            failures.append(error)
             log.warning("%s", error)
-    raise DataError(f"no address of the run has its shards ({failures[-1]}); name yours with --data")
+    kind = OutageError if any(isinstance(failure, OutageError) for failure in failures) else DataError
+    raise kind(f"no address of the run has its shards ({failures[-1]}); name yours with --data")
 
 
 def fetch(url: str, cache: Path, fingerprint: str | None, *, is_own: bool) -> Path:
@@ -400,11 +401,13 @@ def _failed(where: Address, error: Exception, failures: int) -> int:
     """Wait before the next request; return the failures in a row.
 
     Raises:
-        DataError: there are too many.
+        OutageError: there are too many.
     """
     reason = str(error) or type(error).__name__
     if failures + 1 >= TRIES:
-        raise DataError(f"cannot read {where.url}: {reason}; start again to go on, or name another address") from error
+        raise OutageError(
+            f"cannot read {where.url}: {reason}; start again to go on, or name another address"
+        ) from error
     pause = min(PAUSE_SECONDS * 2.0**failures, MAX_PAUSE_SECONDS)
     log.warning("%s: %s; asking again in %.1f s", where.url, reason, pause)
     threading.Event().wait(pause)

@@ -24,6 +24,7 @@ class HubServer(ThreadingHTTPServer):
 
     Attributes:
         asked: Paths of all requests, in order.
+        status: What each request is answered with, if it is not 0.
     """
 
     daemon_threads = True
@@ -32,6 +33,7 @@ class HubServer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.root = root
         self.asked: list[str] = []
+        self.status = 0
 
     @property
     def url(self) -> str:
@@ -63,6 +65,8 @@ class _Answers(BaseHTTPRequestHandler):
     def _answer(self, *, with_body: bool) -> None:
         path = unquote(urlsplit(self.path).path)
         self.server.asked.append(path)
+        if self.server.status:
+            return self._send(b"", self.server.status, {}, with_body=with_body)
         parts = path.strip("/").removeprefix("api/").split("/")
         if parts[0] != "datasets":
             return self._model(path, parts, with_body=with_body)

@@ -13,7 +13,7 @@ from spes_p2p.config import DataConfig
 from spes_p2p.data import hub as module
 from spes_p2p.data.hub import find_hub_files, load_hub
 from spes_p2p.data.sources import documents
-from spes_p2p.errors import DataError
+from spes_p2p.errors import DataError, OutageError
 
 from .conftest import write_rows
 
@@ -241,4 +241,24 @@ def test_other_tables_are_read_as_well(hub, suffix, content):
 def test_an_absent_data_set_is_named_in_one_line(hub):
     with pytest.raises(DataError, match="cannot stream data set 'alice/none'") as caught:
         load_hub(DataConfig(source="hub", name="alice/none"))
-    assert "\n" not in str(caught.value)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("status", [429, 503, None])
+def test_a_hub_that_does_not_answer_now_may_answer_later(hub, status, monkeypatch):
+    hub.status = status or 0
+    if status is None:
+        hub.shutdown()
+        hub.server_close()
+    with pytest.raises(OutageError, match="cannot stream data set 'alice/texts'") as caught:
+        find_hub_files(DataConfig(source="hub", name="alice/texts"))
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 75
+
+
+def test_a_hub_that_is_switched_off_is_no_outage(hub, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(DataError, match="cannot stream data set 'alice/texts'") as caught:
+        find_hub_files(DataConfig(source="hub", name="alice/texts"))
+    assert caught.value.exit_code == 2

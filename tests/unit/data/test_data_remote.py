@@ -25,7 +25,7 @@ from spes_p2p.data.remote import MANIFEST, fetch, url_of, with_fetched
 from spes_p2p.data.shards import ShardManifest
 from spes_p2p.data.tokenise import Settings, tokenise
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
-from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.errors import ConfigError, DataError, OutageError
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.swarm.manifest import Manifest
 
@@ -150,7 +150,7 @@ def test_a_download_that_was_cut_off_goes_on_where_it_was(server, served, tmp_pa
         return web.Response(status=503) if num_answers > 2 else None
 
     server.answer = fail_later
-    with pytest.raises(DataError, match=r"503.*start again to go on"):
+    with pytest.raises(OutageError, match=r"503.*start again to go on"):
         fetch(server.url, tmp_path, None, is_own=True)
     (part,) = tmp_path.rglob("*.part")
     assert part.stat().st_size == 20_000

@@ -11,7 +11,7 @@ from hub_server import COMMIT, HubServer, hub_of
 
 from spes_p2p.config import DataConfig, RunConfig, StartConfig
 from spes_p2p.data.hub import checkpoint_folder
-from spes_p2p.errors import DataError
+from spes_p2p.errors import DataError, OutageError
 from spes_p2p.model.start import model_of
 from spes_p2p.training.build import with_digests
 
@@ -51,6 +51,19 @@ def test_a_run_starts_from_a_checkpoint_of_the_hub(hub: HubServer, tmp_path: Pat
 def test_what_the_hub_has_not_is_one_line_with_the_remedy(hub: HubServer, name: str) -> None:
     with pytest.raises(DataError, match=r"cannot download someone/.*; check name, commit and network, or give --from"):
         checkpoint_folder(Path(name))
+
+
+@pytest.mark.parametrize(
+    "name",
+    # The hub's library asks again for 20 seconds.
+    ["someone/small", pytest.param(f"someone/small@{COMMIT}", marks=pytest.mark.full)],
+)
+def test_a_hub_that_does_not_answer_now_may_answer_later(hub: HubServer, name: str) -> None:
+    hub.shutdown()
+    hub.server_close()
+    with pytest.raises(OutageError, match="cannot download someone/small") as caught:
+        checkpoint_folder(Path(name))
+    assert caught.value.exit_code == 75
 
 
 def test_a_folder_goes_before_the_hub(hub: HubServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
