@@ -298,7 +298,7 @@ class MemorySwarm:
             self.clock.wait(deadline - self.now())
 
     def _is_bad(self, version: Version, min_round: int, authors: Collection[str], digest: str) -> bool:
-        is_anothers = len(authors) > 0 and version.author not in authors
+        is_anothers = len(authors) > 0 and version.author not in authors and not VectorName(version.name).is_kept
         return version.round >= min_round and (
             version.digest in self._refused  # guard: memory-refused
             or is_anothers

@@ -212,7 +212,8 @@ class Swarm(Protocol):
             relays: Peers that fetch a vector at the same time, this one included, in an order that all of them share.
                 Each fetches a part of it from the holder and passes the part on to the others.
             uplinks: Upload rates of relays, in 10^6 bits per second; a faster relay passes on a larger part.
-            authors: Peers of which one must have signed the version; any peer may if a vector is not named.
+            authors: Peers that made the version; one of them must have signed it, if any are named. Of a kept form they
+                tell who has it by now or never: replicas make the same, and the certificate names its digest.
             digests: The version to fetch; any will do if a vector is not named.
 
         Returns:

@@ -27,7 +27,7 @@ class FetchPlan:
     Attributes:
         wanted: Peers to ask, by version, in order of preference.
         relays: Peers that fetch a version together and pass it on to each other.
-        authors: Peers, one of which must have signed the version.
+        authors: Peers that made the version; see `Swarm.pull`.
     """
 
     wanted: Mapping[VectorName, Peers]
@@ -79,7 +79,7 @@ def plan_fetch(
         return FetchPlan(wanted, chains, authors)
     for name in sorted(set(chosen) - set(direct)):
         wanted[name.kept] = [*wanted.pop(name), *callable_of(keepers.get(name, ()), links)]
-        del authors[name]  # replicas make the same form, and it is the makers' that the certificate names
+        authors[name.kept] = authors.pop(name)
     return FetchPlan(wanted, {name.kept: peers for name, peers in chains.items()}, authors)
 
 

@@ -7,6 +7,7 @@ import torch
 from peer_server import start_of
 
 from spes_p2p.codecs.format import Segment
+from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import RoundConfig
 from spes_p2p.swarm.averaging.encoding import Vectors
@@ -20,8 +21,10 @@ from spes_p2p.swarm.p2p.node import Node
 NUMELS = {"slot": 200_000, "shared": 3_000_000, "moments-slot": 1000, "moments-shared": 1000}
 """Slots come in several messages, `shared` in several ranges."""
 CODED = {"moments-shared": (Segment(1000, "int8"),)}
+KEPT = KeptForm("bf16", NUMELS["slot"])
 ROUNDS = RoundConfig(heartbeat_seconds=1.0, lease_seconds=30.0)
 NUM_SLOTS = 512
+VECTORS = Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS, kept=KEPT)
 STEP = 2.0**-6
 PULL_SECONDS = 60.0
 
@@ -35,7 +38,7 @@ def open_swarm(folder, addresses=(), *, serve=True, uplink_mbit=None, keyframe_r
     """Start a peer that follows deltas of slots."""
     node = Node(Identity(folder / "key"), "run", initial_peers=list(addresses))
     swarm = HivemindSwarm(node, folder / "versions", serve=serve, uplink_mbit=uplink_mbit)
-    swarm.enter(ROUNDS, Vectors(NUMELS, coded=CODED, num_slots=NUM_SLOTS), start_of((node.peer_id,)), max_slots=0)
+    swarm.enter(ROUNDS, VECTORS, start_of((node.peer_id,)), max_slots=0)
     swarm.exchange.accept_deltas(advance, {kind: NUMELS[kind] for kind in ("slot", "shared")}, keyframe_rounds)
     return swarm
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from exchange_cluster import NUMELS, PULL_SECONDS, flat, open_cluster
+from exchange_cluster import KEPT, NUMELS, PULL_SECONDS, flat, open_cluster
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.exchange import exchange, server
@@ -39,7 +39,8 @@ BAD_REQUESTS = {
 }
 
 
-def test_a_peer_that_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch):
+@pytest.mark.parametrize("name", ["slot-77", "kept-slot-77"])
+def test_a_peer_that_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch, name):
     """It has to fetch it first, longer than a caller is kept waiting; its author has it by now or never."""
     maker, relay, puller = trio
     monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.1)
@@ -51,17 +52,20 @@ def test_a_peer_that_passes_a_version_on_is_asked_again_until_it_has_it(trio, mo
         await decline(server, channel, state)
 
     monkeypatch.setattr(server.Server, "_decline", watched)
-    wanted, authors = {"slot-77": [relay.peer_id]}, {"slot-77": [maker.peer_id]}
+    value = KEPT.encode(flat(77)) if name.startswith("kept") else flat(77)
+    wanted, authors = {name: [relay.peer_id]}, {name: [maker.peer_id]}
     with ThreadPoolExecutor() as pool:
         pull = pool.submit(puller.pull, wanted, min_round=5, timeout=PULL_SECONDS, authors=authors)
         assert declined.wait(PULL_SECONDS)
-        maker.publish(5, {"slot-77": flat(77)})
-        assert relay.pull({"slot-77": [maker.peer_id]}, min_round=5, timeout=PULL_SECONDS) == {}
+        if name.startswith("kept"):  # the relay is a replica, which makes it of the master
+            relay.publish(5, {name: value})
+        else:
+            maker.publish(5, {name: value})
+            assert relay.pull({name: [maker.peer_id]}, min_round=5, timeout=PULL_SECONDS) == {}
         assert pull.result() == {}
-    assert torch.equal(puller.load("slot-77"), flat(77))
-    wanted = {"slot-77": [relay.peer_id]}
-    failed = puller.pull(wanted, min_round=6, timeout=PULL_SECONDS, authors={"slot-77": [relay.peer_id]})
-    assert "absent" in failed["slot-77"]
+    assert torch.equal(puller.load(name), value)
+    failed = puller.pull(wanted, min_round=6, timeout=PULL_SECONDS, authors={name: [relay.peer_id]})
+    assert "absent" in failed[name]
 
 
 def ask(puller, honest, request, *after):

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from spes_p2p.errors import ExchangeError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.exchange.versions import CodecKind, Name, RefusedVersions, Version, is_document
+from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Count, Digest
 
@@ -80,7 +81,7 @@ class Wanted:
         relays: Peers, this one included, that fetch the version now and share it out among themselves; usually none.
         uplinks: The relays' uplinks in 10^6 bits per second.
         codec: Encoding of the bytes.
-        authors: Peers of which one must have signed the version; empty for any author.
+        authors: Peers that made the version; see `Swarm.pull`.
         refused: Versions not to fetch; None refuses none.
         digest: The only version to fetch; empty for any.
     """
@@ -99,13 +100,14 @@ class Wanted:
 
     def check(self, version: Version) -> None:
         """Raise ExchangeError if an offered version is not the wanted one."""
-        if self.authors and version.author not in self.authors:  # guard: founders-manifest
+        is_raw = is_document(self.name)
+        is_anyones = not self.authors or (not is_raw and VectorName(self.name).is_kept)
+        if not is_anyones and version.author not in self.authors:  # guard: founders-manifest
             raise ExchangeError(f"offered {version.name} by {version.author}, not by {' or '.join(self.authors)}")
         if self.digest and version.digest != self.digest:  # guard: certified-version
             raise ExchangeError(f"offered another {version.name} of round {version.round} than the certified one")
         if self.refused is not None and self.refused.refuses(version):  # guard: refused-version
             raise ExchangeError(f"offered {version.name} of round {version.round}, which was refused here")
-        is_raw = is_document(self.name)
         fits = version.num_bytes <= self.num_bytes if is_raw else version.num_bytes == self.num_bytes
         codec = "raw" if is_raw else self.codec
         if (  # guard: version-wanted
