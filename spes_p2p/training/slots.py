@@ -431,7 +431,7 @@ class HeldSlots:
     def fetch(
         self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
     ) -> StoredVectors:
-        """Fetch the others' slots that the last certificate has changed, within `refresh_slots`; return their vectors.
+        """Fetch the others' slots of which this peer lacks what counts, within `refresh_slots`; return their vectors.
 
         Versions that this peer keeps as a replica come with them, and stay on disk.
 
@@ -452,18 +452,25 @@ class HeldSlots:
         self.makers = {name: peers for name, peers in makers.items() if peers}
         keepers = replicas(roster.groups, self._run.round.copies, roster.uplinks)
         kept = {name for name in self.makers if me in keepers.get(name, ())}
-        behind = {name: self._rounds_behind(name, round) for name in self.makers}
+        missed = self._missed_versions() - self.makers.keys()
+        behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in (*self.makers, *missed)}
         chosen = affordable(behind, routed, self.refresh_slots, self._anchors.names) | kept
         masters = {name for name in chosen if name in kept or self.form(name) == name} if self._has_kept else None
         with_moments = self._anchors.publishes_moments(round)
-        plan = plan_fetch(me, roster, self.makers, chosen, keepers, masters=masters, with_moments=with_moments)
+        plan = plan_fetch(me, roster, self.makers, chosen - missed, keepers, masters=masters, with_moments=with_moments)
         digests = {name: self.certified_digest(name) for name in plan.wanted if not name.is_moments}
         vectors = self._pull(plan, round, roster.uplinks, digests)
+        vectors |= self.fetch_newest({self.form(name) for name in missed & chosen})
         if self._has_kept:
             self._drop_masters({name for name, peers in keepers.items() if me in peers}, roster)
         self._keep_orphans(roster)
-        self.stale_rounds = max((self._rounds_behind(name, round) for name in self.makers), default=0)
+        self.stale_rounds = max((self._rounds_behind(name, self.certified_round(name)) for name in behind), default=0)
         return vectors
+
+    def _missed_versions(self) -> set[VectorName]:
+        """Return the slots of others whose version here is not the one that counts."""
+        slots = set(map(VectorName.of_slot, range(self._num_slots))) - set(self._anchors.names)
+        return {name for name in slots if self.certified_digest(name) and not self.is_certified(self.form(name))}
 
     def _keep_orphans(self, roster: Roster) -> None:
         """Fetch masters and moments of slots that no member holds, if this peer is one of those that are to keep them.

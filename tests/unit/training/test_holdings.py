@@ -256,6 +256,19 @@ def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off(hub):
     assert stood_still.held.stale_rounds == 2
 
 
+def test_a_slot_that_did_not_come_once_comes_a_round_later_though_it_has_not_changed(hub):
+    holder, late = Member(hub, 0, 13, "active"), Member(hub, 1, 13, "active")
+    holder.swarm.publish(12, {f"slot-{slot}": torch.full((3,), 5.0) for slot in (1, 2)})
+    late.swarm.publish(9, {f"slot-{slot}": torch.full((3,), 4.0) for slot in (1, 2)})
+    certify(hub, 13, holder.swarm.versions().values())
+    last = hub.bodies[13]
+    roster = Roster([entry(0, (0, 1, 2), last), entry(1, (), last)], last)
+    late.held.refresh_slots = 1
+    assert set(late.held.fetch(roster, 13, [SHARED, "slot-0"], {})) == {"slot-1"} and late.held.stale_rounds == 3
+    late.held.refresh_slots = None
+    assert set(late.held.fetch(roster, 13, [SHARED, "slot-0"], {})) >= {"slot-2"} and late.held.stale_rounds == 0
+
+
 def test_a_peer_that_fell_behind_takes_no_more_slots_than_in_any_round(hub):
     """Unless it has just come: a newcomer takes all."""
     steady, late = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
