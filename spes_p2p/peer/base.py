@@ -10,7 +10,7 @@ from pathlib import Path
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.data.hub import checkpoint_folder
-from spes_p2p.errors import ConfigError, JoinError
+from spes_p2p.errors import AbsentError, ConfigError
 from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, base_name, encode_base
 from spes_p2p.model.build import outline
 from spes_p2p.model.start import StartWeights
@@ -38,7 +38,7 @@ def obtain_base(swarm: HivemindSwarm, manifest: Manifest, source: Path | None) -
     Raises:
         ConfigError: the copy is of another checkpoint.
         DataError: the copy is damaged.
-        JoinError: no peer sent a document.
+        AbsentError: no peer sent a document.
     """
     run = manifest.config
     layout, stored = BaseLayout(run, manifest.vocab_size), swarm.versions()
@@ -79,7 +79,7 @@ def _fetch(swarm: HivemindSwarm, layout: BaseLayout, lacking: Mapping[int | None
             digests={name: expected},
         )
         if reason := failures.get(name):
-            raise JoinError(
+            raise AbsentError(
                 f"cannot fetch {name} of the run's base: {reason}; try again, or name your copy with --from"
             )
 

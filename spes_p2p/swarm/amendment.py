@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunConfig, RunId
-from spes_p2p.errors import ConfigError, ExchangeError, JoinError, RecordError
+from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body
@@ -309,7 +309,7 @@ class Amendments:
         """Take over what is in force after the last certificate; return the settings if they have changed.
 
         Raises:
-            JoinError: the certificate names an amendment that no peer sent.
+            AbsentError: the certificate names an amendment that no peer sent.
         """
         before, last = self.run, self.swarm.last()
         if last.amendment is not None and last.amendment.round > self._number:
@@ -406,7 +406,7 @@ class Amendments:
         """Return the document that a certificate names.
 
         Raises:
-            JoinError: no peer sent it.
+            AbsentError: no peer sent it.
         """
         failure = ""
         for _ in range(TRIES):
@@ -419,6 +419,6 @@ class Amendments:
                 continue
             if self.swarm.wait(RETRY_SECONDS):
                 break
-        raise JoinError(
+        raise AbsentError(
             f"no peer sent amendment {named.round} of the run's settings: {failure}; start again with --resume"
         )

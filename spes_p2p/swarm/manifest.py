@@ -99,7 +99,8 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
             its founder.
 
     Raises:
-        JoinError: no peer knows the run, peers declare different manifests, or none could be fetched and verified.
+        JoinError: no peer knows the run, peers declare different manifests, or what came is not what they declare.
+        AbsentError: no peer sent it.
     """
     run_id, records = swarm.node.run_id, _find(swarm)
     digests = Counter(record.digest for record in records.values())
@@ -114,7 +115,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
     founded_at, holders = _newest(swarm, peers, founder)
     if failure := _pull(swarm, MANIFEST, holders, founder or "", founded_at):
         remedy = "try again" if founder is None else "correct --run-id, or join through other --initial-peers"
-        raise JoinError(f"cannot fetch the manifest of run {run_id!r}: {failure}; {remedy}")
+        raise AbsentError(f"cannot fetch the manifest of run {run_id!r}: {failure}; {remedy}")
     version = swarm.versions()[MANIFEST]
     manifest = read_manifest(swarm.load_document)
     if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:
