@@ -150,6 +150,8 @@ class DeltaEncoding:
             self._pending = {}
             zeros = {name: torch.zeros(format.num_bytes, dtype=torch.uint8) for name, format in formats.items()}
             return member.model_copy(update={"tokens": 0}), zeros
+        if not member.tokens:
+            self._pending = {}  # nothing of it counts, so the residual is still to be sent
         return member, encoded
 
     # ------------------------------------------------------------------ residuals

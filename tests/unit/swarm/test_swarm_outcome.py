@@ -22,6 +22,20 @@ def encoded(*values):
     return torch.tensor(values).view(torch.uint8)
 
 
+def test_a_peer_without_tokens_keeps_the_residual_that_it_has_not_sent():
+    encoding = DeltaEncoding({"shared": (Segment(128, "int4"),)})
+    deltas = {VectorName("shared"): torch.linspace(-1, 1, 128)}
+    fields = {"peer_id": PEERS[0], "round": 1, "previous": LAST.digest, "slots": (), "tokens_per_second": 1.0}
+    member = Member(**fields, tokens=1, ready_at=1.0, sync_seconds=0.0)
+    encoding.encode(Contribution(member, deltas))
+    encoding.commit(["shared"])
+    before = encoding.residuals()["shared"].whole()
+    assert before.any()
+    encoding.encode(Contribution(member.model_copy(update={"tokens": 0, "round": 2}), deltas))
+    encoding.commit(["shared"])
+    assert torch.equal(encoding.residuals()["shared"].whole(), before)
+
+
 @st.composite
 def members(draw, peer):
     slots = tuple(sorted(draw(st.sets(st.integers(0, 4), max_size=3))))
