@@ -38,6 +38,8 @@ SAY_SECONDS = 30.0
 _PARTS, _ROUNDS = "parts/", "rounds/"
 _ROUND = re.compile(r"rounds/round-(\d{6,})\.json", re.ASCII)
 _TAG = re.compile(r"round-(\d{6,})", re.ASCII)
+_OLDER_BRANCH = "older"
+"""Branch of the hub to which a round older than that of the main branch is committed, until it has its tag."""
 FileName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]  # guard: stored-name
 
 
@@ -328,7 +330,7 @@ class HubRepository:
         self._api = HfApi()
 
     def upload(self, folder: Path, checkpoint: CheckpointManifest, wait: Callable[[int], None]) -> Uploaded:
-        """Commit a checkpoint in place of the last one, and tag it."""
+        """Commit a checkpoint in place of the last one, and tag it; an older one gets its tag alone."""
         lost = ", no held-out loss" if checkpoint.held_out is None else f", held-out loss {checkpoint.held_out:.4f}"
         found = self.checkpoints()
         if any(other.manifest != checkpoint.manifest for other in found.values()):
@@ -336,14 +338,20 @@ class HubRepository:
         is_there = checkpoint.round in found
         try:
             if not is_there:
+                branch = _OLDER_BRANCH if checkpoint.round < max(found, default=0) else None
+                if branch is not None:
+                    self._api.create_branch(self._name, branch=branch, exist_ok=True)
                 commit = self._api.upload_folder(
                     repo_id=self._name,
+                    revision=branch,
                     folder_path=folder,
                     allow_patterns=[MANIFEST_FILE, *(file.name for file in checkpoint.files)],
                     delete_patterns=["*"],
                     commit_message=f"Round {checkpoint.round} of run {checkpoint.run_id}{lost}",
                 )
                 self._api.create_tag(self._name, tag=checkpoint.name, revision=commit.oid)  # type: ignore[union-attr]
+                if branch is not None:
+                    self._api.delete_branch(self._name, branch=branch)
         except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
             raise self._failed(error) from error
         wait(0)

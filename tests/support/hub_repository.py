@@ -23,6 +23,7 @@ class Repository(ThreadingHTTPServer):
     Attributes:
         commits: Files of each commit by path, and its message, by its hash, in order.
         tags: Hashes by tag.
+        branches: Hashes by branch, without the main one.
         tokens: Authorization headers of all requests, each with the last one that had it.
         is_private: Whether it was made so; None if it was not made.
         is_failing: Whether it refuses everything.
@@ -34,6 +35,8 @@ class Repository(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Answers)
         self.commits: dict[str, tuple[dict[str, bytes], str]] = {}
         self.tags: dict[str, str] = {}
+        self.branches: dict[str, str] = {}
+        self.main = ""
         self.tokens: dict[str | None, str] = {}
         self.is_private: bool | None = None
         self.is_failing = False
@@ -45,7 +48,7 @@ class Repository(ThreadingHTTPServer):
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         """Return the files of a tag, a commit or the main branch."""
-        commit = self.tags.get(revision) or (list(self.commits) or [""])[-1]
+        commit = self.tags.get(revision) or self.branches.get(revision) or self.main
         return self.commits.get(revision if revision in self.commits else commit, ({}, ""))[0]
 
 
@@ -88,7 +91,13 @@ class _Answers(BaseHTTPRequestHandler):
                 files = json.loads(body)["files"]
                 self._send({"files": [{**f, "uploadMode": "regular", "shouldIgnore": False} for f in files]})
             case _, "commit":
-                self._commit(body)
+                self._commit(body, path[-1])
+            case _, "branch":
+                if self.command == "DELETE":
+                    del here.branches[path[-1]]
+                else:
+                    here.branches[path[-1]] = here.main
+                self._send({})
             case _, "tag":
                 if self.command == "DELETE":
                     del here.tags[path[-1]]
@@ -99,7 +108,7 @@ class _Answers(BaseHTTPRequestHandler):
                 self._send(
                     [
                         {"type": "file", "path": name, "size": len(data), "oid": "0" * 40}
-                        for name, data in here.files().items()
+                        for name, data in here.files(path[-1]).items()
                     ]
                 )
             case _ if path[-1] == "refs":
@@ -112,15 +121,15 @@ class _Answers(BaseHTTPRequestHandler):
                 self._send(
                     {
                         "id": "someone/run",
-                        "sha": (list(here.commits) or ["0" * 40])[-1],
+                        "sha": here.main or "0" * 40,
                         "siblings": names,
                         "private": True,
                         "tags": [],
                     }
                 )
 
-    def _commit(self, body: bytes) -> None:
-        files, message = dict(self.server.files()), ""
+    def _commit(self, body: bytes, revision: str) -> None:
+        files, message = dict(self.server.files(revision)), ""
         for line in map(json.loads, body.splitlines()):
             value = line["value"]
             if line["key"] == "header":
@@ -131,6 +140,10 @@ class _Answers(BaseHTTPRequestHandler):
                 files.pop(value["path"], None)
         name = hashlib.sha1(body).hexdigest()
         self.server.commits[name] = (files, message)
+        if revision in self.server.branches:
+            self.server.branches[revision] = name
+        else:
+            self.server.main = name
         self._send({"commitOid": name, "commitUrl": f"{self.server.url}/someone/run/commit/{name}"})
 
     def _file(self, revision: str, name: str) -> None:

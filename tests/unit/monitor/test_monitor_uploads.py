@@ -356,23 +356,27 @@ def test_a_hub_repository_has_the_newest_model_and_a_tag_for_each_that_stays(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     with hub_repository(monkeypatch) as hub:
         destination = open_destination("hf://someone/run")
-        for number, loss in {1: 2.0, 2: 3.0, 3: 4.0}.items():
+        for number, loss in {1: 2.0, 3: 3.0, 4: 4.0}.items():
             made = checkpoint(tmp_path / f"{number}", number, loss)
             destination.upload(tmp_path / f"{number}", made, go_on)
             destination.upload(tmp_path / f"{number}", made, go_on)
         assert hub.is_private and len(hub.commits) == 3
-        assert destination.tidy(1) == [1, 3] and hub.tags.keys() == {"round-000001", "round-000003"}
-        for number, revision in ((3, "main"), (1, "round-000001")):
+        assert destination.tidy(1) == [1, 4] and hub.tags.keys() == {"round-000001", "round-000004"}
+        best = checkpoint(tmp_path / "2", 2, 1.0)  # was skipped for the newest
+        destination.upload(tmp_path / "2", best, go_on)
+        assert destination.tidy(1) == [2, 4] and hub.tags.keys() == {"round-000002", "round-000004"}
+        assert not hub.branches
+        for number, revision in ((4, "main"), (2, "round-000002")):
             folder = tmp_path / f"{number}"
             assert hub.files(revision) == {path.name: path.read_bytes() for path in folder.iterdir()}
         other = checkpoint(tmp_path / "other", 9, run="1" * 64)
         with pytest.raises(StoreError, match="hf://someone/run has checkpoints of another run"):
             destination.upload(tmp_path / "other", other, go_on)
-        damaged, whole = "f" * 40, hub.tags["round-000001"]
-        hub.commits, hub.tags["round-000001"] = {damaged: ({MANIFEST_FILE: b"{}"}, ""), **hub.commits}, damaged
-        with pytest.raises(DataError, match=r"someone/run: round-000001: .*; delete that tag, or name another"):
+        damaged, whole = "f" * 40, hub.tags["round-000002"]
+        hub.commits, hub.tags["round-000002"] = {damaged: ({MANIFEST_FILE: b"{}"}, ""), **hub.commits}, damaged
+        with pytest.raises(DataError, match=r"someone/run: round-000002: .*; delete that tag, or name another"):
             destination.checkpoints()
-        hub.tags["round-000001"] = whole
+        hub.tags["round-000002"] = whole
         assert hub.tokens.keys() == {"Bearer hf_neverInAnyLog"}, hub.tokens
         hub.is_failing = True
         with pytest.raises(StoreError, match=r"hf://someone/run: .*; log in with `hf auth login`") as told:
