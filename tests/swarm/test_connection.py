@@ -19,6 +19,7 @@ from split_brain import frozen, seconds_until_death_is_seen, split_and_heal
 from spes_p2p.codecs.format import Segment
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.averaging.encoding import Vectors
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
@@ -149,6 +150,29 @@ def test_an_identity_is_one_peers(four, tmp_path):
                 Node(Identity(tmp_path / "key"), "run", initial_peers=four[1].addresses)
     finally:
         node.close()
+
+
+def test_a_search_waits_until_there_is_somebody_to_ask(four):
+    async def search() -> bool:
+        probe = await DaemonP2P.create(dht_mode="client", use_relay=False)
+        try:
+            connect, has_asked = probe._client.connect, asyncio.Event()
+
+            async def watched(*args):
+                try:
+                    return await connect(*args)
+                finally:
+                    has_asked.set()
+
+            probe._client.connect = watched
+            found = asyncio.create_task(probe.finds(four[0].peer_id, 30.0))
+            await has_asked.wait()
+            await probe.dial({four[1].peer_id: four[1].addresses}, 30.0)
+            return await found
+        finally:
+            await probe.shutdown()
+
+    assert asyncio.run(search())
 
 
 def test_an_error_names_every_address_that_was_tried(tmp_path):

@@ -336,13 +336,13 @@ class GroupAllreduce:
         different = {peer: answer for peer, answer in there.items() if answer != mine}
         # If several differ, a reducer has sent members different means.
         liar = self._two_faced(mine, different) if len(different) > 1 else ""  # guard: two-faced-reducer
-        if 2 * (1 + len(there) - len(different)) > 1 + len(theirs):
+        if 2 * (1 + len(there) - len(different)) > 1 + len(theirs):  # guard: unconfirmed-mean
             return
         for peer, answer in theirs.items():
             if not isinstance(answer, bytes):
                 self.lost = peer
                 raise AllreduceException(f"lost {peer}: it did not confirm: {answer!r}") from answer
-        if different:  # guard: unconfirmed-mean
+        if different:
             self.lost = next(iter(different)) if len(different) == 1 else liar
             raise AllreduceException(f"{' and '.join(different)} did not confirm the same digest")
         raise AllreduceException(f"{' and '.join(peer for peer in theirs if peer not in there)} gave up")
