@@ -87,6 +87,8 @@ class HeldSlots:
         self._has_left = False
         self._missed: Counter[str] = Counter()
         self._released: list[VectorName] = []
+        self._unloaded: set[VectorName] = set()
+        """Weights that a failed `catch_up` has fetched, and the model does not have."""
 
     # ------------------------------------------------------------------ claims
 
@@ -579,6 +581,7 @@ class HeldSlots:
         chosen = affordable(behind, routed or {}, budget, self._anchors.names)
         wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
         vectors = self._pull(FetchPlan(wanted, {}, {}), 0, digests=digests) if wanted else StoredVectors()
+        self._unloaded |= {name for name in vectors if name.is_weights}
         if SHARED in wanted and SHARED not in vectors:
             raise AbsentError("could not fetch the swarm's shared state from any peer; try again")
         self._make_masters(name for name in self._anchors.names if name != SHARED)
@@ -587,6 +590,8 @@ class HeldSlots:
         if wanted:
             round = self._swarm.versions()[SHARED].round
             log.info("caught up with round %d: fetched %d of %d versions", round, len(vectors), len(wanted))
+        vectors |= StoredVectors(self._unloaded, self.load)
+        self._unloaded = set()
         return vectors
 
 

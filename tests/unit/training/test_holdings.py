@@ -10,6 +10,7 @@ from virtual import certify, peer_id, tiny_run
 
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.config import OuterConfig
+from spes_p2p.errors import AbsentError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.certificate import Body
@@ -254,6 +255,25 @@ def test_a_slot_that_others_had_trained_on_is_as_many_rounds_off(hub):
     last = hub.bodies[11]
     stood_still.held.fetch(Roster([entry(0, (0,), last)], last), 12, [SHARED], {})
     assert stood_still.held.stale_rounds == 2
+
+
+def test_slots_that_came_without_shared_are_loaded_when_that_comes(hub, monkeypatch):
+    steady, late = Member(hub, 0, 13, "active"), Member(hub, 1, 12, "active")
+    certify(hub, 13, steady.swarm.versions().values())
+    pull = late.swarm.pull
+
+    def without_shared(wanted, **settings):
+        failed = {SHARED: "timed out"} if SHARED in wanted else {}
+        return failed | dict(pull({name: wanted[name] for name in wanted if name not in failed}, **settings))
+
+    with monkeypatch.context() as slow:
+        slow.setattr(late.swarm, "pull", without_shared)
+        with pytest.raises(AbsentError):
+            late.held.catch_up([peer_id(0)])
+    assert late.swarm.load("slot-0")[0] == 13.0, "it is here"
+    found = late.held.catch_up([peer_id(0)])
+    assert set(found) == {SHARED, "slot-0"} and found["slot-0"][0] == 13.0
+    assert set(late.held.catch_up([peer_id(0)])) == set()
 
 
 def test_a_slot_that_did_not_come_once_comes_a_round_later_though_it_has_not_changed(hub):
