@@ -206,7 +206,7 @@ class TrainingLoop:
         Returns:
             What was trained; None if the owner's controls have taken this peer out of the round.
         """
-        began, tokens, weighted_loss, steps = self._trainer.clock(), 0, 0.0, 0
+        began, tokens, weighted_loss, steps, finite_steps = self._trainer.clock(), 0, 0.0, 0, 0
         self._round_started = self._now()
         self.begun_rounds += 1
         dealt = self._draws.deal(self._training_round)
@@ -230,6 +230,7 @@ class TrainingLoop:
             self._step_seconds = self._trainer.clock() - began_step
             steps += 1
             if step.tokens:  # the loss of a step that changed nothing may be NaN  # guard: infinite-step
+                finite_steps += 1
                 tokens += step.tokens
                 weighted_loss += step.loss * step.tokens
             if self._pending is None:
@@ -247,7 +248,7 @@ class TrainingLoop:
             places = steps * self._run.train.batch_size * self._run.data.sequence_length
             self._places_per_second = places / seconds
         self._total_tokens += tokens
-        if steps and not tokens:
+        if steps and not finite_steps:
             log.warning(
                 "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it happens "
                 "again on other peers too, the run needs a lower train.lr; if only here, restart with --resume "
