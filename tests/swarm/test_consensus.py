@@ -176,6 +176,7 @@ def test_a_peer_that_starts_again_has_its_chain_and_asks_for_what_it_has_missed(
 
 def ends_up_with_all(three, monkeypatch, told, seconds):
     """Have a peer catch up where one of two others tells a part at once, and the other one all, late."""
+    decide(three)  # it knows the others' keys from its own chain
     away = three[2]
     away.close()
     missed = [decide(three[:2]) for _ in range(2)]
