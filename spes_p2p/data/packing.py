@@ -238,8 +238,7 @@ class StreamSource:
         _check_state(state, self._identity())
         try:
             carry = np.array(state["carry"], dtype=np.uint32)
-            self._begin_epoch(int(state["epoch"]), int(state["block"]))
-            self._dataset.load_state_dict({**state["dataset"]})
+            self._begin_epoch(int(state["epoch"]), int(state["block"]), {**state["dataset"]})
             self._carry = carry
             self._next_block()
             given = int(state["given"])
@@ -270,11 +269,18 @@ class StreamSource:
             "order_seed": self._order_seed,
         }
 
-    def _begin_epoch(self, epoch: int, block: int = 0) -> None:
+    def _begin_epoch(self, epoch: int, block: int = 0, place: Mapping[str, Any] | None = None) -> None:
+        """Open an epoch's order at its start, or at a block's: `place` is the data set's position there."""
         self._epoch = epoch
         self._block = block
         # A buffer of one row shuffles shards only, and loses nothing on resume.
         self._dataset = self._base.shuffle(generator=self._generator(), buffer_size=1, max_buffer_input_shards=1)
+        self._place = dict(self._dataset.state_dict() if place is None else place)
+        self._open_at_place()
+
+    def _open_at_place(self) -> None:
+        # Until a row is read, the data set's own state is that of its start, whatever was loaded.
+        self._dataset.load_state_dict(copy.deepcopy(self._place))
         self._rows: Iterator[dict[str, Any]] = hub_rows(self._dataset, self._data)
 
     def _generator(self, *more: int) -> np.random.Generator:
@@ -285,14 +291,13 @@ class StreamSource:
             "epoch": self._epoch,
             "block": self._block,
             "carry": self._carry.tolist(),
-            "dataset": copy.deepcopy(self._dataset.state_dict()),
+            "dataset": copy.deepcopy(self._place),
         }
         try:
             texts, at_end = self._read_block()
         except DataError:
             # A generator that raised then looks exhausted: reopen it, so that the next call reads this block again.
-            self._dataset.load_state_dict(start["dataset"])
-            self._rows = hub_rows(self._dataset, self._data)
+            self._open_at_place()
             raise
         if at_end and not texts and self._block == 0:
             raise _too_small("training", len(self._carry), self._data.sequence_length, "choose a larger data set")
@@ -309,6 +314,7 @@ class StreamSource:
             self._begin_epoch(self._epoch + 1)
         else:
             self._block += 1
+            self._place = copy.deepcopy(self._dataset.state_dict())
 
     def _read_block(self) -> tuple[list[str], bool]:
         """Return training texts, and whether the data set ended."""

@@ -82,6 +82,10 @@ def test_resume_is_exact(source_of, seed, drawn):
     expected = [source.next_batch(7) for _ in range(40)]
     resumed = source_of(seed)
     resumed.load_state_dict(state)
+    assert json.loads(json.dumps(resumed.state_dict())) == state
+    again = resumed.state_dict()  # as a peer does that measures its speed when it resumes
+    resumed.next_batch(3)
+    resumed.load_state_dict(again)
     assert all(torch.equal(resumed.next_batch(7), batch) for batch in expected)
 
 
@@ -115,6 +119,7 @@ def test_a_broken_stream_is_tried_again_from_the_same_place(source_of, monkeypat
     with pytest.raises(DataError, match="cannot stream"):
         source.next_batch(5)
     assert torch.equal(source.next_batch(5), reference.next_batch(5))
+    assert source.state_dict() == reference.state_dict()
 
 
 def iter_then_fail(num_rows: int):
