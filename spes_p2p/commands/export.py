@@ -50,11 +50,11 @@ def main(config: ExportConfig) -> int:
         raise ConfigError(
             f"--from {config.start_from} is the base to merge adapters into; add --merged, or drop --from"
         )
-    if source is not None and is_store(source):
-        return _download(config, source)
-    if source is not None and "spes:" in source:
+    if source is not None and "spes:" in source:  # a link is longer than the name of any file may be
         link = JoinLink.parse(source)
         run_id, initial_peers = f"{link.run_id}@{link.founder}", list(link.addresses)
+    elif source is not None and is_store(source):
+        return _download(config, source)
     if run_id is None:
         folder = Path(source or "").expanduser()
         output = (config.output or folder / "model").expanduser()

@@ -87,14 +87,19 @@ class Child:
         """Tell whether it still runs.
 
         Raises:
-            SpesError: it ended with an error of its own, and the end of its log is printed. A process that was killed
-                is a fact of life, not an error.
+            SpesError: it ended with an error of its own, and the end of its log is printed. A process that was killed,
+                or was asked to leave, is a fact of life, not an error.
         """
         code = self.process.poll()
-        if code is not None and code > 0:
+        if code is not None and code > 0 and not self.has_left:
             say(self.tail())  # an error is one line, and cut
             raise SpesError(f"{self.name} failed with exit code {code}; the lines above are the end of {self.log}")
         return code is None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it has handed its slots over, as it was asked to."""
+        return self.process.poll() == EXIT_INTERRUPTED
 
     def killer(self) -> str | None:
         """Return the name of the signal that killed it, if one did."""
@@ -432,6 +437,8 @@ class Experiment:
                     running.remove(child)
                     if killer := child.killer():
                         say(f"{child.name} was killed by {killer}; the swarm goes on without it")
+                    elif child.has_left:
+                        say(f"{child.name} has left, as it was asked to; the swarm goes on without it")
             self._monitor.wait(POLL_SECONDS)
         code = self._monitor.process.wait()
         if code:

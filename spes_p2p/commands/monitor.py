@@ -78,7 +78,7 @@ def own_output(settings: MonitorConfig) -> Iterator[Path]:
             writes there, or it cannot be written.
     """
     output = settings.output.expanduser()
-    results = [output / name for name in RESULTS]
+    results, curves = [output / name for name in RESULTS], output / TENSORBOARD_DIRECTORY
     with contextlib.ExitStack() as stack:
         try:
             if output.is_dir():  # before it is looked at: a monitor that runs has results
@@ -90,7 +90,7 @@ def own_output(settings: MonitorConfig) -> Iterator[Path]:
             if not output.is_dir():
                 output.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(alone_in(output, LOCK_FILE))
-            delete([*results, output / peerstore.FILE] if settings.overwrite else [])
+            delete([*results, curves, output / peerstore.FILE] if settings.overwrite else [])
         except OSError as error:
             raise ConfigError(f"cannot write output {output}: {error.strerror}; choose a writable --output") from error
         yield output

@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -24,6 +24,9 @@ from spes_p2p.fs import scratch_path
 from spes_p2p.monitor.stores import Store, StoreError, is_s3, open_store
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.records import Count, Digest
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +41,8 @@ SAY_SECONDS = 30.0
 _PARTS, _ROUNDS = "parts/", "rounds/"
 _ROUND = re.compile(r"rounds/round-(\d{6,})\.json", re.ASCII)
 _TAG = re.compile(r"round-(\d{6,})", re.ASCII)
+HUB_SECONDS = 60.0
+"""Time for the hub to take or send the next bytes."""
 _OLDER_BRANCH = "older"
 """Branch of the hub to which a round older than that of the main branch is committed, until it has its tag."""
 FileName = Annotated[str, Field(max_length=200, pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*$")]  # guard: stored-name
@@ -322,12 +327,18 @@ class HubRepository:
     """
 
     def __init__(self, name: str) -> None:
-        from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
 
         disable_progress_bars()  # the terminal is the watch's
         self._name = name
-        self._api = HfApi()
+
+    @property
+    def _api(self) -> HfApi:
+        from huggingface_hub import HfApi
+        from huggingface_hub.utils import get_session
+
+        get_session().timeout = HUB_SECONDS  # it has none, and is made anew after some failures
+        return HfApi()
 
     def upload(self, folder: Path, checkpoint: CheckpointManifest, wait: Callable[[int], None]) -> Uploaded:
         """Commit a checkpoint in place of the last one, and tag it; an older one gets its tag alone."""

@@ -15,7 +15,7 @@ import yaml
 from model_folders import PeerFolder, assert_same
 from transformers import PreTrainedModel
 
-from spes_p2p.cli import Terminated, load_settings
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, load_settings
 from spes_p2p.commands import local
 from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
@@ -191,6 +191,27 @@ def test_ctrl_c_leaves_the_newest_model_of_any_peer_and_sigterm_does_not_wait_fo
     assert ("round 2 of run" in printed) == leaves and "continue it" in printed
     if leaves:
         assert_same(out / "model", models[0])
+
+
+def test_a_peer_that_leaves_as_it_was_asked_to_ends_no_experiment(
+    tmp_path: Path, started: Words, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Idle.run
+
+    def leave(child: Idle, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
+        run(child, words, log, on_terminal=on_terminal)
+        child._code = {"peer-1": EXIT_INTERRUPTED}.get(log.stem)
+
+    def end(child: Idle, timeout: float | None = None) -> int:
+        child._code = child._code or 0
+        return child._code
+
+    monkeypatch.setattr(Idle, "run", leave)
+    monkeypatch.setattr(Idle, "wait", end)
+    config = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
+    places = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
+    assert local.main(ExperimentConfig(run=config, peers=PEERS, max_slots=SLOTS, **places)) == 0
+    assert "peer-1 has left, as it was asked to; the swarm goes on without it" in capsys.readouterr().out
 
 
 def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path: Path, started: Words) -> None:

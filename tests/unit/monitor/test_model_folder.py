@@ -121,6 +121,8 @@ def test_what_a_folder_lacks_is_named_with_the_remedy(tmp_path, peer, capsys) ->
         main(config.model_copy(update={"round": 7}))
     with pytest.raises(DataError, match="is no folder of a peer or a monitor"):
         main(config.model_copy(update={"source": str(tmp_path)}))
+    with pytest.raises(ConfigError, match="the link to run 'my-run' is damaged"):
+        main(config.model_copy(update={"source": "spes:my-run." + "x" * 300}))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["peer"]
     assert main(config) == 0
     assert f"wrote {tmp_path / 'model'}: round 2 of run 'run'" in capsys.readouterr().out

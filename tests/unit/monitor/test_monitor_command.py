@@ -26,7 +26,7 @@ def settings(output: Path, **changes: bool) -> MonitorConfig:
 
 def used(output: Path) -> Path:
     """An output directory after a watch, inside an experiment's."""
-    for folder in ("model", "versions", "peer-0"):
+    for folder in ("model", "versions", "tensorboard", "peer-0"):
         (output / folder).mkdir(parents=True)
         (output / folder / "file").write_text("x")
     for name in ("metrics.jsonl", "report.html", "run.yaml"):
@@ -49,6 +49,12 @@ def test_a_missing_flag_is_named(missing: str) -> None:
 def test_resume_and_overwrite_exclude_each_other(tmp_path: Path) -> None:
     with pytest.raises(ValidationError, match="exclude each other"):
         settings(tmp_path, resume=True, overwrite=True)
+
+
+@pytest.mark.parametrize("upload", [None, "hf://me/model"])
+def test_a_rate_that_would_not_be_kept_is_refused(upload: str | None) -> None:
+    with pytest.raises(ValidationError, match="upload_mbit needs an upload to a bucket or a folder"):
+        MonitorConfig(run_id="run", initial_peers=[ADDRESS], upload=upload, upload_mbit=5)
 
 
 def test_a_link_names_run_and_peers(tmp_path: Path) -> None:

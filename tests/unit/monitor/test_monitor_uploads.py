@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -347,6 +348,16 @@ def test_an_upload_of_300_mb_killed_five_times_sends_at_most_a_third_more(tmp_pa
     found = interrupted_upload(tmp_path, 300_000_000, seed)
     assert found.is_equal and found.sent_bytes <= 1.3 * found.num_bytes, found
     assert SECRET not in (tmp_path / "uploader.log").read_text()
+
+
+def test_a_hub_that_says_nothing_ends_no_upload_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads_module, "HUB_SECONDS", 0.2)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    made = checkpoint(tmp_path / "1", 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        with pytest.raises(StoreError, match=r"hf://someone/run: .*timed out"):
+            open_destination("hf://someone/run").upload(tmp_path / "1", made, go_on)
 
 
 def test_a_hub_repository_has_the_newest_model_and_a_tag_for_each_that_stays(
