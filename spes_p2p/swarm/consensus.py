@@ -57,6 +57,8 @@ MAX_MESSAGE_BYTES = 2**22
 MAX_QUIET_BYTES = 2**16
 """Largest message of a peer that no certificate knows; both limits count unpacked bytes."""
 SEND_SECONDS = 10.0
+WAIT_SECONDS = 5.0
+"""Interval at which a peer that waits for a round's end looks whether others are there."""
 MAX_UNSENT = 32
 """Messages to one peer that are on their way; more are lost, and sent again by a later attempt."""
 MAX_RECEIVING = 64
@@ -255,6 +257,8 @@ class Consensus:
         slots: Mapping[int, str],
         ledger: Ledger | None = None,
         kept: Mapping[int, str] | None = None,
+        *,
+        on_wait: Callable[[], object] = lambda: None,
     ) -> Body | None:
         """Give the decider this peer's results of an attempt; wait for a certificate, or for another attempt.
 
@@ -267,6 +271,7 @@ class Consensus:
             slots: Digests of its slots.
             ledger: Which data are trained after the round, if peers share them.
             kept: Digests of the kept forms of these slots, where slots have such.
+            on_wait: Called every few seconds meanwhile.
 
         Returns:
             The body of the round after `last`; None if another attempt has begun, or the chain has left `last`.
@@ -274,15 +279,21 @@ class Consensus:
         with self._changed:
             if self._decider.chain.last.digest == last.digest:
                 self._decider.averaged(attempt, members, ends_at, shared, slots, ledger, kept)
-            self._changed.wait_for(
-                lambda: (
-                    self._is_closed
-                    or self._decider.chain.last.digest != last.digest
-                    or self._decider.attempt != attempt
-                )
-            )
+        while not self._is_over(last, attempt, WAIT_SECONDS):
+            on_wait()
+        with self._changed:
             found = self._decider.chain.body_at(last.round + 1)
             return found if found is not None and found.previous == last.digest else None
+
+    def _is_over(self, last: Body, attempt: int, seconds: float) -> bool:
+        """Wait until an attempt has ended, at most so long; tell whether it has."""
+
+        def is_over() -> bool:
+            decider = self._decider
+            return self._is_closed or decider.chain.last.digest != last.digest or decider.attempt != attempt
+
+        with self._changed:
+            return self._changed.wait_for(is_over, seconds)
 
     def offer(self, amendment: Version) -> None:
         """Have the next certificate name a change to the run's settings."""

@@ -326,7 +326,11 @@ class HivemindSwarm:
         last, attempt = self._open
         shared, slots, kept = by_form(digests)
         entries = result.roster.entries if result.roster else ()
-        return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, ledger, kept)
+        say_if_lost = partial(
+            self._membership.say_if_lost,
+            *(last.round, self.consensus.known(), self.watchdog, time.monotonic(), self._rounds.shrink_seconds),
+        )
+        return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, ledger, kept, on_wait=say_if_lost)
 
     def settle(self, result: RoundResult, committed: Collection[VectorName]) -> None:
         averaged, attempt = self._averaged

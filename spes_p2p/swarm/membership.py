@@ -43,6 +43,7 @@ class Membership:
         self._rounds = RoundConfig()
         self._beat: Callable[[], None] = lambda: None
         self._refused: frozenset[str] = frozenset()
+        self._said_lost_at = -math.inf
         self._renewed: dict[type[Record], Record] = {}
         self._renewing = threading.Lock()
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
@@ -123,21 +124,29 @@ class Membership:
             watchdog: Keeps dialling known peers meanwhile.
             seconds: Time after which the run may go on without the others.
         """
-        began, told = time.monotonic(), -math.inf
+        began = time.monotonic()
         while time.monotonic() < began + seconds and not self.stopped.wait(POLL_SECONDS):
-            active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
-            if (active if known is None else active.intersection(known)) - {self._node.peer_id}:  # guard: known-swarm
+            if not self.say_if_lost(round, known, watchdog, began, seconds):
                 return True
-            if time.monotonic() - told < SAY_SECONDS:
-                continue
-            told = time.monotonic()
+        return False
+
+    def say_if_lost(
+        self, round: int, known: Collection[str] | None, watchdog: Watchdog, began: float, seconds: float
+    ) -> bool:
+        """Tell whether no other peer is active, and say so now and then; as `wait_for_live_peers`, from `began` on."""
+        active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
+        if (active if known is None else active.intersection(known)) - {self._node.peer_id}:  # guard: known-swarm
+            return False
+        now = time.monotonic()
+        if now - self._said_lost_at >= SAY_SECONDS:
+            self._said_lost_at = now
             log.warning(
                 "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses; a voter goes on "
                 "alone in %.0f s (at once: start again with --resume --alone)",
-                *(max(told - began, watchdog.seconds_alone), round, self._node.num_addresses()),
-                began + seconds - told,
+                *(max(now - began, watchdog.seconds_alone), round, self._node.num_addresses()),
+                max(0.0, began + seconds - now),
             )
-        return False
+        return True
 
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:

@@ -87,7 +87,7 @@ def stranger(three, tmp_path_factory):
     node.close()
 
 
-def decide(peers):
+def decide(peers, on_wait=lambda: None):
     """Let peers that have averaged the same decide a round; return its body, which is the same on all of them."""
     last = peers[0].consensus.last()
     members = [MemberEntry(peer_id=peer, tokens=1, slots=(0,)) for peer in sorted(each.peer_id for each in peers)]
@@ -96,7 +96,8 @@ def decide(peers):
     def confirm(peer):
         consensus, deadline = peer.consensus, time.monotonic() + 2 * SECONDS
         while time.monotonic() < deadline:
-            body = consensus.decide(last, consensus.attempt, members, time.time() + 1.0, shared, {0: slot})
+            ends_at = time.time() + 1.0
+            body = consensus.decide(last, consensus.attempt, members, ends_at, shared, {0: slot}, on_wait=on_wait)
             if body is not None:
                 return body
         raise AssertionError(f"round {last.round + 1} was not decided")
@@ -158,6 +159,19 @@ def test_a_round_is_certified_once_most_voters_confirm_the_same(three):
     for peer in three:
         assert peer.rounds() == list(range(1, bodies[1].round + 1)), "one line each, in order"
         assert peer.consensus.last().digest == bodies[1].digest
+
+
+def test_a_peer_that_waits_for_the_others_can_say_so(three, monkeypatch):
+    """They may have died before their votes came: it waits for minutes then."""
+    monkeypatch.setattr("spes_p2p.swarm.consensus.WAIT_SECONDS", 0.05)
+    waited = threading.Event()
+    consensus, last = three[0].consensus, three[0].consensus.last()
+    with ThreadPoolExecutor(1) as pool:
+        alone = pool.submit(consensus.decide, last, 0, (), time.time(), "", {}, on_wait=waited.set)
+        assert waited.wait(SECONDS) and not alone.done()
+        decide(three[1:])
+        alone.result(SECONDS)  # of the certificate, or of another attempt, where this peer had to propose
+    wait_until(lambda: consensus.last().round == last.round + 1)
 
 
 def test_a_peer_that_starts_again_has_its_chain_and_asks_for_what_it_has_missed(three):
