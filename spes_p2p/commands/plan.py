@@ -12,7 +12,16 @@ from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, RunConfig, ch
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.start import over_checkpoint
-from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_memory, shortage, slots_that_fit, with_programs
+from spes_p2p.planner.memory import (
+    Setup,
+    base_bytes,
+    disk_bytes,
+    fits,
+    peer_memory,
+    shortage,
+    slots_that_fit,
+    with_programs,
+)
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, start_lines, time_lines, traffic_lines
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
@@ -41,12 +50,13 @@ def main(config: PlanConfig) -> int:
     num_peers = config.peers or max(2, run.round.min_peers)
     traffic = round_traffic(size, claimed, num_peers, setup)
     kept = KeptRounds().keep_last
+    base = base_bytes(size, setup.base) if size.is_adapted else 0
     links = config.uplink_mbit or config.downlink_mbit, config.downlink_mbit or config.uplink_mbit
     lines = [
         *model_lines(run, size, setup, claimed, vocab_size),
         *memory_lines(peer_memory(size, claimed, setup)),
         *traffic_lines(traffic, num_peers, size, claimed),
-        *start_lines(newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
+        *start_lines(base + newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
         *time_lines(run, traffic, num_peers, links, config.tokens_per_second),
     ]
     say("\n".join(lines))

@@ -287,7 +287,7 @@ class StreamSource:
         return _rng(self._order_seed, self._epoch, *more)
 
     def _next_block(self) -> None:
-        start = {
+        start: dict[str, Any] = {
             "epoch": self._epoch,
             "block": self._block,
             "carry": self._carry.tolist(),

@@ -441,5 +441,5 @@ def _say_cost(swarm: HivemindSwarm, size: ModelSize, max_slots: int, setup: Setu
         *(size_text(traffic.total), size_text(2 * traffic.total)),
     )
     if kept.keep_every is not None:
-        each = size_text(disk_bytes(size, max_slots, 1, setup))
+        each = size_text(disk_bytes(size, max_slots, 2, setup) - disk_bytes(size, max_slots, 1, setup))
         log.info("every %d rounds it keeps a checkpoint for ever, which takes %s more of disk", kept.keep_every, each)

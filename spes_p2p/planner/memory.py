@@ -408,14 +408,15 @@ def disk_bytes(size: ModelSize, claimed: int, num_checkpoints: int, setup: Setup
 
     Each has all versions in fp32, with their outer momentum; of what is trained also parameters, two moments in
     training, two that are published, and what a lossy codec has rounded off. With kept forms it has those of all slots,
-    and versions of the slots trained and of as many for others.
+    and versions of the slots trained and of as many for others. Beside them lies the base of adapters.
     """
     shared, slots = _group_vectors(size, claimed, setup)
     state = 5 * size.trained_params(claimed) + sum(each.numel for each in (shared, slots) if not each.is_exact)
     num_slots = size.num_slots if setup.kept is None else 2 * claimed
     versions = shared.anchors * size.shared_params + num_slots * slots.anchors * size.slot_params
     forms = 0.0 if setup.kept is None else FROZEN_BYTES[setup.kept] * size.num_slots * size.slot_params
-    return num_checkpoints * round(FP32 * (versions + state) + forms)
+    base = base_bytes(size, setup.base) if size.is_adapted else 0
+    return base + num_checkpoints * round(FP32 * (versions + state) + forms)
 
 
 def fits(size: ModelSize, claimed: int, setup: Setup, memory_bytes: int, host_bytes: int | None = None) -> bool:

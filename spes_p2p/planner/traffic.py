@@ -89,7 +89,7 @@ def _forms(num_others: int, replicas: float, setup: Setup) -> float:
 def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
     """Return what a peer fetches before it trains: the whole model, and the fp32 versions and moments of its slots.
 
-    Of `shared` it fetches the moments that are averaged.
+    Of `shared` it fetches the moments that are averaged. The base of adapters is not in it: a peer may have a copy.
     """
     moment = element_bytes(setup.codecs.moments)
     shared = (FP32 * (1 + setup.shared_momentum) + setup.averaged_moments * moment) * size.shared_params

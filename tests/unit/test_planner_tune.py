@@ -16,9 +16,9 @@ from spes_p2p.config import AdapterConfig, MachineConfig, RunConfig
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.start import model_of
-from spes_p2p.planner.memory import Setup, peer_memory
+from spes_p2p.planner.memory import Setup, base_bytes, disk_bytes, peer_memory
 from spes_p2p.planner.size import model_size, run_size
-from spes_p2p.planner.traffic import round_traffic
+from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 OLMOE_1B_7B = {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
@@ -114,6 +114,21 @@ def test_memory_falls_with_the_bits_of_the_base_and_with_the_slots_that_are_trai
     setup = Setup.of(run, MachineConfig(), 50_304)
     trained = [peer_memory(size, slots, setup).static_bytes for slots in (1, 8, 64)]
     assert trained == sorted(trained)
+
+
+def test_a_plan_counts_the_base_once_on_disk_and_in_the_first_download(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = of("tune_1b", tmp_path / "model")
+    size = run_size(RunConfig(model=model_of(model), adapter=AdapterConfig()), 50_304)
+    base = base_bytes(size, "bf16")
+    setup = Setup.of(RunConfig(model=model_of(model), adapter=AdapterConfig()), MachineConfig(), 50_304)
+    one, two = (disk_bytes(size, 1, checkpoints, setup) for checkpoints in (1, 2))
+    assert one - (two - one) == base > 10 * newcomer_bytes(size, 1, setup)
+    words = ["--config", str(CONFIGS / "tune_1b.yaml"), "--from", str(model), "--slots", "1"]
+    assert main(load_settings(PlanConfig, words)) == 0
+    told = re.search(r"first download of a newcomer +([\d.]+)", capsys.readouterr().out)
+    assert told is not None and float(told[1]) > base / 1e9
 
 
 def test_the_files_name_what_founds_them() -> None:
