@@ -375,6 +375,11 @@ class RunConfig(Frozen):
         """Tokens that the swarm trains in one round of mode `tokens`: with `round.samples`, all of their sequences."""
         return self.round.samples * self.data.sequence_length if self.round.samples else self.round.tokens
 
+    @property
+    def slots_start_at_zero(self) -> bool:
+        """Whether the run begins with slots of zeros: LoRA's factor B, where it alone is trained."""
+        return self.adapter is not None and self.adapter.experts == "slots" and self.adapter.factors == "b"
+
     def _moments(self, choice: Literal["both", "second", "local"]) -> tuple[str, ...]:
         kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
         if self.train.optimizer == "sgd" and not self.train.beta1:

@@ -194,15 +194,13 @@ class AdapterFiles:
 
     def _wrapper(self, experts: str, weight: str) -> str:
         outer, inner = experts, f"{experts}.base_layer"
-        outermost = self._tensors.get(f"{PREFIX}{outer}.{A}.weight")
-        width = self._initial_width(experts, weight)
-        is_outer = outermost is not None and outermost.shape[1:] == (width,)
-        return outer if is_outer else inner
-
-    def _initial_width(self, experts: str, weight: str) -> int:
-        """Return the input features of an experts' weight."""
+        stored = [self._tensors.get(f"{PREFIX}{outer}.{factor}.weight") for factor in (A, B)]
+        if stored[0] is None or stored[1] is None:
+            return inner
         shapes = self._shapes[None] if len(self._shapes) == 1 else self._shapes[0]
-        return shapes[f"{experts}.{weight}.{A}"][-1]
+        # Both sides: hidden size and inner size may be equal.
+        sides = shapes[f"{experts}.{weight}.{A}"][-1], shapes[f"{experts}.{weight}.{B}"][-2]
+        return outer if (stored[0].shape[-1], stored[1].shape[0]) == sides else inner
 
     def _by_expert(self, name: str, stored: Tensor) -> Tensor:
         """Return `[E, r, I]` or `[E, O, r]` of peft's `[E r, I]` or `[O, r E]`."""

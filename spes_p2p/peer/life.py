@@ -174,7 +174,7 @@ def _train(
             end.prepare(partial(_hand_over, sync, lambda: loop, run.round), 2 * run.round.exchange_seconds)
             if SHARED not in swarm.versions() and saved is None:
                 initial = _initial(config, run, vocab_size, sync, trainer)
-        gate = LossGate(trainer, group, probe_BT1)
+        gate = LossGate(trainer, group, probe_BT1, bounds_lengths=not run.slots_start_at_zero)
         loop = TrainingLoop(run, trainer, group, sync, gate=gate, checkpoint=checkpoint, controls=controls)
         loop.open(initial, saved)
         if sync is not None and config.resume_round not in (None, sync.round) and not loop.is_ended:

@@ -66,9 +66,13 @@ class LossGate:
         trainer: This rank's share of the training.
         group: The peer's ranks.
         probe_BT1: The result of `public_text`, the same on all ranks.
+        bounds_lengths: Whether slots are judged by their lengths, too; those that start at zero are not.
     """
 
-    def __init__(self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor) -> None:
+    def __init__(
+        self, trainer: Trainer, group: ProcessGroup, probe_BT1: LongTensor, *, bounds_lengths: bool = True
+    ) -> None:
+        self._bounds_lengths = bounds_lengths
         self._trainer = trainer
         self._group = group
         self._probe_BT1 = probe_BT1
@@ -138,7 +142,8 @@ class LossGate:
         kept = []
         for name, length in self._group.from_leader(lambda: lengths).items():
             least = min(self._lengths[name], default=0.0) or math.inf  # guard: stepwise-longer
-            if not length <= MAX_LONGER * least and self._put(name, sync, before=True):  # guard: longer-slot
+            is_longer = self._bounds_lengths and not length <= MAX_LONGER * least
+            if is_longer and self._put(name, sync, before=True):  # guard: longer-slot
                 if sync is not None:
                     _refuse(name, sync, f"it is {length / least:.0f} times as long", is_clear=True)
             else:
@@ -166,6 +171,8 @@ class LossGate:
                 is_clear = not found <= loss + most_worse
                 is_clear = is_clear and not self._measure_without(kept, sync) <= before + most_worse  # guard: two-slots
                 self._put(name, sync, before=True)
+                if self._lengths[name]:
+                    self._lengths[name].pop()  # later versions are compared with those that stay
                 if sync is not None:
                     said = f"{found:.2f} nats per token of public text instead of {loss:.2f}"
                     _refuse(name, sync, said, is_clear=is_clear)

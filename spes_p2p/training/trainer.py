@@ -98,15 +98,16 @@ class FSDP:
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         module = loss.module
         for claimed in loss.slot_model.claimed_modules():
-            self._shard(claimed)
+            # After a change of slots each is a root of its own, which stays gathered after a pass unless told.
+            self._shard(claimed, reshard_after_forward=True)
         for layer in module.model.layers:
             self._shard(layer)
         self._shard(module)
         return loss
 
-    def _shard(self, module: nn.Module) -> None:
+    def _shard(self, module: nn.Module, *, reshard_after_forward: bool | None = None) -> None:
         if not isinstance(module, FSDPModule) and any(True for _ in module.parameters()):
-            fully_shard(module, mesh=self._mesh)
+            fully_shard(module, mesh=self._mesh, reshard_after_forward=reshard_after_forward)
 
     @contextlib.contextmanager
     def accumulating(self, wrapped: nn.Module):

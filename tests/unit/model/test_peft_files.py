@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import EXPERTS, SEQUENCE, VOCAB, Batches, saved, tokens
+from checkpoints import CONFIGS, EXPERTS, SEQUENCE, VOCAB, Batches, saved, tokens
 from lanes import sample
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -105,6 +106,21 @@ def test_an_adapter_is_trained_as_peft_trains_it_and_goes_there_and_back(
     assert (chosen.rank, chosen.alpha) == (run.adapter.rank, run.adapter.alpha)  # type: ignore[union-attr]
     again = model_over(source, run.model_copy(update={"adapter": chosen}), tmp_path / "theirs")
     torch.testing.assert_close(logits(again.module), logits(theirs), rtol=0, atol=1e-5)
+
+
+def test_experts_as_wide_inside_as_outside_go_there_and_back(tmp_path: Path) -> None:
+    """Their two weights' factors are told apart by both sides: A has the same shape in both."""
+    config = copy.deepcopy(CONFIGS["olmoe"])
+    config.intermediate_size = config.hidden_size
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    run = run_over(tmp_path / "base", experts="slots")
+    model = model_over(tmp_path / "base", run)
+    for slot in range(model.num_slots):
+        model.load_slot(slot, {name: torch.randn_like(value) for name, value in model.slot_weights(slot).items()})
+    again = model_over(tmp_path / "base", run, save(run, model, tmp_path / "adapter"))
+    for slot in range(model.num_slots):
+        ours, theirs = model.slot_weights(slot), again.slot_weights(slot)
+        assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_an_adapter_on_few_matrices_is_gone_on_from_with_new_ones_on_the_rest(tmp_path: Path) -> None:
