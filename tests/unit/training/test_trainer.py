@@ -341,6 +341,11 @@ def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, s
     kept = sum(kept_here(param).numel() for param in model.module.parameters())
     whole = sum(param.numel() for param in model.module.parameters())
     assert kept == whole if shard == "ddp" else kept < 0.6 * whole
+    if shard == "fsdp":
+        with torch.no_grad():
+            model.module(data.next_batch(2)[:, :-1])
+        claimed = [param for module in model.claimed_modules() for param in module.parameters()]
+        assert claimed and all(isinstance(param, DTensor) for param in claimed), "after a pass, too"
     save_file({**state(one), "losses": torch.tensor(losses)}, f"{folder}/rank-{group.rank}.safetensors")
 
 
