@@ -188,6 +188,8 @@ class DataConfig(Frozen):
             return "a mixture of token shards: " + ", ".join(
                 f"{quoted(source.name)} (fingerprint {source.fingerprint[:12]})" for source in self.mixture
             )
+        if self.fingerprint is not None:
+            return f"token shards (fingerprint {self.fingerprint[:12]})"
         return {
             "embedded": "the Python standard library's source and documentation",
             "files": "text or conversations of the peers' own",

@@ -19,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TypeVar
 from urllib.parse import quote, urljoin, urlsplit
@@ -29,7 +29,7 @@ from pydantic import ValidationError
 from spes_p2p.cli import explain
 from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
-from spes_p2p.errors import ConfigError, DataError, OutageError
+from spes_p2p.errors import ConfigError, DataError, OutageError, one_line
 from spes_p2p.fs import cache_folder, locked, write_atomic
 from spes_p2p.presentation import size_text
 
@@ -43,6 +43,8 @@ PIECE_BYTES = 2**26
 """Bytes of one request: what a broken connection can cost."""
 READ_BYTES = 2**18
 WAIT_SECONDS = 30.0
+READ_SECONDS = 600.0
+"""Time for a whole manifest or tokenizer."""
 TRIES = 8
 """Requests in a row without a byte after which an address is given up."""
 PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.5, 30.0
@@ -108,8 +110,7 @@ def strangers(data: DataConfig, paths: Sequence[Path]) -> Iterator[tuple[str, Se
 
 def _size_at(fingerprint: str, url: str) -> int:
     """Return the size of the shards at a stranger's address, by their manifest."""
-    _, manifest = read_remote_manifest(Address.manifest(url, is_own=False), fingerprint)
-    return num_bytes_of(manifest)
+    return num_bytes_of(_shown_manifest(Address.manifest(url, is_own=False), fingerprint)[1])
 
 
 def _local(paths: Sequence[Path], urls: Sequence[str], fingerprint: str | None, cache: Path) -> list[Path]:
@@ -155,7 +156,7 @@ def fetch(url: str, cache: Path, fingerprint: str | None, *, is_own: bool) -> Pa
     if fingerprint is not None and (kept := cache_folder(cache, "shards") / fingerprint / MANIFEST).exists():
         return kept
     where = Address.manifest(url, is_own=is_own)
-    content, manifest = read_remote_manifest(where, fingerprint)
+    content, manifest = (read_remote_manifest if is_own else _shown_manifest)(where, fingerprint)
     folder = cache_folder(cache, "shards") / manifest.fingerprint
     kept = folder / MANIFEST
     with locked(folder, MAX_FETCHING_SECONDS):
@@ -195,6 +196,10 @@ def read_remote_manifest(where: Address, fingerprint: str | None) -> tuple[bytes
     if said != manifest.fingerprint or fingerprint not in (None, said):  # guard: remote-fingerprint
         raise DataError(f"{where.url} has the fingerprint {said}, this run trains on {fingerprint}; name another")
     return content, manifest
+
+
+_shown_manifest = lru_cache(64)(read_remote_manifest)
+"""A stranger's manifest is read once: its sizes are those that this machine's user has been asked about."""
 
 
 def num_bytes_of(manifest: ShardManifest) -> int:
@@ -291,8 +296,15 @@ class Address:
 
         Raises:
             ConfigError: it leads to a host that is not public.
+            DataError: it leads to no host, or to what is no address.
             OSError, http.client.HTTPException: it cannot be reached.
         """
+        try:
+            return self._open(start, length)
+        except ValueError as error:  # a name that no resolver takes, or what a server sends in place of an address
+            raise DataError(f"{self.url} leads to no address: {one_line(error)}; name another") from error
+
+    def _open(self, start: int, length: int) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         url = self.url
         for _ in range(MAX_REDIRECTS + 1):
             parts = urlsplit(url)
@@ -347,9 +359,11 @@ def _read(where: Address, most: int) -> bytes:
     """
 
     def attempt() -> bytes:
-        content = bytearray()
+        content, deadline = bytearray(), time.monotonic() + READ_SECONDS
         for chunk in _answer(where, 0, most + 1)[1]:
             content += chunk
+            if time.monotonic() > deadline:  # guard: remote-seconds
+                raise DataError(f"{where.url} has not come in {READ_SECONDS:.0f} s; name another address")
             if len(content) > most:  # guard: remote-bytes
                 raise DataError(f"{where.url} has more than {most} bytes; it is no manifest or tokenizer")
         return bytes(content)
@@ -425,7 +439,7 @@ def _answer(where: Address, start: int, length: int) -> tuple[int, Iterator[byte
 
     def chunks() -> Iterator[bytes]:
         try:
-            while chunk := response.read(READ_BYTES):
+            while chunk := response.read1(READ_BYTES):
                 yield chunk
         finally:
             connection.close()

@@ -87,6 +87,12 @@ def open_shards(path: Path, vocab_size: int, cache: Path) -> list[Shard]:
         raise DataError(f"cannot read {error.filename or path}: {error.strerror}; check the file") from error
 
 
+def is_raw(path: Path) -> bool:
+    """Tell whether a file holds ids alone, without a header, as `spes tokenize` writes them."""
+    with path.open("rb") as stream:
+        return path.suffix == ".npy" and stream.read(len(NUMPY_MAGIC)) != NUMPY_MAGIC
+
+
 def _shard(path: Path, dtype: np.dtype, starts_D: np.ndarray, lengths_D: np.ndarray, **more: Any) -> Shard:
     """Return a shard after checking that its documents lie within its file."""
     state = file_state(path)
@@ -146,9 +152,7 @@ def _whole(path: Path, dtype: np.dtype, start: int = 0) -> Shard:
 
 def _numpy(path: Path, vocab_size: int) -> Shard:
     """Open SPES's and OLMo's raw ids, which are called `.npy` but have no header, or a true NumPy file."""
-    with path.open("rb") as stream:
-        head = stream.read(len(NUMPY_MAGIC))
-    if head == NUMPY_MAGIC:
+    if not is_raw(path):
         return _true_numpy(path)
     index = path.with_suffix(DOCUMENTS_SUFFIX)
     if not index.exists():

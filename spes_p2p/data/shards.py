@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
 from spes_p2p.data.readers import TOKENS
-from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, mapped, open_shards
+from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, is_raw, mapped, open_shards
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, visible_files, write_atomic
 
@@ -93,7 +93,10 @@ class ShardManifest(_Entry):
 
 
 def fingerprint_of(digests: Sequence[tuple[str, str]]) -> str:
-    """Return the fingerprint of files of tokens in their order, each by type and SHA-256."""
+    """Return the fingerprint of files of tokens in their order, each by type and SHA-256.
+
+    The type of a file that does not say where documents end is followed by `:undivided`: its windows are others.
+    """
     return hashlib.sha256("\n".join(f"{dtype}:{digest}" for dtype, digest in digests).encode()).hexdigest()
 
 
@@ -284,7 +287,10 @@ class TokenShards:
     @cached_property
     def fingerprint(self) -> str:
         """SHA-256 over the content of all files in their order; reads each file once, and remembers its digest."""
-        return fingerprint_of([(shard.dtype.name, self._digest(shard.path)) for shard in self.shards])
+        ends = ("", ":undivided")
+        return fingerprint_of(
+            [(shard.dtype.name + ends[not shard.has_documents], self._digest(shard.path)) for shard in self.shards]
+        )
 
     def read(self, number: int, start: int, length: int) -> np.ndarray:
         """Return `length` tokens of a file from byte `start` on.
@@ -348,6 +354,8 @@ class TokenShards:
                     raise DataError(f"{one} does not exist, but {path.name} names it; fetch it again")
                 if self._digest(one) != digest:  # guard: shard-digest
                     raise DataError(f"{one} is not the file of {path.name}: its SHA-256 differs; fetch it again")
+            if documents != file.with_suffix(DOCUMENTS_SUFFIX) or not is_raw(file):  # guard: manifest-formats
+                raise DataError(f"{path} names {file.name}, which spes tokenize does not write; take another manifest")
             (shard,) = open_shards(file, self._vocab_size, self._cache)
             if (shard.dtype.name, len(shard.lengths_D)) != (manifest.dtype, entry.documents):
                 raise DataError(f"{file} has another type or other documents than {path.name} says; fetch it again")

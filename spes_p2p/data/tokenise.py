@@ -12,6 +12,7 @@ import functools
 import glob
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -186,6 +187,12 @@ def _alone(settings: Settings) -> Iterator[None]:
         ) from error
 
 
+def _shards_of(settings: Settings, *suffixes: str) -> list[Path]:
+    """Return the shards of this prefix alone: of another, this one may be the beginning."""
+    number = re.compile(re.escape(settings.stem) + r"\d{6}")
+    return [path for path in settings.folder.iterdir() if path.suffix in suffixes and number.fullmatch(path.stem)]
+
+
 def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None:
     """Return the manifest, if this very work is done.
 
@@ -204,7 +211,7 @@ def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None
         is_lenient = bool(skipped) or any(source.skipped_rows for source in manifest.sources)
         if made == text and how == asked and not is_newer and (settings.skip_unusable or not is_lenient):
             return manifest
-    elif settings.partial.exists() or not any(settings.folder.glob(f"{glob.escape(settings.stem)}[0-9]*.npy")):
+    elif settings.partial.exists() or not _shards_of(settings, ".npy"):
         return None
     raise DataError(
         f"{settings.folder / settings.stem} has shards of other text or settings; delete them, or choose another "
@@ -368,9 +375,8 @@ def _publish(sources: Sequence[Source], settings: Settings) -> ShardManifest:
             for piece in source.pieces:
                 joiner.add(piece.target)
     manifest = _manifest(sources, joiner.entries, settings)
-    for stale in settings.folder.glob(f"{glob.escape(settings.stem)}[0-9]*"):
-        if stale.suffix in (".npy", DOCUMENTS_SUFFIX):
-            stale.unlink()
+    for stale in _shards_of(settings, ".npy", DOCUMENTS_SUFFIX):
+        stale.unlink()
     for entry in joiner.entries:
         for name in (entry.documents_file, entry.file):
             (settings.partial / name).replace(settings.folder / name)

@@ -222,6 +222,35 @@ def test_an_endless_manifest_is_not_read_to_its_end(server, tmp_path, monkeypatc
         fetch(server.url, tmp_path, None, is_own=True)
 
 
+def test_a_manifest_that_comes_byte_by_byte_is_given_up(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(remote, "READ_SECONDS", 0.3)
+    monkeypatch.setattr(remote, "TRIES", 1)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def drip() -> None:
+            taken, _ = listening.accept()
+            with contextlib.suppress(OSError), taken:
+                taken.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n")
+                for _ in range(300):
+                    taken.sendall(b" ")
+                    threading.Event().wait(0.01)
+
+        sender = threading.Thread(target=drip, daemon=True)
+        sender.start()
+        with pytest.raises(DataError, match=r"has not come in 0 s; name another address"):
+            fetch(f"http://127.0.0.1:{listening.getsockname()[1]}/", tmp_path, None, is_own=True)
+        sender.join(30)
+
+
+@pytest.mark.parametrize("location", ["/\u00e9", "http://[", "http://a..b/"])
+def test_a_redirection_to_no_address_is_one_line(server, tmp_path, location) -> None:
+    server.answer = lambda request: web.Response(status=302, headers={"Location": location})
+    with pytest.raises((DataError, ConfigError), match=r"no address"):
+        fetch(server.url, tmp_path, None, is_own=True)
+    with pytest.raises(DataError, match="leads to no address"):
+        fetch(f"http://{'x' * 64}.test/", tmp_path, None, is_own=False)
+
+
 def test_a_file_that_is_longer_than_its_manifest_says_is_cut(server, served, tmp_path) -> None:
     whole = (served / "000000.npy").read_bytes()
 
@@ -285,7 +314,9 @@ def test_what_is_no_web_address_is_no_setting(url: str) -> None:
         DataConfig(source="files", fingerprint="0" * 64, urls=[url])
 
 
-def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(server, served, monkeypatch) -> None:
+def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
+    server, served, tmp_path, monkeypatch
+) -> None:
     monkeypatch.setattr(remote, "_public_address", lambda host, port: host)
     data = DataConfig(source="files", fingerprint=fingerprint_of(served), urls=[server.url])
     founder = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"
@@ -308,6 +339,9 @@ def test_the_address_and_the_size_are_shown_before_a_byte_of_the_shards_is_read(
     manifest = manifest.model_copy(update={"config": RunConfig(data=mirrored)})
     with pytest.raises(ConfigError, match=r"from http://127.0.0.1:1/x.json or http://127.0.0.1:\d+/shards/.* MB\)"):
         ask_to_read(manifest, 0, yes=False)  # the first does not answer, and the shards would come from the second
+    server.asked.clear()
+    with_fetched(data, tmp_path)
+    assert "/shards/manifest.json" not in {path for path, _ in server.asked}, "the sizes are those that were shown"
 
 
 def test_peers_without_shards_fetch_those_of_the_run(server, served, tmp_path, monkeypatch) -> None:

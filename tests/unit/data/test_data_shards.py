@@ -115,6 +115,11 @@ def test_the_fingerprint_follows_the_content_and_the_order_alone(tmp_path, folde
     data[4] ^= 1
     file.write_bytes(data)
     assert opened(copied, cache=tmp_path).fingerprint != here
+    divided, undivided = folder("datatrove_uint16"), tmp_path / "undivided"
+    shutil.copytree(divided, undivided)
+    next(undivided.glob("*.index")).unlink()
+    found = [opened(each, cache=tmp_path).fingerprint for each in (divided, undivided)]
+    assert found[0] != found[1], "without its index, the same tokens are other windows"
     one, two = FIXTURES / "datatrove_uint16", FIXTURES / "datatrove_uint32"
     assert opened(one, two, cache=tmp_path).fingerprint != opened(two, one, cache=tmp_path).fingerprint
     raw, packed = (opened(FIXTURES / name, cache=tmp_path).fingerprint for name in ("mds_raw", "mds_zstd"))

@@ -183,6 +183,32 @@ def test_what_is_unusable_is_left_out_and_counted_only_when_asked(tokenised, tmp
         tokenised(corpus)  # which takes no text with gaps
 
 
+def test_a_prefix_that_begins_another_touches_none_of_its_shards(tokenised, tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", TEXTS)
+    other = tokenised(path, output="shards/web2")
+    before = documents(other, tmp_path)
+    tokenised(path, output="shards/web")
+    assert documents(other, tmp_path) == before
+
+
+@pytest.mark.parametrize("file", ["index.json", "000000.ds", "other.npy", "with-header.npy"])
+def test_a_manifest_names_nothing_that_the_command_does_not_write(tokenised, tmp_path, file):
+    """Other formats unpack more than they take, or say more than they hold."""
+    manifest = tokenised(write_rows(tmp_path / "a.jsonl", TEXTS))
+    folder, said = manifest.parent, json.loads(manifest.read_text())
+    entry = said["shards"][0]
+    shutil.copy(folder / entry["file"], folder / file)
+    if file == "with-header.npy":
+        np.save(folder / file, np.arange(10, dtype=np.uint16))
+        shutil.copy(folder / entry["documents_file"], folder / "with-header.docs")
+        entry["documents_file"] = "with-header.docs"
+    entry |= {"file": file, "sha256": hashlib.sha256((folder / file).read_bytes()).hexdigest()}
+    said["fingerprint"] = module.fingerprint_of([(said["dtype"], each["sha256"]) for each in said["shards"]])
+    manifest.write_text(json.dumps(said))
+    with pytest.raises(DataError, match="which spes tokenize does not write"):
+        documents(manifest, tmp_path)
+
+
 def test_the_same_command_again_does_nothing_and_another_is_refused(tokenised, tmp_path, monkeypatch):
     path = write_rows(tmp_path / "a.jsonl", TEXTS)
     before = contents(tokenised(path).parent)

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import math
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -217,15 +216,12 @@ def test_a_leader_that_sends_no_message_of_ours_is_not_asked_again(matchmaking, 
 def test_a_ghost_is_no_swarm_that_a_survivor_waits_for():
     """One active claim kept the last peer of a run from going on for ever."""
     ghost = SimpleNamespace(state="active")
-    membership = SimpleNamespace(
-        read=lambda kind: {PEERS[1]: ghost},
-        stopped=threading.Event(),
-        _node=SimpleNamespace(peer_id=PEERS[0], num_addresses=lambda: 0),
-    )
+    node = SimpleNamespace(peer_id=PEERS[0], num_addresses=lambda: 0)
+    membership = Membership(node)  # type: ignore[arg-type]
+    membership.read = lambda kind: {PEERS[1]: ghost}  # type: ignore[method-assign]
     watchdog = SimpleNamespace(seconds_alone=0.0)
     waits = [
-        Membership.wait_for_live_peers(membership, 3, known, watchdog, 2 * POLL_SECONDS)
-        for known in (None, {PEERS[0]}, {PEERS[1]})
+        membership.wait_for_live_peers(3, known, watchdog, 2 * POLL_SECONDS) for known in (None, {PEERS[0]}, {PEERS[1]})
     ]
     assert waits == [True, False, True]
 
