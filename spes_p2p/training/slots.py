@@ -87,8 +87,7 @@ class HeldSlots:
         self._has_left = False
         self._missed: Counter[str] = Counter()
         self._released: list[VectorName] = []
-        self._unloaded: set[VectorName] = set()
-        """Weights that a failed `catch_up` has fetched, and the model does not have."""
+        self._unloaded: set[VectorName] = set()  # weights that a failed `catch_up` has fetched, and the model lacks
 
     # ------------------------------------------------------------------ claims
 
@@ -204,8 +203,8 @@ class HeldSlots:
         """Claim again, before anything is allocated, what was held before a restart."""
         self.slots = tuple(sorted(slot for slot in slots if slot < self._num_slots))[: self._max_slots]
 
-    def rebalance(self, round: int) -> dict[VectorName, Tensor]:
-        """Hold, after `round` is committed, what the claims allocate to this peer; return the vectors of new slots."""
+    def rebalance(self, round: int) -> StoredVectors:
+        """Hold, after `round` is committed, what the claims allocate to this peer; return what the model needs."""
         claims = self.trusted(self.claims())
         target = self._claimant.after_round(self.clock(), claims, round)
         if len(target) > self._chosen_slots:  # its owner has lowered the limit: others hold what it keeps least
@@ -213,16 +212,16 @@ class HeldSlots:
             target = tuple(sorted(sorted(target, key=holders.__getitem__)[: self._chosen_slots]))
         return self._hold(target)
 
-    def rescue_orphans(self) -> dict[VectorName, Tensor]:
-        """Once per heartbeat, adopt slots that lost their last holder; return the vectors of new slots."""
+    def rescue_orphans(self) -> StoredVectors:
+        """Once per heartbeat, adopt slots that lost their last holder; return what the model needs."""
         if self.clock() - self._checked_at < self._run.round.heartbeat_seconds:
-            return {}
+            return StoredVectors()
         self._checked_at = self.clock()
         target = self._claimant.at_heartbeat(self._checked_at, self.trusted(self.claims()))
-        return self._hold(target) if target != self.slots else {}
+        return self._hold(target) if target != self.slots else StoredVectors()
 
-    def _hold(self, target: Sequence[int]) -> dict[VectorName, Tensor]:
-        """Hold `target`; weights are the certified version, or the newest other one if no peer has that."""
+    def _hold(self, target: Sequence[int]) -> StoredVectors:
+        """Hold `target`; weights, of released slots too, are the certified version, or the newest if none has that."""
         new = [VectorName.of_slot(slot) for slot in sorted(set(target) - set(self.slots))]
         old = [VectorName.of_slot(slot) for slot in sorted(set(self.slots) - set(target))]
         missing = [name for name in map(VectorName.of_slot, sorted(set(target))) if name not in self._anchors.names]
@@ -240,10 +239,11 @@ class HeldSlots:
             moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
         for name in old:
             self._anchors.forget(name)
+        released = StoredVectors([name for name in old if self.form(name) in self._swarm.versions()], self.load)
         for name in missing:
             self._anchors.set(name, self._swarm.mapped(name))
         self.slots = tuple(sorted(target))
-        return {name: self._anchors.weights(name) for name in missing} | moments
+        return released | {name: self._anchors.weights(name) for name in missing} | moments
 
     def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
         """Fetch the versions that go with this peer's model, where it lacks them; return the vectors that came."""

@@ -65,6 +65,19 @@ def test_frozen_experts_are_the_holders_versions_after_a_round():
             assert torch.equal(actual, expected)
 
 
+def test_of_a_slot_that_is_released_the_model_has_what_was_committed():
+    """What the peer trained is not that: with an outer optimizer, or beside another holder."""
+    run = tiny_run(outer=OuterConfig(optimizer="nesterov"))
+    run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
+    hub = MemoryHub("run", matchmaking_seconds=10.0, min_peers=1, num_slots=4)
+    peer = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
+    hub.clock.run([lambda: peer.live(peer.initial, lambda report: peer.sync.held.limit(2))])
+    assert len(peer.slots) == 2
+    for slot in range(4):
+        actual = peer.trainer.layouts["slot"].flatten(peer.trainer.model.slot_weights(slot))
+        assert torch.equal(actual, peer.sync.held.load(VectorName.of_slot(slot))), slot
+
+
 def replay(run: RunConfig, peer: VirtualPeer) -> tuple[Trainer, dict[str, torch.Tensor]]:
     """Train the first round's three steps as a peer did, but alone; return its trainer and the run's start."""
     alone = VirtualPeer(run, peer.swarm, index=peer.index, max_slots=len(peer.slots))
