@@ -18,6 +18,7 @@ from lab_liar import live_dishonestly
 from peer_processes import TINY, write_settings
 
 from spes_p2p.swarm.averaging.partition import weighted_mean
+from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.roster import MIN_VOTERS, SHARED, Member, Roster
 
 NUM_PEERS = 6
@@ -155,7 +156,8 @@ class AttackedHistory(History):
     def _honest_commits(self, liar: str) -> Iterator[tuple[dict[str, Any], Roster]]:
         for event in self._commits:
             if event["peer"] != liar:
-                yield event, Roster(Member.model_validate_json(json.dumps(member)) for member in event["roster"])
+                members = (Member.model_validate_json(json.dumps(member)) for member in event["roster"])
+                yield event, Roster(members, Body.model_validate_json(json.dumps(event["last"])))
 
     def _moved(self, event: dict[str, Any], roster: Roster, liar: str) -> float:
         """Return how far a mean delta of `shared` is from the plain mean of the honest members' deltas."""

@@ -161,7 +161,7 @@ class History:
                         verdict.wrong.append(f"{_who(event)} round {event['round']} {name}: {child[:8]} from nowhere")
                     known[name].add(child)
         for (name, version), peers in holders.items():
-            if not name.startswith("moments-") and version not in known[name]:
+            if VectorName(name).is_weights and version not in known[name]:
                 who = ", ".join(sorted(peer[-6:] for peer in peers))
                 verdict.wrong.append(f"{who} {name}: has {version[:8]}, which nobody published")
         return parents
@@ -219,7 +219,7 @@ class History:
             for path in versions.glob("*.bin"):
                 name, version, _ = path.name.split(".")
                 kept[name].add(version)
-        for name in {name for name, _ in holders if not name.startswith("moments-")}:
+        for name in {name for name, _ in holders if VectorName(name).is_weights}:
             reached, frontier = set(kept[name]), list(kept[name])
             while frontier:
                 for parent in parents.get((name, frontier.pop()), ()):

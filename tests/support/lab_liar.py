@@ -49,7 +49,6 @@ def live_dishonestly(kind: str, lies: Event, life: Life, pipe: Connection) -> No
 
     wrap(lab_peer, "record", record)
     if kind == "nan":
-        wrap(DeltaEncoding, "entry", lambda stock, encoding, contribution: contribution.member)
         wrap(DeltaEncoding, "encode", _encode)
     if kind in AVERAGES:
         gate, _ours = multiprocessing.Pipe()  # one at which it never stands
