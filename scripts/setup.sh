@@ -56,8 +56,10 @@ show_progress() {
 
 create() {
     local base="" candidate found
-    for candidate in python3.11 python3; do
-        if supported "$candidate"; then base=$candidate; break; fi
+    for candidate in python3.11 python3.12 python3.13 python3; do
+        supported "$candidate" || continue
+        base=${base:-$candidate}
+        if "$candidate" -c 'import ensurepip, venv' 2>/dev/null; then base=$candidate; break; fi
     done
     found=$(python3 --version 2>/dev/null || true)
     [ -n "$base" ] || fail "needs Python 3.11, 3.12 or 3.13, found ${found:-none}; install python3.11"

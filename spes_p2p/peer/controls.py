@@ -46,8 +46,8 @@ SAVE_SECONDS = 60.0
 """Pause between two writes of the day's traffic."""
 HOLD_SECONDS = 0.5
 """Longest that a held peer waits before it looks again at the round."""
-MAX_REST_SECONDS = 60.0
-"""Longest rest after a step."""
+MAX_REST_SECONDS = 3600.0
+"""Longest rest after a step; a step of a large model may take minutes."""
 SEE = "docs/controls.md"
 
 

@@ -100,13 +100,13 @@ def run(
                     interrupts=group.world_size == 1 or bool(ranks),
                 ),
                 shown(config, swarm, amendments, controls) as page,
-                restart.when_daemons_die(config, swarm),
+                restart.when_daemons_die(config, swarm, end),
             ):
                 on_joined(swarm.node.contacts())
                 try:
                     _train(config, group, end, (swarm, admission, amendments), keep, page, controls)
                 except KeyboardInterrupt:
-                    if swarm.watchdog.death:
+                    if swarm.watchdog.death and not end.is_asked:
                         raise
                     log.info("leaving; %s", CONTINUE)
                     log.info("the model so far: %s", export_words(config.output))

@@ -20,6 +20,7 @@ from spes_p2p.config import PeerConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.errors import JoinError
 from spes_p2p.peer.joining import ADDRESS_FILE
+from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 
 log = logging.getLogger(__name__)
@@ -50,8 +51,10 @@ class DaemonDied(Exception):
 
 
 @contextlib.contextmanager
-def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm) -> Iterator[None]:
+def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm, end: Termination) -> Iterator[None]:
     """Interrupt the block when p2pd or the DHT dies, and raise that whatever else the block raised because of it.
+
+    A peer that was asked to end does not start again: the same signal may have ended its daemons.
 
     Raises:
         DaemonDied: it has.
@@ -64,7 +67,8 @@ def when_daemons_die(config: PeerConfig, swarm: HivemindSwarm) -> Iterator[None]
         yield
     except BaseException as error:
         # Training may have met the dead p2pd before the watchdog did.
-        if (isinstance(error, KeyboardInterrupt) and not swarm.watchdog.death) or not swarm.watchdog.check():
+        is_interrupted = isinstance(error, KeyboardInterrupt) and not swarm.watchdog.death
+        if end.is_asked or is_interrupted or not swarm.watchdog.check():
             raise
         raise DaemonDied(swarm.watchdog.death, address, port, time.monotonic() - began) from error
     finally:
@@ -95,6 +99,7 @@ def start_again(port: int | None = None) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0)  # it would outlive this program
     os.execv(sys.executable, [sys.executable, *words])
 
 

@@ -88,19 +88,23 @@ class AdaptiveTimeout:
 
     def observe(self, seconds: float) -> None:
         """Record the duration of a wait that ended in time."""
+        if seconds <= self._usual:
+            self._stretch = 1.0
         self._seen.append(seconds)
-        self._stretch = 1.0
 
     def was_exceeded(self) -> None:
-        """Double the timeout until the next wait ends in time: a slow peer may have joined."""
+        """Double the timeout until a wait ends within the usual one: a slow peer may have joined."""
         self._stretch *= 2
 
     @property
     def seconds(self) -> float:
         """The current timeout."""
+        return min(self._stretch * self._usual, self._most)
+
+    @property
+    def _usual(self) -> float:
         if len(self._seen) < 3:
             return self._most
         median = statistics.median(self._seen)
         spread = statistics.median(abs(seconds - median) for seconds in self._seen)
-        usual = max(median + SPREADS * max(spread, MIN_SPREAD * median), self._least)
-        return min(self._stretch * usual, self._most)
+        return max(median + SPREADS * max(spread, MIN_SPREAD * median), self._least)

@@ -152,6 +152,7 @@ class HivemindSwarm:
                 guests=guests,
             )
             self._averager.run_in_background(timeout=rounds.averaging_seconds)
+            self.watchdog.averager = self._averager
         self._consensus = Consensus(
             self.node,
             self._directory.with_name(FOLDER),

@@ -159,11 +159,16 @@ class Membership:
 
     def _renew(self) -> None:
         while not self.stopped.wait(self._rounds.heartbeat_seconds):
-            for kind in list(self._renewed):
-                with self._renewing:  # otherwise an old record could replace one announced meanwhile
-                    self._store(self._renewed[kind], self._rounds.lease_seconds)
-            self.read(Contact)
-            self._beat()
+            try:
+                for kind in list(self._renewed):
+                    with self._renewing:  # otherwise an old record could replace one announced meanwhile
+                        self._store(self._renewed[kind], self._rounds.lease_seconds)
+                self.read(Contact)
+                self._beat()
+            except (
+                Exception
+            ):  # of any type: without a heartbeat, this peer would be forgotten  # guard: heartbeat-goes-on
+                log.exception("a heartbeat failed; the next one is in %.0f s", self._rounds.heartbeat_seconds)
 
 
 def live_peers_of(known: Collection[str], claims: Mapping[str, Claim], me: str) -> frozenset[str]:

@@ -42,11 +42,13 @@ class Limits(NamedTuple):
         attempt: Duration of a group's all-reduce, confirmations not included.
         silence: Time for which a member may be silent.
         upload: Upload rate of this peer.
+        learns: Whether the timeouts learn from it; not from an attempt that is redone without the slow.
     """
 
     attempt: AdaptiveTimeout
     silence: AdaptiveTimeout
     upload: RateLimit
+    learns: bool = True
 
 
 class ButterflyAllreduce:
@@ -74,6 +76,7 @@ class ButterflyAllreduce:
         self._group_id = group_id
         self._buffers = buffers
         self._silence = limits.silence
+        self._learns = limits.learns
         self._upload = limits.upload
         self._open_stream = open_stream
         self._mine = plan.slices[self._me]
@@ -116,7 +119,7 @@ class ButterflyAllreduce:
             everything.cancel()
             await asyncio.gather(everything, return_exceptions=True)
             self._failed.cancel()
-        if self._longest_gap:
+        if self._longest_gap and self._learns:
             self._silence.observe(self._longest_gap)
 
     async def _blaming(self, index: int, work: Awaitable[None]) -> None:
@@ -126,6 +129,8 @@ class ButterflyAllreduce:
         except asyncio.CancelledError:
             raise
         except TimeoutError:
+            if not self._failed.done():
+                self._silence.was_exceeded()
             self.fail(self._plan.peers[index], "silent for too long")
         except Exception as error:  # noqa: BLE001 - of any type: the member has caused it
             self.fail(self._plan.peers[index], f"{type(error).__name__}: {error}")

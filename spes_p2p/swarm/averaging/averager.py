@@ -215,7 +215,9 @@ class SparseAverager(DecentralizedAverager):
         self._num_known = num_known
         self._last = last
         self._p2p.reserve_half_for(lambda peer: not last.is_stranger(peer.to_base58()))
-        self._limits = Limits(self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit))
+        self._limits = Limits(
+            self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit), learns=not is_redone
+        )
 
     async def _step(self, *, step, future_for_init) -> None:
         keep_current_task_alive()
@@ -270,7 +272,8 @@ class SparseAverager(DecentralizedAverager):
         )
         seconds = time.monotonic() - began
         if not any(status.values()):
-            self._attempt_timeout.observe(seconds)
+            if not self._is_redone:  # without those that were too slow
+                self._attempt_timeout.observe(seconds)
         elif seconds >= self._attempt_timeout.seconds:
             self._attempt_timeout.was_exceeded()
         attempt = Attempt(

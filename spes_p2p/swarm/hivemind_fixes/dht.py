@@ -100,6 +100,9 @@ class SwarmDHTProtocol(DHTProtocol):
         except ValidationError as error:
             self.answers.append(error)
             return node_id_of(peer)
+        except Exception as error:  # noqa: BLE001 - of any type: the peer has caused it  # guard: ping-answer
+            log.debug("%s gives no answer to a ping: %r", peer, error)
+            return None
         if validate and node_id is not None:
             self.answers.append(None)
         return node_id
@@ -119,8 +122,9 @@ class SwarmDHTProtocol(DHTProtocol):
         await super().update_routing_table(node_id, peer_id, responded)
 
     async def call_find(self, peer: PeerID, keys: Collection[DHTID]) -> dict[DHTID, tuple[Any, dict]] | None:
-        """Ask a peer for values and neighbours; drop neighbours whose DHT ids are not their own.
+        """Ask a peer for values and neighbours; drop neighbours whose DHT ids are not their own, and this node itself.
 
+        A search that found this node would fail on an assertion of hivemind's.
         Of values only the records are kept: the size and lifetime of the whole are the sender's claims.
         """
         found = await super().call_find(peer, keys)
@@ -129,7 +133,12 @@ class SwarmDHTProtocol(DHTProtocol):
         return {
             key: (
                 _records_of(value),  # guard: records-only
-                {node: peer for node, peer in nearest.items() if node == node_id_of(peer)},  # guard: others-dht-place
+                {
+                    node: peer
+                    for node, peer in nearest.items()
+                    if node == node_id_of(peer)  # guard: others-dht-place
+                    and node != self.node_id  # guard: own-neighbour
+                },
             )
             for key, (value, nearest) in found.items()
         }

@@ -241,6 +241,7 @@ class Inbox:
         while not isinstance(message, RPCError):
             await self._queue.put(message)
             message = await receive(kind, reader, MAX_MESSAGE_BYTES, self._acquire)
+        self._release(1)  # of the end: where streams wait for each other's parts, it would keep out the next one's
         await self._queue.put(None)
         await reader.readexactly(1)
         raise ExchangeError("sent more behind its last message")

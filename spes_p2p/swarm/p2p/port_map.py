@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,6 +16,9 @@ log = logging.getLogger(__name__)
 SEARCH_MS = 2000
 LEASE_SECONDS = 7 * 86_400
 """Longest time that a mapping outlives a peer that was killed; some routers keep none longer."""
+RENEW_SECONDS = 3600.0
+"""Interval at which the mapping is asked for again: it ends with its lease, and when the router starts anew."""
+STOP_SECONDS = 10.0
 PROTOCOLS = ("TCP", "UDP")
 
 
@@ -43,7 +47,7 @@ def mapped_port(port: int) -> Iterator[str]:
             router.selectigd()
             outside = router.externalipaddress()
             for protocol in PROTOCOLS:
-                router.addportmapping(port, protocol, router.lanaddr, port, "spes", "", LEASE_SECONDS)
+                _map(router, port, protocol)
                 closing.callback(_unmap, router, port, protocol)
         except Exception as error:  # miniupnpc raises nothing else
             raise ConfigError(
@@ -51,7 +55,25 @@ def mapped_port(port: int) -> Iterator[str]:
                 f"--port, or forward the port by hand and drop --map-port"
             ) from error
         log.info("the router forwards port %d of %s to this machine", port, outside)
+        ended = threading.Event()
+        renewing = threading.Thread(target=_renew, args=(router, port, ended), name="port-map", daemon=True)
+        renewing.start()
+        closing.callback(renewing.join, STOP_SECONDS)
+        closing.callback(ended.set)
         yield outside
+
+
+def _map(router: Any, port: int, protocol: str) -> None:
+    router.addportmapping(port, protocol, router.lanaddr, port, "spes", "", LEASE_SECONDS)
+
+
+def _renew(router: Any, port: int, ended: threading.Event) -> None:
+    while not ended.wait(RENEW_SECONDS):
+        for protocol in PROTOCOLS:
+            try:
+                _map(router, port, protocol)
+            except Exception as error:  # noqa: BLE001 - miniupnpc raises nothing else; the next time may succeed
+                log.warning("the router does not renew that it forwards %s port %d: %s", protocol, port, error)
 
 
 def _unmap(router: Any, port: int, protocol: str) -> None:

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing.process import BaseProcess
 
 from hivemind.p2p.p2p_daemon_bindings.utils import ControlFailure, P2PDaemonError
 
@@ -35,6 +36,7 @@ class Watchdog:
     def __init__(self, node: Node) -> None:
         self.death = ""
         self.neighbours = 0
+        self.averager: BaseProcess | None = None
         self._node = node
         self._num_silent = 0
         self._alone_since: float | None = None
@@ -87,6 +89,8 @@ class Watchdog:
             return f"p2pd, through which this peer talks to all others, has died ({self._node.p2p.ending})"
         if not self._node.dht.is_alive():  # guard: dht-death
             return "this peer's DHT process has died"
+        if self.averager is not None and not self.averager.is_alive():  # guard: averager-death
+            return "this peer's averager process has died"
         try:
             self._num_silent = 0 if self._node.p2pd_answers(INTERVAL_SECONDS) else self._num_silent + 1
         except TimeoutError:  # this machine stood still, which says nothing of p2pd
@@ -98,6 +102,9 @@ class Watchdog:
             self.neighbours = self._node.ping(self._node.peerstore.addresses())
         except (OSError, EOFError, ControlFailure, P2PDaemonError):
             return  # the DHT's process is too busy to answer, or p2pd has died since: the next check tells
+        except Exception:  # of any type: without a watch, no lost peer would be called  # guard: watch-goes-on
+            log.exception("could not ping the known peers")
+            return
         if self.neighbours:
             if self._alone_since is not None:
                 log.info("peers are within reach again after %.0f s", self.seconds_alone)

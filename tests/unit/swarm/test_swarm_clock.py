@@ -40,5 +40,17 @@ def test_an_attempt_that_took_too_long_is_given_twice_the_time_until_one_succeed
     for expected in (20.0, 40.0, 60.0):
         patience.was_exceeded()
         assert patience.seconds == expected
-    patience.observe(25.0)
+    patience.observe(2.0)
     assert patience.seconds == 10.0
+
+
+def test_who_needs_more_than_the_usual_time_has_it_until_that_is_the_usual_one():
+    patience = AdaptiveTimeout(10.0, 600.0)
+    for _ in range(9):
+        patience.observe(5.0)
+    usual = patience.seconds
+    patience.was_exceeded()
+    for _ in range(20):
+        assert patience.seconds >= 1.5 * usual, "the next round is not given up again"
+        patience.observe(1.5 * usual)
+    assert patience.seconds < 600.0

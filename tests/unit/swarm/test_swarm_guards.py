@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import itertools
+import threading
 import time
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from hivemind.proto.runtime_pb2 import ExpertRequest
 from hivemind.utils.serializer import MSGPackSerializer
 from hivemind.utils.timed_storage import ValueWithExpiration
 
+from spes_p2p.config import RoundConfig
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.averaging.averager import MAX_QUESTION_BYTES, SparseAverager
 from spes_p2p.swarm.averaging.matchmaking import MAX_ENTRY_BYTES, Survivors, SwarmMatchmaking
@@ -26,6 +28,7 @@ from spes_p2p.swarm.hivemind_fixes import dht, streams
 from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, node_id_of
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_ANSWER_BYTES, Inbox, PeerQuota, receive
+from spes_p2p.swarm.membership import Membership
 from tests.support.certificates import PEERS as MANY_PEERS
 from tests.support.certificates import last_body
 
@@ -138,8 +141,53 @@ def test_neighbours_that_others_name_are_taken_only_under_their_own_dht_ids(monk
         return {KEY: (None, {node_id_of(PEERS[0]): PEERS[0], DHTID(int(KEY) ^ 1): PEERS[1]})}
 
     monkeypatch.setattr(DHTProtocol, "call_find", call_find)
-    asked = SwarmDHTProtocol.call_find(object.__new__(SwarmDHTProtocol), PEERS[2], [KEY])
+    assert asyncio.run(dht_protocol().call_find(PEERS[2], [KEY])) == {KEY: (None, {node_id_of(PEERS[0]): PEERS[0]})}
+
+
+def test_nobody_names_a_node_to_itself(monkeypatch):
+    """A search that found the searching node ended the heartbeat, and the training, on an assertion of hivemind's."""
+    me = PEERS[1]
+
+    async def call_find(self, peer, keys):
+        return {KEY: (None, {node_id_of(PEERS[0]): PEERS[0], node_id_of(me): me})}
+
+    monkeypatch.setattr(DHTProtocol, "call_find", call_find)
+    asked = dht_protocol(node_id_of(me)).call_find(PEERS[2], [KEY])
     assert asyncio.run(asked) == {KEY: (None, {node_id_of(PEERS[0]): PEERS[0]})}
+
+
+def test_an_answer_to_a_ping_that_is_none_is_no_answer(monkeypatch):
+    """An id of 21 bytes ended the watch over lost peers, and kept newcomers out."""
+
+    async def call_ping(self, peer, validate=False, strict=True):
+        return DHTID.from_bytes(b"x" * 21)
+
+    monkeypatch.setattr(DHTProtocol, "call_ping", call_ping)
+    assert asyncio.run(dht_protocol().call_ping(PEERS[2])) is None
+
+
+def test_a_heartbeat_that_fails_is_followed_by_the_next(monkeypatch):
+    membership, beaten = Membership(SimpleNamespace(peer_id="me")), threading.Event()
+    membership._rounds = RoundConfig(heartbeat_seconds=0.05, lease_seconds=1.0)
+    reads = iter([AssertionError("an answer of a stranger"), None])
+
+    def read(kind):
+        if (error := next(reads, None)) is not None:
+            raise error
+
+    monkeypatch.setattr(membership, "read", read)
+    membership._beat = beaten.set
+    beating = threading.Thread(target=membership._renew, daemon=True)
+    beating.start()
+    assert beaten.wait(20)
+    membership.stopped.set()
+    beating.join(20)
+
+
+def dht_protocol(node_id=None):
+    protocol = object.__new__(SwarmDHTProtocol)
+    protocol.node_id, protocol.answers = node_id or DHTID(1), []
+    return protocol
 
 
 @pytest.mark.parametrize("lives_until", [float("inf"), float("nan"), 0.0])
@@ -155,7 +203,7 @@ def test_of_a_value_that_a_peer_sends_only_the_records_are_kept(monkeypatch, siz
         return {KEY: (ValueWithExpiration(said, lives_until), {}), OTHER: (ValueWithExpiration(empty, lives_until), {})}
 
     monkeypatch.setattr(DHTProtocol, "call_find", call_find)
-    found = asyncio.run(SwarmDHTProtocol.call_find(object.__new__(SwarmDHTProtocol), PEERS[2], [KEY, OTHER]))
+    found = asyncio.run(dht_protocol().call_find(PEERS[2], [KEY, OTHER]))
     value, expires = found[KEY][0]
     assert expires == value.latest_expiration_time == now + 60 and value.maxsize == float("inf")
     assert value.get(b"owner").value == b"value"
@@ -279,6 +327,24 @@ def test_no_more_is_read_than_two_messages_ahead_and_room_is_shared_by_a_peers_s
 
     held, left = asyncio.run(scenario())
     assert sum(held) == 5 and max(held) == 2 and left == 5
+
+
+def test_a_stream_that_has_brought_all_keeps_out_no_other():
+    """Streams wait for each other's parts: where each kept room for its end, those of 32 slots waited for ever."""
+
+    async def scenario():
+        room = asyncio.Semaphore(2)
+        readers = [stream(message(), END, closed=False) for _ in range(3)]
+        inboxes = [Inbox(room, 1) for _ in readers]
+        tasks = [
+            asyncio.create_task(i.fill(averaging_pb2.AveragingData, r)) for i, r in zip(inboxes, readers, strict=True)
+        ]
+        sizes = [[len(item.group_id) async for item in inbox.messages()] for inbox in inboxes]
+        for task in tasks:
+            task.cancel()
+        return sizes
+
+    assert asyncio.run(asyncio.wait_for(scenario(), 20)) == [[3]] * 3
 
 
 @pytest.mark.parametrize("pieces", [(), (b"\x00",), (message()[:-1],)], ids=["nothing", "a byte", "all but one"])

@@ -26,6 +26,28 @@ def test_a_dht_that_has_ended_is_dead():
     assert "DHT" in watchdog(is_alive=False).check()
 
 
+def test_an_averager_that_has_ended_is_dead():
+    """The next round would wait for its answer for ever, with the claims still renewed."""
+    dog = watchdog()
+    dog.averager = SimpleNamespace(is_alive=lambda: True)
+    assert dog.check() == ""
+    dog.averager = SimpleNamespace(is_alive=lambda: False)
+    assert "averager" in dog.check()
+
+
+def test_whatever_a_known_peer_answers_the_watch_goes_on():
+    dog, asked = watchdog(), []
+
+    def ping(peers):
+        asked.append(peers)
+        raise AssertionError("an id of 21 bytes")
+
+    dog._node.ping, dog._node.peerstore = ping, Peerstore()
+    dog._reconnect()
+    dog._reconnect()
+    assert len(asked) == 2
+
+
 def test_a_p2pd_that_ends_while_it_is_asked_is_found_dead_at_the_next_look(monkeypatch):
     """The end of its answer ended the watchdog's thread, and the peer was never restarted."""
     monkeypatch.setattr("spes_p2p.swarm.p2p.watchdog.INTERVAL_SECONDS", 0.01)
