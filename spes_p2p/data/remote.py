@@ -198,8 +198,10 @@ def read_remote_manifest(where: Address, fingerprint: str | None) -> tuple[bytes
     return content, manifest
 
 
-_shown_manifest = lru_cache(64)(read_remote_manifest)
-"""A stranger's manifest is read once: its sizes are those that this machine's user has been asked about."""
+@lru_cache(64)
+def _shown_manifest(where: Address, fingerprint: str | None) -> tuple[bytes, ShardManifest]:
+    """Read a stranger's manifest once: its sizes are those that this machine's user has been asked about."""
+    return read_remote_manifest(where, fingerprint)
 
 
 def num_bytes_of(manifest: ShardManifest) -> int:
