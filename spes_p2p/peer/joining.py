@@ -208,6 +208,9 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
             )
             swarm.close()
             swarm = _swarm(config.model_copy(update={"announce": []}), client_mode=True)
+        elif forwarded := _forwarded(config, swarm):
+            swarm.close()
+            swarm = _swarm(forwarded, client_mode=False)
         if swarm.node.meets_others:
             swarm.links.learn_kind()
             log.info("this peer takes no calls; %s", swarm.links.told())
@@ -217,6 +220,16 @@ def _joined(config: PeerConfig, kept: Kept) -> Iterator[tuple[HivemindSwarm, Adm
             yield entered
     finally:
         swarm.close()
+
+
+def _forwarded(config: PeerConfig, swarm: HivemindSwarm) -> PeerConfig | None:
+    """Return the settings that announce the router's address too, where it forwards the port; None elsewhere."""
+    if config.announce or config.client_mode or not (hosts := swarm.hosts_outside()):
+        return None
+    port = swarm.node.port
+    announced = [f"/ip4/{hosts[0]}/tcp/{port}/p2p/{swarm.peer_id}", *swarm.node.addresses()]
+    log.info("a router forwards TCP port %d of %s to this machine; announcing that address, too", port, hosts[0])
+    return config.model_copy(update={"announce": announced, "port": port})
 
 
 def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:

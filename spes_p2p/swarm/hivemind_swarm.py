@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import psutil
 from hivemind.utils.timed_storage import get_dht_time
 from torch import Tensor
 
@@ -169,6 +170,11 @@ class HivemindSwarm:
     def can_be_called(self) -> bool:
         """Tell whether other peers can dial this one; True if no peer could be asked."""
         return self._dial_back.is_reachable(self.node.initial_peers())
+
+    def hosts_outside(self) -> list[str]:
+        """Return the hosts at which peers have reached this one and that this machine does not know: its router's."""
+        own = {each.address for card in psutil.net_if_addrs().values() for each in card}
+        return [host for host in self._dial_back.hosts if host not in own]
 
     # ------------------------------------------------------------------ records
 

@@ -20,7 +20,9 @@ from spes_p2p.cli import load_settings
 from spes_p2p.config import PeerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
+from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.p2p.node import ListenConfig, Node
 from spes_p2p.swarm.p2p.port_map import mapped_port
 
 PORT = 4001
@@ -114,6 +116,51 @@ def test_a_router_forwards_the_port_until_the_peer_ends(tmp_path):
             time.sleep(0.2)
         assert not is_reached()
         ours.send("end")
+
+
+def found(pipe: Connection, folder: Path) -> None:
+    swarm = HivemindSwarm(Node(Identity(folder / "key"), "run", listen=ListenConfig("0.0.0.0", PORT)), folder / "v")
+    pipe.send(swarm.node.addresses())
+    pipe.recv()
+    swarm.close()
+
+
+def join(pipe: Connection, folder: Path, addresses: list[str]) -> None:
+    """Join as a peer does that listens on a port; say what it announces then."""
+    flags = ["--run-id", "run", "--port", str(PORT), "--output", str(folder), "--initial-peers", *addresses]
+    config = load_settings(PeerConfig, flags)
+    swarm = joining._swarm(config, client_mode=False)
+    assert swarm.can_be_called()
+    forwarded = joining._forwarded(config, swarm)
+    swarm.close()
+    if forwarded is not None:
+        swarm = joining._swarm(forwarded, client_mode=False)
+        pipe.send(swarm.node.contacts())
+        swarm.close()
+    else:
+        pipe.send(())
+
+
+@pytest.mark.full
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("routers", [{}, {1: "full_cone"}], ids=["none", "forwards all"])
+@pytest.mark.skipif(bool(available() or routers_available()), reason="no test bed with routers")
+def test_a_peer_announces_the_address_of_a_router_that_forwards_its_port(tmp_path, routers):
+    """Without it, two such peers know each other's addresses at home alone, and never meet."""
+    with TestBed(peers=2, rtt_ms=10, routers=routers) as bed:
+        founder, theirs = multiprocessing.Pipe()
+        bed.run_in(0, found, theirs, tmp_path / "founder")
+        assert founder.poll(60)
+        addresses = [address for address in founder.recv() if bed.address(0) in address]
+        joiner, theirs = multiprocessing.Pipe()
+        bed.run_in(1, join, theirs, tmp_path / "joiner", addresses)
+        assert joiner.poll(90)
+        told = joiner.recv()
+        founder.send("end")
+    if routers:
+        assert any(at.startswith(f"/ip4/{bed.address(1)}/tcp/{PORT}/p2p/") for at in told) and len(told) > 1
+    else:
+        assert told == (), "its own address is the one at which it was reached"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("miniupnpc") is None, reason="it lacks miniupnpc")

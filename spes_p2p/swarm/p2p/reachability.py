@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Sequence
 
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -34,9 +35,10 @@ class _Question(Message):
 
 
 class _Answer(Message):
-    """Tells whether the connection opened; None if the caller's address is not known."""
+    """Tells whether the connection opened, and at which host; None if the caller's address is not known."""
 
     is_reached: bool | None
+    host: str = Field(default="", pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3})?$")
 
 
 class DialBack:
@@ -47,9 +49,13 @@ class DialBack:
 
     Args:
         node: The peer's host; outside of client mode it answers at once.
+
+    Attributes:
+        hosts: IPv4 addresses at which peers have reached this one, those that most name first.
     """
 
     def __init__(self, node: Node) -> None:
+        self.hosts: Sequence[str] = ()
         self._node = node
         self._service = f"{node.run_id}::dialback"
         self._limit = asyncio.Semaphore(MAX_AT_ONCE)
@@ -60,22 +66,25 @@ class DialBack:
         """Return False if some of these peers have tried to connect to this one and none could."""
         question = _Question(port=self._node.port)
 
-        async def ask_all() -> list[bool | None]:
+        async def ask_all() -> list[_Answer]:
             return await asyncio.gather(*(self._ask(peer, question) for peer in peers[:MAX_ASKED]))
 
         answers = self._node.run(ask_all(), 2 * ANSWER_SECONDS)
-        return any(answers) or False not in answers
+        named = Counter(answer.host for answer in answers if answer.is_reached and answer.host)
+        self.hosts = [host for host, _ in named.most_common()]
+        reached = [answer.is_reached for answer in answers]
+        return any(reached) or False not in reached
 
-    async def _ask(self, peer: str, question: _Question) -> bool | None:
+    async def _ask(self, peer: str, question: _Question) -> _Answer:
         try:
             async with asyncio.timeout(ANSWER_SECONDS):
                 channel = await Channel.open(self._node, peer, self._service, ANSWER_SECONDS)
                 with contextlib.closing(channel):
                     await channel.send_text(question.model_dump_json())
-                    return _Answer.parse(await channel.receive_text()).is_reached
+                    return _Answer.parse(await channel.receive_text())
         except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s does not say whether it can call us: %r", peer, error)
-            return None
+            return _Answer(is_reached=None)
 
     async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         channel = Channel(reader, writer, ANSWER_SECONDS)
@@ -85,7 +94,8 @@ class DialBack:
                 async with self._limit:
                     hosts = await self._hosts_of(info.peer_id.to_base58())
                     reached = [await _can_connect(host, question.port) for host in hosts[:2]]
-                answer = _Answer(is_reached=any(reached) if reached else None)
+                host = hosts[reached.index(True)] if any(reached) else ""
+                answer = _Answer(is_reached=any(reached) if reached else None, host=host)
                 await channel.send_text(answer.model_dump_json())
                 await channel.wait_for_hang_up()
             except (SpesError, TimeoutError) as error:
