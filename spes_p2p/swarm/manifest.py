@@ -114,8 +114,11 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
         founder = kept.author
     founded_at, holders = _newest(swarm, peers, founder)
     if failure := _pull(swarm, MANIFEST, holders, founder or "", founded_at):
-        remedy = "try again" if founder is None else "correct --run-id, or join through other --initial-peers"
-        raise AbsentError(f"cannot fetch the manifest of run {run_id!r}: {failure}; {remedy}")
+        told = f"cannot fetch the manifest of run {run_id!r}: {failure}"
+        offers = swarm.exchange.offers(MANIFEST, peers[:MAX_ASKED]).values() if founder is not None else ()
+        if offers and all(offer.author != founder for offer in offers):
+            raise JoinError(f"{told}; correct --run-id, or join through other --initial-peers")
+        raise AbsentError(f"{told}; try again, or join through other --initial-peers")
     version = swarm.versions()[MANIFEST]
     manifest = read_manifest(swarm.load_document)
     if version.digest not in digests or version.author != manifest.founder or manifest.run_id != run_id:

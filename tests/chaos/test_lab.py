@@ -75,8 +75,8 @@ def test_a_version_that_nobody_published_is_found_out(lived: tuple[Lab, Report],
     lab, _ = lived
     shutil.copytree(lab.folder / "history", tmp_path / "history")
     lives = {path: events_of(path) for path in (tmp_path / "history").glob("*.jsonl")}
-    had = [event["versions"]["shared"] for life in lives.values() for event in life if event["event"] == "has"]
-    _, version, _ = max(had)
+    has = [event["versions"] for life in lives.values() for event in life if event["event"] == "has"]
+    _, version, _ = max(versions["shared"] for versions in has if "shared" in versions)
     for path, life in lives.items():  # whoever was in its group published it too
         for event in life:
             if event["event"] == "publishes" and event["versions"].get("shared") == version:

@@ -52,6 +52,10 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
 
 
+KEPT = torch.bfloat16
+"""Type of the kept form of the laboratory's runs."""
+
+
 class History:
     """The events of all lives.
 
@@ -145,8 +149,12 @@ class History:
     # ------------------------------------------------------------------ lineage
 
     def _follow(self, verdict: Verdict, holders: Mapping[tuple[str, str], set[str]]) -> dict[tuple[str, str], set[str]]:
-        """Return each version's parents, by name and digest, after following every commit from parent to child."""
+        """Return each version's parents, by name and digest, after following every commit from parent to child.
+
+        A version that is made of a kept form comes from the masters of that round.
+        """
         parents: dict[tuple[str, str], set[str]] = defaultdict(set)
+        masters: dict[tuple[str, int], set[str]] = defaultdict(set)
         known: dict[str, set[str]] = defaultdict(set)
         pending: dict[str, dict[str, Any]] = {}
         for event in self._events:
@@ -157,14 +165,22 @@ class History:
                 for name, child in event["versions"].items():
                     if commit is not None and commit["round"] == event["round"] and name in commit["means"]:
                         self._check_child(verdict, commit, name, child, known[name], parents)
+                    elif made_of := {each for each in masters[name, event["round"]] if self._is_rounded(child, each)}:
+                        parents[name, child] |= made_of
                     elif event["round"] and child not in known[name]:
                         verdict.wrong.append(f"{_who(event)} round {event['round']} {name}: {child[:8]} from nowhere")
                     known[name].add(child)
+                    masters[name, event["round"]].add(child)
         for (name, version), peers in holders.items():
             if VectorName(name).is_weights and version not in known[name]:
                 who = ", ".join(sorted(peer[-6:] for peer in peers))
                 verdict.wrong.append(f"{who} {name}: has {version[:8]}, which nobody published")
         return parents
+
+    def _is_rounded(self, child: str, master: str) -> bool:
+        """Tell whether a version is another one after rounding to the run's kept form."""
+        ours, theirs = self._vector(child), self._vector(master)
+        return child != master and ours.shape == theirs.shape and torch.equal(ours, theirs.to(KEPT).float())
 
     def _check_child(
         self,
