@@ -165,9 +165,7 @@ class Membership:
                         self._store(self._renewed[kind], self._rounds.lease_seconds)
                 self.read(Contact)
                 self._beat()
-            except (
-                Exception
-            ):  # of any type: without a heartbeat, this peer would be forgotten  # guard: heartbeat-goes-on
+            except Exception:  # of any type: the peer would be forgotten  # guard: heartbeat-goes-on
                 log.exception("a heartbeat failed; the next one is in %.0f s", self._rounds.heartbeat_seconds)
 
 

@@ -66,6 +66,7 @@ class ButterflyAllreduce:
     Attributes:
         auditor: This member's audit of the others.
         lost: The member that made the group fail; empty if none is known.
+        was_silent: Whether a member was silent for too long.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class ButterflyAllreduce:
         self._buffers = buffers
         self._silence = limits.silence
         self._learns = limits.learns
+        self.was_silent = False
         self._upload = limits.upload
         self._open_stream = open_stream
         self._mine = plan.slices[self._me]
@@ -129,8 +131,7 @@ class ButterflyAllreduce:
         except asyncio.CancelledError:
             raise
         except TimeoutError:
-            if not self._failed.done():
-                self._silence.was_exceeded()
+            self.was_silent = True
             self.fail(self._plan.peers[index], "silent for too long")
         except Exception as error:  # noqa: BLE001 - of any type: the member has caused it
             self.fail(self._plan.peers[index], f"{type(error).__name__}: {error}")
@@ -279,6 +280,7 @@ class GroupAllreduce:
     Attributes:
         running: The all-reduce once it runs; cancelled if it never will.
         lost: The member that made the group fail; empty if none is known.
+        was_silent: Whether a member was silent for too long.
         evidence: This peer's evidence against members.
     """
 
@@ -287,6 +289,7 @@ class GroupAllreduce:
     ) -> None:
         self.plan = plan
         self.lost = ""
+        self.was_silent = False
         self.evidence: Mapping[str, Evidence] = {}
         loop = asyncio.get_running_loop()
         self.running: asyncio.Future[ButterflyAllreduce] = loop.create_future()
@@ -325,6 +328,7 @@ class GroupAllreduce:
             raise AllreduceException(f"not done within {seconds:.1f} s") from error
         finally:
             self.lost = allreduce.lost
+            self.was_silent = allreduce.was_silent
             self.evidence = allreduce.auditor.evidence()
         mine = await asyncio.to_thread(digests, self.plan, buffers.result)
         self._digest.set_result(mine)

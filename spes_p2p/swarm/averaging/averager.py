@@ -271,8 +271,10 @@ class SparseAverager(DecentralizedAverager):
             self._roster, me=me, lost=lost, proposer=self._last.proposer(0), is_redone=self._is_redone
         )
         seconds = time.monotonic() - began
+        if any(group.was_silent for group in mine.values()):  # once for an attempt, however many groups it has
+            self._silence_timeout.was_exceeded()
         if not any(status.values()):
-            if not self._is_redone:  # without those that were too slow
+            if self._limits.learns:
                 self._attempt_timeout.observe(seconds)
         elif seconds >= self._attempt_timeout.seconds:
             self._attempt_timeout.was_exceeded()

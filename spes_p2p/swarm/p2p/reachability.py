@@ -26,6 +26,7 @@ DIAL_SECONDS = 4.0
 MAX_ASKED = 3
 MAX_AT_ONCE = 4
 """Peers called back at a time."""
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 
 
 class _Question(Message):
@@ -38,7 +39,7 @@ class _Answer(Message):
     """Tells whether the connection opened, and at which host; None if the caller's address is not known."""
 
     is_reached: bool | None
-    host: str = Field(default="", pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3})?$")
+    host: str = Field(default="", pattern=rf"^({_OCTET}(\.{_OCTET}){{3}})?$")
 
 
 class DialBack:
