@@ -148,6 +148,7 @@ class VirtualPeer:
         self.swarm = swarm
         self._clock = swarm.clock
         self._tokens_per_second = machine.tokens_per_second
+        self._exchange_seconds = run.round.exchange_seconds
         group = ProcessGroup(machine.device)
         paced = PacedTokens(data, self._spend)
         self.trainer = build_trainer(run, vocab_size, paced, group, clock=self._clock.now, base=base)
@@ -181,7 +182,7 @@ class VirtualPeer:
             self._clock.advance(SERVE_SECONDS)
             self.sync.held.leave()
         except Leaves:
-            self.sync.held.leave()
+            self.sync.held.hand_over(self._exchange_seconds)
         except Dies:
             pass
         self.swarm.close()

@@ -165,6 +165,16 @@ def test_a_leaver_hands_its_slots_back_at_once(folder: Path) -> None:
     assert_members_agree(result)
 
 
+def test_what_a_leaver_trained_last_stays_in_the_swarm(folder: Path) -> None:
+    """The others have fetched it before the leaver is gone, as they do of a real peer that leaves."""
+    leave = Event(peer=1, kind="leave", round=2)
+    result = run(folder, peers=2, max_slots=2, round={"total": 4, "min_peers": 1}, events=[leave])
+    assert rounds_of(result, 0) == [1, 2, 3, 4] and rounds_of(result, 1) == [1, 2]
+    for slot in result.reports[1][-1].slots:
+        of_rounds = [result.digests[number][f"slot-{slot}"] for number in (1, 2, 3, 4)]
+        assert of_rounds[0] != of_rounds[1] == of_rounds[2] == of_rounds[3], "nobody else has room for it"
+
+
 def test_a_joiner_catches_up_and_ends_with_the_digests_of_all(folder: Path) -> None:
     result = run(folder, round={"total": 8}, events=[Event(peer=1, kind="join", round=3)])
     assert rounds_of(result, 0) == rounds_of(result, 2) == list(range(1, 9))

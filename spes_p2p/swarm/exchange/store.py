@@ -7,6 +7,7 @@ them, and the last copy of a dead peer's expert survives on each peer that has p
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import re
@@ -316,9 +317,17 @@ class VersionStore:
     # ------------------------------------------------------------------ the index
 
     def _append_to_index(self, versions: Sequence[Version]) -> None:
-        """Add versions in order; a deleted version keeps its line and is recognised by its missing file."""
-        with self._index.open("ab") as file:
-            file.write(_lines(versions))
+        """Add versions in order; a deleted version keeps its line and is recognised by its missing file.
+
+        Raises:
+            OSError: the disk is full; the index is as it was.
+        """
+        lines = _lines(versions)
+        with self._index.open("ab", buffering=0) as file:
+            size = file.tell()
+            if (written := file.write(lines)) < len(lines):
+                file.truncate(size)
+                raise OSError(errno.ENOSPC, f"{written} of {len(lines)} bytes fit", str(self._index))
         self._num_lines += len(versions)
         if self._num_lines > SPARE_LINES + 4 * KEEP_PER_NAME * len(self._versions):
             self._rewrite_index()

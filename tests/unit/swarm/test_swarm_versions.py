@@ -1,6 +1,8 @@
 """Versions on disk: signed, whole, listed only when they are there, and still there after a restart."""
 
 import json
+import resource
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -49,6 +51,25 @@ def test_what_was_added_is_read_back_and_the_newest_is_the_last_added(tmp_path, 
         assert store.newest() == {"slot-1": version}
         assert store.read("slot-1") == data
     assert_whole(store)
+
+
+def test_an_index_that_a_full_disk_tore_goes_on_where_it_was(tmp_path, make):
+    """The next version was listed behind a torn line, and the peer could not start again."""
+    store, (first, data) = VersionStore(tmp_path, "run"), make("slot-1", 1)
+    store.add({"slot-1": (first, data)})
+    size = (tmp_path / "index.jsonl").stat().st_size
+    unlimited, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size + 100, unlimited[1]))
+    try:
+        with pytest.raises(OSError, match=r"100 of \d+ bytes fit: .*index.jsonl"):
+            store.add({"slot-1": make("slot-1", 2)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert (tmp_path / "index.jsonl").stat().st_size == size
+    third, data = make("slot-1", 3)
+    store.add({"slot-1": (third, data)})
+    assert VersionStore(tmp_path, "run").newest() == {"slot-1": third}
 
 
 def test_only_so_many_versions_of_a_name_are_kept(tmp_path, make):
