@@ -126,10 +126,10 @@ def _fetch(run_id: str, initial_peers: Sequence[str], folder: Path, *, yes: bool
         view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             swarm.catch_up()
-            view = fold(view, look(swarm).of(swarm.known()))
-            holders, peers = holders_and_peers(view)
-            seeds = {peer for serving in swarm.seeds().values() for peer in serving}
             try:
+                view = fold(view, look(swarm).of(swarm.known()))
+                holders, peers = holders_and_peers(view)
+                seeds = {peer for serving in swarm.seeds().values() for peer in serving}
                 pull_round(swarm, run, swarm.last(), holders, sorted({*peers, *seeds}))
                 return
             except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError

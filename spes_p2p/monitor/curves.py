@@ -194,13 +194,12 @@ class PrometheusText:
         elif event["kind"] == "evaluation":
             self._evaluation = event
 
-    def render(self, view: SwarmView, sent_bytes: int, received_bytes: int) -> str:
+    def render(self, view: SwarmView, own_bytes: tuple[int, int] | None) -> str:
         """Return the text for a view.
 
         Args:
             view: The newest view.
-            sent_bytes: Sent by this process, or by all peers.
-            received_bytes: Received likewise.
+            own_bytes: Sent and received by this peer; None on a monitor.
         """
         done, held_out = self._round, self._evaluation
         phases = [(f'{{phase="{phase}"}}', done["phases"][phase]) for phase in PHASES] if done else []
@@ -211,7 +210,10 @@ class PrometheusText:
             (
                 _family("round", "gauge", "Newest round with an event.", [("", done.get("round", 0))]),
                 _family(
-                    "tokens_trained_total", "counter", "Tokens of all rounds.", [("", done.get("total_tokens", 0))]
+                    "tokens_trained_total",
+                    "counter",
+                    "Tokens of all rounds that this page has seen.",
+                    [("", done.get("total_tokens", 0))],
                 ),
                 _family("loss", "gauge", "Training loss of the round, nats per token.", _one(done.get("loss"))),
                 _family("held_out_loss", "gauge", "Newest held-out loss, nats per token.", losses),
@@ -220,10 +222,26 @@ class PrometheusText:
                 _family("agreement_ratio", "gauge", "Share of equal digests.", _one(done.get("agreement"))),
                 _family("peers", "gauge", "Peers that train.", [("", len(view.active))]),
                 _family("slot_holders", "gauge", "Peers that hold a slot.", slots),
-                _family("sent_bytes_total", "counter", "Bytes sent.", [("", sent_bytes)]),
-                _family("received_bytes_total", "counter", "Bytes received.", [("", received_bytes)]),
+                *_traffic(view, own_bytes),
             )
         )
+
+
+def _traffic(view: SwarmView, own_bytes: tuple[int, int] | None) -> list[str]:
+    """Return this peer's counters, or the sums over all peers, which fall when a peer starts again."""
+    kinds = ("sent", "received")
+    if own_bytes is not None:
+        return [
+            _family(f"{kind}_bytes_total", "counter", f"Bytes {kind}.", [("", number)])
+            for kind, number in zip(kinds, own_bytes, strict=True)
+        ]
+    newest = [peer.report for peer in view.peers.values() if peer.report is not None]
+    sums = (sum(report.bytes_out for report in newest), sum(report.bytes_in for report in newest))
+    help = "Bytes that all peers have {}, each since it started, as they report it."
+    return [
+        _family(f"peers_{kind}_bytes", "gauge", help.format(kind), [("", number)])
+        for kind, number in zip(kinds, sums, strict=True)
+    ]
 
 
 def _one(value: float | None) -> list[tuple[str, float]]:

@@ -45,7 +45,7 @@ class EventLog:
             self._total_rounds = view.total_rounds
             events.append(_event("amendment", view, {"total_rounds": view.total_rounds}))
         if new := view.reports.keys() - self._reports:
-            self._reports |= new
+            self._reports = set(view.reports)
             events += [_event("report", view, view.reports[key].model_dump()) for key in sorted(new)]
         complete = view.published if is_last or view.is_reported(view.published) else view.published - 1
         for number in sorted(view.rounds.keys() - range(self._round + 1)):

@@ -20,7 +20,7 @@ from spes_p2p.swarm.claims import coverage
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 if TYPE_CHECKING:
-    from spes_p2p.swarm.interface import Swarm
+    from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 
 MAX_PEERS = 2048
 """Peers remembered: identities cost nothing, so a flood of them must not exhaust memory."""
@@ -30,6 +30,9 @@ MAX_TOKENS_PER_SECOND = 1e9
 MAX_ROUND_SECONDS = 1e6
 WEIGHT_CAP = 4
 """A report's weight is at most this many times the round's median tokens."""
+KEPT_ROUNDS = 8
+"""Newest rounds whose reports a view keeps while it is folded; of older rounds it keeps the summaries. A page is open
+for weeks in the process that trains, and a report takes 3 KB."""
 SYNCHRONISING = ("matchmaking", "averaging", "exchange")
 PHASES = ("train", *SYNCHRONISING, "other")
 
@@ -54,13 +57,13 @@ class Snapshot:
         return Snapshot(self.now, claims, progress, metrics)  # type: ignore[arg-type]
 
 
-def look(swarm: Swarm) -> Snapshot:
+def look(swarm: HivemindSwarm) -> Snapshot:
     """Return all peers' records; those of strangers are among them until `Snapshot.of` drops them.
 
     Raises:
-        TimeoutError: the DHT did not answer.
+        OSError: the DHT is too slow, or its process has ended: what was read before says nothing of now.
     """
-    claims, progress, metrics = (swarm.read(kind) for kind in (Claim, Progress, Metrics))
+    claims, progress, metrics = (swarm.read_now(kind) for kind in (Claim, Progress, Metrics))
     return Snapshot(swarm.now(), claims, progress, metrics)  # type: ignore[arg-type]  # validated when they were read
 
 
@@ -104,6 +107,7 @@ class RoundSummary:
 
     Attributes:
         tokens: Sum of capped tokens, without those of peers that committed nothing.
+        cap: Most tokens of one report that count.
         seconds: Median wall time.
         tokens_per_second: Tokens over wall time, synchronisation included.
         loss: Mean training loss weighted by capped tokens, nats per token; NaN without tokens.
@@ -125,6 +129,7 @@ class RoundSummary:
     sync_share: float
     dropped: int
     stale_rounds: int = 0
+    cap: int = 0
 
 
 @dataclass(frozen=True)
@@ -138,7 +143,7 @@ class SwarmView:
         now: DHT time of the newest snapshot.
         published: Newest round that a majority of the active peers finished.
         peers: By peer id, including peers that left.
-        reports: By (round, peer id); a second report of the same round is ignored.
+        reports: By (round, peer id), of the last rounds; a second report of the same round is ignored.
         held_out: Held-out loss of the swarm's model by round.
         held_out_sources: The same by source, where the run mixes some.
         samples: Text of the swarm's model by round.
@@ -244,7 +249,9 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     new = {
         (report.round, peer): report
         for peer, report in snapshot.metrics.items()
-        if (report.round, peer) not in view.reports and is_plausible(report, view.total_rounds)
+        if report.round > view.published - KEPT_ROUNDS  # an older one may have been counted
+        and (report.round, peer) not in view.reports
+        and is_plausible(report, view.total_rounds)
     }
     reports = {**view.reports, **new} if new else view.reports
     newest = {peer.peer_id: peer.report for peer in view.peers.values()}
@@ -261,7 +268,9 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     published = max(view.published, _majority_reached(finished))
     changed = {*(number for number, _ in new), *range(view.published + 1, published + 1)}
     folded = replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
-    return _with_known_rounds(folded, view, changed)
+    folded = _with_known_rounds(folded, view, changed)
+    kept = {key: report for key, report in reports.items() if key[0] > published - KEPT_ROUNDS}
+    return folded if len(kept) == len(reports) else _with_known_rounds(replace(folded, reports=kept), folded, ())
 
 
 def _with_known_rounds(view: SwarmView, before: SwarmView, changed: Collection[int]) -> SwarmView:
@@ -339,6 +348,7 @@ def summarise(reports: list[Metrics]) -> RoundSummary:
         sync_share=median(map(sync_share, reports)),
         dropped=sum(min(report.dropped, 4097) for report in reports),
         stale_rounds=max(min(report.stale_rounds, report.round) for report in reports),
+        cap=cap,
     )
 
 

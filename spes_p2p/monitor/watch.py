@@ -358,7 +358,7 @@ class Watch:
     def _poll(self) -> None:
         try:
             snapshot = look(self._swarm)
-        except TimeoutError:
+        except OSError:
             log.warning("the DHT did not answer; reading its records again in %.1f s", self._poll_seconds)
             return
         if snapshot.claims:

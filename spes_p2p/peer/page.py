@@ -17,7 +17,7 @@ import psutil
 from spes_p2p.config import PeerConfig
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page.server import Page
-from spes_p2p.monitor.page.snapshot import Own, PageState, in_words
+from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, in_words
 from spes_p2p.monitor.page.verbs import Verbs
 from spes_p2p.monitor.view import SwarmView, fold, look
 from spes_p2p.peer.controls import Controls
@@ -66,6 +66,8 @@ class PeerPage:
         self._state = state
         self._log = EventLog(state.view)
         self._reports: deque[Metrics] = deque()
+        self._rounds: Mapping[int, OwnRound] = {}
+        self._sent = self._received = 0  # until the newest report
         self._began = time.monotonic()
         self._memory = 0
         self._ways: Mapping[str, str] = {}
@@ -106,6 +108,7 @@ class PeerPage:
         snapshot = look(self._swarm).of(counted)
         while self._reports:
             own = self._reports.popleft()
+            self._count(own)
             view = fold(view, replace(snapshot, now=view.now, metrics={own.peer_id: own}))
         view = fold(view, snapshot)
         for event in self._log.of(view):
@@ -115,6 +118,13 @@ class PeerPage:
         control = self._control(snapshot.now)
         self._state = replace(self._state, view=view, own=self._own(), control=control)
         self._page.show(self._state)
+
+    def _count(self, report: Metrics) -> None:
+        """Keep what the page shows of one of this peer's rounds."""
+        tokens = report.tokens if report.committed else 0
+        sent, received = report.bytes_out - self._sent, report.bytes_in - self._received
+        self._rounds = {**self._rounds, report.round: OwnRound(tokens, report.loss, sent, received)}
+        self._sent, self._received = report.bytes_out, report.bytes_in
 
     def _control(self, now: float) -> Mapping[str, Any]:
         """Return what this machine's owner has asked, where the page may show it; tell the page what has changed."""
@@ -149,6 +159,7 @@ class PeerPage:
             received_bytes=received,
             reachability=f"{calls}; {watchdog.neighbours} near",
             ways=self._ways,
+            rounds=self._rounds,
         )
 
 

@@ -230,7 +230,17 @@ class HivemindSwarm:
         self._membership.report(record)
 
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
-        found = self._membership.read(kind)
+        return self._heard(kind, self._membership.read(kind))
+
+    def read_now(self, kind: type[Record]) -> Mapping[str, Record]:
+        """Return the unexpired records of a kind, by peer id, never older ones.
+
+        Raises:
+            OSError: the DHT is too slow, or its process has ended.
+        """
+        return self._heard(kind, self._membership.read_now(kind))
+
+    def _heard(self, kind: type[Record], found: Mapping[str, Record]) -> Mapping[str, Record]:
         if kind is Progress and self._consensus is not None:
             self._consensus.hear_of({peer: (record.round, record.certificate) for peer, record in found.items()})  # type: ignore[attr-defined]
         return found

@@ -86,11 +86,18 @@ class Membership:
     def read(self, kind: type[Record]) -> Mapping[str, Record]:
         """Return the unexpired records of a kind, by peer id; the last known ones if the DHT is too slow."""
         try:
-            found = self._admitted(kind, self._node.read(kind))
-            self._last_read[kind] = found
-        except OSError:  # a timeout, or the DHT's process has ended
+            return self.read_now(kind)
+        except OSError:
             log.warning("the DHT took too long to read %s records; using those of the last read", kind.kind)
             return self._last_read.get(kind, {})
+
+    def read_now(self, kind: type[Record]) -> Mapping[str, Record]:
+        """Return the unexpired records of a kind, by peer id.
+
+        Raises:
+            OSError: the DHT is too slow, or its process has ended.
+        """
+        found = self._last_read[kind] = self._admitted(kind, self._node.read(kind))
         if kind is Claim:
             self.live_peers = live_peers_of(self.live_peers, found, self._node.peer_id)
         return found

@@ -40,7 +40,7 @@ class ScriptedSwarm:
     def traffic(self) -> tuple[int, int]:
         return 11, 22
 
-    def read(self, kind: type) -> Mapping[str, Any]:
+    def read_now(self, kind: type) -> Mapping[str, Any]:
         if self.silences:
             self.silences -= 1
             raise TimeoutError
@@ -90,11 +90,12 @@ def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
 ) -> None:
     swarm.silences = 2  # and what fails to be read is read the next time
     for number in (1, 2, 3):
-        page.reported(report(0, number, tokens=1000 * number, bytes_out=10 * number))
-    swarm.reports = [report(0, 3, tokens=3000, bytes_out=30), report(1, 3)]
+        page.reported(report(0, number, tokens=1000 * number, total_tokens=9000, bytes_out=10 * number))
+    swarm.reports = [report(0, 3, tokens=3000, total_tokens=9000, bytes_out=30), report(1, 3)]
     state = wait_for(tmp_path, lambda state: len(state["rounds"]) == 3)
-    assert state["figures"]["my_tokens"] == 6000
+    assert state["figures"]["my_tokens"] == 9000, "those of before a restart count"
     columns = state["run"]["columns"]
+    assert [dict(zip(columns, row, strict=True))["my_tokens"] for row in state["rounds"].values()] == [1000, 2000, 3000]
     assert [dict(zip(columns, row, strict=True))["my_sent"] for row in state["rounds"].values()] == [10, 10, 10]
     figures = state["figures"]
     assert (figures["my_sent"], figures["my_received"], figures["reach"]) == (22, 11, "yes; 1 near")

@@ -260,11 +260,8 @@ class Page:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         state = self._state
-        newest = [peer.report for peer in state.view.peers.values() if peer.report is not None]
-        sent, received = (sum(report.bytes_out for report in newest), sum(report.bytes_in for report in newest))
-        if state.own is not None:
-            sent, received = state.own.sent_bytes, state.own.received_bytes
-        text = self._prometheus.render(state.view, sent, received)
+        own_bytes = (state.own.sent_bytes, state.own.received_bytes) if state.own is not None else None
+        text = self._prometheus.render(state.view, own_bytes)
         kind = {"Content-Type": "text/plain; version=0.0.4; charset=utf-8"}
         return web.Response(body=text.encode(), headers=kind)
 

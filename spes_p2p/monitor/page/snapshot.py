@@ -11,22 +11,19 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from spes_p2p.monitor.events import Event
 from spes_p2p.monitor.sinks import number_or_dash
 from spes_p2p.monitor.view import PHASES, PeerView, RoundSummary, SwarmView, short_id, sync_share
 from spes_p2p.presentation import MAX_QUOTE_CHARS, printable, qr_rows
 from spes_p2p.swarm.names import slot_ranges
-from spes_p2p.swarm.records import Metrics
 
 MAX_ROUNDS = 300
 """Points of a curve; of a longer run every second round is shown, or every fourth, and so on, and the newest."""
 MAX_PEERS = 128
 MAX_EVENTS = 60
 MAX_SAMPLES = 24
-SILENT_SECONDS = 20.0
-"""Age of a peer's claim from which the page calls the peer silent."""
 Sections = dict[str, dict[str, Any]]
 COLUMNS = (
     "tokens",
@@ -44,6 +41,22 @@ COLUMNS = (
 round."""
 
 
+class OwnRound(NamedTuple):
+    """What this machine has done in one round.
+
+    Attributes:
+        tokens: That it trained and that the round committed.
+        loss: Its training loss, nats per token; None without tokens.
+        sent: Bytes since its report before.
+        received: Bytes since its report before.
+    """
+
+    tokens: int
+    loss: float | None
+    sent: int
+    received: int
+
+
 @dataclass(frozen=True)
 class Own:
     """What a peer's page knows about its own machine.
@@ -58,6 +71,7 @@ class Own:
         received_bytes: Since the peer's start.
         reachability: In words.
         ways: How it reaches other peers now, in words, by their ids.
+        rounds: Its rounds since the page was started, by number.
     """
 
     peer_id: str
@@ -69,6 +83,7 @@ class Own:
     received_bytes: int = 0
     reachability: str = ""
     ways: Mapping[str, str] = field(default_factory=dict)
+    rounds: Mapping[int, OwnRound] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -140,9 +155,7 @@ class Snapshots:
     def _rounds(self, view: SwarmView, own: Own | None) -> dict[str, list[Any]]:
         numbers = thinned(list(view.rounds), MAX_ROUNDS)
         for number in numbers:
-            mine = view.reports.get((number, own.peer_id)) if own else None
-            before = view.reports.get((number - 1, own.peer_id)) if own else None
-            made_of = view.rounds[number], view.totals[number], mine, before
+            made_of = view.rounds[number], view.totals[number], own.rounds.get(number) if own else None
             if number not in self._rows or self._rows[number][0] != made_of:
                 self._rows[number] = made_of, _row(*made_of)
         return {str(number): self._rows[number][1] for number in numbers}
@@ -231,15 +244,21 @@ def swarm_state(view: SwarmView) -> tuple[str, str]:
     if view.published >= view.total_rounds:
         return "finished", "the last round is committed"
     if not here:
-        return "waiting", "no peer has announced itself" if not view.peers else "all peers have left"
-    silent = view.now - max(peer.last_seen for peer in here)
-    if silent > SILENT_SECONDS:
-        return "silent", f"no peer has renewed its claim for {silent:.0f} s"
+        gone = "no peer's claim is seen any more: all have left, or this machine has lost the swarm"
+        return "waiting", gone if view.peers else "no peer has announced itself"
+    if all(_is_silent(peer, view) for peer in here):
+        silent = view.now - max(peer.last_seen for peer in here)
+        return "silent", f"no peer's claim has been seen for {silent:.0f} s"
     if not view.active:
         return "waiting", f"{len(here)} peers are joining; a round begins when enough are here"
     if view.ends_at and view.now >= view.ends_at:
         return "synchronising", "the peers average what they have trained, and exchange slots"
     return "training", ""
+
+
+def _is_silent(peer: PeerView, view: SwarmView) -> bool:
+    """Tell whether a claim has been missing for half of the time after which its peer counts as gone."""
+    return peer.state != "left" and view.now - peer.last_seen >= view.absence_seconds / 2
 
 
 def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
@@ -249,6 +268,7 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
     summary = view.newest
     figures: dict[str, Any] = {
         "tokens": view.tokens,
+        "since": next(iter(view.rounds), 1),
         "speed": _digits(summary.tokens_per_second) if summary else None,
         "loss": _digits(summary.loss, 5) if summary else None,
         "held_out": _digits(held_out[-1], 5) if held_out else None,
@@ -256,6 +276,7 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
         "held_out_sources": _by_source(view),
         "active": len(view.active),
         "joining": sum(peer.state == "joining" for peer in view.peers.values()),
+        "known": len(view.peers),
         "covered": view.num_covered,
         "single": sum(holders == 1 for holders in view.coverage),
         "sent": sum(report.bytes_out for report in newest),
@@ -275,12 +296,11 @@ def _by_source(view: SwarmView) -> str:
 
 
 def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
-    reports = [view.reports.get((number, own.peer_id)) for number in view.rounds]
-    mine = sum(report.tokens for report in reports if report is not None)
-    whole = sum(report.tokens for (number, _), report in view.reports.items() if number in view.rounds)
+    peer = view.peers.get(own.peer_id)
+    counted = sum(min(own.rounds[number].tokens, view.rounds[number].cap) for number in own.rounds.keys() & view.rounds)
     return {
-        "my_tokens": mine,
-        "share": _digits(mine / whole, 3) if whole else None,
+        "my_tokens": peer.report.total_tokens if peer is not None and peer.report is not None else 0,
+        "share": _digits(counted / view.tokens, 3) if view.tokens else None,
         "my_sent": own.sent_bytes,
         "my_received": own.received_bytes,
         "uptime": round(own.uptime_seconds, -1),
@@ -294,19 +314,13 @@ def _phases(view: SwarmView) -> dict[str, Any]:
     return {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {}
 
 
-def _row(summary: RoundSummary, total: int, mine: Metrics | None, before: Metrics | None) -> list[Any]:
+def _row(summary: RoundSummary, total: int, mine: OwnRound | None) -> list[Any]:
     training = summary.phases["train"]
     row = [total, _digits(summary.loss, 5), _digits(summary.tokens_per_second)]
     row += [_digits(summary.tokens / training) if training else None]
     row += [_digits(summary.phases[phase], 3) for phase in PHASES] + [summary.num_peers]
     if mine is not None:
-        # A counter that fell belongs to a peer that started again.
-        sent, received = (
-            getattr(mine, name)
-            - (getattr(before, name) if before and getattr(before, name) <= getattr(mine, name) else 0)
-            for name in ("bytes_out", "bytes_in")
-        )
-        row += [mine.tokens, _digits(mine.loss, 5), sent, received]
+        row += [mine.tokens, _digits(mine.loss, 5), mine.sent, mine.received]
     return row
 
 
@@ -314,7 +328,7 @@ def _peer(peer: PeerView, view: SwarmView, own: Own | None) -> list[Any]:
     """Return state, round, tokens, loss, tokens/s, share not training, dropped groups, bytes out and in, slots, and how
     this peer reaches it."""
     way = own.ways.get(peer.peer_id, "") if own else ""
-    state = "silent" if peer.state != "left" and view.now - peer.last_seen > SILENT_SECONDS else peer.state
+    state = "silent" if _is_silent(peer, view) else peer.state
     slots, report = slot_ranges(peer.slots), peer.report
     if report is None:
         return [state, peer.round, *[None] * 7, slots, way]

@@ -132,7 +132,7 @@ def test_all_four_agree_on_the_last_rounds_loss_to_the_last_digit(tmp_path: Path
     told = [event for event in read_events(tmp_path / "metrics.jsonl") if event["kind"] == "round"]
     boards = {(step, tag): value for step, tag, value in tensorboard_entries(tmp_path / "tensorboard")}
     (log,) = no_account.glob("wandb/offline-run-*/*.wandb")
-    lines = dict(line.rsplit(" ", 1) for line in texts.render(views[-1], 0, 0).splitlines() if not line.startswith("#"))
+    lines = dict(line.rsplit(" ", 1) for line in texts.render(views[-1], None).splitlines() if not line.startswith("#"))
     everywhere = {
         "metrics.jsonl": told[-1]["loss"],
         "TensorBoard": boards[3, "swarm/loss"],
@@ -205,7 +205,9 @@ def test_a_full_disk_is_a_failed_tensorboard_and_no_endless_wait(tmp_path: Path)
 
 
 def test_prometheus_text_before_the_first_round_has_no_loss_and_each_family_its_type() -> None:
-    text = PrometheusText().render(small_history(0)[-1], 5, 6)
+    text = PrometheusText().render(small_history(0)[-1], (5, 6))
     assert "spes_loss " not in text and "spes_sent_bytes_total 5\n" in text
     names = [line.split("{")[0].split(" ")[0] for line in text.splitlines() if not line.startswith("#")]
     assert {line.split(" ")[2] for line in text.splitlines() if line.startswith("# TYPE")} == set(names)
+    of_all = PrometheusText().render(small_history(2)[-1], None)  # a sum over peers falls when one starts again
+    assert "# TYPE spes_peers_sent_bytes gauge\nspes_peers_sent_bytes 40\n" in of_all and "bytes_total" not in of_all

@@ -13,7 +13,7 @@ import pytest
 from benchmarks.page_views import views
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page import snapshot as page
-from spes_p2p.monitor.page.snapshot import Own, PageState, Sections, Snapshots, difference, in_words, thinned
+from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, Sections, Snapshots, difference, in_words, thinned
 from spes_p2p.monitor.view import Snapshot, SwarmView, fold
 from tests.unit.monitor.swarms import claim, empty_view, peer_id, progress, report, small_history, snapshot
 
@@ -107,13 +107,13 @@ def test_the_state_says_what_holds_the_swarm() -> None:
 
     assert told(snapshot(1.0, [])) == ("waiting", "no peer has announced itself")
     assert told(snapshot(1.0, [claim(0, state="joining")]))[1].startswith("1 peers are joining")
-    assert told(snapshot(1.0, [claim(0)]), snapshot(60.0, [])) == ("waiting", "all peers have left")
+    state, why = told(snapshot(1.0, [claim(0)]), snapshot(60.0, []))
+    assert state == "waiting" and "all have left, or this machine has lost the swarm" in why
     ends = progress(0, 1).model_copy(update={"ends_at": 50.0})
     for now, state in ((40.0, "training"), (51.0, "synchronising")):
         taken = Snapshot(now, {peer_id(0): claim(0)}, {peer_id(0): ends})
         assert told(taken)[0] == state
-    absent = replace(empty_view(), absence_seconds=1000.0)
-    silent = fold(fold(absent, snapshot(1.0, [claim(0)])), snapshot(40.0, []))
+    silent = fold(fold(empty_view(), snapshot(1.0, [claim(0)])), snapshot(7.0, []))  # half of its 10 s, and more
     assert sections(silent)["now"]["state"] == "silent" and sections(silent)["peers"][key(0)][0] == "silent"
     assert told(snapshot(1.0, [claim(0)], [report(0, 1)]), total=1)[0] == "finished"
     assert sections(silent, Own(peer_id(0), stage="alone", why="far"))["now"]["why"] == "far"
@@ -121,15 +121,26 @@ def test_the_state_says_what_holds_the_swarm() -> None:
 
 def test_a_peers_page_has_its_contribution_and_starts_with_itself() -> None:
     view = small_history(3)[-1]
-    own = Own(peer_id(1), uptime_seconds=61.0, memory_bytes=123456, sent_bytes=7, received_bytes=8, reachability="yes")
+    rounds = {number: OwnRound(1000, 4.0, 0, 5) for number in (1, 2, 3)}
+    own = Own(peer_id(1), uptime_seconds=61.0, memory_bytes=123456, sent_bytes=7, received_bytes=8, rounds=rounds)
     shown = sections(view, own)
     figures = shown["figures"]
-    assert (figures["my_tokens"], figures["share"], figures["my_sent"]) == (3000, 0.5, 7)
+    assert (figures["my_tokens"], figures["share"], figures["my_sent"]) == (1000, 0.5, 7), "by its newest report"
+    fast = replace(own, rounds={**rounds, 3: OwnRound(10**6, 4.0, 0, 5)})
+    assert sections(view, fast)["figures"]["share"] == 1.0, "at most what of one machine counts"
     assert next(iter(shown["peers"])) == shown["run"]["me"] == key(1)
     columns = shown["run"]["columns"]
     row = dict(zip(columns, shown["rounds"]["2"], strict=True))
     assert row["my_tokens"] == 1000 and row["my_sent"] == 0 and row["tokens"] == 4000
     assert "my_tokens" not in sections(view)["figures"]
+
+
+def test_a_page_that_came_late_says_from_which_round_it_counts_and_a_large_one_that_it_shows_a_part() -> None:
+    view = fold(empty_view(), snapshot(1.0, [claim(0), claim(1)], [report(0, 9), report(1, 9)], {0: 9, 1: 9}))
+    assert sections(view)["figures"]["since"] == 9 and sections(small_history()[-1])["figures"]["since"] == 1
+    crowd = fold(empty_view(), snapshot(1.0, [claim(index, [0]) for index in range(page.MAX_PEERS + 2)]))
+    shown = sections(crowd)
+    assert shown["figures"]["known"] == shown["coverage"]["0"] == len(shown["peers"]) + 2 == page.MAX_PEERS + 2
 
 
 def test_cells_tell_trained_slots_from_new_claims() -> None:

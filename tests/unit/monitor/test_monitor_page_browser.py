@@ -216,8 +216,49 @@ def test_slots_cells_and_curves_are_read_with_the_arrow_keys(tmp_path: Path) -> 
         assert (await tab.evaluate(key)).startswith("round 44:")
         await tab.press("ArrowLeft")
         assert (await tab.evaluate(key)).startswith("round 43:")
+        assert (await tab.evaluate("document.getElementById('spoken').textContent")).startswith("round 43:")
         await tab.evaluate("[...document.querySelectorAll('.choice button')].at(-1).click()")
         assert "over tokens" in await tab.evaluate("document.querySelector('.chart').getAttribute('aria-label')")
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+def test_the_labels_of_an_axis_tell_neighbours_apart(tmp_path: Path) -> None:
+    page = shown(tmp_path, history())
+    cases = {
+        (3.1, 3.15, 3.2): ["3.10", "3.15", "3.20"],
+        (12500, 15000, 17500): ["12.5k", "15.0k", "17.5k"],
+        (0, 500_000, 1_000_000): ["0", "0.5M", "1.0M"],
+        (2000, 2020): ["2.00k", "2.02k"],
+    }
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(IS_DRAWN)
+        for splits, words in cases.items():
+            assert json.loads(await tab.evaluate(f"JSON.stringify(labels({list(splits)}))")) == words
+        for value, words in {999.6: "1.00k", 999_600: "1.00M", 999: "999", 1000: "1k", 0.5: "0.500"}.items():
+            assert await tab.evaluate(f"short({value})") == words
+
+    in_browser(tmp_path, work)
+    page.close()
+
+
+@pytest.mark.parametrize("state", ["training", "finished"])
+def test_a_page_whose_process_is_stopped_says_that_it_says_nothing(tmp_path: Path, state: str) -> None:
+    last = history()[-1]
+    page = shown(tmp_path, [replace(last, total_rounds=last.published) if state == "finished" else last])
+
+    async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
+        tab = await open_tab()
+        await tab.open(page.address)
+        await tab.wait_for(f"document.title.startsWith('{state}')")
+        await tab.evaluate("heard -= 61000")  # as if the stream had been open and silent for a minute
+        expected, why = ("offline", "says nothing") if state == "training" else ("finished", "can be closed")
+        await tab.wait_for(f"document.title.startsWith('{expected}')")
+        assert why in await tab.evaluate("showClock() || document.getElementById('why').textContent")
 
     in_browser(tmp_path, work)
     page.close()
@@ -317,12 +358,13 @@ def test_the_owner_pauses_resumes_and_limits_by_buttons_that_need_the_links_toke
         await tab.wait_for(IS_DRAWN)
         await tab.wait_for("document.getElementById('controls').hidden && !document.getElementById('settings').hidden")
         assert "spes ctl link" in await tab.evaluate("document.getElementById('answer').textContent")
-        await tab.open("about:blank")
-        await tab.open(f"{page.address}#token={verbs.token}", width=390, height=844)
+        await tab.open(f"{page.address}#token={verbs.token}", width=390, height=844)  # in the same tab
         await tab.wait_for(f"{buttons} === 'Pause,Pause 1 h,Finish,Leave'")
         assert await tab.evaluate("location.href") == page.address, "the token is in no history"
+        await tab.evaluate("document.querySelector('#controls button').focus()")
         await tab.evaluate(press("Pause"))
         await tab.wait_for(f"{buttons} === 'Resume,Finish,Leave'")
+        assert await tab.evaluate("document.activeElement.textContent") == "Resume"
         assert told()["wish"] == "pause"
         await tab.evaluate("document.getElementById('limits').open = true")
         assert await tab.evaluate(OVERFLOW) <= 0 and await axe_violations(tab) == []

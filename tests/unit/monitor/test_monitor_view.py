@@ -9,7 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.view import (
+    KEPT_ROUNDS,
     MAX_PEERS,
     WEIGHT_CAP,
     SwarmView,
@@ -44,6 +46,23 @@ def test_the_history_holds_each_peer_and_round_once_whatever_the_order(seen: lis
     for time, (index, number) in enumerate(seen):
         view = fold(view, snapshot(float(time), [claim(index)], [report(index, number)]))
     assert set(view.reports) == {(number, peer_id(index)) for index, number in seen}
+
+
+def test_a_view_that_is_open_for_weeks_keeps_the_reports_of_the_last_rounds_alone() -> None:
+    """And counts those of older rounds once, though the DHT may still hold some."""
+    view, events = empty_view(), []
+    log = EventLog(view)
+    early = report(2, 1)  # of a peer that trains no more: its newest report stays what it is
+    for number in range(1, TOTAL_ROUNDS + 1):
+        taken = [report(0, number), report(1, number), early]
+        view = fold(view, snapshot(float(number), [claim(0), claim(1), claim(2)], taken, {0: number, 1: number}))
+        assert len(view.reports) <= 2 * KEPT_ROUNDS + 1
+        events += log.of(view)
+    assert {number for number, _ in view.reports} == set(range(TOTAL_ROUNDS - KEPT_ROUNDS + 1, TOTAL_ROUNDS + 1))
+    assert list(view.rounds) == list(range(1, TOTAL_ROUNDS + 1)) and view.tokens == 1000 * (2 * TOTAL_ROUNDS + 1)
+    told = [(event["round"], event["peer_id"]) for event in events if event["kind"] == "report"]
+    assert len(told) == len(set(told)) == 2 * TOTAL_ROUNDS + 1
+    assert view.peers[peer_id(2)].report == early
 
 
 @given(st.lists(st.integers(0, TOTAL_ROUNDS), min_size=1, max_size=9), st.data())

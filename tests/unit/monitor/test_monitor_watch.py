@@ -36,7 +36,7 @@ class ScriptedSwarm:
     def now(self) -> float:
         return time.monotonic()
 
-    def read(self, kind: type) -> Mapping[str, object]:
+    def read_now(self, kind: type) -> Mapping[str, object]:
         if self.silences:
             self.silences -= 1
             raise TimeoutError

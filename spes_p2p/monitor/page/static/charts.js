@@ -11,11 +11,21 @@ const element = (tag, words, ...names) => {
 };
 const WHOLE = Array.from({ length: 13 }, (_, i) => [1, 2, 5].map((step) => step * 10 ** i)).flat();
 const UNITS = [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]];
+const unitOf = (value) => UNITS.find(([size]) => Math.abs(value) >= size) || [1, ""];
 function short(value, digits = 3) {
   if (value === null || value === undefined) return "–";
-  const [unit, letter] = UNITS.find(([size]) => Math.abs(value) >= size) || [1, ""];
+  const [unit, letter] = unitOf(+value.toPrecision(digits));
   const scaled = value / unit;
   return (Number.isInteger(scaled) && Math.abs(scaled) < 1000 ? String(scaled) : scaled.toPrecision(digits)) + letter;
+}
+
+// The labels of an axis, in one unit, with the digits that tell neighbours apart.
+function labels(splits) {
+  const known = splits.filter((value) => value !== null), [unit, letter] = unitOf(Math.max(...known.map(Math.abs)));
+  const step = known.length > 1 ? (known[1] - known[0]) / unit : 1;
+  let digits = 0;
+  while (digits < 6 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits += 1;
+  return splits.map((value) => (value === null ? "" : value ? (value / unit).toFixed(digits) + letter : "0"));
 }
 
 class Chart {
@@ -70,12 +80,13 @@ class Chart {
   options() {
     const axis = {
       stroke: () => style("--soft"), font: "11px system-ui", grid: { stroke: () => style("--line"), width: 1 },
-      ticks: { show: false }, values: (plot, splits) => splits.map((value) => (value === null ? "" : short(+value.toPrecision(6), 2))),
+      ticks: { show: false }, values: (plot, splits) => labels(splits),
     };
+    const rounds = (plot, splits) => (this.xName === "round" ? splits.map(String) : labels(splits));
     return {
       ...this.size(), legend: { show: false }, padding: [8, 10, 0, 0], scales: { x: { time: false } },
       cursor: { y: false, points: { size: 6 }, drag: { x: false, y: false } },
-      axes: [{ ...axis, size: 26, space: 60, incrs: WHOLE }, { ...axis, size: 42, space: 32, incrs: this.lines[0].stepped ? WHOLE : undefined }],
+      axes: [{ ...axis, size: 26, space: 60, incrs: WHOLE, values: rounds }, { ...axis, size: 42, space: 32, incrs: this.lines[0].stepped ? WHOLE : undefined }],
       series: [{}, ...this.lines.map((line) => ({
         stroke: () => style(line.filled ? "--card" : `--c${line.colour}`), width: line.filled ? 1 : 2, dash: line.dash ? [6, 4] : undefined, spanGaps: !line.gaps,
         paths: line.stepped ? uPlot.paths.stepped({ align: 1 }) : undefined,
@@ -91,7 +102,8 @@ class Chart {
     if (!this.data) return;
     this.isPointed = index !== null && index !== undefined;
     const [xs, ...ys] = this.data;
-    this.where.textContent = this.isPointed ? `${this.xName} ${short(xs[index], 4)}:` : "";
+    const place = this.xName === "round" ? String(xs[index]) : short(xs[index], 4);
+    this.where.textContent = this.isPointed ? `${this.xName} ${place}: ` : "";
     ys.forEach((values, i) => {
       const own = this.lines[i].shown ? this.lines[i].shown(values, ys, i) : values;
       let at = this.isPointed ? index : own.length - 1;
@@ -109,6 +121,7 @@ class Chart {
     const at = Math.min(last, Math.max(0, from + step));
     this.plot.setCursor({ left: this.plot.valToPos(this.data[0][at], "x"), top: 10 });
     this.tell(at);
+    tell("spoken", this.key.textContent);
   }
 
   redraw() { if (this.plot) this.plot.redraw(false, true); }

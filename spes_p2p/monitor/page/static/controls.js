@@ -76,6 +76,7 @@ function showControls() {
     return;
   }
   const state = control.get("state"), focused = document.activeElement?.textContent;
+  const wasFocused = at("controls").contains(document.activeElement);
   const shown = VERBS.filter(([, , , , states]) => states.includes(state));
   const key = shown.map(([, label]) => label).join();
   if (at("controls").dataset.key !== key) {
@@ -86,7 +87,8 @@ function showControls() {
       button.addEventListener("click", () => { if (!warning || confirm(warning)) ask(verb, values); });
       return button;
     }));
-    [...at("controls").children].find((button) => button.textContent === focused)?.focus();
+    const buttons = [...at("controls").children];
+    (buttons.find((button) => button.textContent === focused) || (wasFocused ? buttons[0] : null))?.focus();
   }
   if (!at("fields").querySelector("input")) makeFields();
   for (const [verb, name] of FIELDS) {

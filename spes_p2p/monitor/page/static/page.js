@@ -3,8 +3,10 @@
 // textContent alone, never as markup.
 
 const at = (id) => document.getElementById(id);
+// A screen reader speaks these places when their words change, and only then.
+const tell = (id, words) => { if (at(id).textContent !== words) at(id).textContent = words; };
 const HELP = {
-  tokens: "Tokens on which the swarm has trained in all committed rounds. A token is about three quarters of a word.",
+  tokens: "Tokens on which the swarm has trained in all committed rounds that this page has seen. A token is about three quarters of a word.",
   speed: "Tokens of the newest round over its wall time, synchronisation included.",
   loss: "Mean cross entropy on the text that the peers train on, in nats per token, weighed by tokens. Lower is better.",
   held_out: "Cross entropy of the swarm's model on text that no peer trains on, in nats per token. Lower is better; the small figure is the start's, or those of the sources.",
@@ -13,8 +15,8 @@ const HELP = {
   agreed: "Rounds after which all peers reported the same digest of the shared parameters, of all rounds.",
   not_training: "Share of the newest round's wall time that the median peer did not train, but waited, averaged and exchanged.",
   covered: "Slots with at least one holder, of all. A slot is one expert of every layer.",
-  my_tokens: "Tokens on which this machine has trained in committed rounds.",
-  share: "This machine's part of the swarm's tokens.",
+  my_tokens: "Tokens on which this machine has trained in this run.",
+  share: "This machine's part of the swarm's tokens. Of one machine, at most four times the median of the round counts.",
   traffic: "What this machine has sent and received since its start.",
   uptime: "Time since this process joined.",
   memory: "Memory of this process and its helpers; what they share counts once.",
@@ -45,7 +47,7 @@ const TILES = [
   ["memory", "memory", (f) => bytes(f.memory), null, true],
   ["uptime", "running for", (f) => duration(f.uptime || 0), null, true],
   ["reach", "reachable", (f) => f.reach || "–", null, true],
-  ["tokens", "swarm's tokens", (f) => short(f.tokens)],
+  ["tokens", "swarm's tokens", (f) => short(f.tokens), (f) => (f.since > 1 ? `since round ${f.since}` : "")],
   ["speed", "tokens per second", (f) => short(f.speed)],
   ["loss", "training loss", (f) => short(f.loss, 4)],
   ["held_out", "held-out loss", (f) => short(f.held_out, 4), (f) => f.held_out_sources || (f.held_out_first === null ? "" : `${short(f.held_out_first, 4)} at first`), false],
@@ -61,6 +63,7 @@ let overTokens = false;
 let isReport = false;
 let heard = 0;            // when the newest data came, and the swarm's clock then
 let swarmClock = 0;
+let isLost = false;
 let charts = null;
 
 // ------------------------------------------------------------------ what comes
@@ -124,16 +127,23 @@ function showLink(link, rows) {
 }
 
 const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone"];
-function showClock(lost) {
-  if (!data.now) return;
+// What a page that has lost its process says, by the process's last state.
+const ENDS = { leaving: "left", finishing: "left", serving: "finished", finished: "finished" };
+const SILENT_SECONDS = 60;  // data come every other second
+function showClock() {
+  if (!data.now) {
+    at("why").textContent = isLost ? "this page's process does not answer; trying again" : "";
+    return;
+  }
   const now = Object.fromEntries(data.now), phases = Object.fromEntries(data.phases || []), total = data.run.get("total");
-  const leaves = ["leaving", "finishing"].includes(now.state), state = lost ? (leaves ? "left" : "offline") : now.state, age = (performance.now() - heard) / 1000;
+  const age = (performance.now() - heard) / 1000, lost = !isReport && (isLost || age > SILENT_SECONDS), end = ENDS[now.state];
+  const state = lost ? end || "offline" : now.state;
   const time = swarmClock + (isReport ? 0 : age);
   const pill = at("state");
   if (pill.textContent !== state) pill.textContent = state;
   pill.className = `pill ${GOOD.includes(state) ? "good" : BAD.includes(state) ? "bad" : ""}`;
-  at("why").textContent = !lost ? now.why : leaves ? "the peer has ended as asked; this page can be closed"
-    : `no connection to this page's process; the figures are ${duration(age)} old`;
+  at("why").textContent = !lost ? now.why : end ? `${end === "left" ? "the peer has ended as asked" : "the run is finished"}; this page can be closed`
+    : `${isLost ? "no connection to this page's process" : "this page's process says nothing"}; the figures are ${duration(age)} old`;
   document.title = `${state} · round ${now.round} of ${total} · ${data.run.get("id")}`;
   const seconds = (names) => names.reduce((sum, name) => sum + (phases[name] || 0), 0);
   const train = phases.train || 0, rest = seconds(["matchmaking", "averaging", "exchange", "other"]);
@@ -211,7 +221,9 @@ function tellSlot(slot) {
   slotAt = slot;
   cells[slot].classList.add("at");
   const holders = [...data.matrix].filter(([, text]) => cellsOf(text).has(slot)).map(([key]) => name(key));
-  at("slot-words").textContent = `slot ${slot}: ${holders.length ? `held by ${holders.join(", ")}` : "no holder; it is trained again when a peer takes it"}`;
+  const more = (data.coverage.get(String(slot)) || 0) - holders.length;  // of a large swarm some peers are not shown
+  if (more > 0) holders.push(holders.length ? `${more} more` : `${more} that are not shown`);
+  tell("slot-words", `slot ${slot}: ${holders.length ? `held by ${holders.join(", ")}` : "no holder; it is trained again when a peer takes it"}`);
 }
 
 const NAME_ROW = 12;
@@ -281,7 +293,7 @@ const matrix = {
     if (!this.rows[row] || slot < 0 || slot >= data.run.get("slots")) return;
     [this.row, this.slot] = [row, slot];
     const kind = this.cells.get(row)?.get(slot);
-    at("cell-words").textContent = `peer ${name(this.rows[row])}, slot ${slot}: ${{ trains: "trains it", claims: "has claimed it" }[kind] || "does not hold it"}`;
+    tell("cell-words", `peer ${name(this.rows[row])}, slot ${slot}: ${{ trains: "trains it", claims: "has claimed it" }[kind] || "does not hold it"}`);
   },
 };
 
@@ -381,6 +393,8 @@ function showPeers(changed) {
     table.replaceChildren(element("thead"), element("tbody"));
     table.tHead.append(head);
   }
+  const known = data.figures.get("known");
+  at("peers-words").textContent = known > data.peers.size ? `the first ${data.peers.size} of ${known}` : "";
   const body = table.tBodies[0], rows = new Map([...body.rows].map((row) => [row.dataset.key, row]));
   for (const key of changed ? Object.keys(changed) : data.peers.keys()) {
     const old = rows.get(key), value = data.peers.get(key);
@@ -465,6 +479,7 @@ function listenForHelp() {
 
 // ------------------------------------------------------------------ start
 
+const RETRY_MILLISECONDS = 30000;
 function start() {
   listen();
   const inline = at("data");
@@ -475,12 +490,20 @@ function start() {
     return;
   }
   takeToken();
+  window.addEventListener("hashchange", () => { takeToken(); showControls(); });  // a link that is opened in this tab
+  connect();
+  setInterval(showClock, 1000);
+}
+
+function connect() {
   const source = new EventSource("events");
-  let isLost = false;
   source.addEventListener("whole", (event) => { isLost = false; receive(JSON.parse(event.data), true); });
   source.addEventListener("change", (event) => { isLost = false; receive(JSON.parse(event.data), false); });
-  source.onerror = () => { isLost = true; showClock(true); };
-  setInterval(() => showClock(isLost), 1000);
+  source.onerror = () => {
+    isLost = true;
+    showClock();
+    if (source.readyState === EventSource.CLOSED) setTimeout(connect, RETRY_MILLISECONDS);  // an answer that is no stream
+  };
 }
 
 start();
