@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -27,6 +27,7 @@ from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError, one_line
+from spes_p2p.fs import write_atomic
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
 
@@ -114,9 +115,14 @@ def load_checkpoint(
         raise DataError(f"{directory} is no checkpoint (no config.json); name a folder written by save_pretrained")
     dtype = DTYPES[precision] if precision is not None else "auto"
     try:
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(directory, dtype=dtype, trust_remote_code=False)
+        found: tuple[nn.Module, Mapping[str, Any]] = AutoModelForCausalLM.from_pretrained(
+            directory, dtype=dtype, trust_remote_code=False, output_loading_info=True
+        )
     except Exception as error:  # configuration, safetensors and shapes each fail with types of their own
         raise DataError(f"cannot load checkpoint {directory}: {one_line(error)}; export it again") from error
+    model, report = found
+    if lacking := sorted(report["missing_keys"]):  # transformers would draw them at random
+        raise DataError(f"{directory} lacks {len(lacking)} tensors, {lacking[0]} among them; export it again")
     return model.to(device or Ranks(None, 0, 1).device).eval(), load_tokenizer(directory)
 
 
@@ -151,7 +157,12 @@ def text_metrics(model: nn.Module, batches: Sequence[LongTensor], subject: str) 
     num_rows, largest = model.get_input_embeddings().weight.shape[0], max(int(batch.max()) for batch in batches)  # type: ignore[operator]
     if largest >= num_rows:
         raise DataError(f"the tokenizer gives id {largest}, the model embeds {num_rows}; they do not belong together")
-    loss = held_out_loss(model, batches)
+    try:
+        loss = held_out_loss(model, batches)
+    except IndexError as error:
+        length = batches[0].shape[1] - 1
+        remedy = "lower --sequence-length"
+        raise ConfigError(f"the model cannot take {length} tokens at a time: {one_line(error)}; {remedy}") from error
     num_tokens = sum(batch[:, 1:].numel() for batch in batches)
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return [
@@ -171,9 +182,12 @@ def task_groups(
     """
     groups = [TaskGroup(tuple(tasks), num_fewshot)] if tasks else []
     groups += [TaskGroup(*group) for group in SUITES[suite]] if suite else []
+    named = [task for group in groups for task in group.tasks]
+    if twice := sorted({task for task in named if named.count(task) > 1}):
+        raise ConfigError(f"{twice[0]} would be measured twice, and reported once; name it once, as the suite does")
     if groups:
         _lm_eval()
-        _task_manager([task for group in groups for task in group.tasks], task_path)
+        _task_manager(named, task_path)
     return groups
 
 
@@ -311,6 +325,9 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
     for path in config.text:
         if not path.expanduser().exists():  # before a large model is loaded
             raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
+    for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
+        if file is not None and (file.is_dir() or not os.access(file.expanduser().parent, os.W_OK)):
+            raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")
     groups = task_groups(config.tasks, config.suite, config.task_path, config.num_fewshot)
     ranks = join_ranks()
     model, tokenizer = load_checkpoint(config.checkpoint.expanduser(), config.precision, ranks.device)
@@ -376,8 +393,13 @@ def write_json(rows: Sequence[Metric], file: Path) -> None:
 
 
 def _write_file(text: str, file: Path, flag: str) -> None:
+    file = file.expanduser()
     try:
-        file.write_text(text, encoding="utf-8")
+        if file.exists() and not file.is_file():  # /dev/stdout
+            file.write_text(text, encoding="utf-8")
+            return
+        with write_atomic(file) as stream:
+            stream.write(text.encode())
     except OSError as error:
         raise ConfigError(f"cannot write {flag} {file}: {error.strerror}; name another file") from error
 

@@ -85,7 +85,7 @@ def _download(config: ExportConfig, place: str) -> int:
         raise ConfigError(f"{place} has no folder here; name one with --output")
     if config.merged:
         raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
-    output = config.output.expanduser()
+    output = config.output.expanduser().resolve()
     check_free(output, overwrite=config.overwrite)
     found = StoredCheckpoints(open_store(place), place).download(config.round, output, overwrite=config.overwrite)
     say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {found.num_bytes / 1e6:.1f} MB")

@@ -63,7 +63,7 @@ def main(config: ServiceConfig) -> int:
     with write_atomic(unit) as stream:
         os.fchmod(stream.fileno(), 0o600)  # a link may hold an invite
         stream.write(text.encode())
-    code = _systemctl("daemon-reload") or _systemctl("enable", "--now", config.name)
+    code = _systemctl("daemon-reload") or _systemctl("enable", config.name) or _systemctl("restart", config.name)
     if not code:
         say(f"installed {unit}; log: journalctl --user -u {config.name}")
         say("it ends when you log out, unless you allow it to stay: loginctl enable-linger")

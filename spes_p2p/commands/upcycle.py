@@ -25,7 +25,7 @@ from spes_p2p.config.commands import UpcycleConfig, UpcycleSettings
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import scratch_path
 from spes_p2p.model.export import MATRICES, ON_DISK, apply_umask, weight_file, write_index
-from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
+from spes_p2p.model.safetensor_files import HEAD, SafetensorFiles, read_config
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import say
 
@@ -160,8 +160,9 @@ class DenseWeights:
         self._files = SafetensorFiles(source, stack)
         with torch.device("meta"):
             expected = AutoModelForCausalLM.from_config(dense).state_dict()
+        self._files.check_tied(dense)
         if dense.tie_word_embeddings:
-            expected.pop("lm_head.weight")
+            expected.pop(HEAD)
         self.names = tuple(expected)
         self.num_layers: int = dense.num_hidden_layers
         for name, tensor in expected.items():

@@ -359,8 +359,9 @@ def _head_in_chunks(
     microbatch of few logits is computed at once, and a head that this program has not built is left alone.
     """
     config: Any = module.config
-    num_rows = head_rows(tokens_BS1[:, 1:].numel(), config.vocab_size, precision)
-    if num_rows is None or config.model_type not in FAMILIES:
+    is_ours = config.model_type in FAMILIES  # a composite model has its vocabulary elsewhere
+    num_rows = head_rows(tokens_BS1[:, 1:].numel(), config.vocab_size, precision) if is_ours else None
+    if num_rows is None:
         yield False
         return
     head: Any = module.get_output_embeddings()  # type: ignore[operator]

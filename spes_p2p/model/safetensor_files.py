@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from math import prod
 from pathlib import Path
@@ -65,6 +65,8 @@ class _Place(NamedTuple):
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Floating-point types by their names in a file."""
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+PIECE_BYTES = 2**22
 
 
 class SafetensorFiles:
@@ -107,6 +109,24 @@ class SafetensorFiles:
             state = "is missing" if found is None else f"has shape {found}, not {list(shape)} as config.json says"
             raise DataError(f"{self._source}: tensor {name} {state}; give --from a whole checkpoint")
 
+    def check_tied(self, config: PretrainedConfig) -> None:
+        """Refuse a checkpoint with a head of its own where config.json ties the head to the embedding.
+
+        transformers uses such a head, with a warning; a run would train another model.
+
+        Raises:
+            DataError: so it is.
+        """
+        if not config.tie_word_embeddings or HEAD not in self._files or EMBEDDING not in self._files:
+            return
+        head, embedding = self._files[HEAD], self._files[EMBEDDING]
+        is_same = head[2:] == embedding[2:]
+        if not is_same or any(a != b for a, b in zip(_pieces(head), _pieces(embedding), strict=True)):
+            raise DataError(
+                f"{self._source}: config.json ties {HEAD} to {EMBEDDING}, but they differ; set tie_word_embeddings to "
+                f"false there"
+            )
+
     def read(self, name: str, row: int | None = None) -> Tensor:
         """Read one tensor, or one row of its first dimension, in its stored precision.
 
@@ -120,6 +140,19 @@ class SafetensorFiles:
                 f"{self._source}: tensor {name} is not of finite floating-point numbers; give --from another checkpoint"
             )
         return tensor
+
+
+def _pieces(place: _Place) -> Iterator[bytes]:
+    """Yield a tensor's bytes."""
+    assert place.dtype is not None
+    left, at = prod(place.shape) * place.dtype.itemsize, place.start
+    while left:
+        place.file.seek(at)
+        piece = place.file.read(min(PIECE_BYTES, left))
+        if not piece:
+            raise DataError(f"{place.file.name} became shorter while it was read; give --from a whole checkpoint")
+        at, left = at + len(piece), left - len(piece)
+        yield piece
 
 
 def _read(place: _Place, row: int | None) -> Tensor:

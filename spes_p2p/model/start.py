@@ -162,6 +162,7 @@ class StartWeights:
 
     def __init__(self, source: Path, model: SlotModel, stack: ExitStack) -> None:
         self._files = SafetensorFiles(source, stack)
+        self._files.check_tied(model.config)
         self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
         block, matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
         self._block = block

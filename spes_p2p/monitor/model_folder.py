@@ -49,6 +49,8 @@ from spes_p2p.training.checkpoint import STATE, checkpoint_of
 log = logging.getLogger(__name__)
 
 VERSIONS = "versions"
+MARKERS = ("config.json", "adapter_config.json")
+"""Files of which each checkpoint has one."""
 ATTEMPTS = 3
 """Times that a folder is read anew because its peer has deleted a version meanwhile."""
 UNKNOWN = "not known where this was exported; a monitor's folder has it"
@@ -225,21 +227,29 @@ def export(
         JoinError: another version of this software has written the manifest.
     """
     check_free(output, overwrite=overwrite)
-    for _ in range(ATTEMPTS - 1):
+    for left in reversed(range(ATTEMPTS)):
         try:
             return _export(ModelFolder(folder), output, round, held_out, merges=merges, base=base)
         except FileNotFoundError as error:
+            if not left:
+                raise DataError(
+                    f"{error.filename} is gone; stop the peer that uses {folder}, and export again"
+                ) from error
             log.info("%s was deleted meanwhile by the peer that uses it; reading again", error.filename)
-    return _export(ModelFolder(folder), output, round, held_out, merges=merges, base=base)
+    raise AssertionError("unreachable")
 
 
 def check_free(output: Path, *, overwrite: bool) -> None:
-    """Refuse an output that holds something, unless it is to be replaced.
+    """Refuse an output that holds something, unless it is a checkpoint that is to be replaced.
 
     Raises:
         ConfigError: so it is.
     """
-    if output.exists() and not overwrite and (not output.is_dir() or any(output.iterdir())):
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not any((output / marker).is_file() for marker in MARKERS):
+        raise ConfigError(f"--output {output} exists and is no checkpoint; name another folder")
+    if not overwrite:
         raise ConfigError(f"--output {output} exists; add --overwrite to replace the checkpoint there, or name another")
 
 
@@ -369,7 +379,7 @@ def _stored(folder: Path, run_id: str) -> list[Source]:
 
 def _files(folder: Path, versions: Iterable[Version]) -> dict[str, OnDisk]:
     found = (OnDisk(version, folder / file_name(version)) for version in versions)
-    return {each.version.name: each for each in found}
+    return {each.version.name: each for each in found if each.file.exists()}  # a copied folder may lack some
 
 
 def _digest_in(source: Source, name: str) -> str | None:

@@ -269,8 +269,10 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     changed = {*(number for number, _ in new), *range(view.published + 1, published + 1)}
     folded = replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
     folded = _with_known_rounds(folded, view, changed)
-    kept = {key: report for key, report in reports.items() if key[0] > published - KEPT_ROUNDS}
-    return folded if len(kept) == len(reports) else _with_known_rounds(replace(folded, reports=kept), folded, ())
+    newest_rounds = {key: report for key, report in reports.items() if key[0] > published - KEPT_ROUNDS}
+    if len(newest_rounds) == len(reports):
+        return folded
+    return _with_known_rounds(replace(folded, reports=newest_rounds), folded, ())
 
 
 def _with_known_rounds(view: SwarmView, before: SwarmView, changed: Collection[int]) -> SwarmView:

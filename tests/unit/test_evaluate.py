@@ -15,7 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from local_tasks import write_local_tasks
-from transformers import OlmoeConfig, OlmoeForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+)
 
 from spes_p2p.commands import evaluate
 from spes_p2p.data.tokenizer import train_bpe
@@ -135,6 +144,51 @@ def test_a_mistake_is_one_line_and_exit_code_2(checkpoint, task_path, tmp_path, 
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("error: ") and message in last and ";" in last
     assert "Traceback" not in done.stderr and done.stdout == ""
+
+
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_not_measured_with_a_random_one(checkpoint, tmp_path):
+    shutil.copytree(checkpoint, tmp_path / "torn")
+    tensors = load_file(checkpoint / "model.safetensors")
+    del tensors["model.layers.0.self_attn.o_proj.weight"]
+    save_file(tensors, tmp_path / "torn" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(DataError, match=r"lacks 1 tensors, model.layers.0.self_attn.o_proj.weight among them"):
+        evaluate.load_checkpoint(tmp_path / "torn")
+
+
+def test_models_of_other_families_are_measured_too_and_too_long_a_sequence_is_named(checkpoint, tmp_path):
+    """A composite model has no `vocab_size` of its own, and GPT-2 learns its positions."""
+    tokenizer = evaluate.load_checkpoint(checkpoint)[1]
+    gemma = Gemma3TextConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=16,
+        num_hidden_layers=1,
+        intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+    )
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    whole = Gemma3Config(text_config=gemma, vision_config=vision, mm_tokens_per_image=4)
+    batches = evaluate.text_batches(tokenizer, [], 32, 2, limit=4)
+    assert not hasattr(whole, "vocab_size")
+    metrics = evaluate.text_metrics(Gemma3ForConditionalGeneration(whole).eval(), batches, "text")
+    assert 0 < metrics[0].value < 10
+    short = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=16))
+    with pytest.raises(ConfigError, match=r"cannot take 32 tokens at a time: .*; lower --sequence-length"):
+        evaluate.text_metrics(short.eval(), batches, "text")
+
+
+def test_an_output_that_cannot_be_written_is_named_before_a_model_is_loaded(tmp_path):
+    for flag in ("json_file", "markdown"):
+        config = evaluate.EvaluateConfig(checkpoint=tmp_path / "none", **{flag: tmp_path / "absent" / "out"})
+        with pytest.raises(ConfigError, match=r"cannot write --(json|markdown) .*out; name a file in a folder"):
+            evaluate.evaluate(config)
+
+
+@needs_lm_eval
+def test_a_task_that_the_suite_has_too_is_refused(checkpoint):
+    with pytest.raises(ConfigError, match="hellaswag would be measured twice, and reported once"):
+        evaluate.task_groups(["hellaswag"], "spes", None, 0)
 
 
 def test_unreadable_inputs_are_named(checkpoint, tmp_path):

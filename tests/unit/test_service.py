@@ -80,7 +80,8 @@ def test_install_status_and_remove(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert run("status") == 0 and run("remove") == 0 and not unit.exists()
     assert [line for line in log.read_text().splitlines() if "show-environment" not in line] == [
         "--user daemon-reload",
-        "--user enable --now volunteer",
+        "--user enable volunteer",
+        "--user restart volunteer",
         "--user status --no-pager volunteer",
         "--user disable --now volunteer",
         "--user daemon-reload",

@@ -133,6 +133,16 @@ def test_logits_are_the_dense_models(
     torch.testing.assert_close(logits(mixture), expected, atol=2e-5, rtol=1e-5)
 
 
+def test_a_head_that_only_the_configuration_ties_is_refused(tmp_path: Path, seed: int) -> None:
+    """transformers keeps such a head: the mixture would be of another model."""
+    source = save(dense_model("llama"), tmp_path / "dense")
+    fields = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(fields | {"tie_word_embeddings": True}))
+    with pytest.raises(DataError, match=r"ties lm_head.weight to model.embed_tokens.weight, but they differ; set tie"):
+        upcycle(source, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_checkpoint_in_bf16_and_in_pieces_stays_so(tmp_path: Path, seed: int) -> None:
     dense = dense_model("qwen3").to(torch.bfloat16)
     source = save(dense, tmp_path / "dense", max_shard_size="20KB")

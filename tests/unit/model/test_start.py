@@ -81,6 +81,17 @@ def test_a_checkpoint_in_several_files_of_bf16_gives_the_same_start_as_one_file(
     assert started(tmp_path / "one") == started(tmp_path / "several")
 
 
+def test_a_head_that_only_the_configuration_ties_is_refused_and_an_equal_one_is_not(tmp_path: Path) -> None:
+    source = saved(tmp_path / "a", "olmoe")
+    edit(source, tie_word_embeddings=True)
+    with pytest.raises(DataError, match="they differ; set tie_word_embeddings to false there"):
+        started(source)
+    state = load_file(source / "model.safetensors")
+    equal = state | {"lm_head.weight": state["model.embed_tokens.weight"].clone()}
+    save_file(equal, source / "model.safetensors", metadata={"format": "pt"})
+    assert started(source)
+
+
 def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
     one_by_one = saved(tmp_path / "a", "olmoe")
     fused = saved(tmp_path / "b", "olmoe")

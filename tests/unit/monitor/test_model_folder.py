@@ -204,6 +204,19 @@ def test_an_output_that_holds_something_is_replaced_only_if_asked_and_only_if_it
         export(peer.folder, tmp_path / "file" / "below", overwrite=True)
 
 
+def test_a_version_whose_file_is_gone_is_no_version_and_the_next_best_is_taken(tmp_path, peer) -> None:
+    """As in a folder that was copied while its peer ran."""
+    peer.save(1)
+    models = {2: peer.save(2)}
+    export(peer.folder, tmp_path / "whole", 2)
+    assert_same(tmp_path / "whole", models[2])
+    (slot,) = {each.file for each in [ModelFolder(peer.folder).choose(2)[1]["slot-1"]]}
+    for copy in peer.folder.rglob(slot.name):
+        copy.unlink()
+    exported = export(peer.folder, tmp_path / "partly", 2)
+    assert set(exported.other_rounds) == {1}, "the slot's version of the round before"
+
+
 def free_descriptors() -> list[int]:
     return sorted(set(range(1000)) - set(map(int, os.listdir("/proc/self/fd"))))
 

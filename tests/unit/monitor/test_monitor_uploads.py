@@ -302,6 +302,11 @@ def test_a_monitors_checkpoints_are_the_models_of_their_rounds(tmp_path: Path) -
         export_command.main(load_settings(ExportConfig, [place, "--output", str(output)]))
     export_command.main(load_settings(ExportConfig, [place, "--output", str(output), "--overwrite", "--round", "2"]))
     assert_same(output, models[2])
+    (mine := tmp_path / "thesis").mkdir()
+    (mine / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="thesis exists and is no checkpoint; name another folder"):
+        export_command.main(load_settings(ExportConfig, [place, "--output", str(mine), "--overwrite"]))
+    assert (mine / "notes.txt").read_text() == "mine", "a checkpoint is replaced, and nothing else"
 
 
 @pytest.mark.parametrize(
