@@ -152,7 +152,7 @@ class Scenario(Frozen):
             value = getattr(self, name)
             if isinstance(value, list) and value and len(value) != self.peers:
                 raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")
-        num_slots = self.run.num_slots
+        num_slots = self.run.num_slots if self.start_from is None else 0  # a checkpoint has its own number of slots
         for slots in self.max_slots if isinstance(self.max_slots, list) else [self.max_slots]:
             if num_slots and slots > num_slots:
                 raise ValueError(
@@ -206,7 +206,7 @@ class Scenario(Frozen):
                     f"let it begin before"
                 )
         for held in self.slots:
-            if sorted(set(held)) != held or (held and held[-1] >= self.run.num_slots):
+            if sorted(set(held)) != held or (self.start_from is None and held and held[-1] >= self.run.num_slots):
                 raise ValueError(f"slots={held} of a peer; list each once, ascending, up to {self.run.num_slots - 1}")
         if not self.founders:
             raise ValueError("every peer joins later, so there is no peer to join; let one start without an event")

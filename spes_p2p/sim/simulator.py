@@ -28,7 +28,7 @@ from spes_p2p.errors import SimulationError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
-from spes_p2p.model.start import StartWeights, model_of
+from spes_p2p.model.start import StartWeights, over_checkpoint
 from spes_p2p.planner.size import ModelSize, run_size
 from spes_p2p.sim.attacks import Attack, AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
@@ -203,6 +203,7 @@ class VirtualPeer:
             return
         (_, seconds), self._interruption = self._interruption, None
         if math.isinf(seconds):
+            self.swarm.close()  # a synchronisation beside the training dies with it
             raise Dies
         self.swarm.pause(seconds)
 
@@ -327,7 +328,7 @@ def _tokenizer(scenario: Scenario, cache: Path) -> PreTrainedTokenizerBase:
 
 def _started(run: RunConfig, vocab_size: int, source: Path) -> RunConfig:
     """Return a run's settings as its founder sets them from a checkpoint."""
-    return with_digests(run.model_copy(update={"model": model_of(source)}), vocab_size, source)
+    return with_digests(over_checkpoint(run, source), vocab_size, source)
 
 
 class _Simulation:

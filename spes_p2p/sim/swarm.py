@@ -60,6 +60,7 @@ class MemorySwarm:
         self._fruitless = 0
         self._averaged = (RoundResult(), Attempt())
         self._closed = False
+        self._answers = True
         self._refused = RefusedVersions()
         hub.bytes_out[peer_id] = 0
         hub.enter(peer_id)
@@ -313,7 +314,8 @@ class MemorySwarm:
             if name in self._mine and self._mine[name][0].round != version.round:
                 self._before[name] = self._mine[name]
         self._mine |= items
-        self._hub.bundles.setdefault(self.peer_id, {}).update(items)
+        if self._answers:
+            self._hub.bundles.setdefault(self.peer_id, {}).update(items)
         self.clock.notify_all()
 
     def seeds(self) -> Mapping[str, Sequence[str]]:
@@ -336,20 +338,27 @@ class MemorySwarm:
     def close(self) -> None:
         """Leave: stop renewing and serving. Records live on for a lease, as in a real swarm."""
         if not self._closed:
-            self._closed = True
+            self._closed, self._answers = True, False
             self._hub.end(self.peer_id)
             self._stop_serving()
             self.clock.notify_all()
 
     def pause(self, seconds: float) -> None:
-        """Suspend the peer for a time, like a stopped process: no heartbeat, and no answer to pulls."""
+        """Suspend the peer for a time, like a stopped process: no heartbeat, and no answer to pulls.
+
+        A synchronisation beside the training goes on meanwhile.
+        """
         bundles = self._hub.bundles.get(self.peer_id, {})
         renewed = {kind: of[self.peer_id] for kind, of in self._hub.records.items() if self.peer_id in of}
         self._stop_serving()
+        self._answers = False
         self.clock.advance(seconds)
-        self._hub.bundles[self.peer_id] = bundles
-        for kind, stored in renewed.items():
-            self._hub.records[kind][self.peer_id] = stored
+        self._answers = True
+        self._hub.bundles[self.peer_id] = {**bundles, **self._mine}
+        for kind, (record, until) in renewed.items():
+            of_kind = self._hub.records[kind]
+            if of_kind.get(self.peer_id, (record, until))[0] is record:
+                of_kind[self.peer_id] = (record, until)
         self.clock.notify_all()
 
     def _stop_serving(self) -> None:

@@ -402,7 +402,8 @@ def test_peers_continue_a_checkpoint_itself(folder: Path) -> None:
     train_bpe([json.loads(line)["text"] for line in texts], 300).save_pretrained(source)
     settings = {**TINY, "model": {}, "train": {**TINY["train"], "lr": 1e-9}}
     scenario = Scenario(
-        **{"run": settings, "text": [folder / "corpus.jsonl"], "peers": 2, "threads": 1, "start_from": source}
+        **{"run": settings, "text": [folder / "corpus.jsonl"], "peers": 2, "threads": 1, "start_from": source},
+        max_slots=32,  # more than a run without a checkpoint has: the checkpoint says how many there are
     )
     result = simulate(scenario, cache=folder / "cache")
     model = AutoModelForCausalLM.from_pretrained(source)

@@ -31,7 +31,7 @@ from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import ConfigError, DataError, SpesError
 from spes_p2p.model.build import hf_config
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 VOCAB = 300
 SHAPE: dict[str, Any] = {
     "vocab_size": VOCAB,

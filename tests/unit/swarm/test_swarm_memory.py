@@ -63,6 +63,28 @@ def at_once(hub, *calls):
     return results
 
 
+def test_a_paused_peer_answers_nothing_and_has_what_it_made_beside_its_training_afterwards(hub, swarms):
+    """A synchronisation beside the training goes on while the training is paused."""
+    swarm, other = swarms[0], swarms[1]
+    swarm.publish(1, {"slot-1": torch.ones(3)})
+    swarm.announce(Progress(peer_id=swarm.peer_id, round=1, ends_at=0.0))
+    seen = []
+
+    def synchronise():
+        hub.clock.advance(2.0)
+        swarm.publish(2, {"slot-1": torch.zeros(3)})
+        swarm.announce(Progress(peer_id=swarm.peer_id, round=2, ends_at=0.0))
+        seen.append(other.inventory([swarm.peer_id]))
+
+    at_once(hub, lambda: swarm.pause(5.0), synchronise)
+    assert seen == [{}]
+    assert other.inventory([swarm.peer_id])[swarm.peer_id]["slot-1"].round == 2
+    assert other.read(Progress)[swarm.peer_id].round == 2
+    swarm.close()
+    swarm.publish(3, {"slot-1": torch.zeros(3)})
+    assert not other.inventory([swarm.peer_id]), "nor does a peer that has died"
+
+
 def test_records_are_seen_by_all_and_outlive_their_peer_by_a_lease(hub, swarms):
     for swarm in swarms:
         swarm.announce(claim(swarm), Progress(peer_id=swarm.peer_id, round=1, ends_at=0.0))
