@@ -28,6 +28,7 @@ from hivemind.utils.timed_storage import get_dht_time
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
+from benchmarks.faults import SURVIVORS
 from benchmarks.passing import passing
 from benchmarks.round_end import RoundEndConfig, measure_round_ends
 from benchmarks.scoreboard import Scoreboard
@@ -143,13 +144,17 @@ def histories(seen: Seen) -> Iterator[Row]:
         ("runs that stand still though more than half answer", "stands"),
     ):
         bad = honest.get(key, 0)
-        yield Row(f"histories: {what}", f"{bad} of {count:,}", "0 of 10,000", not bad and count >= 10_000)
+        of = f"of {count:,}"
+        if key == "lost":  # where fewer than a quorum went on, or the run forked, none is judged
+            fewer = f"{honest['judged']:,}" if "judged" in honest else f"{count - honest['shrunk']:,} or more"
+            of = f"of the {fewer} without a shrunk certificate"
+        yield Row(f"histories: {what}", f"{bad} {of}", "0 of 10,000", not bad and count >= 10_000)
         if key == "lost":
             gone = honest.get("on_no_disk", 0)
             yield Row("- that no disk had any more, after restores of older backups", f"{gone} of {count:,}")
-    of = f"of {twice['histories']:,}"
-    unproven, rounds = twice.get("unproven", 0), twice["rounds_until_out"]
-    yield Row("- with a voter that signs twice: forks unproven", f"{unproven} {of}", "0", not unproven)
+    unproven, forks, rounds = twice.get("unproven", 0), twice.get("forks", 0), twice["rounds_until_out"]
+    found_forks = f"{unproven} of {forks} forks in {twice['histories']:,} histories"
+    yield Row("- with a voter that signs twice: forks unproven", found_forks, "0", not unproven)
     yield Row("- rounds until it is out, at most", f"{rounds}", "2", rounds <= 2)
 
 
@@ -164,7 +169,7 @@ def faults(seen: Seen) -> Iterator[Row]:
     """Yield what faults within a round do; `benchmarks/faults.py` measures it."""
     found = json.loads((RESULTS / "faults.json").read_text())
     cases, commit = found["cases"], found["circumstances"]["commit"]
-    wrong, whole = sum(bool(case["wrong"]) for case in cases), sum(bool(case["committed"]) for case in cases)
+    wrong, whole = sum(bool(case["wrong"]) for case in cases), sum(case["committed"] == SURVIVORS for case in cases)
     count = len(cases)
     yield _dated(
         Row("faults: wrong or partial means", f"{wrong} of {count}", "0 of 300", count >= 300 and not wrong), commit

@@ -26,6 +26,7 @@ from benchmarks.connection import DEATH_SECONDS, HEAL_SECONDS
 from benchmarks.connection import measure as measure_connection
 from benchmarks.records import swarm_digest
 from benchmarks.tables import Row
+from spes_p2p.cli import load_settings
 from spes_p2p.presentation import say
 
 NUM_PEERS, MIN_KILLS, REPEATS_PER_LAB = 8, 200, 5
@@ -227,6 +228,6 @@ def churn(bench: Bench) -> Iterator[Row]:
 
 def saving(bench: Bench) -> Iterator[Row]:
     """Yield what checkpoints cost."""
-    lost = measure_saving(CheckpointingConfig())
+    lost = measure_saving(load_settings(CheckpointingConfig, []))
     bench.seen["saving"] = {"saves_cpu_seconds": list(lost.saves)}
     yield from saving_rows(lost)

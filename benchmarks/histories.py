@@ -151,6 +151,7 @@ def _judge(world: World, honest: list[Node]) -> dict[str, Any]:
         "lost": 0 if shrunk or forked else sum(map(bool, missing)),
         "on_no_disk": 0 if shrunk or forked else sum(not disks for disks in missing),
         "shrunk": shrunk,
+        "judged": not (shrunk or forked),
         "proven": len(guilty),
         "wrongly_convicted": sum(not isinstance(world.nodes[peer], Twice | Alone) for peer in guilty),
         "rounds_until_out": max(out),

@@ -58,13 +58,19 @@ def figures(results: Results) -> Iterator[Row]:
     texts = [_spread(Spread(below[name])) for name in below]
     is_more = min(below["ours_16_peers"].values()) > max(below["ours"].values())
     yield Row("- nats below the lone peer: 16 peers / 4 peers", " / ".join(texts), "more with 16", is_more)
-    worse = _by_seed(results, "ours_quarter", lambda loss, other: 100 * (loss / other - 1), other="diloco")
-    yield Row(
-        "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25), at a third of its expert memory",
-        f"{mean(worse.values()):+.1f} % ± {stdev(worse.values()):.1f} % ({len(worse)} seeds)",
-        "+1 % or less",
-        mean(worse.values()) <= 1,
-    )
+    for name, goal, text in (
+        (
+            "ours_quarter",
+            1,
+            "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25, which ends above the lone peer): "
+            "at a third of its expert memory, in rounds of 5, with five times its bytes",
+        ),
+        ("ours_long_rounds", None, "- at half of its expert memory, in rounds of 25"),
+    ):
+        worse = _by_seed(results, name, lambda loss, other: 100 * (loss / other - 1), other="diloco")
+        found = f"{mean(worse.values()):+.1f} % ± {stdev(worse.values()):.1f} % ({len(worse)} seeds)"
+        is_met = None if goal is None else mean(worse.values()) <= goal
+        yield Row(text, found, f"+{goal} % or less" if goal is not None else "", is_met)
     speed = json.loads(SPEED.read_text())
     texts = [f"{speed['ratio']:.2f} ({len(speed['pairs'])} pairs)", f"{speed['cpu_ratio']:.2f} by CPU seconds"]
     is_reached = speed["ratio"] >= 0.8

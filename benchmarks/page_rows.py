@@ -101,10 +101,10 @@ def first_run(seen: Seen) -> Iterator[Row]:
 def _exports(
     local: subprocess.Popen[bytes], output: Path, home: Path, environment: dict[str, str], seen: Seen
 ) -> Iterator[Row]:
-    """Export in every second round; compare its time with that of the round before."""
-    times, slower, number = list[float](), list[float](), max(_seconds_of_rounds(output))
+    """Export once one whole round has been without an export; compare the next round with that one."""
+    times, slower = list[float](), list[float]()
     for pair in range(NUM_PAIRS):
-        number += 2
+        number = max(_seconds_of_rounds(output)) + 3
         _wait(local, lambda number=number: number - 1 in _seconds_of_rounds(output), ROUND_SECONDS)  # type: ignore[misc]
         began = time.monotonic()
         words = ["export", str(output / "peer-0"), "--output", str(home / f"model-{pair}")]

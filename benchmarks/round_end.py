@@ -132,8 +132,8 @@ def _reports(log: Path) -> list[float]:
 
 def _time_of(line: str) -> float:
     """Return the time of day at which a line was logged, in seconds."""
-    hours, minutes, seconds = re.search(r"(\d+):(\d+):(\d+(?:\.\d+)?)", line).groups()  # type: ignore[union-attr]
-    return 3600 * int(hours) + 60 * int(minutes) + float(seconds)
+    hours, minutes, seconds = re.search(r"(\d+):(\d+):(\d+(?:[.,]\d+)?)", line).groups()  # type: ignore[union-attr]
+    return 3600 * int(hours) + 60 * int(minutes) + float(seconds.replace(",", "."))
 
 
 def _wait(is_done: Any, process: subprocess.Popen) -> None:

@@ -115,12 +115,13 @@ def load_checkpoint(
         raise DataError(f"{directory} is no checkpoint (no config.json); name a folder written by save_pretrained")
     dtype = DTYPES[precision] if precision is not None else "auto"
     try:
-        found: tuple[nn.Module, Mapping[str, Any]] = AutoModelForCausalLM.from_pretrained(
+        found: Any = AutoModelForCausalLM.from_pretrained(
             directory, dtype=dtype, trust_remote_code=False, output_loading_info=True
         )
     except Exception as error:  # configuration, safetensors and shapes each fail with types of their own
         raise DataError(f"cannot load checkpoint {directory}: {one_line(error)}; export it again") from error
-    model, report = found
+    model: nn.Module = found[0]
+    report: Mapping[str, Any] = found[1]
     if lacking := sorted(report["missing_keys"]):  # transformers would draw them at random
         raise DataError(f"{directory} lacks {len(lacking)} tensors, {lacking[0]} among them; export it again")
     return model.to(device or Ranks(None, 0, 1).device).eval(), load_tokenizer(directory)
