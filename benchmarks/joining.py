@@ -62,8 +62,8 @@ def figures(results: Results) -> Iterator[Row]:
         (
             "ours_quarter",
             1,
-            "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25, which ends above the lone peer): "
-            "at a third of its expert memory, in rounds of 5, with five times its bytes",
+            "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25; ends above the lone peer): at a "
+            "third of its expert memory, in rounds of 5, with five times its bytes",
         ),
         ("ours_long_rounds", None, "- at half of its expert memory, in rounds of 25"),
     ):

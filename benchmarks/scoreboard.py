@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows
 from benchmarks.tables import HEAD, Row, fill, markdown_table
+
+BUSY_LOAD = 1.5
+"""Load average from which a part is called measured beside other processes."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +65,21 @@ class Scoreboard:
         document[name] = {"figures": figures, **details, "circumstances": asdict(circumstances)}
         known = {part: document[part] for part in self.parts if part in document}
         self.results.write_text(json.dumps(known, indent=1) + "\n")
+        self.show()
+
+    def show(self) -> None:
+        """Put the figures on record into the page, and below them when each part was measured."""
+        known: dict[str, Any] = json.loads(self.results.read_text())
         lines = [Row(**figure).cells for part in known.values() for figure in part["figures"]]
-        fill(self.page, self.marker, markdown_table(HEAD, lines))
+        parts = ", ".join(f"*{name}* {_when(**part['circumstances'])}" for name, part in known.items())
+        told = textwrap.fill(f"Measured: {parts}.", 120, break_on_hyphens=False)
+        fill(self.page, self.marker, f"{markdown_table(HEAD, lines)}\n{told}\n")
+
+
+def _when(date: str, commit: str | None, load_before: float, **others: object) -> str:
+    """Return the day, the commit, and whether other processes kept the cores busy when a part began."""
+    busy = f", load {load_before:.0f}" if load_before >= BUSY_LOAD else ""
+    return f"{date} ({commit or 'no commit'}{busy})"
 
 
 def _rows(name: str, rows: Callable[[], Iterator[Row]]) -> Iterator[Row]:

@@ -194,7 +194,7 @@ class RoundConfig(Frozen):
     min_seconds: TrainingSeconds = 5.0
     """A round's least training time in mode `tokens`."""
     max_seconds: TrainingSeconds = 600.0
-    """A round's most training time in mode `tokens`."""
+    """A round's most training time in mode `tokens`; in mode `steps` the longest wait for the others' steps."""
     total: Rounds = 10
     """Rounds in the run; also the learning rate schedule's horizon."""
     growing: Annotated[int, Field(ge=0, le=MAX_ROUNDS)] = 0
