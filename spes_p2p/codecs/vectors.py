@@ -46,6 +46,14 @@ def digest_of_file(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def has_digest(path: Path, digest: str) -> bool:
+    """Tell whether a file can be read, and has this SHA-256."""
+    try:
+        return digest_of_file(path) == digest
+    except OSError:
+        return False
+
+
 def digest(data: bytes | memoryview | Tensor) -> str:
     """Return the SHA-256 of bytes, or of the bytes of a flat fp32 or uint8 vector, in hex."""
     if isinstance(data, Tensor):

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import yaml
 from pydantic import ValidationError
@@ -45,34 +45,12 @@ STOP_SECONDS = 30.0
 TAIL_LINES = 12
 
 
-class Process(Protocol):
-    """What a child must offer, as `subprocess.Popen` does."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, negative if a signal has killed it; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end.
-
-        Raises:
-            subprocess.TimeoutExpired: it has not come in time.
-        """
-
-    def terminate(self) -> None:
-        """Ask it to end."""
-
-    def kill(self) -> None:
-        """End it."""
-
-
 @dataclass
 class Child:
     """A process, its name and its log."""
 
     name: str
-    process: Process
+    process: Fork | subprocess.Popen[bytes]
     log: Path
 
     def wait(self, seconds: float) -> bool:

@@ -14,8 +14,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
-import psutil
-
 from spes_p2p.cli import set_up_logging
 from spes_p2p.config.commands import SimulateConfig
 from spes_p2p.errors import ConfigError, SpesError
@@ -83,9 +81,7 @@ def default_workers(sweep: Sweep) -> int:
 
 def num_cores() -> int:
     """Return the number of cores that this process may use."""
-    process = psutil.Process()
-    affinity = process.cpu_affinity() if hasattr(process, "cpu_affinity") else None
-    return len(affinity or ()) or psutil.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _prepare(output: Path) -> None:

@@ -25,7 +25,6 @@ DAY_MINUTES = 24 * 60
 MAX_SPANS = 28
 MAX_PAUSE_SECONDS = 366 * 86400.0
 GIGABYTE = 10**9
-_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _SPAN = re.compile(r"(?:([a-z]{3})(?:-([a-z]{3}))? +)?(\d{1,2}):(\d\d) ?- ?(\d{1,2}):(\d\d)")
 _EXAMPLE = "as in 'mon-fri 22:00-07:00, sat-sun 00:00-24:00'"
 

@@ -89,7 +89,7 @@ class MixtureSchedule:
 
 
 class MixedSource(DealtDraws):
-    """Windows of several shared sources in one order for all peers; implements `TokenSource` and `DealtSource`.
+    """Windows of several shared sources in one order for all peers; a `TokenSource`.
 
     Before the first deal it gives the windows of all sources that the loss gate measures.
 

@@ -7,7 +7,6 @@ run names, so that nobody can make a volunteer read its own network, or anything
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import ipaddress
 import logging
@@ -27,6 +26,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from pydantic import ValidationError
 
 from spes_p2p.cli import explain
+from spes_p2p.codecs.vectors import has_digest
 from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
 from spes_p2p.errors import ConfigError, DataError, OutageError, one_line
@@ -240,9 +240,7 @@ def _fetch_file(where: Address, file: _File, folder: Path, progress: _Progress) 
         _append(part, 0, _read(source, file.num_bytes))
     if not file.num_bytes:
         _append(part, 0, b"")
-    with part.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if found != file.sha256:  # guard: remote-digest
+    if not has_digest(part, file.sha256):  # guard: remote-digest
         part.unlink()
         raise DataError(f"{source.url} is not the file of its manifest: its SHA-256 differs; tell who serves it")
     part.replace(folder / file.name)

@@ -18,6 +18,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
+from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.data.readers import TOKENS
 from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, is_raw, mapped, open_shards
 from spes_p2p.errors import ConfigError, DataError
@@ -367,8 +368,7 @@ class TokenShards:
         memory = cache_folder(self._cache, "digests") / hashlib.sha256(state.encode()).hexdigest()[:32]
         if memory.exists():
             return memory.read_text()
-        with path.open("rb") as stream:
-            digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        digest = digest_of_file(path)
         with write_atomic(memory, durable=False) as target:
             target.write(digest.encode())
         return digest

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from torch import LongTensor
@@ -78,21 +78,6 @@ def _mixed(values_I: np.ndarray) -> np.ndarray:
     return values_I ^ (values_I >> np.uint64(31))
 
 
-class DealtSource(Protocol):
-    """A source of training sequences that draws only what was dealt to this peer."""
-
-    def deal(self, ranges: Sequence[range]) -> None:
-        """Draw these batches from now on, in this order, and count from 0."""
-
-    @property
-    def num_drawn(self) -> int:
-        """Batches drawn since `deal`."""
-
-    @property
-    def is_exhausted(self) -> bool:
-        """Whether no batch of the ranges is left."""
-
-
 class DealtDraws:
     """The ranges that were dealt, and how far they are drawn."""
 
@@ -127,7 +112,7 @@ class DealtDraws:
 
 
 class SharedSource(DealtDraws):
-    """Windows of a corpus that all peers have, in one order for all; implements `TokenSource` and `DealtSource`.
+    """Windows of a corpus that all peers have, in one order for all; a `TokenSource`.
 
     Before the first deal it gives the windows that the loss gate measures, which are never trained. The state is no
     position, because the certificates know it.

@@ -37,7 +37,6 @@ MAX_MANIFEST_BYTES = 2**24
 MANIFEST_FILE = "checkpoint.json"
 """In a checkpoint's folder: its manifest."""
 HUB_SCHEME = "hf://"
-SAY_SECONDS = 30.0
 _PARTS, _ROUNDS = "parts/", "rounds/"
 _ROUND = re.compile(r"rounds/round-(\d{6,})\.json", re.ASCII)
 _TAG = re.compile(r"round-(\d{6,})", re.ASCII)

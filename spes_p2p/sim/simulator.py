@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
-from spes_p2p.data.shared import DealtSource
+from spes_p2p.data.shared import DealtDraws
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.errors import SimulationError
@@ -89,15 +89,15 @@ class PacedTokens:
         return tokens_BT1
 
     def deal(self, ranges: Sequence[range]) -> None:
-        cast(DealtSource, self._source).deal(ranges)
+        cast(DealtDraws, self._source).deal(ranges)
 
     @property
     def num_drawn(self) -> int:
-        return cast(DealtSource, self._source).num_drawn
+        return cast(DealtDraws, self._source).num_drawn
 
     @property
     def is_exhausted(self) -> bool:
-        return cast(DealtSource, self._source).is_exhausted
+        return cast(DealtDraws, self._source).is_exhausted
 
     def state_dict(self) -> dict[str, Any]:
         return self._source.state_dict()

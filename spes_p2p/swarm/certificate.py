@@ -25,7 +25,6 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
 
-PROTOCOL = "c1"
 MAX_VOTERS = 64
 MAX_MEMBERS = 1024
 MAX_ATTEMPT = 2**20

@@ -202,11 +202,6 @@ def _join(weights: Tensor, momentum: Tensor | None) -> Tensor:
     return weights.clone() if momentum is None else torch.cat([weights, momentum])
 
 
-def merges_in(merge: MergeConfig, round: int) -> bool:
-    """Tell whether the round being committed moves similar experts towards each other."""
-    return merge_alpha(merge, round) > 0 and round % merge.interval_rounds == 0
-
-
 def merge_shifts(
     merge: MergeConfig, round: int, layout: Layout, all_slots: Mapping[int, Tensor], held: tuple[int, ...]
 ) -> dict[VectorName, Tensor]:
@@ -220,12 +215,12 @@ def merge_shifts(
 
     Args:
         merge: The run's merge settings.
-        round: The round being committed; nothing moves unless `merges_in`.
+        round: The round being committed; nothing moves unless `merge_alpha` is positive.
         layout: Layout of one slot.
         all_slots: Flat weights of every slot at the round's start.
         held: Slots to move.
     """
-    if not merges_in(merge, round):
+    if not merge_alpha(merge, round):
         return {}
     alpha = merge_alpha(merge, round)
     rows = {slot: row for row, slot in enumerate(sorted(all_slots))}

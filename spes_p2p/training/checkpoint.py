@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector, save_tensors
-from spes_p2p.codecs.vectors import digest_of_file
+from spes_p2p.codecs.vectors import digest_of_file, has_digest
 from spes_p2p.config import KeptRounds
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import link_file, sync
@@ -336,7 +336,7 @@ class PeerCheckpoint:
             raise DataError(f"checkpoint {folder} is damaged: {error}") from error
         files = {folder / file_name(version): version for version in state.versions}
         return Found(
-            name, state, {file: version for file, version in files.items() if _has_digest(file, version.digest)}
+            name, state, {file: version for file, version in files.items() if has_digest(file, version.digest)}
         )
 
 
@@ -344,13 +344,6 @@ def _round_of(name: str) -> int:
     found = _FOLDER.match(name)
     assert found is not None
     return int(found[1])
-
-
-def _has_digest(file: Path, digest: str) -> bool:
-    try:
-        return digest_of_file(file) == digest
-    except OSError:
-        return False
 
 
 def write_folder(folder: Path, state: PeerState, tensors: Mapping[str, Tensor | PagedVector]) -> None:

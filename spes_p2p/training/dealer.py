@@ -11,7 +11,7 @@ from typing import cast
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.packing import TokenSource
-from spes_p2p.data.shared import DealtSource
+from spes_p2p.data.shared import DealtDraws
 from spes_p2p.swarm.certificate import Body, max_strangers, strangers
 from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.ledger import MAX_SPARES, Deal, DealRules, Drawn, Ledger
@@ -134,7 +134,7 @@ class Draws:
 
     def __init__(self, run: RunConfig, data: TokenSource, group: ProcessGroup, dealer: Dealer | None) -> None:
         self._is_shared = run.data.is_shared
-        self._data = cast(DealtSource, data)
+        self._data = cast(DealtDraws, data)
         self._group = group
         self._dealer = dealer
         self.dealt: Dealt | None = None

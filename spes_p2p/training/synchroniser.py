@@ -14,6 +14,7 @@ from torch import Tensor
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import MachineConfig, RunConfig
 from spes_p2p.errors import AbsentError
+from spes_p2p.optim.outer import merge_alpha
 from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
@@ -21,7 +22,7 @@ from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.roster import Member
-from spes_p2p.training.anchors import Anchors, merge_shifts, merges_in
+from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.checkpoint import rollback_alone
 from spes_p2p.training.dealer import Dealer
 from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors, SyncStats
@@ -490,7 +491,7 @@ class Synchroniser:
         return StoredVectors(finite, lambda name: work.moments[name.weights])
 
     def _merge_shifts(self, round: int) -> dict[VectorName, Tensor]:
-        if not merges_in(self._run.merge, round):
+        if not merge_alpha(self._run.merge, round):
             return {}
         of_slot, versions = VectorName.of_slot, self.swarm.versions()
         slots = [slot for slot in range(self._run.num_slots) if self.held.form(of_slot(slot)) in versions]

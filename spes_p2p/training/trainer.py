@@ -60,13 +60,11 @@ class SingleRank:
         return contextlib.nullcontext()
 
 
-class DDP:
+class DDP(SingleRank):
     """Every rank keeps all trained parameters, and gradients are averaged.
 
     DDP registers parameters when it is built, so it is built again after each change of slots.
     """
-
-    is_sharded = False
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         return DistributedDataParallel(loss, broadcast_buffers=False)
@@ -74,9 +72,6 @@ class DDP:
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         assert isinstance(wrapped, DistributedDataParallel)
         return wrapped.no_sync()
-
-    def reset(self, wrapped: nn.Module) -> None:
-        pass
 
 
 class FSDP:

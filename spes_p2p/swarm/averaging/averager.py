@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import signal
 import time
 from collections.abc import Iterator
@@ -43,8 +42,6 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
 from spes_p2p.swarm.roster import Member
 from spes_p2p.swarm.validation import matchmaking_prefix
-
-log = logging.getLogger(__name__)
 
 REDONE = 2
 """Attempts at a round whose streams may be open at once."""

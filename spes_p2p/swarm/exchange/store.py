@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import digest as digest_of
-from spes_p2p.codecs.vectors import digest_of_file
+from spes_p2p.codecs.vectors import digest_of_file, has_digest
 from spes_p2p.errors import ExchangeError
 from spes_p2p.fs import link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
@@ -225,18 +225,12 @@ class VersionStore:
     def repair(self) -> None:
         """Delete damaged versions, and the unfinished files of a process that was killed."""
         for name in list(self._versions):
-            while (version := self.find(name)) is not None and not self._is_whole(version):
+            while (version := self.find(name)) is not None and not has_digest(self.path(version), version.digest):
                 log.warning("%s is damaged; it is deleted, and taken from elsewhere", self.path(version))
                 self.delete(version)
         listed = {self.path(version) for kept in self._versions.values() for version in kept}
         for stray in [*self._directory.glob("*.tmp"), *(set(self._directory.glob("*.bin")) - listed)]:
             stray.unlink()
-
-    def _is_whole(self, version: Version) -> bool:
-        try:
-            return digest_of_file(self.path(version)) == version.digest
-        except OSError:
-            return False
 
     def refuse(self, version: Version) -> None:
         """Delete a bad version, and do not take it again in this process."""
