@@ -37,6 +37,8 @@ SETTLE_SECONDS = 3.0
 POLL_SECONDS = 0.5
 ENTERING_TRIES = 8
 """Times that a newcomer asks for the swarm's state: in short rounds the others may move on before the download ends."""
+RETURN_SECONDS = 10.0
+"""Pause between two tries of a peer that comes back."""
 ATTEMPTS = 3
 """Attempts at a round after which its work is given up, and the round trained anew."""
 PUNCTUAL = 0.5
@@ -245,12 +247,21 @@ class Synchroniser:
                 self.swarm.catch_up()
 
     def come_back(self) -> StateUpdate:
-        """Return as a late peer after standing aside: losses and residuals of before judge and change nothing."""
+        """Return as a late peer after standing aside: losses and residuals of before judge and change nothing.
+
+        Others may be out of reach just then, so it tries until they answer, or the swarm is closed.
+        """
         self.stats = SyncStats.of(RoundResult(), 0, 0.0)
         self.held.makers = {}
         self.swarm.settle(RoundResult(), ())
         self.held.come_back()
-        return self.open(None)
+        while True:
+            try:
+                return self.open(None)
+            except AbsentError as error:
+                log.warning("coming back: %s; trying again in %.0f s", error, RETURN_SECONDS)
+                if self.swarm.wait(RETURN_SECONDS):
+                    raise
 
     def meet(self, work: RoundWork) -> StateUpdate:
         """Learn when the first round ends: from the others' current round, or by a roster without deltas.

@@ -16,6 +16,7 @@ from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.build import build_initial
 from spes_p2p.training.round_work import StateUpdate, StoredVectors
+from spes_p2p.training.synchroniser import ENTERING_TRIES
 
 ALONE = RoundConfig(mode="steps", steps=3, total=20, min_peers=1, max_seconds=60, exchange_seconds=20)
 
@@ -61,6 +62,39 @@ def test_a_newcomer_joins_a_run_of_which_fewer_peers_than_its_start_needs_are_le
     """The others go on with the run that they have; a newcomer that waited for `min_peers` would wait for ever."""
     late, made = join_late(tiny_run(round=ALONE), min_peers=3)
     assert made == 0 and late.swarm.versions()["shared"].round == ALONE.total
+
+
+class CutOff(MemorySwarm):
+    """A swarm from which some downloads fail."""
+
+    failing_pulls = 0
+
+    def pull(self, wanted, **more):
+        if self.failing_pulls:
+            self.failing_pulls -= 1
+            return dict.fromkeys(wanted, "no peer answers")
+        return super().pull(wanted, **more)
+
+
+def test_a_peer_that_was_paused_waits_for_others_to_be_within_reach():
+    """It ended when the first download failed; its owner found it gone in the morning."""
+    hub, run = MemoryHub("run", matchmaking_seconds=2.0), tiny_run(round=ALONE)
+    first = VirtualPeer(run, MemorySwarm(hub, peer_id(0)), index=0, max_slots=4)
+    paused = VirtualPeer(run, CutOff(hub, peer_id(1)), index=1, max_slots=2)
+    entered = []
+
+    def pause_and_return() -> None:
+        paused.sync.open(paused.initial)
+        paused.sync.held.stand_aside()
+        while len(first.reports) < 3:
+            hub.clock.wait(0.1)
+        paused.swarm.failing_pulls = ENTERING_TRIES + 1
+        paused.sync.come_back()
+        entered.append(paused.sync.round)
+        paused.swarm.close()
+
+    hub.clock.run([lambda: first.live(first.initial, lambda report: None), pause_and_return])
+    assert entered[0] >= 3 and not paused.swarm.failing_pulls
 
 
 class Counting(MemorySwarm):
