@@ -143,15 +143,14 @@ def histories(seen: Seen) -> Iterator[Row]:
         ("accepted versions lost", "lost"),
         ("runs that stand still though more than half answer", "stands"),
     ):
-        bad = honest.get(key, 0)
-        of = f"of {count:,}"
+        bad, num_judged, of = honest.get(key, 0), count, f"{count:,}"
         if key == "lost":  # where fewer than a quorum went on, or the run forked, none is judged
-            fewer = f"{honest['judged']:,}" if "judged" in honest else f"{count - honest['shrunk']:,} or more"
-            of = f"of the {fewer} without a shrunk certificate"
-        yield Row(f"histories: {what}", f"{bad} {of}", "0 of 10,000", not bad and count >= 10_000)
+            num_judged = honest.get("judged", count - honest["shrunk"] - honest["forks"])
+            of = f"{num_judged:,}{'' if 'judged' in honest else ' or more'} without a shrunk certificate or a fork"
+        yield Row(f"histories: {what}", f"{bad} of {of}", "0 of 10,000", not bad and num_judged >= 10_000)
         if key == "lost":
             gone = honest.get("on_no_disk", 0)
-            yield Row("- that no disk had any more, after restores of older backups", f"{gone} of {count:,}")
+            yield Row("- that no disk had any more, after restores of older backups", f"{gone} of {of}")
     unproven, forks, rounds = twice.get("unproven", 0), twice.get("forks", 0), twice["rounds_until_out"]
     found_forks = f"{unproven} of {forks} forks in {twice['histories']:,} histories"
     yield Row("- with a voter that signs twice: forks unproven", found_forks, "0", not unproven)

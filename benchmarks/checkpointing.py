@@ -190,9 +190,12 @@ def _trainer(config: CheckpointingConfig) -> Trainer:
     tokenizer = resolve_tokenizer(run.data, (), cache)
     data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
     trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("cpu"))
-    slots = range(config.max_slots)
-    masters = {VectorName.of_slot(s): trainer.layouts["slot"].flatten(trainer.model.slot_weights(s)) for s in slots}
-    trainer.set_slots(slots, masters)
+    # A trainer's weights come from its run; here any small ones do.
+    names = [SHARED, *map(VectorName.of_slot, range(run.num_slots))]
+    weights = {name: 0.02 * torch.randn(trainer.layouts[name.kind].numel) for name in names}
+    held, others = names[1 : 1 + config.max_slots], [SHARED, *names[1 + config.max_slots :]]
+    trainer.set_slots(range(config.max_slots), {name: weights[name] for name in held})
+    trainer.load({name: weights[name] for name in others})
     return trainer
 
 

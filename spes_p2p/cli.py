@@ -126,11 +126,14 @@ def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
 def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
     if path is None:
         return
+    if path.exists() and not path.is_file():  # a pipe can be read once, and is read twice
+        raise ConfigError(f"--config {path} is no file; write the settings into one")
+    known = getattr(cls, "file_keys", None) or cls.model_fields
     for key, value in read_yaml(path, "--config").items():
-        if key not in cls.model_fields:
+        if key not in known:
             if hint := _foreign_hint(cls, str(key), value):
                 raise ConfigError(f"unknown key {key!r} in {path}: {hint}")
-            raise ConfigError(f"unknown key {key!r} in {path}; known keys: {', '.join(cls.model_fields)}")
+            raise ConfigError(f"unknown key {key!r} in {path}; known keys: {', '.join(known)}")
 
 
 class _KeyTwice(yaml.YAMLError):

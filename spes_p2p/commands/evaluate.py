@@ -327,7 +327,7 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
         if not path.expanduser().exists():  # before a large model is loaded
             raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
-        if file is not None and (file.is_dir() or not os.access(file.expanduser().parent, os.W_OK)):
+        if file is not None and not _is_writable(file.expanduser()):
             raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")
     groups = task_groups(config.tasks, config.suite, config.task_path, config.num_fewshot)
     ranks = join_ranks()
@@ -393,10 +393,21 @@ def write_json(rows: Sequence[Metric], file: Path) -> None:
     _write_file(json.dumps(nested, indent=2) + "\n", file, "--json")
 
 
+def _is_written_in_place(file: Path) -> bool:
+    """Tell whether a file must not be replaced: /dev/stdout, another device, or a link to a file elsewhere."""
+    return file.is_symlink() or (file.exists() and not file.is_file())
+
+
+def _is_writable(file: Path) -> bool:
+    if _is_written_in_place(file):
+        return not file.is_dir() and os.access(file, os.W_OK)
+    return os.access(file.parent, os.W_OK)
+
+
 def _write_file(text: str, file: Path, flag: str) -> None:
     file = file.expanduser()
     try:
-        if file.exists() and not file.is_file():  # /dev/stdout
+        if _is_written_in_place(file):
             file.write_text(text, encoding="utf-8")
             return
         with write_atomic(file) as stream:

@@ -24,7 +24,7 @@ from spes_p2p.planner.memory import (
 )
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import memory_lines, model_lines, start_lines, time_lines, traffic_lines
-from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
+from spes_p2p.planner.traffic import newcomer_bytes, of_moments_round, round_traffic
 from spes_p2p.presentation import say
 
 ANY_MEMORY = 2**62
@@ -49,6 +49,7 @@ def main(config: PlanConfig) -> int:
     claimed = _claimed(config, size, setup, memory, host)
     num_peers = config.peers or max(2, run.round.min_peers)
     traffic = round_traffic(size, claimed, num_peers, setup)
+    fullest = round_traffic(size, claimed, num_peers, of_moments_round(setup))
     kept = KeptRounds().keep_last
     base = base_bytes(size, setup.base) if size.is_adapted else 0
     links = config.uplink_mbit or config.downlink_mbit, config.downlink_mbit or config.uplink_mbit
@@ -57,7 +58,7 @@ def main(config: PlanConfig) -> int:
         *memory_lines(peer_memory(size, claimed, setup)),
         *traffic_lines(traffic, num_peers, size, claimed),
         *start_lines(base + newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
-        *time_lines(run, traffic, num_peers, links, config.tokens_per_second),
+        *time_lines(run, (traffic, fullest), num_peers, links, config.tokens_per_second),
     ]
     say("\n".join(lines))
     is_limited = config.memory_gb or config.host_memory_gb

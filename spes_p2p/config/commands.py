@@ -6,8 +6,9 @@ Flags are read before anything heavy is imported, so this module imports neither
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_settings import CliPositionalArg, SettingsConfigDict
@@ -23,6 +24,7 @@ from spes_p2p.config.machine import (
     NamedRun,
     OwnData,
     PagePlace,
+    PeerConfig,
     RunId,
     VolunteerConfig,
     shipped,
@@ -135,7 +137,7 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     repository of the hub, or a folder. Credentials come from boto3's and huggingface_hub's own settings."""
     upload_mbit: PositiveFloat | None = None
     """Upload rate to a bucket or a folder in 10^6 bits per second, on average; by default as fast as it goes."""
-    poll_seconds: PositiveFloat = 1.0
+    poll_seconds: Annotated[float, Field(gt=0, le=30)] = 1.0
     """Interval of reading the swarm's records. A report of a round that lives shorter is missed."""
     console: Literal["auto", "live", "plain", "none"] = "auto"
     """How progress is shown. `live`: a table that refreshes; `plain`: one line per round and per evaluation;
@@ -394,7 +396,9 @@ class AmendConfig(CommandConfig):
     Only rounds, learning rate, its schedule, and the weights of a mixture of data can change.
     """
 
-    model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend")
+    model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend", extra="ignore")
+    file_keys: ClassVar[Collection[str]] = (*PeerConfig.model_fields, "identity")
+    """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 
     folder: CliPositionalArg[Path]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""

@@ -26,7 +26,7 @@ from urllib.parse import quote, urljoin, urlsplit
 from pydantic import ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.codecs.vectors import has_digest
+from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
 from spes_p2p.errors import ConfigError, DataError, OutageError, one_line
@@ -240,7 +240,7 @@ def _fetch_file(where: Address, file: _File, folder: Path, progress: _Progress) 
         _append(part, 0, _read(source, file.num_bytes))
     if not file.num_bytes:
         _append(part, 0, b"")
-    if not has_digest(part, file.sha256):  # guard: remote-digest
+    if digest_of_file(part) != file.sha256:  # guard: remote-digest
         part.unlink()
         raise DataError(f"{source.url} is not the file of its manifest: its SHA-256 differs; tell who serves it")
     part.replace(folder / file.name)

@@ -287,7 +287,7 @@ class Watch:
 
     Args:
         swarm: The monitor's own, in client mode. Its watchdog tells silence of the swarm from a failure of this
-            machine: without its DHT process a monitor reads old records for ever, and without p2pd it reads none.
+            machine: without its DHT process a monitor reads no records, and without p2pd it finds none.
         amendments: The run's settings, which its founder may change.
         archive: The swarm's model; used by one thread at a time.
         show: Receives each view.
@@ -359,6 +359,7 @@ class Watch:
         try:
             snapshot = look(self._swarm)
         except OSError:
+            self._seen_at = time.monotonic()  # this says nothing of the swarm; the watchdog knows of a dead DHT
             log.warning("the DHT did not answer; reading its records again in %.1f s", self._poll_seconds)
             return
         if snapshot.claims:

@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from typing import Concatenate, ParamSpec, TypeVar
 
 from spes_p2p.errors import ConfigError
 
@@ -17,10 +18,28 @@ ASIDE = ".overwritten-"
 """Begins the name of what holds, within an output, what was there before a start that is not yet kept."""
 OURS = ("identity.key", "versions", "run.yaml", f"{ASIDE}*")
 """What marks an output directory as one that --overwrite may delete."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _reads(look: Callable[Concatenate[Path, P], T]) -> Callable[Concatenate[Path, P], T]:
+    """Let a function say in one line that it may not read its directory."""
+
+    @functools.wraps(look)
+    def read(directory: Path, *args: P.args, **more: P.kwargs) -> T:
+        try:
+            return look(directory, *args, **more)
+        except OSError as error:
+            raise ConfigError(f"cannot read --output {directory}: {error.strerror}; name another") from error
+
+    return read
+
+
 _held: set[int] = set()
 """File descriptors of directories that are this process's own."""
 
 
+@_reads
 def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
     """Check an output directory before anything is written.
 
@@ -45,6 +64,7 @@ def check_output(directory: Path, *, resume: bool, overwrite: bool) -> None:
             )
 
 
+@_reads
 def can_resume(directory: Path) -> bool:
     """Tell whether a start in this directory was kept; one that was killed before has left nothing to go on with."""
     if not directory.is_dir():
@@ -53,6 +73,7 @@ def can_resume(directory: Path) -> bool:
     return "checkpoint" in names or (bool(names) and not any(name.startswith(ASIDE) for name in names))
 
 
+@_reads
 def was_cut_off(directory: Path) -> bool:
     """Tell whether the last start in this directory was killed before it was kept: another may take its place."""
     is_begun = directory.is_dir() and any(path.name.startswith(ASIDE) for path in directory.iterdir())

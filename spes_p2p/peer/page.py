@@ -105,17 +105,23 @@ class PeerPage:
         view, known = self._state.view, self._swarm.known()
         view = view.ending_at(self._amendments.run.round.total)
         counted = None if known is None else {own_id, *known}
-        snapshot = look(self._swarm).of(counted)
-        while self._reports:
-            own = self._reports.popleft()
-            self._count(own)
-            view = fold(view, replace(snapshot, now=view.now, metrics={own.peer_id: own}))
-        view = fold(view, snapshot)
+        now = self._swarm.now()
+        try:
+            snapshot = look(self._swarm).of(counted)
+        except OSError as error:
+            log.debug("the page cannot read the swarm's records: %r", error)
+            view = replace(view, now=now)  # the others' claims grow old on it
+        else:
+            while self._reports:
+                own = self._reports.popleft()
+                self._count(own)
+                view = fold(view, replace(snapshot, now=view.now, metrics={own.peer_id: own}))
+            view = fold(view, snapshot)
         for event in self._log.of(view):
             self._page.take(event)
             if event["kind"] == "membership" and event["change"] != "changed" and event["peer_id"] != own_id:
                 log.info("%s", in_words(event))
-        control = self._control(snapshot.now)
+        control = self._control(now)
         self._state = replace(self._state, view=view, own=self._own(), control=control)
         self._page.show(self._state)
 

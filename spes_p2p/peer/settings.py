@@ -21,7 +21,7 @@ from spes_p2p.model.peft_files import adapter_of, named_base
 from spes_p2p.model.start import over_checkpoint
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import run_size
-from spes_p2p.planner.traffic import round_traffic, rounds_for_links, transfer_seconds
+from spes_p2p.planner.traffic import of_moments_round, round_traffic, rounds_for_links, transfer_seconds
 from spes_p2p.presentation import size_text
 from spes_p2p.swarm.manifest import MANIFEST, MAX_BYTES
 from spes_p2p.swarm.records import MAX_CLAIMED
@@ -85,14 +85,16 @@ def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
     size, num_peers = run_size(run, vocab_size), max(LINKED_PEERS, run.round.min_peers)
     shared_out = min(size.num_slots, math.ceil(run.round.copies * size.num_slots / num_peers))
     claimed = shared_out if config.max_slots == "auto" else config.max_slots
-    traffic = round_traffic(size, claimed, num_peers, Setup.of(run, config, vocab_size))
+    setup = Setup.of(run, config, vocab_size)
+    traffic = round_traffic(size, claimed, num_peers, setup)
     moved = f"a round of {num_peers} peers moves {size_text(traffic.total)} each way"
     if (uplink := config.uplink_mbit) is None:
         if config.host is None and run.round.mode == "tokens" and "min_seconds" not in run.round.model_fields_set:
             log.info("%s; --uplink-mbit makes rounds long enough for peers with so slow a link", moved)
         return run
     least = transfer_seconds(traffic, uplink, uplink)
-    rounds = rounds_for_links(run, least)
+    longest = transfer_seconds(round_traffic(size, claimed, num_peers, of_moments_round(setup)), uplink, uplink)
+    rounds = rounds_for_links(run, least, longest)
     if rounds.min_seconds > run.round.min_seconds:
         log.info(
             "%s, in %.0f s at %g Mbit/s; rounds train for %.0f s at least (--run.round.min-seconds chooses otherwise)",

@@ -132,25 +132,29 @@ def start_lines(download: int, disk: int, num_checkpoints: int) -> Iterator[str]
 
 def time_lines(
     run: RunConfig,
-    traffic: RoundTraffic,
+    traffic: tuple[RoundTraffic, RoundTraffic],
     num_peers: int,
     links_mbit: tuple[float | None, float | None],
     tokens_per_second: float | None,
 ) -> Iterator[str]:
-    """Yield the least time of a round, as far as links (uplink, downlink) and speed are known."""
+    """Yield the least time of a round, as far as links (uplink, downlink) and speed are known.
+
+    Of `traffic` the first is a round's mean, the second that of a round that carries the moments.
+    """
     uplink, downlink = links_mbit
     if not uplink or not downlink:
         return
-    least = transfer_seconds(traffic, uplink, downlink)
+    least, longest = (transfer_seconds(each, uplink, downlink) for each in traffic)
     yield ""
     yield f"{f'time at {uplink:g} Mbit/s up and {downlink:g} down, at least':<50}{'seconds':>10}"
-    for name, phase, deadline in (
-        ("averaging", least.averaging, "averaging_seconds"),
-        ("fetching", least.fetching, "exchange_seconds"),
+    for name, phase, most, deadline in (
+        ("averaging", least.averaging, longest.averaging, "averaging_seconds"),
+        ("fetching", least.fetching, longest.fetching, "exchange_seconds"),
     ):
         allowed = getattr(run.round, deadline)
-        too_long = f"   longer than round.{deadline}={allowed:g}" if phase > allowed else ""
-        yield f"  {name:<48}{phase:>10.0f}{too_long}"
+        told = f"   {most:.0f} in a round with moments" if round(most) > round(phase) else ""
+        too_long = f"   longer than round.{deadline}={allowed:g}" if most > allowed else ""
+        yield f"  {name:<48}{phase:>10.0f}{told}{too_long}"
     if tokens_per_second is None:
         yield f"  {'training':<48}{'unknown':>10}   --tokens-per-second"
         return

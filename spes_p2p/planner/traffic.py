@@ -6,7 +6,7 @@ Legend: N peers, S shared parameters, P parameters of a slot, E experts, C claim
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS
@@ -186,6 +186,11 @@ def transfer_seconds(traffic: RoundTraffic, uplink_mbit: float, downlink_mbit: f
     return RoundSeconds(8 * traffic.averaged / bits_per_second, 8 * fetched / bits_per_second)
 
 
+def of_moments_round(setup: Setup) -> Setup:
+    """Return a setup of which each round carries the moments, as every `codecs.moments_interval`th does."""
+    return replace(setup, codecs=setup.codecs.model_copy(update={"moments_interval": 1}))
+
+
 def training_seconds(run: RunConfig, num_peers: int, tokens_per_second: float) -> float:
     """Return the seconds that a round trains.
 
@@ -205,13 +210,19 @@ def least_training_seconds(run: RunConfig, least: RoundSeconds) -> float:
     return least.total if run.round.overlap else least.total * TRAINING_SHARE / (1 - TRAINING_SHARE)
 
 
-def rounds_for_links(run: RunConfig, least: RoundSeconds) -> RoundConfig:
+def rounds_for_links(run: RunConfig, least: RoundSeconds, fullest: RoundSeconds | None = None) -> RoundConfig:
     """Return a run's rounds as its links ask for, where the founder has left that open.
 
     Rounds of mode `tokens` train for at least `least_training_seconds`, or for the longest that is allowed. Frequent
     rounds learn more than rare ones (docs/convergence.md), so they are no longer than that. Rounds that grow are as
     long as they are set to. A phase may take PATIENCE times what links allow at best.
+
+    Args:
+        run: The run's settings.
+        least: The least seconds of a round, the mean of many.
+        fullest: Those of a round that carries the moments; by default the same.
     """
+    fullest = fullest or least
     rounds, chosen = run.round, run.round.model_fields_set
     changes: dict[str, float] = {}
     if rounds.mode == "tokens" and "min_seconds" not in chosen and not rounds.growing:
@@ -219,7 +230,7 @@ def rounds_for_links(run: RunConfig, least: RoundSeconds) -> RoundConfig:
         seconds = min(math.ceil(least_training_seconds(run, least)), longest)
         if seconds > rounds.min_seconds:
             changes |= {"min_seconds": seconds, "max_seconds": max(seconds, rounds.max_seconds)}
-    for name, phase in (("averaging_seconds", least.averaging), ("exchange_seconds", least.fetching)):
+    for name, phase in (("averaging_seconds", fullest.averaging), ("exchange_seconds", fullest.fetching)):
         if name not in chosen:
             changes[name] = min(max(getattr(rounds, name), math.ceil(PATIENCE * phase)), MAX_PHASE_SECONDS)
     return rounds.model_copy(update={name: float(value) for name, value in changes.items()})

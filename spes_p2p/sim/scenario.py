@@ -207,7 +207,8 @@ class Scenario(Frozen):
                 )
         for held in self.slots:
             if sorted(set(held)) != held or (self.start_from is None and held and held[-1] >= self.run.num_slots):
-                raise ValueError(f"slots={held} of a peer; list each once, ascending, up to {self.run.num_slots - 1}")
+                last = "" if self.start_from is not None else f", up to {self.run.num_slots - 1}"
+                raise ValueError(f"slots={held} of a peer; list each once, ascending{last}")
         if not self.founders:
             raise ValueError("every peer joins later, so there is no peer to join; let one start without an event")
         return self

@@ -24,7 +24,7 @@ from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
 from spes_p2p.data.shared import DealtDraws
 from spes_p2p.data.sources import Part
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
-from spes_p2p.errors import SimulationError
+from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
@@ -344,6 +344,8 @@ class _Simulation:
         self._base: Base | None = None
         if scenario.start_from is not None:
             self._run = _started(self._run, self._vocab_size, scenario.start_from)
+            if any(slot >= self._run.num_slots for held in scenario.slots for slot in held):
+                raise ConfigError(f"slots: {scenario.start_from} has {self._run.num_slots}; number them from 0")
         if self._run.adapter is not None:
             assert scenario.start_from is not None
             model = outline(self._run.model, self._vocab_size, self._run.data.sequence_length)

@@ -168,7 +168,7 @@ def check_changes(old: RunConfig, new: RunConfig) -> None:
                 f"{name} cannot change from {before!r} to {after!r} while the run is under way: "
                 f"{REASONS[name.split('.')[0]]}; found a new run from this one's model (spes export, then --from)"
             )
-    named = [[(each.name, each.fingerprint) for each in run.data.mixture] for run in (old, new)]
+    named = [[(each.name, each.fingerprint, each.urls) for each in run.data.mixture] for run in (old, new)]
     if named[0] != named[1]:
         raise ConfigError(
             "data.mixture cannot change its sources, only their weights: the peers have no other shards; found a new "
@@ -208,8 +208,8 @@ def first_changed_tokens(old: RunConfig, new: RunConfig) -> int | None:
         zip((0, *run.data.phases), zip(*(source.weights for source in run.data.mixture), strict=True), strict=True)
         for run in (old, new)
     )
-    differing = next(pair for pair in itertools.zip_longest(one, other) if pair[0] != pair[1])
-    return min(phase[0] for phase in differing if phase is not None)
+    differing = next((pair for pair in itertools.zip_longest(one, other) if pair[0] != pair[1]), ())
+    return min((phase[0] for phase in differing if phase is not None), default=None)
 
 
 def dealt_tokens(run: RunConfig, last: Body, rounds: int) -> int:

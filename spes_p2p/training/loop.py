@@ -19,6 +19,7 @@ from torch import Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.mixture import MixedSource
+from spes_p2p.errors import AbsentError
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
@@ -39,6 +40,8 @@ CLAIMED_FACTOR_SHARE = 0.2
 """Share of the run over which SPES's factor on claimed experts rises to 1."""
 UNFINISHED = 0.999
 """Cap on the elapsed share of a round whose end is unknown."""
+RETURN_SECONDS = 10.0
+"""Pause between two tries of a peer that comes back."""
 LEAVING_SECONDS = 5.0
 """Time that an interrupted peer gives a synchronisation under way to end."""
 
@@ -392,12 +395,24 @@ class TrainingLoop:
             return StateUpdate(())
 
         self._lead(aside)
+        while not self._has_come_back():
+            if self.is_ended:
+                return
+        self._meet()
+
+    def _has_come_back(self) -> bool:
+        """Wait until this peer may train, and enter the swarm again; tell whether it has, since others may be away."""
         self._stand_by()
         if self.is_ended:
-            return
-
-        self._load(self._lead(Synchroniser.come_back))
-        self._meet()
+            return False
+        try:
+            self._load(self._lead(Synchroniser.come_back))
+        except AbsentError as error:  # on all ranks
+            log.warning("coming back: %s (next try in %.0f s)", error, RETURN_SECONDS)
+            if self._group.from_leader(lambda: self._sync is not None and self._sync.swarm.wait(RETURN_SECONDS)):
+                raise
+            return False
+        return True
 
     # ------------------------------------------------------------------ when a round ends
 
@@ -527,7 +542,7 @@ class TrainingLoop:
         ended = self._trainer.clock() if ended is None else ended
         wall_seconds = ended - self._last_report
         self._last_report = ended
-        report = _metrics(self._sync, work, self._trainer.slots, wall_seconds, waited_seconds)
+        report = self._sync.report(work, self._trainer.slots, wall_seconds, waited_seconds)
         _log_report(report)
         self._sync.swarm.report(report)
         if self._on_round is not None:
@@ -547,40 +562,6 @@ def keeps_draws(sync: Synchroniser, work: RoundWork) -> bool:
     would contain batches of two deals.
     """
     return work.dealt is None or sync.stats.num_committed > 0  # guard: given-up-draws
-
-
-def _metrics(
-    sync: Synchroniser, work: RoundWork, slots: tuple[int, ...], wall_seconds: float, waited_seconds: float | None
-) -> Metrics:
-    """Return the report of the round that was committed last."""
-    stats = sync.stats
-    bytes_in, bytes_out = sync.swarm.traffic()
-    spent = work.seconds + stats.matchmaking_seconds + stats.averaging_seconds + stats.exchange_seconds
-    if waited_seconds is not None:
-        spent = work.seconds + waited_seconds
-    return Metrics(
-        peer_id=sync.swarm.peer_id,
-        round=sync.round,
-        step=work.steps,
-        tokens=work.tokens,
-        total_tokens=work.total_tokens,
-        loss=work.loss,
-        tokens_per_second=work.tokens_per_second,
-        slots=slots,
-        num_members=stats.num_members,
-        committed=stats.num_committed,
-        dropped=stats.num_dropped,
-        shared_digest=sync.swarm.versions()[SHARED].digest[:16],
-        train_seconds=work.seconds,
-        matchmaking_seconds=stats.matchmaking_seconds,
-        averaging_seconds=stats.averaging_seconds,
-        exchange_seconds=stats.exchange_seconds,
-        other_seconds=max(0.0, wall_seconds - spent),
-        waited_seconds=waited_seconds,
-        bytes_in=bytes_in,
-        bytes_out=bytes_out,
-        stale_rounds=stats.stale_rounds,
-    )
 
 
 def _log_report(report: Metrics) -> None:

@@ -20,7 +20,7 @@ from spes_p2p.swarm.clock import clamp_tokens, round_end
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Contribution, RoundResult, Swarm
 from spes_p2p.swarm.names import SHARED, VectorName, by_reason
-from spes_p2p.swarm.records import Claim, Progress
+from spes_p2p.swarm.records import Claim, Metrics, Progress
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.anchors import Anchors, merge_shifts
 from spes_p2p.training.checkpoint import rollback_alone
@@ -37,8 +37,6 @@ SETTLE_SECONDS = 3.0
 POLL_SECONDS = 0.5
 ENTERING_TRIES = 8
 """Times that a newcomer asks for the swarm's state: in short rounds the others may move on before the download ends."""
-RETURN_SECONDS = 10.0
-"""Pause between two tries of a peer that comes back."""
 ATTEMPTS = 3
 """Attempts at a round after which its work is given up, and the round trained anew."""
 PUNCTUAL = 0.5
@@ -249,19 +247,14 @@ class Synchroniser:
     def come_back(self) -> StateUpdate:
         """Return as a late peer after standing aside: losses and residuals of before judge and change nothing.
 
-        Others may be out of reach just then, so it tries until they answer, or the swarm is closed.
+        Raises:
+            AbsentError: the swarm's state could not be fetched; it may be repeated.
         """
         self.stats = SyncStats.of(RoundResult(), 0, 0.0)
         self.held.makers = {}
         self.swarm.settle(RoundResult(), ())
         self.held.come_back()
-        while True:
-            try:
-                return self.open(None)
-            except AbsentError as error:
-                log.warning("coming back: %s; trying again in %.0f s", error, RETURN_SECONDS)
-                if self.swarm.wait(RETURN_SECONDS):
-                    raise
+        return self.open(None)
 
     def meet(self, work: RoundWork) -> StateUpdate:
         """Learn when the first round ends: from the others' current round, or by a roster without deltas.
@@ -419,6 +412,39 @@ class Synchroniser:
             ):
                 if self.swarm.wait(POLL_SECONDS):
                     return
+
+    def report(
+        self, work: RoundWork, slots: tuple[int, ...], wall_seconds: float, waited_seconds: float | None
+    ) -> Metrics:
+        """Return the report of the round that was committed last."""
+        stats = self.stats
+        bytes_in, bytes_out = self.swarm.traffic()
+        spent = work.seconds + stats.matchmaking_seconds + stats.averaging_seconds + stats.exchange_seconds
+        if waited_seconds is not None:
+            spent = work.seconds + waited_seconds
+        return Metrics(
+            peer_id=self.swarm.peer_id,
+            round=self.round,
+            step=work.steps,
+            tokens=work.tokens,
+            total_tokens=work.total_tokens,
+            loss=work.loss,
+            tokens_per_second=work.tokens_per_second,
+            slots=slots,
+            num_members=stats.num_members,
+            committed=stats.num_committed,
+            dropped=stats.num_dropped,
+            shared_digest=self.swarm.versions()[SHARED].digest[:16],
+            train_seconds=work.seconds,
+            matchmaking_seconds=stats.matchmaking_seconds,
+            averaging_seconds=stats.averaging_seconds,
+            exchange_seconds=stats.exchange_seconds,
+            other_seconds=max(0.0, wall_seconds - spent),
+            waited_seconds=waited_seconds,
+            bytes_in=bytes_in,
+            bytes_out=bytes_out,
+            stale_rounds=stats.stale_rounds,
+        )
 
     def _contribution(self, work: RoundWork, began: float) -> Contribution:
         """Return this peer's roster entry and its deltas from the anchors."""

@@ -43,14 +43,6 @@ def test_a_nested_store_leaves_the_peer_alive(victim, attacker, depth, field):
     assert attacker.is_served()
 
 
-@pytest.mark.parametrize("depth", sample([9, 220, 1000], [1000]))
-def test_a_nested_join_request_leaves_the_peer_alive(victim, attacker, depth):
-    attacker.join(
-        schema_hash=b"x", expiration=time.time() + LIVES, gather=nested_tuples(depth), group_key="run-rounds.0b"
-    )
-    assert attacker.is_served()
-
-
 @pytest.fixture(scope="module")
 def people(tmp_path_factory):
     folder = tmp_path_factory.mktemp("people")

@@ -36,6 +36,7 @@ def test_honest_peers_go_on_and_lose_nothing(attacked: tuple[str, Outcome]) -> N
 
 def test_who_brings_what_no_honest_peer_would_is_in_no_group_two_rounds_later(attacked: tuple[str, Outcome]) -> None:
     kind, seen = attacked
-    if kind in FOUND_OUT:
-        assert seen.left_out, "it still comes, and the others do not want it"
-        assert len(seen.took_part) <= ROUNDS_TO_LIE and max(seen.took_part, default=0) < min(seen.left_out)
+    if kind not in FOUND_OUT:
+        pytest.skip("what it does, an honest peer might do")
+    assert seen.left_out, "it still comes, and the others do not want it"
+    assert len(seen.took_part) <= ROUNDS_TO_LIE and max(seen.took_part, default=0) < min(seen.left_out)

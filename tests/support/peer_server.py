@@ -80,7 +80,7 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
     if member.previous == NO_START:
         member = member.model_copy(update={"previous": start.digest, "round": start.round})
     item = Contribution(member, {VectorName(name): delta for name, delta in deltas.items()})
-    body, tried = None, []
+    body, tried, brought = None, [], {name: digest(delta) for name, delta in item.deltas.items()}
     for _ in range(ATTEMPTS):
         result = swarm.average(item, expected=expected, starts_at=starts_at)
         means = {name: mean.clone() for name, mean in result.means.items()}
@@ -90,6 +90,7 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
         if body is not None or swarm.last().digest != start.digest:
             break
         starts_at = swarm.now()
+    assert {name: digest(delta) for name, delta in item.deltas.items()} == brought, "contributions stay as they were"
     certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)} if body else {}
     certified |= {SHARED: body.shared} if body else {}
     own_tries = [each for each in tried if body is not None and each[2].get(SHARED) == body.shared]

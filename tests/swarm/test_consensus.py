@@ -261,6 +261,8 @@ def test_a_message_that_is_not_one_is_dropped(three, stranger, taken, caplog, ma
     with caplog.at_level(logging.INFO, "spes_p2p"):
         send(stranger, three[0], make(three[0]))
         wait_until(lambda: "dropped a message of " + stranger.peer_id[-6:] in caplog.text)
+    if make is too_long:
+        assert f"message of {MAX_QUIET_BYTES + 1} bytes in place of at most {MAX_QUIET_BYTES}" in caplog.text
     assert stranger.peer_id not in taken
     decide(three)
 
@@ -271,6 +273,7 @@ def test_nor_is_one_of_a_voter_that_is_too_long(three, taken, caplog):
     with caplog.at_level(logging.INFO, "spes_p2p"):
         send(three[1].node, three[0], message.ljust(MAX_MESSAGE_BYTES + 1))
         wait_until(lambda: "dropped a message of " + three[1].peer_id[-6:] in caplog.text)
+    assert f"message of {MAX_MESSAGE_BYTES + 1} bytes in place of at most {MAX_MESSAGE_BYTES}" in caplog.text
     decide(three)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.local import ExperimentConfig
-from spes_p2p.config import CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import AmendConfig, CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config
 from spes_p2p.sim.sweep.settings import flat, load_sweep
@@ -130,6 +131,22 @@ def test_a_run_averages_what_its_optimizer_has_of_what_it_asks_for(optimizer, mo
 def test_heads_of_odd_width_are_refused_with_the_remedy():
     with pytest.raises(ConfigError, match=r"hidden_size=30 over model.num_heads=10 .* choose another number of heads"):
         hf_config(ModelConfig(hidden_size=30, num_heads=10, num_kv_heads=10), 64, 16)
+
+
+def test_an_amendment_reads_the_file_that_its_founder_started_from(tmp_path):
+    """It has a machine's settings, too, which an amendment leaves alone."""
+    given = load_settings(AmendConfig, ["folder", "--config", "configs/home_1b.yaml", "--run.round.total", "9"])
+    assert given.run.round.total == 9 and given.run.model.num_experts > 1
+    (tmp_path / "odd.yaml").write_text("run: {}\nhub_token: secret\n")
+    with pytest.raises(ConfigError, match="unknown key 'hub_token'"):
+        load_settings(AmendConfig, ["folder", "--config", str(tmp_path / "odd.yaml")])
+
+
+def test_a_pipe_is_no_configuration_file(tmp_path):
+    """It can be read once; a run began with the defaults in place of what it held."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="pipe is no file; write the settings into one"):
+        load_settings(PeerConfig, ["--run-id", "run", "--config", str(tmp_path / "pipe")])
 
 
 def test_no_command_takes_an_unknown_setting():

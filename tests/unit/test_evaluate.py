@@ -185,8 +185,17 @@ def test_an_output_that_cannot_be_written_is_named_before_a_model_is_loaded(tmp_
             evaluate.evaluate(config)
 
 
-@needs_lm_eval
-def test_a_task_that_the_suite_has_too_is_refused(checkpoint):
+def test_a_device_or_a_link_is_written_to_and_never_replaced(tmp_path):
+    rows = [evaluate.Metric("text", "loss", 3.0)]
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    evaluate.write_json(rows, tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and json.loads((tmp_path / "file").read_text())["text"]["loss"] == 3.0
+    assert evaluate._is_writable(Path("/dev/null")) and not evaluate._is_writable(tmp_path)
+    evaluate.write_json(rows, Path("/dev/null"))
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_task_that_the_suite_has_too_is_refused():
     with pytest.raises(ConfigError, match="hellaswag would be measured twice, and reported once"):
         evaluate.task_groups(["hellaswag"], "spes", None, 0)
 

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,7 +22,7 @@ from spes_p2p.commands.local import ExperimentConfig
 from spes_p2p.config import ModelConfig, PeerConfig, RoundConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
-from spes_p2p.peer.output_dir import can_resume, check_output
+from spes_p2p.peer.output_dir import can_resume, check_output, was_cut_off
 from spes_p2p.swarm.p2p.identity import Identity
 
 Words = dict[str, list[str]]
@@ -145,6 +146,12 @@ def test_a_start_that_was_killed_before_it_was_kept_may_be_overwritten_and_not_r
     check_output(tmp_path, resume=False, overwrite=True)
     (tmp_path / "checkpoint").mkdir()
     assert can_resume(tmp_path), "somebody has resumed it since"
+
+
+@pytest.mark.parametrize("look", [can_resume, was_cut_off, partial(check_output, resume=False, overwrite=False)])
+def test_an_output_that_cannot_be_looked_into_is_one_line(look: Callable[[Path], object], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cannot read --output .*: File name too long; name another"):
+        look(tmp_path / ("x" * 300))
 
 
 @pytest.mark.parametrize(

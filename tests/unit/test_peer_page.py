@@ -104,6 +104,19 @@ def test_own_reports_that_the_dht_has_replaced_are_shown_all_the_same(
     assert any("round 2:" in words for _, words in state["events"].values())
 
 
+def test_a_page_shows_its_own_peer_while_the_dht_does_not_answer(
+    page: PeerPage, swarm: ScriptedSwarm, tmp_path: Path
+) -> None:
+    page.say("")
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "training")
+    swarm.silences = 10**6
+    swarm.watchdog.seconds_alone = 99.0
+    first = wait_for(tmp_path, lambda state: state["now"]["state"] == "alone")
+    wait_for(tmp_path, lambda state: state["now"]["at"] > first["now"]["at"])
+    page.say("leaving", "others fetch what only this peer has")
+    wait_for(tmp_path, lambda state: state["now"]["state"] == "leaving")
+
+
 def test_a_peer_without_a_page_has_none(swarm: ScriptedSwarm, tmp_path: Path) -> None:
     config = PeerConfig(run_id="run", output=tmp_path, page="off")
     with shown(config, swarm, SimpleNamespace(), Controls(tmp_path)) as page:  # type: ignore[arg-type]

@@ -15,10 +15,12 @@ from peer_processes import TINY, write_corpus
 from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import ModelSize, model_size
+from spes_p2p.planner.tables import time_lines
 from spes_p2p.planner.traffic import (
     RoundSeconds,
     RoundTraffic,
     newcomer_bytes,
+    of_moments_round,
     round_traffic,
     rounds_for_links,
     star_traffic,
@@ -183,7 +185,24 @@ def test_rounds_are_as_long_as_links_ask_for_where_the_founder_leaves_that_open(
     assert (rounds.min_seconds, rounds.max_seconds, rounds.averaging_seconds, rounds.exchange_seconds) == expected
     changed = {"min_seconds", "max_seconds", "averaging_seconds", "exchange_seconds"}
     assert rounds.model_dump(exclude=changed) == run.round.model_dump(exclude=changed)
+    with_moments = rounds_for_links(run, RoundSeconds(80.0, 40.0), RoundSeconds(200.0, 90.0))
+    assert with_moments.min_seconds == rounds.min_seconds, "by the mean round"
+    if "averaging_seconds" not in chosen:
+        assert (with_moments.averaging_seconds, with_moments.exchange_seconds) == (600, 270), "by the longest"
     fast = rounds_for_links(run, RoundSeconds(0.001, 0.001))
     assert fast == run.round, "the defaults are enough on fast links"
     slow = rounds_for_links(run, RoundSeconds(1e6, 1e6))
     assert RunConfig.model_validate({"round": slow.model_dump()}).round == slow, "within what a run may have"
+
+
+def test_rounds_that_carry_the_moments_are_told_apart_and_compared_with_the_deadline() -> None:
+    """Every fourth round could not commit, and the plan said nothing."""
+    codecs = {"shared": "int4", "slots": "int4", "moments": "int8", "moments_interval": 4}
+    run = RunConfig.model_validate({"codecs": codecs, "round": {"averaging_seconds": 600}})
+    size, setup = ModelSize(400_000_000, 1_000_000, 16), Setup.of(run, MachineConfig(), None)
+    mean, fullest = (round_traffic(size, 4, 8, each) for each in (setup, of_moments_round(setup)))
+    assert fullest.averaged > 2 * mean.averaged
+    told = "\n".join(time_lines(run, (mean, fullest), 8, (20.0, 20.0), None))
+    seconds = 8 * fullest.averaged / 20e6
+    assert f"{seconds:.0f} in a round with moments" in told and "longer than round.averaging_seconds=600" in told
+    assert "with moments" not in "\n".join(time_lines(run, (mean, mean), 8, (20.0, 20.0), None))

@@ -128,6 +128,11 @@ def test_sources_of_a_mixture_stay_and_only_their_weights_change() -> None:
     other["mixture"][1]["fingerprint"] = "9" * 64
     with pytest.raises(ConfigError, match="cannot change its sources"):
         check_changes(old, settings(data=other))
+    moved = mixed([3], [1]).model_dump()
+    moved["mixture"][1]["urls"] = ["https://elsewhere.org/shards/"]  # nobody was asked about this host
+    with pytest.raises(ConfigError, match="cannot change its sources"):
+        check_changes(old, settings(data=moved))
+    assert first_changed_tokens(old, settings(data=moved)) is None
 
 
 def test_what_contradicts_itself_is_refused() -> None:

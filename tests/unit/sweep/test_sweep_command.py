@@ -267,10 +267,6 @@ def test_the_program_answers_in_a_line(words, code, said, monkeypatch, capsys):
     assert code == 0 or err.count("\n") == 1
 
 
-def test_the_console_script_is_the_program():
-    assert (Path(sys.executable).parent / "spes_p2p").exists(), "run scripts/setup.sh"
-
-
 @pytest.mark.full
 def test_a_sweep_runs_from_its_file_to_its_report(tmp_path):
     write_sweep(tmp_path, {"solo": SOLO, "ours": PAIR})

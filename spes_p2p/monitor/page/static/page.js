@@ -129,14 +129,15 @@ function showLink(link, rows) {
 const GOOD = ["training", "finished", "synchronising", "serving"], BAD = ["silent", "offline", "alone"];
 // What a page that has lost its process says, by the process's last state.
 const ENDS = { leaving: "left", finishing: "left", serving: "finished", finished: "finished" };
-const SILENT_SECONDS = 60;  // data come every other second
+const SILENT_SECONDS = 60;  // data come every other second, at least every 30
 function showClock() {
   if (!data.now) {
     at("why").textContent = isLost ? "this page's process does not answer; trying again" : "";
     return;
   }
   const now = Object.fromEntries(data.now), phases = Object.fromEntries(data.phases || []), total = data.run.get("total");
-  const age = (performance.now() - heard) / 1000, lost = !isReport && (isLost || age > SILENT_SECONDS), end = ENDS[now.state];
+  const age = (performance.now() - heard) / 1000, lost = !isReport && (isLost || age > SILENT_SECONDS);
+  const end = isLost ? ENDS[now.state] : undefined;
   const state = lost ? end || "offline" : now.state;
   const time = swarmClock + (isReport ? 0 : age);
   const pill = at("state");
