@@ -185,7 +185,9 @@ def task_groups(
     groups += [TaskGroup(*group) for group in SUITES[suite]] if suite else []
     named = [task for group in groups for task in group.tasks]
     if twice := sorted({task for task in named if named.count(task) > 1}):
-        raise ConfigError(f"{twice[0]} would be measured twice, and reported once; name it once, as the suite does")
+        raise ConfigError(
+            f"{twice[0]} would be measured twice, and reported once; name it once, in --tasks or by --suite"
+        )
     if groups:
         _lm_eval()
         _task_manager(named, task_path)

@@ -397,7 +397,7 @@ class AmendConfig(CommandConfig):
     """
 
     model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend", extra="ignore")
-    file_keys: ClassVar[Collection[str]] = (*PeerConfig.model_fields, "identity")
+    file_keys: ClassVar[Collection[str]] = (*PeerConfig.model_fields, "folder")
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
 
     folder: CliPositionalArg[Path]

@@ -86,15 +86,18 @@ class DealtDraws:
         self._drawn = 0
 
     def deal(self, ranges: Sequence[range]) -> None:
+        """Draw these batches from now on, in this order, and count from 0."""
         self._ranges = list(ranges)
         self._drawn = 0
 
     @property
     def num_drawn(self) -> int:
+        """Batches drawn since `deal`."""
         return self._drawn
 
     @property
     def is_exhausted(self) -> bool:
+        """Whether no batch of the ranges is left."""
         return self._ranges is not None and self._drawn >= sum(map(len, self._ranges))
 
     def _next_draw(self) -> int | None:
