@@ -116,8 +116,8 @@ class Decider:
         self.chain = chain
         self.voter = Voter(keys, chain.last, ballot, save, rules, network.now)
         self.attempt = 0
-        self.proofs: dict[str, Proof] = {}
-        """Proofs against voters, by peer."""
+        self.proofs = {proof.vote.peer_id: proof for proof in self.voter.ballot.proofs}
+        """Proofs against voters, by peer; kept with the ballot."""
         self.amendment: Version | None = None
         """A change to the run's settings that the next certificate is to name."""
 
@@ -557,11 +557,11 @@ class Decider:
         if guilty not in self.proofs and guilty in self.chain.last.voters:  # guard: voters-proven
             log.warning("%s has signed two statements that contradict each other", guilty)
             self.proofs[guilty] = proof
+            self.voter.keep(proof)  # guard: proof-on-disk
 
     def _goodbye(self) -> Goodbye:
         last = self.chain.last
-        goodbye = Goodbye(run=last.run, round=last.round + 1, attempt=0, peer_id=self._keys.peer_id)
-        return goodbye.signed(self._keys)
+        return Goodbye(run=last.run, round=last.round + 1, attempt=0, peer_id=self._keys.peer_id).signed(self._keys)
 
     def _take_goodbye(self, goodbye: Goodbye) -> None:
         last = self.chain.last

@@ -14,6 +14,7 @@ from pydantic import Field
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import sync, write_atomic
 from spes_p2p.swarm.certificate import (
+    MAX_VOTERS,
     Attempt,
     Body,
     Certificate,
@@ -62,6 +63,8 @@ class Ballot(Document):
     barred_at: Seconds | None = None
     """DHT time at which the voter noticed that earlier promises are lost; it votes again once it has been admitted
     by a later certificate."""
+    proofs: tuple[Proof, ...] = Field(default=(), max_length=MAX_VOTERS)
+    """The newest proofs against voters, in every round's ballot: no other peer may have them."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +131,7 @@ class Voter:
         self._save = save
         self._rules = rules
         self.last = last
-        self.ballot = ballot or self._blank(None)
+        self.ballot = ballot or Ballot()
         if self.ballot.previous != last.digest:
             # The certificates were on disk before any promise about the next round: this ballot is of a round that is
             # certified. If it is of a later round, certificates are lost, and the promises about their rounds.
@@ -349,7 +352,12 @@ class Voter:
 
     def _blank(self, barred_at: float | None) -> Ballot:
         """Return a ballot for the open round; it holds no promise, so it need not be on disk."""
-        return Ballot(previous=self.last.digest, round=self.last.round + 1, barred_at=barred_at)
+        last, proofs = self.last, self.ballot.proofs
+        return Ballot(previous=last.digest, round=last.round + 1, barred_at=barred_at, proofs=proofs)
+
+    def keep(self, proof: Proof) -> None:
+        """Keep a proof against a voter, also after a crash."""
+        self._set(self.ballot.model_copy(update={"proofs": (*self.ballot.proofs, proof)[-MAX_VOTERS:]}))
 
     def _bar(self, reason: str) -> None:
         log.warning("this peer votes again when it has been admitted anew: %s", reason)

@@ -339,6 +339,15 @@ def test_a_proof_against_a_stranger_is_not_kept(seed):
     assert set(decider.proofs) == {PEERS[3]}
 
 
+def test_a_proof_outlives_a_crash_of_the_only_peer_that_has_it(seed):
+    world = swarm(seed)
+    node = world.nodes[PEERS[0]]
+    node.decider.receive(PEERS[1], Round(node.decider.chain.last).proof(PEERS[3]))
+    node.crash(5.0)
+    world.run(world.now + 100)
+    assert PEERS[3] not in node.last.voters
+
+
 def test_questions_of_two_branches_end(seed):
     world = swarm(seed)
     world.run(100)
