@@ -15,7 +15,7 @@ from spes_p2p.config import ModelConfig, OptimizerName, OuterConfig, RunConfig, 
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import stock_model
 from spes_p2p.optim.blockwise import MIN_8BIT_SIZE
-from spes_p2p.optim.inner import InnerOptimizer
+from spes_p2p.optim.inner import InnerOptimizer, orthogonalised
 
 NAMES = get_args(OptimizerName)
 TRAIN = TrainConfig(clip_norm=1e9)
@@ -124,7 +124,8 @@ def test_adamw_in_8_bits_steps_as_torchs_adamw_does_but_for_rounding(seed: int) 
 
 
 def test_muon_makes_torchs_steps_on_matrices_and_adamws_on_the_rest(seed: int) -> None:
-    params, reference = draw(seed), draw(seed)
+    """Torch's iterations are in bf16, ours in fp32 on a CPU."""
+    params, reference, start = draw(seed), draw(seed), draw(seed)
     optimizer = inner(params, "muon")
     muon = torch.optim.Muon(
         [reference["large"], reference["small"]],
@@ -142,7 +143,23 @@ def test_muon_makes_torchs_steps_on_matrices_and_adamws_on_the_rest(seed: int) -
             reference[key].grad = gradient
         muon.step()
         adamw.step()
-    assert_same(params, reference, rtol=1e-6, atol=1e-7)
+    for name in SHAPES:
+        moved, wanted = params[name] - start[name], reference[name] - start[name]
+        error = (moved - wanted).norm() / wanted.norm()
+        assert error < (1e-5 if name == "norm" else 0.02), f"{name}: {error:.2e}"
+
+
+@pytest.mark.parametrize("shape", [(48, 48), (96, 32), (16, 64)])
+def test_an_orthogonalised_matrix_keeps_its_singular_vectors_and_has_singular_values_near_one(
+    seed: int, shape: tuple[int, int]
+) -> None:
+    settings = torch.optim.Muon([torch.zeros(2, 2)]).defaults
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    found = orthogonalised(matrix, settings)
+    assert torch.linalg.svdvals(found)[:-4].sub(1).abs().max() < 0.35  # the smallest take more iterations
+    left, _, right = torch.linalg.svd(matrix, full_matrices=False)
+    turned = left.T @ found @ right.T
+    assert torch.allclose(turned, torch.diag(turned.diag()), atol=1e-4)
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
