@@ -71,7 +71,7 @@ def ghosts(seen: Seen) -> Iterator[Row]:
     yield passing(forged, "none counts", ["tests/attacks/test_who_counts.py"], seen)
     idle = "test_swarm_decision.py::test_as_many_idle_identities_as_honest_peers_in_each_meeting_stop_no_round"
     what = "n idle identities against n honest in each meeting, n = 3, 5, 8, simulated"
-    yield passing(what, "the honest commit", [f"tests/unit/swarm/{idle}"], seen)
+    yield passing(what, "the honest peers commit", [f"tests/unit/swarm/{idle}"], seen)
 
 
 def claims(seen: Seen) -> Iterator[Row]:
@@ -140,13 +140,14 @@ def histories(seen: Seen) -> Iterator[Row]:
     count = honest["histories"]
     for what, key in (
         ("two unshrunk certificates of one round", "forks"),
-        ("accepted versions lost", "lost"),
+        ("certificates lost", "lost"),
         ("runs that stand still though more than half answer", "stands"),
     ):
         bad, num_judged, of = honest.get(key, 0), count, f"{count:,}"
         if key == "lost":  # where fewer than a quorum went on, or the run forked, none is judged
             num_judged = honest.get("judged", count - honest["shrunk"] - honest["forks"])
-            of = f"{num_judged:,}{'' if 'judged' in honest else ' or more'} without a shrunk certificate or a fork"
+            least = "" if "judged" in honest else " or more"
+            of = f"{num_judged:,}{least} that had neither a shrunk certificate nor a fork"
         yield Row(f"histories: {what}", f"{bad} of {of}", "0 of 10,000", not bad and num_judged >= 10_000)
         if key == "lost":
             gone = honest.get("on_no_disk", 0)

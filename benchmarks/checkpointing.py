@@ -220,8 +220,8 @@ def rows(lost: Lost) -> Iterator[Row]:
     what = "training time lost to checkpointing, local experiment, no core idle"
     yield Row(what, f"{lost.cpu:.2%}", f"<= {MAX_LOST:.0%}", lost.cpu <= MAX_LOST)
     yield Row("- for which training stands still", f"{lost.blocked:.2%}")
-    yield Row("- saved rounds against others in turns, by the wall's clock", f"{lost.wall:+.2%}")
-    yield Row("- bytes written per checkpoint, beside links", f"{lost.checkpoint_bytes / 1e6:.1f} MB")
+    yield Row("- wall time of rounds that are saved over rounds that are not, in turns", f"{lost.wall:+.2%}")
+    yield Row("- bytes written per checkpoint, hard links not counted", f"{lost.checkpoint_bytes / 1e6:.1f} MB")
 
 
 def main(config: CheckpointingConfig) -> int:

@@ -199,7 +199,7 @@ def claims(bench: Bench) -> Iterator[Row]:
         yield _seeds(f"- the long form, {peers} peers", 1 if peers == "1000" else LONG_SEEDS, figures)
     waits = next(iter(kept.values()), summary.figures())["orphaned_seconds"]["death"]
     what = "orphaned slot covered again, simulated, lease 30 s, heartbeat 10 s: p50 / p99"
-    measured = f"{waits['p50']:.0f} / {waits['p99']:.0f} s of {waits['cases']:,}"
+    measured = f"{waits['p50']:.0f} / {waits['p99']:.0f} s in {waits['cases']:,} cases"
     yield Row(what, measured, "45 / 90 s", waits["p50"] <= MAX_COVERED[0] and waits["p99"] <= MAX_COVERED[1])
 
 
@@ -217,7 +217,7 @@ def connection(bench: Bench) -> Iterator[Row]:
         ("split brain healed", healing, HEAL_SECONDS),
         ("p2pd death seen", deaths, DEATH_SECONDS),
     ):
-        measured = f"{median(seconds):.1f} / {max(seconds):.1f} s of {len(seconds)}"
+        measured = f"{median(seconds):.1f} / {max(seconds):.1f} s in {len(seconds)} cases"
         yield Row(f"{what}, median / maximum", measured, f"{most:.0f} s", max(seconds) <= most)
 
 

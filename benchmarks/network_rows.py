@@ -189,7 +189,7 @@ def overlapped(bench: Bench) -> Iterator[Row]:
     background = sum(told.shares[phase] for phase in ("matchmaking", "averaging", "exchange"))
     yield Row(
         f"default run, {MBIT:g} Mbit/s, {RTT_MS:g} ms, overlap of 1 step: wall time not training",
-        f"{told.not_training:.1%}; {background:.1%} of it waiting",
+        f"{told.not_training:.1%}; {background:.1%} of wall time waiting for synchronisation",
         f"{MAX_NOT_TRAINING:.0%}",
         told.not_training <= MAX_NOT_TRAINING,
     )
@@ -214,9 +214,10 @@ def joiners(bench: Bench) -> Iterator[Row]:
     quiet, disturbed = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     slower = median(after.seconds / before.seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
     busier = median(after.cpu_seconds / before.cpu_seconds - 1 for before, after in zip(quiet, disturbed, strict=True))
-    told = f"{slower:+.0%} ({seconds_of(quiet):.2f} s, then {seconds_of(disturbed):.2f} s)"
+    told = f"{slower:+.0%} (medians: undisturbed {seconds_of(quiet):.2f} s, disturbed {seconds_of(disturbed):.2f} s)"
     goal = f"+{MAX_DISTURBANCE:.0%} or less"
-    yield Row(f"round while {JOINERS} joiners fetch everything, / undisturbed", told, goal, slower <= MAX_DISTURBANCE)
+    what = f"round while {JOINERS} joiners fetch everything, / undisturbed, median of pairs"
+    yield Row(what, told, goal, slower <= MAX_DISTURBANCE)
     yield Row("- CPU seconds of the training peers", f"{busier:+.0%}", goal, busier <= MAX_DISTURBANCE)
     yield Row("- the last joiner has everything after", f"{median(max(pair[2]) for pair in pairs):.1f} s")
 
@@ -257,5 +258,5 @@ def _spread(seconds: Sequence[float]) -> str:
 
 
 def _sent_row(what: str, sent_mib: float, arithmetic: float) -> Row:
-    told = f"{sent_mib:.1f}; counted out {arithmetic / MIB:.1f} ({sent_mib * MIB / arithmetic - 1:+.1%})"
+    told = f"{sent_mib:.1f}; calculated {arithmetic / MIB:.1f} ({sent_mib * MIB / arithmetic - 1:+.1%})"
     return Row(f"MiB sent per peer and round, {what}", told)

@@ -57,7 +57,8 @@ def promises(seen: Seen) -> Iterator[Row]:
     yield passing("W&B, TensorBoard, Prometheus and JSONL on the last round's loss", "to the last digit", sinks, seen)
     yield passing("a verb takes effect", "within one step, or 2 s", [UNIT + test for test in VERBS], seen)
     pause = ["tests/swarm/test_peer_controls.py", f"{UNIT}training/test_rounds_paused.py"]
-    yield passing("pause for 3 rounds and resume: others' rounds, versions, counts again", "0; 0; 2", pause, seen)
+    what = "pause for 3 rounds and resume: rounds and versions that the others lose; rounds until the peer counts again"
+    yield passing(what, "0; 0; 2", pause, seen)
     day = [f"{UNIT}test_controls.py::test_a_peer_does_what_the_table_says"]
     yield passing("states by hours, battery and programs", "a table of 20", day, seen, 20)
 

@@ -28,7 +28,7 @@ def planned(bench: Bench) -> Iterator[Row]:
     size = model_size(run.model, run.data.vocab_size)
     ours = round_traffic(size, SLOTS, PEERS, Setup.of(low_bits, MachineConfig(), None)).total
     star = star_traffic(size, SLOTS)
-    what = f"SPES 7B, {PEERS} peers, int4, bytes of a peer's round / of SPES's fp32 star"
+    what = f"SPES 7B, {PEERS} peers, int4, bytes of a peer's round / of a peer's with SPES's server in fp32"
     for way, share in (
         ("received", ours / star.received),
         ("sent and received", 2 * ours / (star.sent + star.received)),

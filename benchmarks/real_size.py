@@ -199,7 +199,10 @@ def late_rows(work: Path) -> Iterator[Row]:
             peer.end()
     peers = [first, second, resumed]
     peaks = ", ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
-    what = "- the second joining after round 2; the first killed by -9 and resumed beside it: peak of each, and resumed"
+    what = (
+        "- the second joining after round 2; the first killed by -9 and resumed beside it: "
+        "peaks of the first, of the second, of the first resumed"
+    )
     is_met = not failure and all(peer.peak_bytes <= MAX_PEER_GB * 1e9 for peer in peers)
     yield Row(what, peaks, f"{MAX_PEER_GB} GB", is_met)
     yield _planned("- their peaks, two side by side", peers, _plan(settings, 4))
@@ -298,8 +301,12 @@ def plan_rows(_: Path) -> Iterator[Row]:
         setup = Setup.of(run, MachineConfig(refresh_slots=refresh), None)
         total = round_traffic(size, HOME_SLOTS, HOME_PEERS, setup).total
         share = (star.sent + star.received) / (2 * total)
-        what = "all slots refreshed" if refresh is None else f"{refresh} of {size.num_slots - HOME_SLOTS}"
-        found = f"{total / 1e9:.2f} + {total / 1e9:.2f} GB (1/{share:.1f} of SPES's star)"
+        what = (
+            "all slots refreshed"
+            if refresh is None
+            else f"{refresh} of the others' {size.num_slots - HOME_SLOTS} slots refreshed"
+        )
+        found = f"{total / 1e9:.2f} + {total / 1e9:.2f} GB (1/{share:.1f} of a peer's with SPES's server)"
         name = f"bytes up and down per peer and round, {HOME.stem}, {HOME_PEERS} peers of {HOME_SLOTS} slots: {what}"
         yield Row(name, found, f"{most} + {most} GB", total <= most * 1e9)
     half = run.model.model_copy(update={"num_layers": run.model.num_layers // 2})
@@ -340,7 +347,9 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         rounds = SPENT.findall(founder.log.read_text(errors="replace"))  # of two peers; the founder waits for no steps
         seconds = statistics.median(sum(map(float, besides)) for _, *besides in rounds) if rounds else math.inf
         figure, is_met = f"{seconds:.1f} s", seconds <= MAX_ROUND_SECONDS
-        yield Row("- a round of both: not training, of the founder", figure, f"{MAX_ROUND_SECONDS:.0f} s", is_met)
+        yield Row(
+            "- a round of both: time in which the founder does not train", figure, f"{MAX_ROUND_SECONDS:.0f} s", is_met
+        )
 
 
 def processor_rows(work: Path) -> Iterator[Row]:

@@ -52,7 +52,7 @@ def meetings(bench: Bench) -> Iterator[Row]:
         num_pairs = sum((kinds[one], kinds[other]) == pair for one, other in pairs)
         complete = sum(len(found) == num_pairs for found in tries)
         bench.note(" x ".join(pair), tries)
-        told = f"{complete} of {TRIES}" + (f", {median(met):.2f} s ({max(met):.2f})" if met else "")
+        told = f"{complete} of {TRIES}" + (f", {median(met):.2f} s ({max(met):.2f} at most)" if met else "")
         name = f"direct link, {pair[0]} x {pair[1]}, {RTT_MS:g} ms"
         if pair in UNMET:
             yield Row(name, told)
@@ -76,7 +76,7 @@ def beside_tcp(bench: Bench) -> Iterator[Row]:
 
 def routed_rounds(bench: Bench) -> Iterator[Row]:
     """Yield rounds of a swarm whose members are behind routers, all but one, against one without routers."""
-    name = f"round, {ROUTED} of {SWARM} behind routers, {MBIT:g} Mbit/s, {RTT_MS:g} ms, fp32, / all called"
+    name = f"round, {ROUTED} of {SWARM} behind routers, {MBIT:g} Mbit/s, {RTT_MS:g} ms, fp32, / all can be called"
     ratio, told = _routed_over_called(bench, "", MBIT)
     yield Row(name, told, f"{MAX_OVER_CALLED}", ratio <= MAX_OVER_CALLED)
     _, told = _routed_over_called(bench, ", slow links", SLOW_MBIT)
@@ -107,7 +107,8 @@ def unmet_rounds(bench: Bench) -> Iterator[Row]:
     with _bed(SWARM, routers) as bed:
         looking, _ = bench.swarm_rounds("looking in vain", bed, SWARM, QUARTER, uplinks=links)
     ratio = seconds_of(looking) / seconds_of(content)
-    name = f"round of a quarter of that, {ROUTED} of {SWARM} behind symmetric routers: looking in vain / not looking"
+    who = f"{ROUTED} of {SWARM} behind symmetric routers"
+    name = f"round with a quarter of the model, {who}: looking in vain / not looking"
     told = f"{ratio:.2f} ({seconds_of(looking):.2f} s, {seconds_of(content):.2f} s)"
     yield Row(name, told, f"{MAX_UNMET}", ratio <= MAX_UNMET)
 
