@@ -220,7 +220,7 @@ def rows(lost: Lost) -> Iterator[Row]:
     what = "training time lost to checkpointing, local experiment, no core idle"
     yield Row(what, f"{lost.cpu:.2%}", f"<= {MAX_LOST:.0%}", lost.cpu <= MAX_LOST)
     yield Row("- for which training stands still", f"{lost.blocked:.2%}")
-    yield Row("- wall time of rounds that are saved over rounds that are not, in turns", f"{lost.wall:+.2%}")
+    yield Row("- wall time of rounds with a checkpoint against rounds without one, alternately", f"{lost.wall:+.2%}")
     yield Row("- bytes written per checkpoint, hard links not counted", f"{lost.checkpoint_bytes / 1e6:.1f} MB")
 
 

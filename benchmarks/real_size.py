@@ -135,7 +135,7 @@ def _plan(settings: Path, slots: int, *machine: str, is_alone: bool = False) -> 
 def _planned(what: str, peers: Sequence[Peer], plan: int) -> Row:
     """Compare peers' peaks with the plan."""
     shares = [peer.peak_bytes / plan for peer in peers]
-    found = f"{', '.join(f'{share:.2f}' for share in shares)} of {plan / 1e9:.1f} GB"
+    found = f"{', '.join(f'{share:.2f}' for share in shares)} (planned: {plan / 1e9:.1f} GB)"
     is_met = all(abs(share - 1) <= MAX_PLAN_ERROR for share in shares)
     return Row(f"{what}, measured / planned", found, f"{1 - MAX_PLAN_ERROR:.2f} to {1 + MAX_PLAN_ERROR:.2f}", is_met)
 
@@ -198,7 +198,7 @@ def late_rows(work: Path) -> Iterator[Row]:
         for peer in peers:
             peer.end()
     peers = [first, second, resumed]
-    peaks = ", ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
+    peaks = "; ".join(map(gigabytes, peers)) + (f"; {failure}" if failure else "")
     what = (
         "- the second joining after round 2; the first killed by -9 and resumed beside it: "
         "peaks of the first, of the second, of the first resumed"
