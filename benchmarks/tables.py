@@ -228,8 +228,9 @@ def _circumstances(circumstances: Circumstances, measured: Measured, subject: Su
         f"{model.family}, width {model.hidden_size}, {model.num_layers} layers, {model.num_experts} experts of width "
         f"{model.intermediate_size}, top {model.top_k}; {run.data.source} corpus, sequences of "
         f"{run.data.sequence_length}",
-        f"{measured.peers} peers, batch {train.batch_size} each, {run.round.total} rounds, {train.optimizer} at {train.lr:g} "
-        f"({train.schedule}), {train.precision}, {_outer(run)}; everything else in the .json beside",
+        f"{measured.peers} peers, batch {train.batch_size} each, {run.round.total} rounds, "
+        f"{train.optimizer} at {train.lr:g} ({train.schedule}), {train.precision}, {_outer(run)}; "
+        "everything else in the .json beside",
     ]
     return "\n".join(f"- {line}" for line in lines) + "\n"
 
