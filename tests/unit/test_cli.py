@@ -522,7 +522,7 @@ def test_a_config_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     run = load_settings(PeerConfig, ["--run-id", "r", "--config", "spes_1b.yaml"]).run
     assert run is not None and run.round.total == 77, "a file of one's own comes first"
     assert "absent" in one_line(["--run-id", "r", "--config", "absent"])
-    assert load_settings(config.ExperimentConfig, []).run.round.total == 50
+    assert load_settings(config.ExperimentConfig, []).run.train.optimizer == "muon"
 
 
 def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):
