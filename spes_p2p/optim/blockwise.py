@@ -59,7 +59,8 @@ def _piecewise(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]
             assert p.grad is not None
             narrow, grad, state = p.grad_dtype, p.grad, self.state[p]
             if not is_quantised(p):
-                p.grad, p.grad_dtype = None, p.dtype
+                p.grad = None
+                p.grad_dtype = p.dtype
                 p.grad = grad.to(p.dtype)
                 super().update_step(group, p, gindex, pindex)
             else:
@@ -70,7 +71,8 @@ def _piecewise(base: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]
                     step = self._update(group, p, grad, here, (gindex, pindex))
                 state["step"] = step
             if grad.dtype != p.dtype:
-                p.grad, p.grad_dtype = None, narrow
+                p.grad = None
+                p.grad_dtype = narrow
 
         def _update(
             self, group: dict[str, Any], p: Parameter, grad: Tensor, here: slice, index: tuple[int, int]

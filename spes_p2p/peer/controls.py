@@ -113,7 +113,7 @@ class Controls:
                 return self.view()
             if self._wish.verb == "leave":
                 raise ConfigError(f"{verb} comes too late: the peer leaves; start it again with --resume")
-            kept = self._wish, self._limits, self._rules
+            wish, limits, rules = self._wish, self._limits, self._rules
             match verb:
                 case "set":
                     self._limits = self._possible(changed(self._limits, values))
@@ -130,7 +130,9 @@ class Controls:
             try:
                 self._save()
             except OSError as error:
-                self._wish, self._limits, self._rules = kept
+                self._wish = wish
+                self._limits = limits
+                self._rules = rules
                 raise ConfigError(f"cannot write {self._file}: {error.strerror}; make room, and repeat it") from error
             before = self._effective.state
             self._update()

@@ -130,7 +130,8 @@ class PeerPage:
         tokens = report.tokens if report.committed else 0
         sent, received = report.bytes_out - self._sent, report.bytes_in - self._received
         self._rounds = {**self._rounds, report.round: OwnRound(tokens, report.loss, sent, received)}
-        self._sent, self._received = report.bytes_out, report.bytes_in
+        self._sent = report.bytes_out
+        self._received = report.bytes_in
 
     def _control(self, now: float) -> Mapping[str, Any]:
         """Return what this machine's owner has asked, where the page may show it; tell the page what has changed."""

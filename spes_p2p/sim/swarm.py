@@ -338,7 +338,8 @@ class MemorySwarm:
     def close(self) -> None:
         """Leave: stop renewing and serving. Records live on for a lease, as in a real swarm."""
         if not self._closed:
-            self._closed, self._answers = True, False
+            self._closed = True
+            self._answers = False
             self._hub.end(self.peer_id)
             self._stop_serving()
             self.clock.notify_all()

@@ -353,7 +353,8 @@ class HivemindSwarm:
         averaged, attempt = self._averaged
         self._averaged = (RoundResult(), Attempt())  # whose means take memory
         buffers = self._averager.buffers if self._averager is not None else None
-        self._encoded_deltas, self._encoded = None, {}
+        self._encoded_deltas = None
+        self._encoded = {}
         if averaged is not result or SHARED not in committed:
             self._encoding.forget()
             if buffers is not None:

@@ -30,8 +30,11 @@ class Buffers:
         numel = 0 if format.is_exact else format.segments[0].numel
         memories = [_shared(size) for size in (format.num_bytes, format.num_bytes, 4 * numel, 4 * numel)]
         self._of_round = memories[:3]
-        self.source, self.result, new_residual, residual = map(_bytes_of, memories)
-        self.new_residual, self.residual = new_residual.view(torch.float32), residual.view(torch.float32)
+        source, result, new_residual, residual = map(_bytes_of, memories)
+        self.source = source
+        self.result = result
+        self.new_residual = new_residual.view(torch.float32)
+        self.residual = residual.view(torch.float32)
         self.has_residual = False
 
     def mean(self, num_members: int) -> Tensor:
