@@ -107,8 +107,8 @@ def unmet_rounds(bench: Bench) -> Iterator[Row]:
     with _bed(SWARM, routers) as bed:
         looking, _ = bench.swarm_rounds("looking in vain", bed, SWARM, QUARTER, uplinks=links)
     ratio = seconds_of(looking) / seconds_of(content)
-    who = f"{ROUTED} of {SWARM} behind symmetric routers"
-    name = f"round with a quarter of the model, {who}: looking in vain / not looking"
+    routed = f"{ROUTED} of {SWARM} behind symmetric routers"
+    name = f"round with a quarter of the model, {routed}: looking in vain / not looking"
     told = f"{ratio:.2f} ({seconds_of(looking):.2f} s, {seconds_of(content):.2f} s)"
     yield Row(name, told, f"{MAX_UNMET}", ratio <= MAX_UNMET)
 

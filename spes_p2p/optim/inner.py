@@ -84,9 +84,9 @@ class DecayingSGD(torch.optim.SGD):
 
 class Fp32Muon(torch.optim.Muon):
     """Muon whose Newton-Schulz iterations are in fp32, for CPUs: without instructions for bf16, torch's take 20 times
-    as long. The learning rate is scaled as by `match_rms_adamw`.
+    as long. The momentum is Nesterov's, and the learning rate is scaled as by `match_rms_adamw`.
 
-    Source: torch.optim.Muon, and Muon is Scalable for LLM Training, equation 4 (https://arxiv.org/abs/2502.16982).
+    Source: torch.optim.Muon, and Muon is Scalable for LLM Training (https://arxiv.org/abs/2502.16982).
     """
 
     @torch.no_grad()

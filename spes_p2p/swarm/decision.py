@@ -556,7 +556,7 @@ class Decider:
         # Strangers can contradict themselves as often as they like.
         if guilty not in self.proofs and guilty in self.chain.last.voters:  # guard: voters-proven
             log.warning("%s has signed two statements that contradict each other", guilty)
-            self.proofs[guilty] = proof
+            self.proofs[guilty] = proof  # first: the disk may be full
             self.voter.keep(proof)  # guard: proof-on-disk
 
     def _goodbye(self) -> Goodbye:
