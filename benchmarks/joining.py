@@ -62,10 +62,10 @@ def figures(results: Results) -> Iterator[Row]:
         (
             "ours_quarter",
             1,
-            "loss against DiLoCo with all experts everywhere (0.7 / 0.9, rounds of 25; ends above the lone peer): at a "
-            "third of its expert memory, in rounds of 5, with five times its bytes",
+            "loss of ours (4 slots each, rounds of 5) against DiLoCo (all slots everywhere, 0.7 / 0.9, rounds of 25), "
+            "which has three times the expert memory and sends a fifth of the bytes",
         ),
-        ("ours_long_rounds", None, "- at half of its expert memory, in rounds of 25"),
+        ("ours_long_rounds", None, "- of ours (8 slots each, rounds of 25), which has half of DiLoCo's expert memory"),
     ):
         worse = _by_seed(results, name, lambda loss, other: 100 * (loss / other - 1), other="diloco")
         found = f"{mean(worse.values()):+.1f} % ± {stdev(worse.values()):.1f} % ({len(worse)} seeds)"
