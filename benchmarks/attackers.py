@@ -235,7 +235,7 @@ def _worse(kind: str, other: str, seeds: list[int], runs: Mapping[str, Any]) -> 
 
 def _figure(worse: Spread) -> str:
     if ended := sum(map(math.isinf, worse.values.values())):
-        return f"{ended} of {len(worse.values)} runs did not live to their end"
+        return f"{ended} of {len(worse.values)} runs ended early"
     return f"{worse.mean:+.2f} %" + (f" ± {worse.deviation:.2f}" if worse.deviation is not None else "")
 
 

@@ -116,7 +116,7 @@ def traffic_lines(traffic: RoundTraffic, num_peers: int, size: ModelSize, claime
     if traffic.total:
         both = (star.sent + star.received) / (2 * traffic.total)
         up, down = star.sent / traffic.total, star.received / traffic.total
-        here = "- this plan, of what the star's peer moves"
+        here = "- this plan, as a fraction of the star's peer"
         yield f"  {here:<48}{_fraction(up):>10}{_fraction(down):>10}   {_fraction(both)} of both"
     if num_peers * claimed < size.num_slots:
         yield f"  they hold {num_peers * claimed} of {size.num_slots} slots: no peer trains the others"

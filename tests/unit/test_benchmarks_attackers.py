@@ -95,11 +95,11 @@ def test_only_holders_have_slots_of_their_own() -> None:
 def test_a_run_that_did_not_live_is_said_to_have_ended() -> None:
     ended = run(5.0) | {"loss": None, "ended": "nobody trained"}
     worse, *_ = attacker_rows(document(scale_1=ended))
-    assert (worse.cells[1], worse.is_reached) == ("1 of 3 runs did not live to their end", False)
+    assert (worse.cells[1], worse.is_reached) == ("1 of 3 runs ended early", False)
     sole = {f"{kind}_{seed}": run(4.0, FIRST + 3) for kind in (SOLE_UNDISTURBED, SOLE) for seed in SEEDS}
     sole |= {f"{SOLE_UNGATED}_{seed}": ended for seed in SEEDS}
     *_, ungated = list(attacker_rows(document(**sole)))[2:5]
-    assert ungated.cells[1] == "3 of 3 runs did not live to their end" and ungated.is_reached is None
+    assert ungated.cells[1] == "3 of 3 runs ended early" and ungated.is_reached is None
 
 
 def test_a_run_that_does_not_live_is_kept_as_such(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,7 +106,7 @@ def test_a_round_is_held_against_spess_star(capsys: pytest.CaptureFixture[str]) 
     assert row(text, "SPES's star in fp32, each of its peers") == [10.01, 29.33]
     assert row(text, "- and its server") == [117.0, 40.02]
     assert row(text, "= in all")[:2] == [3.69, 3.69]
-    assert re.search(r"of what the star's peer moves +1/2\.7 +1/8\.0 +1/5\.3 of both", text)
+    assert re.search(r"as a fraction of the star's peer +1/2\.7 +1/8\.0 +1/5\.3 of both", text)
 
 
 def test_a_machines_own_uplink_is_the_plans(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
