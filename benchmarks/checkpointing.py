@@ -168,7 +168,7 @@ class Peer:
         sizes = self._sizes.bundle_numel()
         slots = [VectorName.of_slot(slot) for slot in range(self._run.model.num_experts)]
         numels = {SHARED: sizes[SHARED], **dict.fromkeys(slots, sizes["slot"])}
-        if self._run.averaged_moments:
+        if self._run.averages_moments:
             numels[SHARED.moments] = sizes[SHARED.moments]
             numels |= {VectorName(name).moments: sizes["moments-slot"] for name in slots[: self._config.max_slots]}
         items = {}

@@ -360,15 +360,19 @@ class RunConfig(Frozen):
         return self.frozen_storage if has_forms and self.frozen_storage != "fp32" else None
 
     @property
-    def averaged_moments(self) -> tuple[str, ...]:
-        """The averaged moments by torch's names, in the order in which they lie behind a delta."""
-        return self._moments(self.outer.moments)
+    def averages_moments(self) -> bool:
+        """Whether moments of the inner optimizer are averaged with the deltas."""
+        return bool(self.averaged_moments("shared"))
 
-    @property
-    def kept_moments(self) -> tuple[str, ...]:
-        """The moments of a slot that holders publish for peers that adopt it, by torch's names: the averaged ones, or,
-        where none are and others keep copies, all of the holder's own."""
-        return self.averaged_moments or self._moments("both" if self.round.copies > 1 else "local")
+    def averaged_moments(self, kind: str) -> tuple[str, ...]:
+        """Return the averaged moments of a kind of vector, `shared` or `slot`, by torch's names, in the order in which
+        they lie behind a delta."""
+        return self._moments(self.outer.moments, kind)
+
+    def kept_moments(self, kind: str) -> tuple[str, ...]:
+        """Return the moments that holders publish of this kind of vector, for peers that adopt a slot, by torch's
+        names: the averaged ones, or, where none are and others keep copies, all of the holder's own."""
+        return self.averaged_moments(kind) or self._moments("both" if self.round.copies > 1 else "local", kind)
 
     @property
     def round_tokens(self) -> int:
@@ -380,11 +384,12 @@ class RunConfig(Frozen):
         """Whether the run begins with slots of zeros: LoRA's factor B, where it alone is trained."""
         return self.adapter is not None and self.adapter.experts == "slots" and self.adapter.factors == "b"
 
-    def _moments(self, choice: Literal["both", "second", "local"]) -> tuple[str, ...]:
+    def _moments(self, choice: Literal["both", "second", "local"], kind: str) -> tuple[str, ...]:
         kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
         if self.train.optimizer == "sgd" and not self.train.beta1:
             return ()
-        return kinds[:1] if self.train.optimizer in ("lion8bit", "sgd") else kinds
+        has_first_only = self.train.optimizer in ("lion8bit", "sgd")  # as Muon of matrices, which is all of a slot
+        return kinds[:1] if has_first_only or (self.train.optimizer == "muon" and kind == "slot") else kinds
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:

@@ -373,10 +373,10 @@ class InnerOptimizer:
         """Slots with a group, ascending."""
         return sorted(int(group.removeprefix("slot-")) for group in self._groups if group != SHARED)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """Kinds of moments that any rule keeps, in the order in which they follow a delta."""
-        return tuple(kind for kind in MOMENTS if any(kind in rule.moments for rule in self._rules))
+    def kinds(self, group: str) -> tuple[str, ...]:
+        """Return the kinds of moments of a slot, or all of `shared`, in the order in which they follow a delta."""
+        rules = self._rules if group == SHARED else [self._rule(*item) for item in self._groups[group].items()]
+        return tuple(kind for kind in MOMENTS if any(kind in rule.moments for rule in rules))
 
     def step(self, lr: float) -> float:
         """Clip the gradients to the clipping norm and make one step at rate `lr`.

@@ -28,7 +28,7 @@ class Setup:
     Attributes:
         storage: Precision of the frozen experts.
         optimizer: Inner optimizer.
-        averaged_moments: Number of its moments that are averaged with the deltas.
+        averaged_moments: Number of its moments that are averaged with the deltas of `shared`.
         kept_moments: Number of its moments that are published of every slot.
         copies: Fewest peers that should hold a slot.
         shared_momentum: Whether the shared anchor has an outer momentum, which travels with it.
@@ -108,8 +108,8 @@ class Setup:
         return cls(
             storage=machine.storage or run.frozen_storage,
             optimizer=machine.inner_optimizer or run.train.optimizer,
-            averaged_moments=len(run.averaged_moments),
-            kept_moments=len(run.kept_moments),
+            averaged_moments=len(run.averaged_moments("shared")),
+            kept_moments=len(run.kept_moments("slot")),
             copies=run.round.copies,
             shared_momentum=run.outer.has_momentum,
             slot_momentum=run.outer.of_slots.has_momentum,
@@ -126,6 +126,11 @@ class Setup:
             base=run.adapter.base if run.adapter is not None else "bf16",
             kept=run.kept_form,
         )
+
+    @property
+    def slot_moments(self) -> int:
+        """Number of moments that are averaged with the deltas of a slot: Muon keeps one of matrices."""
+        return min(self.averaged_moments, 1) if self.optimizer == "muon" else self.averaged_moments
 
 
 FROZEN_BYTES: dict[Storage, float] = {"fp32": 4, "bf16": 2, "int8": 1 + 4 / INT8_BLOCK, "nf4": 0.5 + 4 / 64}
@@ -308,7 +313,7 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
 
     Source: the code of `training/` and `swarm/`; measured in docs/planning.md.
     """
-    copies, vectors = 1 + setup.averaged_moments, _group_vectors(size, claimed, setup)
+    vectors = _group_vectors(size, claimed, setup)
     num_sides = 1 if setup.is_alone else 2  # inputs, and outputs
     shifts = claimed * size.slot_params if setup.merges else 0
     every_slot = size.num_slots * size.slot_params
@@ -320,18 +325,18 @@ def vector_bytes(size: ModelSize, claimed: int, setup: Setup) -> tuple[int, int]
     forms = FROZEN_BYTES[setup.kept] * claimed * size.slot_params if setup.kept is not None else 0
     held = 0 if setup.is_alone else sum(group.numel * group.residual_bytes for group in vectors)
     sent = held + num_sides * sum(group.numel * group.encoded for group in vectors)
-    are_exact = copies == 1 or is_exact(setup.codecs.moments)
-    results = sum(copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
+    are_exact = not setup.averaged_moments or is_exact(setup.codecs.moments)
+    results = sum(group.copies * group.numel for group in vectors if not (group.is_exact and are_exact)) + max(phases)
     is_sharded = setup.num_ranks > 1 and setup.shard == "fsdp"
     if setup.overlaps or is_sharded:
-        each = 2 * copies if setup.overlaps or copies > 1 else 1  # what is read, and what is made of it
-        brought = sum(each * group.numel for group in vectors if each > 1 or not group.is_exact)
-        everywhere = setup.num_ranks * copies * size.trained_params(claimed) if is_sharded else 0
+        twice = 2 if setup.overlaps or setup.averaged_moments else 1  # what is read, and what is made of it
+        brought = sum(twice * group.copies * group.numel for group in vectors if twice > 1 or not group.is_exact)
+        everywhere = setup.num_ranks * sum(group.copies * group.numel for group in vectors) if is_sharded else 0
         largest: float = FP32 * max(brought + results, everywhere)
     else:
-        made = [group for group in vectors if not (group.is_exact and copies == 1)]
-        moments = FP32 * setup.averaged_moments * size.trained_params(claimed)
-        one = max((group.largest * (FP32 * copies + group.encoded) for group in made), default=0)
+        made = [group for group in vectors if not (group.is_exact and group.copies == 1)]
+        moments = FP32 * sum((group.copies - 1) * group.numel for group in vectors)
+        one = max((group.largest * (FP32 * group.copies + group.encoded) for group in made), default=0)
         largest = max(moments + one, FP32 * results)
     return round(held), round(held + forms + sent + largest)
 
@@ -343,6 +348,7 @@ class _GroupVectors:
     Attributes:
         numel: Number of parameters.
         largest: Those of one vector.
+        copies: fp32 vectors in a contribution: the delta, and the averaged moments (k).
         anchors: fp32 vectors in a version: 2 with outer momentum, else 1.
         encoded: Bytes per parameter of an encoded contribution, with moments.
         is_exact: Whether the codec of deltas is lossless.
@@ -350,6 +356,7 @@ class _GroupVectors:
 
     numel: int
     largest: int
+    copies: int
     anchors: int
     encoded: float
     is_exact: bool
@@ -362,21 +369,23 @@ class _GroupVectors:
 
 def _group_vectors(size: ModelSize, claimed: int, setup: Setup) -> tuple[_GroupVectors, _GroupVectors]:
     """Return the vectors of the shared parameters and of the claimed slots."""
-    moments = setup.averaged_moments * element_bytes(setup.codecs.moments)
+    moment = element_bytes(setup.codecs.moments)
     shared, slots = setup.codecs.shared, setup.codecs.slots
     return (
         _GroupVectors(
             numel=size.shared_params,
             largest=size.shared_params,
+            copies=1 + setup.averaged_moments,
             anchors=1 + setup.shared_momentum,
-            encoded=element_bytes(shared) + moments,
+            encoded=element_bytes(shared) + setup.averaged_moments * moment,
             is_exact=is_exact(shared),
         ),
         _GroupVectors(
             numel=claimed * size.slot_params,
             largest=size.slot_params if claimed else 0,
+            copies=1 + setup.slot_moments,
             anchors=1 + setup.slot_momentum,
-            encoded=element_bytes(slots) + moments,
+            encoded=element_bytes(slots) + setup.slot_moments * moment,
             is_exact=is_exact(slots),
         ),
     )

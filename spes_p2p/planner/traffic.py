@@ -61,11 +61,11 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
         setup: Codecs, averaged moments and outer momentum.
     """
     codecs = setup.codecs
-    moments = setup.averaged_moments * element_bytes(codecs.moments) / codecs.moments_interval
+    moment = element_bytes(codecs.moments) / codecs.moments_interval
     shared = 2 * (num_peers - 1) / num_peers * size.shared_params
     covered = min(size.num_slots, num_peers * claimed)
     slots = 2 * (num_peers * claimed - covered) / num_peers * size.slot_params
-    own = setup.kept_moments * element_bytes(codecs.moments) / codecs.moments_interval
+    own = setup.kept_moments * moment
     replicas = num_replicas(covered, num_peers * claimed, num_peers, setup.copies) / num_peers
     if setup.kept is not None:
         own += _version_bytes(setup, 1.0)
@@ -73,8 +73,8 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     else:
         fetched = fetched_bytes(covered - claimed, setup)
     return RoundTraffic(
-        shared=round(shared * (element_bytes(codecs.shared) + moments)),
-        slots=round(slots * (element_bytes(codecs.slots) + moments)),
+        shared=round(shared * (element_bytes(codecs.shared) + setup.averaged_moments * moment)),
+        slots=round(slots * (element_bytes(codecs.slots) + setup.slot_moments * moment)),
         fetched=round(fetched * size.slot_params) if num_peers > 1 else 0,
         replicated=round(replicas * own * size.slot_params),
     )

@@ -32,8 +32,9 @@ class Anchors:
 
     def __init__(self, run: RunConfig, numels: Mapping[str, int]) -> None:
         self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
-        self._moments = run.averaged_moments
-        self._kept = run.kept_moments
+        self._moments = {kind: run.averaged_moments(kind) for kind in numels}
+        self._kept = {kind: run.kept_moments(kind) for kind in numels}
+        self._averages = run.averages_moments
         self._codecs = run.codecs
         self._numels = dict(numels)
         self._num_slots = run.num_slots
@@ -53,15 +54,15 @@ class Anchors:
     def bundle_numel(self) -> dict[str, int]:
         """Return the elements of published vectors, by kind: bundles, and moments if the run publishes any."""
         bundles = {kind: (2 if self._outers[kind].has_state else 1) * numel for kind, numel in self._numels.items()}
-        moments = {f"moments-{kind}": len(self._kept) * numel for kind, numel in self._numels.items()}
-        return bundles | (moments if self._kept else {})
+        moments = {f"moments-{kind}": len(kept) * self._numels[kind] for kind, kept in self._kept.items()}
+        return bundles | {kind: numel for kind, numel in moments.items() if numel}
 
     def segments(self) -> dict[str, tuple[Segment, ...]]:
         """Return the segments of a contribution, by kind: the delta, then each averaged moment."""
         deltas = {SHARED: self._codecs.shared, "slot": self._codecs.slots}
         return {
-            kind: (Segment(numel, deltas[kind]), *(self._moment_segment(numel, moment) for moment in self._moments))
-            for kind, numel in self._numels.items()
+            kind: (Segment(numel, deltas[kind]), *(self._moment_segment(numel, moment) for moment in moments))
+            for (kind, numel), moments in zip(self._numels.items(), self._moments.values(), strict=True)
         }
 
     def _moment_segment(self, numel: int, moment: str) -> Segment:
@@ -74,11 +75,12 @@ class Anchors:
 
     def coded(self) -> dict[str, tuple[Segment, ...]]:
         """Return the segments of published moments, by kind, if they travel in fewer bits than fp32."""
-        if self._codecs.moments == "fp32" or not self._kept:
+        if self._codecs.moments == "fp32":
             return {}
         return {
-            f"moments-{kind}": tuple(self._moment_segment(numel, moment) for moment in self._kept)
-            for kind, numel in self._numels.items()
+            f"moments-{kind}": tuple(self._moment_segment(self._numels[kind], moment) for moment in kept)
+            for kind, kept in self._kept.items()
+            if kept
         }
 
     def vectors(self) -> Vectors:
@@ -96,11 +98,11 @@ class Anchors:
 
     def averages_moments(self, round: int) -> bool:
         """Tell whether the averaging that commits `round` carries moments."""
-        return bool(self._moments) and round % self._codecs.moments_interval == 0
+        return self._averages and round % self._codecs.moments_interval == 0
 
     def publishes_moments(self, round: int) -> bool:
         """Tell whether holders publish moments with the versions of `round`."""
-        return bool(self._kept) and round % self._codecs.moments_interval == 0
+        return any(self._kept.values()) and round % self._codecs.moments_interval == 0
 
     # ------------------------------------------------------------------ bundles
 
@@ -156,7 +158,7 @@ class Anchors:
         if not self.averages_moments(round):
             return delta
         if moments is None:
-            moments = delta.new_zeros(len(self._moments) * delta.numel())
+            moments = delta.new_zeros(len(self._moments[name.kind]) * delta.numel())
         return torch.cat([delta, moments])
 
     def stepped(

@@ -300,14 +300,15 @@ class TrainingLoop:
     def _moments(self) -> Mapping[VectorName, Tensor]:
         """Return the moments that the round averages or publishes; those that are published are read one at a time."""
         run, trainer = self._run, self._trainer
-        if run.averaged_moments:
+        if run.averages_moments:
             return trainer.all_moments(run.kept_moments)
         if (self._round + 1) % run.codecs.moments_interval:
             return {}
         if run.round.overlap or trainer.is_sharded:  # they change meanwhile, or all ranks must help to read them
             return trainer.all_moments(run.kept_moments, trainer.names[1:])
-        names = trainer.names[1:] if self._group.is_leader and run.kept_moments else ()
-        return StoredVectors(names, lambda name: trainer.moments(name, run.kept_moments))
+        kinds = run.kept_moments("slot")
+        names = trainer.names[1:] if self._group.is_leader and kinds else ()
+        return StoredVectors(names, lambda name: trainer.moments(name, kinds))
 
     def _await_end(self) -> None:
         """Wait for the round's end, where it has a time that is known: no data are left to this peer until then."""

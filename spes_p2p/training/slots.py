@@ -232,8 +232,8 @@ class HeldSlots:
         elif self._has_kept:
             self.fetch_newest(missing)  # where slots travel as fp32 versions, the others' came when this peer joined
         self._make_masters(missing)
-        behind = missing if self._run.averaged_moments else new
-        if self._run.kept_moments and behind:
+        behind = missing if self._run.averages_moments else new
+        if self._run.kept_moments("slot") and behind:
             wanted = [name.moments for name in behind]
             self.fetch_newest(wanted)
             moments = {name: self._swarm.load(name) for name in wanted if name in self._swarm.versions()}
@@ -426,9 +426,9 @@ class HeldSlots:
 
     def held_moments(self) -> set[VectorName]:
         """Return the names of the moments that this peer trains with, if its run publishes any."""
-        if self._run.averaged_moments:
+        if self._run.averages_moments:
             return {name.moments for name in (SHARED, *self._anchors.names)}
-        return {VectorName.of_slot(slot).moments for slot in self.slots} if self._run.kept_moments else set()
+        return {VectorName.of_slot(slot).moments for slot in self.slots} if self._run.kept_moments("slot") else set()
 
     def fetch(
         self, roster: Roster, round: int, published: Collection[VectorName], routed: Mapping[int, int]
@@ -573,7 +573,7 @@ class HeldSlots:
         }
         asked = sorted({*peers, *seeds} - {self._swarm.peer_id, *self.distrusted})  # guard: distrusted-seeds
         weights = [SHARED, *map(self.form, map(VectorName.of_slot, range(self._num_slots)))]
-        averaged = self.held_moments() if self._run.averaged_moments else set()
+        averaged = self.held_moments() if self._run.averages_moments else set()
         names = [name for name in weights if not self.is_certified(name)] + sorted(averaged)
         plan, digests = self._plan(names, self._offers(asked))
         behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in plan.wanted}

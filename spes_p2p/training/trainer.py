@@ -287,10 +287,18 @@ class Trainer:
         room = room or {}
         return self._on_leader(lambda: {name: self.vector(name, room.get(name)) for name in self.names})
 
-    def all_moments(self, kinds: Sequence[str], names: Sequence[VectorName] | None = None) -> dict[VectorName, Tensor]:
-        """Return the `moments` of these names, by default of all that are trained; on the leader only."""
+    def all_moments(
+        self, kinds: Callable[[str], Sequence[str]], names: Sequence[VectorName] | None = None
+    ) -> dict[VectorName, Tensor]:
+        """Return the `moments` of these names, by default of all that are trained; on the leader only.
+
+        Args:
+            kinds: Returns the kinds of moments of a kind of vector.
+            names: Vectors.
+        """
         chosen = self.names if names is None else names
-        return self._on_leader(lambda: {name: self.moments(name, kinds) for name in chosen} if kinds else {})
+        chosen = [name for name in chosen if kinds(name.kind)]
+        return self._on_leader(lambda: {name: self.moments(name, kinds(name.kind)) for name in chosen})
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Return the optimizer's state for a checkpoint, on the leader only."""
@@ -326,7 +334,7 @@ class Trainer:
             group = name.weights
             layout = self.layouts[group.kind]
             if name != group:
-                self.optimizer.set_moments(group, self._by_kind(flat, layout))
+                self.optimizer.set_moments(group, self._by_kind(group, flat))
             elif name.slot is None:
                 self.model.load_shared(layout.unflatten(flat))
             elif flat.dtype == torch.uint8:
@@ -356,13 +364,13 @@ class Trainer:
         averaged = dict(self._group.share(moments))
         known = dict(self._group.share({name: before[name] for name in averaged} if before is not None else None))
         for name, flat in averaged.items():
-            layout = self.layouts[name.kind]
-            self.optimizer.set_moments(name, self._by_kind(flat, layout), self._by_kind(known[name], layout), steps)
+            self.optimizer.set_moments(name, self._by_kind(name, flat), self._by_kind(name, known[name]), steps)
 
-    def _by_kind(self, flat: Tensor, layout: Layout) -> dict[str, dict[str, Tensor]]:
+    def _by_kind(self, name: VectorName, flat: Tensor) -> dict[str, dict[str, Tensor]]:
         """Split a vector of averaged moments by kind and parameter; a single one is the last kind."""
+        layout = self.layouts[name.kind]
         parts = flat.split(layout.numel)
-        kinds = self.optimizer.kinds[-len(parts) :]
+        kinds = self.optimizer.kinds(name)[-len(parts) :]
         return {kind: layout.unflatten(part) for kind, part in zip(kinds, parts, strict=True)}
 
     def set_slots(self, slots: Iterable[int], masters: Mapping[VectorName, Tensor] | None) -> None:

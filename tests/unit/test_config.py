@@ -112,20 +112,21 @@ def test_a_warm_up_that_reaches_into_the_decay_is_refused_with_the_remedy(warmup
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "moments", "expected"),
+    ("optimizer", "moments", "of_shared", "of_slot"),
     [
-        ("adamw", "both", ("exp_avg", "exp_avg_sq")),
-        ("adamw", "second", ("exp_avg_sq",)),
-        ("muon", "both", ("exp_avg", "exp_avg_sq")),
-        ("lion8bit", "both", ("exp_avg",)),
-        ("lion8bit", "local", ()),
-        ("sgd", "both", ("exp_avg",)),
-        ("adamw8bit", "local", ()),
+        ("adamw", "both", ("exp_avg", "exp_avg_sq"), ("exp_avg", "exp_avg_sq")),
+        ("adamw", "second", ("exp_avg_sq",), ("exp_avg_sq",)),
+        ("muon", "both", ("exp_avg", "exp_avg_sq"), ("exp_avg",)),
+        ("muon", "local", (), ()),
+        ("lion8bit", "both", ("exp_avg",), ("exp_avg",)),
+        ("lion8bit", "local", (), ()),
+        ("sgd", "both", ("exp_avg",), ("exp_avg",)),
+        ("adamw8bit", "local", (), ()),
     ],
 )
-def test_a_run_averages_what_its_optimizer_has_of_what_it_asks_for(optimizer, moments, expected):
+def test_a_run_averages_what_its_optimizer_has_of_what_it_asks_for(optimizer, moments, of_shared, of_slot):
     run = RunConfig.model_validate({"train": {"optimizer": optimizer}, "outer": {"moments": moments}})
-    assert run.averaged_moments == expected
+    assert (run.averaged_moments("shared"), run.averaged_moments("slot")) == (of_shared, of_slot)
 
 
 def test_heads_of_odd_width_are_refused_with_the_remedy():

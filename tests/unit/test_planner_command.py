@@ -128,12 +128,12 @@ def test_a_phase_that_its_deadline_would_cut_short_is_marked(capsys: pytest.Capt
 
 
 def test_without_slots_it_plans_as_many_as_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    text = planned(capsys, *LOCAL, "--memory-gb", "0.95")
+    text = planned(capsys, *LOCAL, "--memory-gb", "0.93")
     fitting = int(re.search(r"can train (\d+) of 16 slots at most", text)[1])  # type: ignore[index]
     assert 0 < fitting < 16 and f"a peer with {fitting} of the slots" in text
-    planned(capsys, *LOCAL, "--memory-gb", "0.95", "--slots", str(fitting))
+    planned(capsys, *LOCAL, "--memory-gb", "0.93", "--slots", str(fitting))
     with pytest.raises(ConfigError, match=f"claim at most {fitting}"):
-        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.95", "--slots", str(fitting + 1)]))
+        main(load_settings(PlanConfig, [*LOCAL, "--memory-gb", "0.93", "--slots", str(fitting + 1)]))
     assert "a peer with 16 of the slots" in planned(capsys, *LOCAL)  # in this machine's free memory
 
 

@@ -38,22 +38,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("peers", "slots", "outer", "codecs"),
+    ("peers", "slots", "outer", "codecs", "optimizer"),
     [
-        (3, 4, {"moments": "both"}, {}),
-        pytest.param(4, 1, {"moments": "second"}, {}, marks=pytest.mark.full),
-        pytest.param(3, 2, {"moments": "local"}, {}, marks=pytest.mark.full),
-        pytest.param(2, 3, {"moments": "local", "optimizer": "nesterov"}, {}, marks=pytest.mark.full),
-        (2, 3, {"moments": "local", "slots": {"optimizer": "nesterov"}}, {}),
-        (3, 2, {"moments": "local", "optimizer": "nesterov"}, {"shared": "int4", "slots": "int2"}),
-        (3, 4, {"moments": "both"}, {"shared": "int8", "slots": "bf16", "moments": "int8"}),
+        (3, 4, {"moments": "both"}, {}, "adamw"),
+        (3, 3, {"moments": "both"}, {}, "muon"),
+        pytest.param(4, 1, {"moments": "second"}, {}, "adamw", marks=pytest.mark.full),
+        pytest.param(3, 2, {"moments": "local"}, {}, "adamw", marks=pytest.mark.full),
+        pytest.param(2, 3, {"moments": "local", "optimizer": "nesterov"}, {}, "adamw", marks=pytest.mark.full),
+        (2, 3, {"moments": "local", "slots": {"optimizer": "nesterov"}}, {}, "adamw"),
+        (3, 2, {"moments": "local", "optimizer": "nesterov"}, {"shared": "int4", "slots": "int2"}, "adamw"),
+        (3, 4, {"moments": "both"}, {"shared": "int8", "slots": "bf16", "moments": "int8"}, "adamw"),
     ],
 )
 def test_a_round_moves_what_simulated_peers_move(
-    folder: Path, peers: int, slots: int, outer: dict[str, Any], codecs: dict[str, Any]
+    folder: Path, peers: int, slots: int, outer: dict[str, Any], codecs: dict[str, Any], optimizer: str
 ) -> None:
     rounds = {"mode": "steps", "steps": 1, "total": 3}
-    run = RunConfig.model_validate({**TINY, "round": {**TINY["round"], **rounds}, "outer": outer, "codecs": codecs})
+    train = TINY["train"] | {"optimizer": optimizer}
+    settings = {"round": {**TINY["round"], **rounds}, "train": train, "outer": outer, "codecs": codecs}
+    run = RunConfig.model_validate({**TINY, **settings})
     scenario = Scenario(run=run, peers=peers, max_slots=slots, text=[folder / "corpus.jsonl"], threads=1)
     reports = simulate(scenario, cache=folder / "cache").reports
     vocab_size = TINY["data"]["vocab_size"]

@@ -36,14 +36,14 @@ def step(optimizer: InnerOptimizer, params: dict[str, Parameter], numbers: range
 
 
 def moments_of(optimizer: InnerOptimizer) -> dict[str, dict[str, Tensor]]:
-    return dict(zip(optimizer.kinds, optimizer.moments("shared", optimizer.kinds), strict=True))
+    return dict(zip(optimizer.kinds("shared"), optimizer.moments("shared", optimizer.kinds("shared")), strict=True))
 
 
 def of_others(seed: int, optimizer: InnerOptimizer) -> dict[str, dict[str, Tensor]]:
     """Moments such as an average of several peers' might be."""
     torch.manual_seed(seed + 1)
     first, second = ({key: torch.rand(shape) for key, shape in SHAPES.items()} for _ in range(2))
-    return {kind: {"exp_avg": first, "exp_avg_sq": second}[kind] for kind in optimizer.kinds}
+    return {kind: {"exp_avg": first, "exp_avg_sq": second}[kind] for kind in optimizer.kinds("shared")}
 
 
 def late_and_in_time(

@@ -182,7 +182,7 @@ def test_sgd_makes_torchs_steps_but_for_the_decoupled_decay(seed: int, momentum:
     if not momentum:
         assert_same(params, stock, rtol=1e-5, atol=1e-6)
     kinds = ("exp_avg",) if momentum else ()
-    assert optimizer.kinds == RunConfig(train=train).averaged_moments == kinds
+    assert optimizer.kinds("shared") == RunConfig(train=train).averaged_moments("shared") == kinds
     assert {name.rsplit("/")[-1] for name in optimizer.state_tensors()} == set(kinds)
 
 
@@ -213,7 +213,10 @@ def test_muon_leaves_embeddings_head_and_norms_to_adamw(family: str, tie: bool) 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_averages_the_moments_that_its_optimizer_keeps(seed: int, name: OptimizerName) -> None:
     run = RunConfig(train=TrainConfig(optimizer=name))
-    assert run.averaged_moments == inner(draw(seed), name).kinds
+    optimizer = inner(draw(seed), name)
+    optimizer.add_slot(1, {key: param for key, param in draw(seed).items() if param.dim() == 2})
+    assert optimizer.kinds("shared") == run.averaged_moments("shared")
+    assert optimizer.kinds("slot-1") == run.averaged_moments("slot")
 
 
 @pytest.mark.parametrize("name", ["adamw8bit", "lamb"])
@@ -252,9 +255,9 @@ def test_a_peer_goes_on_from_the_moments_it_is_given(seed: int, name: OptimizerN
     optimizer = inner(params, name)
     step(optimizer, params, 0)
     own = dict(zip(BETAS, optimizer.moments("shared", list(BETAS)), strict=True))
-    given = {kind: {key: torch.rand(shape) for key, shape in SHAPES.items()} for kind in optimizer.kinds}
+    given = {kind: {key: torch.rand(shape) for key, shape in SHAPES.items()} for kind in optimizer.kinds("shared")}
     optimizer.set_moments("shared", given)
-    for kind in optimizer.kinds:
+    for kind in optimizer.kinds("shared"):
         (actual,) = optimizer.moments("shared", [kind])
         for key, tensor in actual.items():
             expected = given[kind][key] if kind == "exp_avg" or own[kind][key].any() else torch.zeros_like(tensor)

@@ -183,7 +183,7 @@ def test_moments_of_a_slot_that_was_given_up_after_they_were_fetched_are_not_loa
     peer.trainer.load(vectors)
     held = tuple(map(VectorName.of_slot, (0, 1)))
     peer.trainer.set_slots((0, 1), {name: vectors[name] for name in held})
-    kinds = peer.trainer.optimizer.kinds
+    kinds = peer.trainer.optimizer.kinds(held[0])
     moments = {name.moments: peer.trainer.moments(name, kinds) + 1 for name in held}
     peer.loop._load(StateUpdate((0,), moments))
     assert peer.slots == (0,)

@@ -185,7 +185,7 @@ def test_a_late_result_moves_what_was_trained_on_by_anchor_minus_snapshot(moment
         for step in range(STEPS):
             trainers[id].step(*peer.loop._rates(step / STEPS))
         snapshots[id], states[id] = trainers[id].all_vectors(), trainers[id].optimizer.state_tensors()
-        kept[id] = trainers[id].all_moments(["exp_avg", "exp_avg_sq"])
+        kept[id] = trainers[id].all_moments(run.kept_moments)
     first = stepped(initial, snapshots)
     for peer in peers:
         id = peer.swarm.peer_id
@@ -360,9 +360,8 @@ def test_slots_that_come_and_go_meanwhile_are_taken_and_dropped_as_they_are(seed
 
     def load_late(*args: Any) -> None:
         late(*args)
-        kinds = ["exp_avg", "exp_avg_sq"]
         weights = peer.trainer.model.slot_weights(gone)
-        shown.append((peer.trainer.all_vectors(), peer.trainer.all_moments(kinds), weights))
+        shown.append((peer.trainer.all_vectors(), peer.trainer.all_moments(peer.loop._run.averaged_moments), weights))
 
     peer.trainer.load_moments_late = load_late  # type: ignore[method-assign]
     with pytest.raises(Stop):

@@ -106,12 +106,13 @@ def test_after_a_round_members_share_the_mean_of_their_moments(optimizer, moment
     replays = {peer.swarm.peer_id: replay(run, peer)[0] for peer in peers}
     for name in (SHARED, *map(VectorName.of_slot, range(4))):
         holders = [p for p in peers if name == SHARED or int(name.removeprefix("slot-")) in p.slots]
+        kinds = run.averaged_moments(VectorName(name).kind)
         expected = weighted_mean(
-            [replays[id].moments(name, run.averaged_moments) for id in sorted(p.swarm.peer_id for p in holders)],
+            [replays[id].moments(name, kinds) for id in sorted(p.swarm.peer_id for p in holders)],
             [192.0] * len(holders),
         )
         for peer in holders:
-            torch.testing.assert_close(peer.trainer.moments(name, run.averaged_moments), expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(peer.trainer.moments(name, kinds), expected, rtol=1e-6, atol=0)
 
 
 def test_a_run_with_moments_of_its_own_leaves_them_to_each_peer():
@@ -319,14 +320,15 @@ def test_steps_that_are_not_finite_cost_their_own_tokens_alone(spoiled, overlap,
 
     monkeypatch.setattr(Trainer, "_backward", backward)
     rounds = RoundConfig(mode="steps", steps=3, total=4, max_seconds=60, exchange_seconds=20, overlap=overlap)
-    peers = run_virtual(tiny_run(round=rounds), num_peers=3, max_slots=2)
+    run = tiny_run(round=rounds)
+    peers = run_virtual(run, num_peers=3, max_slots=2)
     for peer in peers:
         is_victim = peer.trainer is victim[0]
         lost = [spoiled if is_victim and report.round == 2 else 0 for report in peer.reports]
         assert [report.tokens for report in peer.reports] == [(3 - number) * 64 for number in lost]
         assert [report.loss is None for report in peer.reports] == [number == 3 for number in lost]
         assert {report.num_members for report in peer.reports} == {3}
-        assert all(flat_N.isfinite().all() for flat_N in peer.trainer.all_moments(["exp_avg", "exp_avg_sq"]).values())
+        assert all(flat_N.isfinite().all() for flat_N in peer.trainer.all_moments(run.averaged_moments).values())
     for reports in zip(*(peer.reports for peer in peers), strict=True):
         assert len({report.shared_digest for report in reports}) == 1
     assert ("none of 3 steps had a finite gradient" in caplog.text) == (spoiled == 3)

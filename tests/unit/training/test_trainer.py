@@ -71,7 +71,7 @@ def learn(trainer: Trainer, is_leader: bool = True) -> list[float]:
     master = torch.linspace(-0.1, 0.1, numel)
     trainer.set_slots((1, STARVED), {VectorName.of_slot(1): master} if is_leader else None)
     vectors = {name: trainer.vector(name) for name in trainer.names}
-    vectors |= {SHARED.moments: trainer.moments(SHARED, trainer.optimizer.kinds)}
+    vectors |= {SHARED.moments: trainer.moments(SHARED, trainer.optimizer.kinds(SHARED))}
     trainer.load(vectors if is_leader else None)
     trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors())
     return losses + [trainer.step(1e-2, 0.9).loss for _ in range(3)]
