@@ -83,7 +83,8 @@ def _only_peer(runs: Path) -> Path:
     Raises:
         ConfigError: there is none, or there are several.
     """
-    found = sorted(token.parent for token in runs.glob(f"*/{TOKEN_FILE}"))
+    # Of `spes peer` and `join`, of `local`, and of `cluster`.
+    found = sorted(token.parent for place in ("*", "*/*", "*/*/*") for token in runs.glob(f"{place}/{TOKEN_FILE}"))
     if len(found) > 1:
         found = [folder for folder in found if _answers(folder)]
     if not found:

@@ -68,7 +68,7 @@ class JoinConfig(VolunteerConfig):
     """The run's link, one word that begins with `spes:`; every peer prints it. With --lan, the run's name will do, of
     which a peer on this network has --lan too."""
     output: Path | None = None  # type: ignore[assignment]
-    """Directory of this peer's identity, versions, checkpoint and log; by default runs/ and the run's name."""
+    """Directory of this peer's identity, versions and checkpoint; by default runs/ and the run's name."""
 
     @property
     def name_on_lan(self) -> str | None:

@@ -35,8 +35,13 @@ _FREE = frozenset(
 """Fields of config.json that may differ from what a run builds: they change no weight and no logit in training."""
 
 
+TRAINED_SEQUENCE = 1_024
+"""Tokens of a sequence of a run over a checkpoint: conversations of several turns are whole in it."""
+
+
 def over_checkpoint(run: RunConfig, source: Path) -> RunConfig:
-    """Return a run with the model of a checkpoint; its sequences are no longer than that allows, unless chosen so.
+    """Return a run with the model of a checkpoint, and sequences of TRAINED_SEQUENCE tokens or the most it allows,
+    unless chosen.
 
     Raises:
         ConfigError: the run has a model of its own, or cannot have this one.
@@ -47,7 +52,7 @@ def over_checkpoint(run: RunConfig, source: Path) -> RunConfig:
     data, model = run.data, model_of(source)
     assert model.start is not None
     if "sequence_length" not in data.model_fields_set:
-        longest = min(data.sequence_length, model.start.max_position_embeddings)
+        longest = min(TRAINED_SEQUENCE, model.start.max_position_embeddings)
         data = data.model_copy(update={"sequence_length": longest})
     return run.model_copy(update={"model": model, "data": data})
 

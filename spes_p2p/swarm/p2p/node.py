@@ -256,8 +256,8 @@ def unreachable(addresses: Sequence[str]) -> UnreachableError:
     return UnreachableError(f"no answer from {', '.join(addresses)}; {remedy}")
 
 
-def check_addresses(addresses: Sequence[str]) -> None:
-    """Check that addresses are multiaddrs of peers.
+def check_addresses(addresses: Sequence[str], *, of_peers: bool = True) -> None:
+    """Check that addresses are multiaddrs, with `of_peers` ones that end with a peer's id.
 
     Raises:
         ConfigError: quotes the first that is not.
@@ -269,7 +269,7 @@ def check_addresses(addresses: Sequence[str]) -> None:
             raise ConfigError(
                 f"{address!r} is not a multiaddr; it looks like /ip4/1.2.3.4/tcp/4000/p2p/Qm..."
             ) from error
-        if not names_peer:
+        if of_peers and not names_peer:
             raise ConfigError(f"{address!r} names no peer; append /p2p/ and its peer id")
 
 
@@ -381,7 +381,8 @@ class Node:
         self._listen = listen or ListenConfig()
         self.client_mode = self._listen.client_mode
         self.meets_others = self._listen.client_mode and self._listen.uses_udp
-        check_addresses([*initial_peers, *self._listen.announce])
+        check_addresses(initial_peers)
+        check_addresses(self._listen.announce, of_peers=False)
         if not self.client_mode:
             self._listen.multiaddrs()
         increase_file_limit()

@@ -242,10 +242,10 @@ def test_ctl_finds_the_only_peer_in_runs(
     try:
         assert ctl.main(CtlConfig(verb="pause")) == 0
         assert capsys.readouterr().out == "paused: until it is resumed\n"
-        (tmp_path / "runs" / "other").mkdir()
-        other = Peer(tmp_path / "runs" / "other")
+        (tmp_path / "runs" / "local" / "peer-0").mkdir(parents=True)
+        other = Peer(tmp_path / "runs" / "local" / "peer-0")
         try:
-            with pytest.raises(ConfigError, match="several peers in runs/: name one, as in --output runs/my-run"):
+            with pytest.raises(ConfigError, match="several peers in runs/: name one, as in --output runs/local/peer-0"):
                 ctl.main(CtlConfig(verb="pause"))
         finally:
             other.page.close()
