@@ -95,7 +95,7 @@ class SparseAverager(DecentralizedAverager):
         self._guests = guests
         self._uplink_mbit = uplink_mbit
         self._max_seconds = deadlines.averaging_seconds
-        self._attempt_timeout = AdaptiveTimeout(MIN_ATTEMPT_SECONDS, self._max_seconds)
+        self._attempt_timeouts: dict[int, AdaptiveTimeout] = {}
         self._silence_timeout = AdaptiveTimeout(MIN_SILENCE_SECONDS, SILENCE_SHARE * self._max_seconds)
         dht.streams_per_peer = SPARE_STREAMS + REDONE * LANES * (1 + max_slots)
         self._groups: dict[bytes, GroupAllreduce] = {}
@@ -212,9 +212,13 @@ class SparseAverager(DecentralizedAverager):
         self._num_known = num_known
         self._last = last
         self._p2p.reserve_half_for(lambda peer: not last.is_stranger(peer.to_base58()))
-        self._limits = Limits(
-            self._attempt_timeout, self._silence_timeout, RateLimit(self._uplink_mbit), learns=not is_redone
-        )
+        patience = self._attempt_timeout(last.round + 1)
+        self._limits = Limits(patience, self._silence_timeout, RateLimit(self._uplink_mbit), learns=not is_redone)
+
+    def _attempt_timeout(self, round: int) -> AdaptiveTimeout:
+        """Return the timeout of attempts that move as much as those at a round: every so many carry moments, too."""
+        num_bytes = self._encoding.format(SHARED, round).num_bytes
+        return self._attempt_timeouts.setdefault(num_bytes, AdaptiveTimeout(MIN_ATTEMPT_SECONDS, self._max_seconds))
 
     async def _step(self, *, step, future_for_init) -> None:
         keep_current_task_alive()
@@ -272,9 +276,9 @@ class SparseAverager(DecentralizedAverager):
             self._silence_timeout.was_exceeded()
         if not any(status.values()):
             if self._limits.learns:
-                self._attempt_timeout.observe(seconds)
-        elif seconds >= self._attempt_timeout.seconds:
-            self._attempt_timeout.was_exceeded()
+                self._limits.attempt.observe(seconds)
+        elif seconds >= self._limits.attempt.seconds:
+            self._limits.attempt.was_exceeded()
         attempt = Attempt(
             self._roster,
             self._refused,

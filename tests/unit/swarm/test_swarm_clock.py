@@ -1,9 +1,15 @@
 """How long to wait for others: by what was seen, within bounds."""
 
+from types import SimpleNamespace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spes_p2p.codecs.format import Segment
+from spes_p2p.swarm.averaging.averager import SparseAverager
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 from spes_p2p.swarm.clock import AdaptiveTimeout
+from spes_p2p.swarm.names import SHARED
 
 
 def observed(patience, *seconds):
@@ -54,3 +60,15 @@ def test_who_needs_more_than_the_usual_time_has_it_until_that_is_the_usual_one()
         assert patience.seconds >= 1.5 * usual, "the next round is not given up again"
         patience.observe(1.5 * usual)
     assert patience.seconds < 600.0
+
+
+def test_rounds_that_carry_moments_have_a_timeout_of_their_own():
+    """They move five times as much as the others, whose usual time would end each of their first attempts."""
+    segments = (Segment(4096, "int4"), Segment(4096, "int8", interval=3), Segment(4096, "int8", interval=3))
+    averager = SimpleNamespace(_encoding=DeltaEncoding({SHARED: segments}), _attempt_timeouts={}, _max_seconds=600.0)
+    for round, seconds in zip(range(1, 13), [20.0, 20.0, 96.0] * 4, strict=True):
+        patience = SparseAverager._attempt_timeout(averager, round)
+        assert patience.seconds > seconds, round
+        patience.observe(seconds)
+    assert SparseAverager._attempt_timeout(averager, 13).seconds == 60.0
+    assert SparseAverager._attempt_timeout(averager, 15).seconds == 288.0
