@@ -117,12 +117,14 @@ def test_every_interface_is_one_port_of_both_kinds_of_addresses() -> None:
     assert ListenConfig("127.0.0.1").multiaddrs() == ["/ip4/127.0.0.1/tcp/0"]
 
 
-def test_an_announced_address_names_its_peer_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("names_peer", [True, False])
+def test_an_announced_address_names_its_peer_once(tmp_path: Path, names_peer: bool) -> None:
+    """A founder does not know its id before its first start."""
     identity = Identity(tmp_path / "key")
-    announced = f"/ip4/203.0.113.7/tcp/4001/p2p/{identity.peer_id}"
-    node = Node(identity, "run", listen=ListenConfig(announce=(announced,)))
+    announced, peer = "/ip4/203.0.113.7/tcp/4001", f"/p2p/{identity.peer_id}"
+    node = Node(identity, "run", listen=ListenConfig(announce=(announced + (peer if names_peer else ""),)))
     try:
-        assert node.contacts() == (announced,) and node.port == 4001
+        assert node.contacts() == (announced + peer,) and node.port == 4001
     finally:
         node.close()
 

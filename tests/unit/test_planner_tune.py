@@ -15,7 +15,7 @@ from spes_p2p.commands.plan import main
 from spes_p2p.config import AdapterConfig, MachineConfig, RunConfig
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError
-from spes_p2p.model.start import model_of
+from spes_p2p.model.start import model_of, over_checkpoint
 from spes_p2p.planner.memory import Setup, base_bytes, disk_bytes, peer_memory
 from spes_p2p.planner.size import model_size, run_size
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
@@ -86,6 +86,11 @@ def test_a_plan_has_sequences_no_longer_than_its_checkpoint_allows(
     for chosen, tokens in ([], longest), (["--run.data.sequence-length", "16"], 16):
         main(load_settings(PlanConfig, [*words, *chosen]))
         assert f"activations, {tokens} tokens" in capsys.readouterr().out
+
+
+def test_sequences_over_a_checkpoint_have_room_for_conversations(tmp_path: Path) -> None:
+    run = over_checkpoint(RunConfig(), of("tune_1b", tmp_path / "model"))
+    assert run.model.start.max_position_embeddings > run.data.sequence_length == 1024
 
 
 @pytest.mark.parametrize("factors", sample(["both", "b"], ["both"]))
