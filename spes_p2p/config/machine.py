@@ -230,7 +230,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on, TCP and UDP; 0 lets the system choose."""
     announce: list[str] = []
-    """Multiaddrs by which others reach this peer. Such as /ip4/203.0.113.7/tcp/4001; by default from host and port."""
+    """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
     map_port: bool = False
     """Have the router forward the port. By UPnP, while the peer runs; the router's address is announced."""
     lan: bool = False

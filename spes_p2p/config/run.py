@@ -388,8 +388,9 @@ class RunConfig(Frozen):
         kinds = {"both": ("exp_avg", "exp_avg_sq"), "second": ("exp_avg_sq",), "local": ()}[choice]
         if self.train.optimizer == "sgd" and not self.train.beta1:
             return ()
-        has_first_only = self.train.optimizer in ("lion8bit", "sgd")  # as Muon of matrices, which is all of a slot
-        return kinds[:1] if has_first_only or (self.train.optimizer == "muon" and kind == "slot") else kinds
+        # A slot is all matrices, of which Muon keeps one moment.
+        first_only = ("lion8bit", "sgd", "muon") if kind == "slot" else ("lion8bit", "sgd")
+        return kinds[:1] if self.train.optimizer in first_only else kinds
 
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:

@@ -40,8 +40,8 @@ TRAINED_SEQUENCE = 1_024
 
 
 def over_checkpoint(run: RunConfig, source: Path) -> RunConfig:
-    """Return a run with the model of a checkpoint, and sequences of TRAINED_SEQUENCE tokens or the most it allows,
-    unless chosen.
+    """Return a run with the model of a checkpoint; unless chosen, its sequences have TRAINED_SEQUENCE tokens, or fewer
+    where the model allows no more.
 
     Raises:
         ConfigError: the run has a model of its own, or cannot have this one.

@@ -374,7 +374,7 @@ class InnerOptimizer:
         return sorted(int(group.removeprefix("slot-")) for group in self._groups if group != SHARED)
 
     def kinds(self, group: str) -> tuple[str, ...]:
-        """Return the kinds of moments of a slot, or all of `shared`, in the order in which they follow a delta."""
+        """Return the kinds of moments that a slot's rules keep, or any rule for `shared`, as ordered behind a delta."""
         rules = self._rules if group == SHARED else [self._rule(*item) for item in self._groups[group].items()]
         return tuple(kind for kind in MOMENTS if any(kind in rule.moments for rule in rules))
 

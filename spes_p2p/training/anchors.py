@@ -34,7 +34,6 @@ class Anchors:
         self._outers = {SHARED: OuterOptimizer(run.outer), "slot": OuterOptimizer(run.outer.of_slots)}
         self._moments = {kind: run.averaged_moments(kind) for kind in numels}
         self._kept = {kind: run.kept_moments(kind) for kind in numels}
-        self._averages = run.averages_moments
         self._codecs = run.codecs
         self._numels = dict(numels)
         self._num_slots = run.num_slots
@@ -61,8 +60,11 @@ class Anchors:
         """Return the segments of a contribution, by kind: the delta, then each averaged moment."""
         deltas = {SHARED: self._codecs.shared, "slot": self._codecs.slots}
         return {
-            kind: (Segment(numel, deltas[kind]), *(self._moment_segment(numel, moment) for moment in moments))
-            for (kind, numel), moments in zip(self._numels.items(), self._moments.values(), strict=True)
+            kind: (
+                Segment(numel, deltas[kind]),
+                *(self._moment_segment(numel, moment) for moment in self._moments[kind]),
+            )
+            for kind, numel in self._numels.items()
         }
 
     def _moment_segment(self, numel: int, moment: str) -> Segment:
@@ -98,7 +100,7 @@ class Anchors:
 
     def averages_moments(self, round: int) -> bool:
         """Tell whether the averaging that commits `round` carries moments."""
-        return self._averages and round % self._codecs.moments_interval == 0
+        return any(self._moments.values()) and round % self._codecs.moments_interval == 0
 
     def publishes_moments(self, round: int) -> bool:
         """Tell whether holders publish moments with the versions of `round`."""

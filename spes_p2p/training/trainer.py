@@ -293,11 +293,10 @@ class Trainer:
         """Return the `moments` of these names, by default of all that are trained; on the leader only.
 
         Args:
-            kinds: Returns the kinds of moments of a kind of vector.
-            names: Vectors.
+            kinds: The kinds of moments of a kind of vector, `shared` or `slot`; vectors without any are left out.
+            names: Vectors that are trained.
         """
-        chosen = self.names if names is None else names
-        chosen = [name for name in chosen if kinds(name.kind)]
+        chosen = [name for name in (self.names if names is None else names) if kinds(name.kind)]
         return self._on_leader(lambda: {name: self.moments(name, kinds(name.kind)) for name in chosen})
 
     def state_tensors(self) -> dict[str, Tensor]:
