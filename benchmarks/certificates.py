@@ -146,8 +146,8 @@ def histories(seen: Seen) -> Iterator[Row]:
         bad, num_judged, of = honest.get(key, 0), count, f"{count:,}"
         if key == "lost":  # where fewer than a quorum went on, or the run forked, none is judged
             num_judged = honest.get("judged", count - honest["shrunk"] - honest["forks"])
-            least = "" if "judged" in honest else " or more"
-            of = f"{num_judged:,}{least} that had neither a shrunk certificate nor a fork"
+            least = "" if "judged" in honest else "at least "
+            of = f"{least}{num_judged:,} that had neither a shrunk certificate nor a fork"
         yield Row(f"histories: {what}", f"{bad} of {of}", "0 of 10,000", not bad and num_judged >= 10_000)
         if key == "lost":
             gone = honest.get("on_no_disk", 0)

@@ -108,7 +108,7 @@ def unmet_rounds(bench: Bench) -> Iterator[Row]:
         looking, _ = bench.swarm_rounds("looking in vain", bed, SWARM, QUARTER, uplinks=links)
     ratio = seconds_of(looking) / seconds_of(content)
     routed = f"{ROUTED} of {SWARM} behind symmetric routers"
-    name = f"round with a quarter of the model, {routed}: looking in vain / not looking"
+    name = f"round with a quarter of the model, {routed}: peers that seek a direct link in vain / peers that seek none"
     told = f"{ratio:.2f} ({seconds_of(looking):.2f} s, {seconds_of(content):.2f} s)"
     yield Row(name, told, f"{MAX_UNMET}", ratio <= MAX_UNMET)
 

@@ -25,6 +25,8 @@ MAX_ROUNDS = 10**6
 Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
 FIRST_SHARE = 0.01
 """Length of the first of rounds that grow, as a share of a full round's."""
+LEAST_SECONDS = 5.0
+"""Training time that no round of mode `tokens` is shorter than, unless `min_seconds` is."""
 MAX_ROUND_SECONDS, MAX_PHASE_SECONDS = 86_400.0, 3600.0
 TrainingSeconds = Annotated[float, Field(ge=0.001, le=MAX_ROUND_SECONDS, allow_inf_nan=False)]
 PhaseSeconds = Annotated[float, Field(ge=0.001, le=MAX_PHASE_SECONDS, allow_inf_nan=False)]  # guard: phase-bounds
@@ -191,8 +193,9 @@ class RoundConfig(Frozen):
     """Sequences the swarm trains in one round of mode `tokens`, in place of `tokens`, whatever is learned of each."""
     steps: Annotated[int, Field(ge=1, le=2**20)] = 25
     """Local steps per round in mode `steps`."""
-    min_seconds: TrainingSeconds = 5.0
-    """A round's least training time in mode `tokens`."""
+    min_seconds: TrainingSeconds = LEAST_SECONDS
+    """A full round's least training time in mode `tokens`; a growing round's is its share of that, but no less than
+    5 s."""
     max_seconds: TrainingSeconds = 600.0
     """A round's most training time in mode `tokens`; in mode `steps` the longest wait for the others' steps."""
     total: Rounds = 10
@@ -231,6 +234,10 @@ class RoundConfig(Frozen):
     def share(self, round: int) -> float:
         """Return the length of the round with this number, from 1, as a share of a full round's."""
         return FIRST_SHARE ** (1 - (round - 1) / self.growing) if round <= self.growing else 1.0
+
+    def least_seconds(self, round: int) -> float:
+        """Return the least training time of a round in mode `tokens`."""
+        return max(self.share(round) * self.min_seconds, min(self.min_seconds, LEAST_SECONDS))
 
     def full_rounds(self, elapsed: float) -> float:
         """Return the full rounds that the run's first `elapsed` rounds amount to; their fractions count, too."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
+import re
 import sys
 import threading
 import time
@@ -54,7 +55,7 @@ from spes_p2p.swarm.manifest import (
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.lan import check_lan, told_on_lan
-from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, is_loopback
+from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Node, check_port, is_loopback
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import mapped_port
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
@@ -235,12 +236,13 @@ def _forwarded(config: PeerConfig, swarm: HivemindSwarm) -> PeerConfig | None:
 def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
     """Start this peer's node, and the swarm on top of it."""
     known = Peerstore(config.output / peerstore.FILE)
+    host = listen_host(config, known)
     node = Node(
         _identity(config),
         config.run_name,
         initial_peers=config.initial_peers,
         peerstore=known,
-        listen=ListenConfig(listen_host(config, known), config.port, tuple(config.announce), client_mode=client_mode),
+        listen=ListenConfig(host, listen_port(config, host), tuple(config.announce), client_mode=client_mode),
     )
     return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
 
@@ -260,6 +262,18 @@ def listen_host(config: PeerConfig, known: Peerstore) -> str:
         return config.host
     others = config.initial_peers or [address for at in known.addresses().values() for address in at]
     return LOOPBACK if others and all(map(is_loopback, others)) else EVERY_INTERFACE
+
+
+def listen_port(config: PeerConfig, host: str) -> int:
+    """Return the port to listen on: the chosen one, or that of an earlier start, where it is free; 0 means any."""
+    file = config.output / ADDRESS_FILE
+    if config.port or config.announce or not (config.resume and file.is_file()):
+        return config.port
+    earlier = re.search(r"/tcp/(\d{1,5})/p2p/", file.read_text(errors="replace"))
+    try:
+        return check_port("0.0.0.0" if host == EVERY_INTERFACE else host, int(earlier[1])) if earlier else 0
+    except ConfigError:  # another program has it
+        return 0
 
 
 def why_unreachable(host: str | None, port: int) -> str:

@@ -17,6 +17,8 @@ TRAINING_SHARE = 0.97
 """Share of a round that should be training; what is left goes to the links."""
 PATIENCE = 3.0
 """A phase's deadline over the least time that links allow."""
+MAX_GROWING, GROWING_SHARE = 15, 1 / 20
+"""Rounds that grow at the start of a run with long rounds: so many, and no more than this share of the run."""
 
 
 @dataclass(frozen=True)
@@ -210,27 +212,32 @@ def least_training_seconds(run: RunConfig, least: RoundSeconds) -> float:
     return least.total if run.round.overlap else least.total * TRAINING_SHARE / (1 - TRAINING_SHARE)
 
 
-def rounds_for_links(run: RunConfig, least: RoundSeconds, fullest: RoundSeconds | None = None) -> RoundConfig:
+def rounds_for_links(
+    run: RunConfig, least: RoundSeconds, fullest: RoundSeconds | None = None, *, is_trained: bool = False
+) -> RoundConfig:
     """Return a run's rounds as its links ask for, where the founder has left that open.
 
     Rounds of mode `tokens` train for at least `least_training_seconds`, or for the longest that is allowed. Frequent
-    rounds learn more than rare ones (docs/convergence.md), so they are no longer than that. Rounds that grow are as
-    long as they are set to. A phase may take PATIENCE times what links allow at best.
+    rounds learn more than rare ones (docs/convergence.md), so they are no longer than that, and the first ones of a new
+    model are shorter. A phase may take PATIENCE times what links allow at best.
 
     Args:
         run: The run's settings.
         least: The least seconds of a round, the mean of many.
         fullest: Those of a round that carries the moments; by default the same.
+        is_trained: Whether the run goes on from a trained model.
     """
     fullest = fullest or least
     rounds, chosen = run.round, run.round.model_fields_set
-    changes: dict[str, float] = {}
-    if rounds.mode == "tokens" and "min_seconds" not in chosen and not rounds.growing:
+    changes: dict[str, int | float] = {}
+    if rounds.mode == "tokens" and "min_seconds" not in chosen:
         longest = rounds.max_seconds if "max_seconds" in chosen else MAX_ROUND_SECONDS
         seconds = min(math.ceil(least_training_seconds(run, least)), longest)
         if seconds > rounds.min_seconds:
-            changes |= {"min_seconds": seconds, "max_seconds": max(seconds, rounds.max_seconds)}
+            changes |= {"min_seconds": float(seconds), "max_seconds": float(max(seconds, rounds.max_seconds))}
+            if "growing" not in chosen and not is_trained:
+                changes["growing"] = min(MAX_GROWING, int(GROWING_SHARE * rounds.total))
     for name, phase in (("averaging_seconds", fullest.averaging), ("exchange_seconds", fullest.fetching)):
         if name not in chosen:
-            changes[name] = min(max(getattr(rounds, name), math.ceil(PATIENCE * phase)), MAX_PHASE_SECONDS)
-    return rounds.model_copy(update={name: float(value) for name, value in changes.items()})
+            changes[name] = min(max(getattr(rounds, name), float(math.ceil(PATIENCE * phase))), MAX_PHASE_SECONDS)
+    return rounds.model_copy(update=changes)

@@ -21,17 +21,18 @@ MIN_SPREAD = 1 / 4
 
 
 def round_end(
-    config: RoundConfig, tokens: float, members: Iterable[Member], clocks: Iterable[Member] | None = None
+    config: RoundConfig, round: int, tokens: int, members: Iterable[Member], clocks: Iterable[Member] | None = None
 ) -> float:
     """Return the DHT time at which the round that this roster opens should stop training.
 
-    The swarm should reach `tokens` by then, if every member trains at its last speed once most members have
-    synchronised; no sooner than `min_seconds` and no later than `max_seconds` after that. The median decides when that
-    is, so that one member's clock or word cannot delay all others, and one member's speed cannot hurry them.
+    The swarm should reach the round's tokens by then, if every member trains at its last speed once most members have
+    synchronised; no sooner than `least_seconds` and no later than `max_seconds` after that. The median decides when
+    that is, so that one member's clock or word cannot delay all others, and one member's speed cannot hurry them.
 
     Args:
         config: The run's round settings.
-        tokens: Tokens of the round, of the kind whose speed members state.
+        round: Number of the round that ends, from 1.
+        tokens: Tokens of a full round, of the kind whose speed members state.
         members: The roster, identical on all members.
         clocks: Those of them whose clocks count; by default all.
     """
@@ -39,7 +40,8 @@ def round_end(
     times = members if clocks is None else clocks
     start = statistics.median_high(member.ready_at + member.sync_seconds for member in times)
     rate = sum(fair_speeds([member.tokens_per_second for member in members])) or FALLBACK_TOKENS_PER_SECOND
-    return start + min(max(tokens / rate, config.min_seconds), config.max_seconds)
+    seconds = config.share(round) * tokens / rate
+    return start + min(max(seconds, config.least_seconds(round)), config.max_seconds)
 
 
 def fair_speeds(speeds: Sequence[float]) -> list[float]:

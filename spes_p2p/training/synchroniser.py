@@ -541,17 +541,16 @@ class Synchroniser:
         While round r + 1 is decided, `self.round` is r, and the certificate carries the end of r + 2.
         """
         # A peer that is distrusted itself and has met none has only its own word.
-        last = self.swarm.last()
+        last, least = self.swarm.last(), self._run.round.least_seconds(round)
         counted = [member for member in result.roster if member.peer_id not in self.held.distrusted]
         voters = [member for member in counted if member.peer_id in last.voters]  # guard: voters-clock
         members = (voters if last.round else counted) or list(result.roster)
         if not members:
             announced = self._others.round_end(self.round)
-            return self._bounded(announced or self.swarm.now() + self._run.round.min_seconds)
-        tokens = self._run.round_tokens * self._run.round.share(round)
-        ends_at = round_end(self._run.round, tokens, counted or members, members)
+            return self._bounded(announced or self.swarm.now() + least)
+        ends_at = round_end(self._run.round, round, self._run.round_tokens, counted or members, members)
         # A synchronisation that took much longer than the last ones must not eat the next round.
-        return self._bounded(max(ends_at, self.swarm.now() + self._run.round.min_seconds))
+        return self._bounded(max(ends_at, self.swarm.now() + least))
 
     @property
     def follows_others(self) -> bool:

@@ -60,6 +60,7 @@ class Story:
         claims: Of both survivors, after the first of them was interrupted, by name.
         codes: Exit codes by name.
         saved: Each survivor's checkpoint when it had stopped, and once it had trained on.
+        addresses: The first survivor's address, before and after its restart.
         left: Processes that outlived the interrupted peers.
     """
 
@@ -70,6 +71,7 @@ class Story:
     claims: dict[str, Claim | None] = field(default_factory=dict)
     codes: dict[str, int] = field(default_factory=dict)
     saved: dict[str, list[dict]] = field(default_factory=dict)
+    addresses: tuple[str, str] = ("", "")
     left: list[psutil.Process] = field(default_factory=list)
 
     @property
@@ -180,8 +182,10 @@ class Teller:
         # One trains alone: the other one finds it where it has come to, or ahead of itself. The first to stop may have
         # served for so long that the second has gone on, with versions that it alone has.
         first, second = sorted(story.survivors, key=lambda name: -story.saved[name][0]["round"])
+        before = self.address(first)
         story.peers[f"{first}2"] = one = self.start(first, "--resume", "--alone")
         one.wait_for("others join with")
+        story.addresses = before, self.address(first)
         newest = max(before["round"] for [before] in story.saved.values())
         while not any(report.round > newest for report in reports(one)):
             one.wait_for(REPORT, after=len(one.lines))
@@ -255,6 +259,11 @@ def test_a_resumed_peer_goes_on_with_its_round_its_slots_its_steps_and_its_data(
             if saved["data"]["epoch"] == 0:
                 assert saved["data"]["position"] == 4 * saved["steps"]
     assert all(before["data"]["order_seed"] == after["data"]["order_seed"] for before, after in story.saved.values())
+
+
+def test_a_resumed_peer_listens_where_it_did(story: Story) -> None:
+    before, after = story.addresses
+    assert before == after
 
 
 def test_peers_that_all_stopped_go_on_together_from_the_newest_round(story: Story) -> None:

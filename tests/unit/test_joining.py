@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from spes_p2p.commands import cluster
 from spes_p2p.config import ClusterConfig, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
+from spes_p2p.peer.joining import ADDRESS_FILE, listen_port
 from spes_p2p.peer.settings import _for_link, _on_files, _suited, check_choices
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
 from spes_p2p.planner.size import free_gpu_bytes, model_size
@@ -108,9 +110,27 @@ def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
         assert config.run is not None and _on_files(config, config.run).data.source == source
 
 
+def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(tmp_path: Path) -> None:
+    def port(*words: str, host: str = "127.0.0.1") -> int:
+        return listen_port(load_settings(PeerConfig, ["--run-id", "r", "--output", str(tmp_path), *words]), host)
+
+    assert port("--resume") == 0, "it has none"
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        earlier = other.getsockname()[1]
+        (tmp_path / ADDRESS_FILE).write_text(f"/ip4/203.0.113.7/tcp/{earlier}/p2p/QmPeer\n")
+        assert port("--resume") == 0, "another program has it"
+    assert port("--resume") == port("--resume", host="*") == earlier
+    assert (port(), port("--resume", "--port", "4001")) == (0, 4001)
+    assert port("--resume", "--announce", "/ip4/203.0.113.7/tcp/4001") == 0, "the router's port may be another one"
+    for unusable in ("", "/ip4/203.0.113.7/udp/4001/quic-v1/p2p/QmPeer"):
+        (tmp_path / ADDRESS_FILE).write_text(unusable)
+        assert port("--resume") == 0
+
+
 @pytest.mark.parametrize(
     ("words", "least", "said"),
     [
+        (["--uplink-mbit", "100"], 1900, "the first 15 rounds are shorter"),
         ([], 5, "--uplink-mbit makes rounds long enough"),
         (["--host", "127.0.0.1"], 5, ""),
         (["--uplink-mbit", "100"], 1900, "rounds train for 19"),

@@ -168,6 +168,27 @@ def test_training_takes_what_the_rounds_mode_says() -> None:
 
 
 @pytest.mark.parametrize(
+    ("chosen", "is_trained", "growing"),
+    [
+        ({"total": 500}, False, 15),
+        ({"total": 100}, False, 5),
+        ({"total": 500}, True, 0),
+        ({"total": 500, "growing": 0}, False, 0),
+        ({"total": 500, "growing": 30}, False, 30),
+        ({"total": 500, "min_seconds": 3880, "max_seconds": 3880}, False, 0),
+    ],
+)
+def test_the_first_of_rounds_that_links_make_long_are_shorter_if_the_model_is_new(
+    chosen: dict[str, Any], is_trained: bool, growing: int
+) -> None:
+    run = RunConfig.model_validate({"round": chosen})
+    slow = rounds_for_links(run, RoundSeconds(averaging=80.0, fetching=40.0), is_trained=is_trained)
+    assert (slow.growing, slow.min_seconds, slow.total) == (growing, 3880, chosen["total"])
+    fast = rounds_for_links(run, RoundSeconds(0.001, 0.001), is_trained=is_trained)
+    assert fast.growing == run.round.growing, "short rounds do not let peers drift apart"
+
+
+@pytest.mark.parametrize(
     ("chosen", "expected"),
     [
         ({}, (3880, 3880, 240, 120)),
@@ -176,7 +197,7 @@ def test_training_takes_what_the_rounds_mode_says() -> None:
         ({"max_seconds": 1000}, (1000, 1000, 240, 120)),
         ({"min_seconds": 7}, (7, 600, 240, 120)),
         ({"mode": "steps"}, (5, 600, 240, 120)),
-        ({"growing": 9}, (5, 600, 240, 120)),
+        ({"growing": 9}, (3880, 3880, 240, 120)),
         ({"averaging_seconds": 50, "exchange_seconds": 70}, (3880, 3880, 50, 70)),
     ],
 )
@@ -192,6 +213,7 @@ def test_rounds_are_as_long_as_links_ask_for_where_the_founder_leaves_that_open(
     assert with_moments.min_seconds == rounds.min_seconds, "by the mean round"
     if "averaging_seconds" not in chosen:
         assert (with_moments.averaging_seconds, with_moments.exchange_seconds) == (600, 270), "by the longest"
+    assert not rounds.growing or "growing" in chosen, "a run of ten rounds is too short"
     fast = rounds_for_links(run, RoundSeconds(0.001, 0.001))
     assert fast == run.round, "the defaults are enough on fast links"
     slow = rounds_for_links(run, RoundSeconds(1e6, 1e6))

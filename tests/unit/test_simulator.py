@@ -105,6 +105,15 @@ def test_rounds_grow_from_a_hundredth_to_their_full_length(folder: Path, mode: s
     assert_members_agree(result)
 
 
+def test_rounds_that_links_make_long_grow_as_well(folder: Path) -> None:
+    round = {"mode": "tokens", "growing": 4, "total": 6, "tokens": 1, "min_seconds": 40.0}
+    result = run(folder, round=round, speeds=[float(STEP_TOKENS)] * 3)
+    seconds = [[report.train_seconds for report in own] for own in result.reports]
+    for own in seconds:
+        assert own == pytest.approx([5, 5, 5, 12.6, 40, 40], abs=1.5), "a hundredth would be 0.4 s"
+    assert_members_agree(result)
+
+
 def test_all_versions_of_all_rounds_are_accounted_for(plain: tuple[SimulationResult, list[Evaluation]]) -> None:
     result, _ = plain
     assert sorted(result.digests) == [1, 2, 3]

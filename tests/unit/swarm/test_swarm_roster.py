@@ -198,25 +198,30 @@ def test_a_well_formed_roster_entry_survives_the_wire():
 def test_the_round_ends_when_the_swarm_is_expected_to_reach_its_tokens():
     config = RoundConfig(tokens=1000, min_seconds=1, max_seconds=100)
     assert (
-        round_end(config, config.tokens, [member(0, rate=10.0), member(1, rate=40.0, ready_at=55.0)])
+        round_end(config, 1, config.tokens, [member(0, rate=10.0), member(1, rate=40.0, ready_at=55.0)])
         == 55.0 + 2.0 + 20.0
     )
 
 
 def test_the_round_is_never_shorter_or_longer_than_its_bounds():
     config = RoundConfig(tokens=1000, min_seconds=30, max_seconds=100)
-    assert round_end(config, config.tokens, [member(0, rate=1e9)]) == 52.0 + 30
-    assert round_end(config, config.tokens, [member(0, rate=0.0)]) == 52.0 + 100
+    assert round_end(config, 1, config.tokens, [member(0, rate=1e9)]) == 52.0 + 30
+    assert round_end(config, 1, config.tokens, [member(0, rate=0.0)]) == 52.0 + 100
+    growing = config.model_copy(update={"growing": 2})  # a hundredth, a tenth, and then whole
+    ends = [round_end(growing, round, 1000, [member(0, rate=1e9)]) - 52.0 for round in (1, 2, 3)]
+    assert ends == [5.0, 5.0, 30.0], "no growing round is shorter than 5 s"
+    slow = [round_end(growing, round, 1000, [member(0, rate=10.0)]) - 52.0 for round in (1, 2, 3)]
+    assert slow == pytest.approx([5.0, 10.0, 100.0])
 
 
 @pytest.mark.parametrize("count", range(3, 9))
 def test_a_speed_that_nobody_has_makes_no_round_the_shortest(count):
     config = RoundConfig(tokens=10_000, min_seconds=1, max_seconds=10_000)
     honest = [member(i, rate=10.0) for i in range(1, count)]
-    seconds = round_end(config, config.tokens, [member(0, rate=1e12), *honest]) - 52.0
+    seconds = round_end(config, 1, config.tokens, [member(0, rate=1e12), *honest]) - 52.0
     assert seconds == pytest.approx(10_000 / (10.0 * (count - 1) + 40.0)), "as with a machine of four times the speed"
     first = [entry.model_copy(update={"tokens": 0}) for entry in honest]
-    assert round_end(config, config.tokens, [member(0, rate=1e12, tokens=1), *first]) - 52.0 == seconds, (
+    assert round_end(config, 1, config.tokens, [member(0, rate=1e12, tokens=1), *first]) - 52.0 == seconds, (
         "nobody else has trained yet"
     )
 
@@ -227,8 +232,8 @@ def test_a_speed_that_nobody_has_makes_no_round_the_shortest(count):
 def test_unequal_machines_count_for_what_they_are_and_of_two_nobody_is_cut(rates):
     config = RoundConfig(tokens=10_000, min_seconds=1, max_seconds=10_000)
     members = [member(i, rate=rate) for i, rate in enumerate(rates)]
-    assert round_end(config, config.tokens, members) == 52.0 + 10_000 / sum(rates)
-    assert round_end(config, config.tokens, members[::-1]) == round_end(config, config.tokens, members)
+    assert round_end(config, 1, config.tokens, members) == 52.0 + 10_000 / sum(rates)
+    assert round_end(config, 1, config.tokens, members[::-1]) == round_end(config, 1, config.tokens, members)
 
 
 def test_claimed_tokens_are_bounded_by_speed_and_time():

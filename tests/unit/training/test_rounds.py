@@ -150,7 +150,7 @@ def test_a_round_of_samples_ends_when_the_swarm_has_read_so_many_sequences():
     peer = run_virtual(run, num_peers=1, max_slots=4)[0]
     work = RoundWork({}, 0, tokens_per_second=5.0, places_per_second=64.0, seconds=1.0)
     entry = peer.sync._contribution(work, peer.swarm.now()).member
-    ends_at = round_end(run.round, run.round_tokens, [entry])
+    ends_at = round_end(run.round, 1, run.round_tokens, [entry])
     assert ends_at - entry.ready_at - entry.sync_seconds == pytest.approx(40 * 16 / 64)
     plain = peer.sync._run.model_copy(update={"round": BY_THE_CLOCK})
     peer.sync._run = plain
