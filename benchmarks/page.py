@@ -103,7 +103,8 @@ def in_browser(seen: Seen) -> Iterator[Row]:
     overflow = found["phone"]["overflow_px"]
     yield Row("sideways overflow at 390 px", f"{overflow} px", "none", overflow <= 0)
     tick, size = found["large"]["tick_ms"], found["large"]["tick_bytes"]
-    yield Row("128 x 64 matrix, script time of an update (three peers change a slot), median", f"{tick:.1f} ms", "5 ms", tick <= 5)
+    what = "128 x 64 matrix, script time of an update (three peers change a slot), median"
+    yield Row(what, f"{tick:.1f} ms", "5 ms", tick <= 5)
     yield Row("- bytes of an update", f"{size / 1000:.2f} kB", "1.5 kB", size <= 1500)
 
 
