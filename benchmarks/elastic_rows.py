@@ -89,7 +89,7 @@ def kills(bench: Bench) -> Iterator[Row]:
     means, versions = (sum(verdict[kind] for verdict in verdicts) for kind in ("means", "versions"))
     checked = f"{wrong} of {means:,} means and {versions:,} versions, {sum(lab['rounds'] for lab in labs)} rounds"
     yield Row("- honest versions that a peer refused for harm to its model", f"{refused}", "0", not refused)
-    yield Row("- means and versions that the replay does not confirm, or that went back", checked, "0", not wrong)
+    yield Row("- means and versions that the replay does not confirm; versions that went back", checked, "0", not wrong)
     seconds = [seconds for lab in labs for seconds in _kill_seconds(lab)]
     yield Row(
         "- until all others had committed two rounds more, p50 / max", f"{median(seconds):.1f} / {max(seconds):.1f} s"

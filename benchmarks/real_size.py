@@ -367,7 +367,7 @@ def _processor_row(work: Path, name: str, storage: str | None, billions: float) 
     each = [_processor_seconds(work / f"{name}-{steps}", steps, storage) for steps in (1, 3)]
     besides = (3 * each[0] - each[1]) / 2
     found = f"{besides / billions:.1f} s ({besides:.1f} s in all; a training step {(each[1] - each[0]) / 2:.1f} s)"
-    what = f"processor seconds of a round besides training, divided by the model's 1e9 parameters, {name}"
+    what = f"processor seconds of one round besides training, per 1e9 parameters of the model, {name}"
     return Row(what, found, f"{MAX_PROCESSOR_SECONDS:.0f} s", besides / billions <= MAX_PROCESSOR_SECONDS)
 
 

@@ -353,14 +353,18 @@ class Experiment:
     def _start(self) -> str:
         """Start one peer, which has something to resume if any has, then the others; return the run's link."""
         first, *others = sorted(range(self._config.peers), key=lambda index: not can_resume(self._folder(index)))
-        address_file = self._folder(first) / ADDRESS_FILE
-        address_file.unlink(missing_ok=True)
+        address_file = self._folder(first) / ADDRESS_FILE  # it may be there from an earlier start
+        before = address_file.stat().st_mtime_ns if address_file.exists() else None
         # The monitor may lack versions of a finished run, which a resumed founder serves only if it is told to.
         serves = ["--seed-seconds", f"{SEED_SECONDS:g}"]
         founds = ["--config", str(self._config.output / RUN_FILE)]
         founder = self._start_peer(first, serves if can_resume(self._folder(first)) else founds)
         deadline = time.monotonic() + START_SECONDS
-        while not (address_file.exists() and address_file.read_text().endswith("\n")):
+        while not (
+            address_file.exists()
+            and address_file.stat().st_mtime_ns != before
+            and address_file.read_text().endswith("\n")
+        ):
             if not founder.is_running() or time.monotonic() > deadline:
                 raise SpesError(f"the first peer did not start within {START_SECONDS:.0f} s; see {founder.log}")
             founder.wait(POLL_SECONDS)

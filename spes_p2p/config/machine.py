@@ -228,7 +228,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Address to listen on; `*` for all interfaces. By default all of them, IPv4 and IPv6, or 127.0.0.1 if all initial
     peers are on this machine."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on, TCP and UDP; by default that of the last start, or one that the system chooses."""
+    """Port to listen on, TCP and UDP; by default a resumed peer's last one, or one that the system chooses."""
     announce: list[str] = []
     """Multiaddrs by which others reach this peer. /ip4/203.0.113.7/tcp/4001 is one; by default from host and port."""
     map_port: bool = False

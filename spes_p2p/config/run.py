@@ -194,8 +194,8 @@ class RoundConfig(Frozen):
     steps: Annotated[int, Field(ge=1, le=2**20)] = 25
     """Local steps per round in mode `steps`."""
     min_seconds: TrainingSeconds = LEAST_SECONDS
-    """A full round's least training time in mode `tokens`; a growing round's is its share of that, but no less than
-    5 s."""
+    """A full round's least training time in mode `tokens`; a growing round's is its share of that, but at least 5 s
+    (or this, if it is less)."""
     max_seconds: TrainingSeconds = 600.0
     """A round's most training time in mode `tokens`; in mode `steps` the longest wait for the others' steps."""
     total: Rounds = 10

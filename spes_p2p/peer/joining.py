@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import socket
 import sys
 import threading
 import time
@@ -235,14 +236,15 @@ def _forwarded(config: PeerConfig, swarm: HivemindSwarm) -> PeerConfig | None:
 
 def _swarm(config: PeerConfig, *, client_mode: bool) -> HivemindSwarm:
     """Start this peer's node, and the swarm on top of it."""
-    known = Peerstore(config.output / peerstore.FILE)
+    known, identity = Peerstore(config.output / peerstore.FILE), _identity(config)
     host = listen_host(config, known)
+    port = listen_port(config, host, identity.peer_id)
     node = Node(
-        _identity(config),
+        identity,
         config.run_name,
         initial_peers=config.initial_peers,
         peerstore=known,
-        listen=ListenConfig(host, listen_port(config, host), tuple(config.announce), client_mode=client_mode),
+        listen=ListenConfig(host, port, tuple(config.announce), client_mode=client_mode),
     )
     return HivemindSwarm(node, config.output / "versions", uplink_mbit=config.uplink_mbit, trains_alone=config.alone)
 
@@ -264,16 +266,22 @@ def listen_host(config: PeerConfig, known: Peerstore) -> str:
     return LOOPBACK if others and all(map(is_loopback, others)) else EVERY_INTERFACE
 
 
-def listen_port(config: PeerConfig, host: str) -> int:
-    """Return the port to listen on: the chosen one, or that of an earlier start, where it is free; 0 means any."""
+def listen_port(config: PeerConfig, host: str, peer_id: str) -> int:
+    """Return the port to listen on: the chosen one, or that of the last start, where it is free; 0 means any."""
     file = config.output / ADDRESS_FILE
     if config.port or config.announce or not (config.resume and file.is_file()):
         return config.port
-    earlier = re.search(r"/tcp/(\d{1,5})/p2p/", file.read_text(errors="replace"))
-    try:
-        return check_port("0.0.0.0" if host == EVERY_INTERFACE else host, int(earlier[1])) if earlier else 0
-    except ConfigError:  # another program has it
+    # A peer that takes no calls has another peer's address there.
+    own = re.search(rf"/tcp/(\d{{1,5}})/p2p/{peer_id}$", file.read_text(errors="replace").strip())
+    if own is None or (port := int(own[1])) >= 2**16:
         return 0
+    try:
+        for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
+            check_port("0.0.0.0" if host == EVERY_INTERFACE else host, port, kind)
+    except ConfigError:
+        log.warning("port %d, where this peer listened before, is occupied; links that name it are invalid now", port)
+        return 0
+    return port
 
 
 def why_unreachable(host: str | None, port: int) -> str:

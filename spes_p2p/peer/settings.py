@@ -97,14 +97,12 @@ def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
     rounds = rounds_for_links(run, least, longest, is_trained=config.start_from is not None)
     if rounds.min_seconds > run.round.min_seconds:
         log.info(
-            "%s, in %.0f s at %g Mbit/s; rounds train for %.0f s at least (--run.round.min-seconds chooses otherwise)",
+            "%s, in %.0f s at %g Mbit/s; full rounds train for %.0f s at least (--run.round.min-seconds chooses "
+            "otherwise)",
             *(moved, least.total, uplink, rounds.min_seconds),
         )
-    if rounds.growing > run.round.growing:
-        log.info(
-            "the first %d rounds are shorter, because peers drift apart fastest then (--run.round.growing 0: none are)",
-            rounds.growing,
-        )
+        if rounds.growing:
+            log.info("the first %d rounds are shorter, and grow (--run.round.growing)", rounds.growing)
     return run.model_copy(update={"round": rounds})
 
 

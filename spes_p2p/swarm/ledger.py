@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import logging
+import math
 import statistics
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -129,11 +130,13 @@ class DealRules:
         usual: Draws of a round: of all peers together, in mode `steps` of each. A peer's range while no pace is known.
         is_exact: Whether every peer makes `usual` draws in a round, as in mode `steps`.
         num_streams: Two if rounds overlap.
+        growth: How many times as long the round is as the one that the paces are of.
     """
 
     usual: int
     is_exact: bool
     num_streams: int
+    growth: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -302,7 +305,8 @@ def _lengths(paces: Sequence[int], rules: DealRules, known: Sequence[int] | None
     least = max(-(-median // 2), -(-rules.usual // num_peers))  # a round may have been short
     most = max(MAX_TIMES_MEDIAN * median, least)
     counted = [min(max(pace or median, least), most) for pace in paces]  # guard: pace-cap
-    return [3 * pace if num_peers <= FEW_PEERS else (3 * pace + 1) // 2 for pace in counted]
+    reserve = 3.0 if num_peers <= FEW_PEERS else 1.5
+    return [math.ceil(rules.growth * reserve * pace) for pace in counted]
 
 
 def _pace(byte: int) -> int:

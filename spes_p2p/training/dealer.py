@@ -35,11 +35,13 @@ def deal_rules(run: RunConfig, round: int) -> DealRules:
     """Return the numbers of a run that a round's deal depends on."""
     by_steps = run.round.mode == "steps"
     batch_tokens = run.train.batch_size * run.data.sequence_length
-    whole_round = max(MIN_USUAL, math.ceil(run.round_tokens * run.round.share(round) / batch_tokens))
+    share, streams = run.round.share, num_streams(run)
+    whole_round = max(MIN_USUAL, math.ceil(run.round_tokens * share(round) / batch_tokens))
     return DealRules(
         usual=run.round.steps_of(round) if by_steps else whole_round,
         is_exact=by_steps,
-        num_streams=num_streams(run),
+        num_streams=streams,
+        growth=share(round) / share(max(1, round - streams)),
     )
 
 

@@ -110,19 +110,24 @@ def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
         assert config.run is not None and _on_files(config, config.run).data.source == source
 
 
-def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(tmp_path: Path) -> None:
+def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     def port(*words: str, host: str = "127.0.0.1") -> int:
-        return listen_port(load_settings(PeerConfig, ["--run-id", "r", "--output", str(tmp_path), *words]), host)
+        settings = ["--run-id", "r", "--output", str(tmp_path), *words]
+        return listen_port(load_settings(PeerConfig, settings), host, "QmPeer")
 
     assert port("--resume") == 0, "it has none"
     with socket.create_server(("127.0.0.1", 0)) as other:
         earlier = other.getsockname()[1]
         (tmp_path / ADDRESS_FILE).write_text(f"/ip4/203.0.113.7/tcp/{earlier}/p2p/QmPeer\n")
         assert port("--resume") == 0, "another program has it"
+    assert f"port {earlier}" in caplog.text
     assert port("--resume") == port("--resume", host="*") == earlier
     assert (port(), port("--resume", "--port", "4001")) == (0, 4001)
     assert port("--resume", "--announce", "/ip4/203.0.113.7/tcp/4001") == 0, "the router's port may be another one"
-    for unusable in ("", "/ip4/203.0.113.7/udp/4001/quic-v1/p2p/QmPeer"):
+    other_peers = f"/ip4/203.0.113.7/tcp/{earlier}/p2p/QmOther"
+    for unusable in ("", other_peers, "/ip4/203.0.113.7/tcp/99999/p2p/QmPeer"):
         (tmp_path / ADDRESS_FILE).write_text(unusable)
         assert port("--resume") == 0
 
@@ -133,7 +138,7 @@ def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(tmp_
         (["--uplink-mbit", "100"], 1900, "the first 15 rounds are shorter"),
         ([], 5, "--uplink-mbit makes rounds long enough"),
         (["--host", "127.0.0.1"], 5, ""),
-        (["--uplink-mbit", "100"], 1900, "rounds train for 19"),
+        (["--uplink-mbit", "100"], 1900, "full rounds train for 19"),
         (["--uplink-mbit", "20", "--run.round.min-seconds", "9"], 9, ""),
         (["--uplink-mbit", "100000"], 5, ""),
     ],

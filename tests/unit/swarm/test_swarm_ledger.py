@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -132,6 +133,16 @@ def test_gaps_are_trained_soon_though_members_die_in_each_round(seed):
         stream = ledger.streams[0]
         lags.append(stream.next - min([stream.next, *(start for start, _ in stream.intervals())]))
     assert max(lags) < 8 * 10 * 40
+
+
+@pytest.mark.parametrize("num_members", [4, 70])
+def test_a_range_grows_with_the_round(num_members):
+    """A peer whose range is used up waits for the round's end."""
+    members = [f"peer-{index:02}" for index in range(num_members)]
+    ledger = Deal(Ledger.empty(1), members, 1, BY_TIME).settled(Ledger.empty(1), {peer: Drawn(10) for peer in members})
+    growing = replace(BY_TIME, growth=4.64)
+    lengths = [len(numbers(Deal(ledger, members, 2, rules).range_of("peer-03"))) for rules in (BY_TIME, growing)]
+    assert lengths == ([30, 140] if num_members == 4 else [15, 70])
 
 
 def test_a_thousand_peers_need_four_kilobytes(seed):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from virtual import VirtualPeer, certify, peer_id, tiny_run
 
 from spes_p2p.config import DataConfig
@@ -75,3 +76,8 @@ def test_a_round_by_steps_deals_exactly_its_steps_and_one_by_time_a_whole_round(
     assert deal_rules(run, 1).usual == run.round.steps and deal_rules(run, 1).is_exact
     by_time = run.model_copy(update={"round": run.round.model_copy(update={"mode": "tokens", "tokens": 64_001})})
     assert deal_rules(by_time, 1).usual == 1001 and deal_rules(by_time, 1).num_streams == 1
+    assert deal_rules(by_time, 2).growth == 1.0
+    growing = by_time.model_copy(update={"round": by_time.round.model_copy(update={"growing": 2})})
+    assert [deal_rules(growing, round).growth for round in (1, 2, 3, 4)] == pytest.approx([1, 10, 10, 1])
+    overlapping = growing.model_copy(update={"round": growing.round.model_copy(update={"overlap": 1})})
+    assert [deal_rules(overlapping, round).growth for round in (2, 3, 4, 5)] == pytest.approx([10, 100, 10, 1])
