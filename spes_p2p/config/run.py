@@ -26,7 +26,7 @@ Rounds = Annotated[int, Field(ge=1, le=MAX_ROUNDS)]
 FIRST_SHARE = 0.01
 """Length of the first of rounds that grow, as a share of a full round's."""
 LEAST_SECONDS = 5.0
-"""Training time that no round of mode `tokens` is shorter than, unless `min_seconds` is."""
+"""Least training time of a growing round of mode `tokens`, in seconds, unless `min_seconds` is less."""
 MAX_ROUND_SECONDS, MAX_PHASE_SECONDS = 86_400.0, 3600.0
 TrainingSeconds = Annotated[float, Field(ge=0.001, le=MAX_ROUND_SECONDS, allow_inf_nan=False)]
 PhaseSeconds = Annotated[float, Field(ge=0.001, le=MAX_PHASE_SECONDS, allow_inf_nan=False)]  # guard: phase-bounds
@@ -236,7 +236,7 @@ class RoundConfig(Frozen):
         return FIRST_SHARE ** (1 - (round - 1) / self.growing) if round <= self.growing else 1.0
 
     def least_seconds(self, round: int) -> float:
-        """Return the least training time of a round in mode `tokens`."""
+        """Return the least training time, in seconds, of the round with this number in mode `tokens`."""
         return max(self.share(round) * self.min_seconds, min(self.min_seconds, LEAST_SECONDS))
 
     def full_rounds(self, elapsed: float) -> float:

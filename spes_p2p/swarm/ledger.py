@@ -305,7 +305,7 @@ def _lengths(paces: Sequence[int], rules: DealRules, known: Sequence[int] | None
     least = max(-(-median // 2), -(-rules.usual // num_peers))  # a round may have been short
     most = max(MAX_TIMES_MEDIAN * median, least)
     counted = [min(max(pace or median, least), most) for pace in paces]  # guard: pace-cap
-    reserve = 3.0 if num_peers <= FEW_PEERS else 1.5
+    reserve = 3.0 if num_peers <= FEW_PEERS else 1.5  # a peer whose range is used up waits for the round's end
     return [math.ceil(rules.growth * reserve * pace) for pace in counted]
 
 
