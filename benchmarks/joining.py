@@ -1,9 +1,9 @@
-"""What joining is worth: the sweep's results as the tables of docs/benchmarks.md and docs/convergence.md.
+"""What joining is worth: the sweeps' results as the tables of docs/benchmarks.md and docs/convergence.md.
 
     .venv/bin/python benchmarks/joining.py [--write]
 
-The runs are made by `spes_p2p simulate configs/convergence.yaml --output benchmarks/results/convergence`; this reads
-them and takes no time.
+The runs are made by `spes simulate configs/convergence.yaml --output benchmarks/results/convergence`, and likewise with
+`map`; this reads them and takes no time.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from pydantic_settings import SettingsConfigDict
 from benchmarks.tables import HEAD, Row, fill, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
-from spes_p2p.presentation import say
-from spes_p2p.sim.sweep.report import Results, Spread, gap_spread, loss_by_steps, summarise
+from spes_p2p.presentation import COLOURS, canvas, legend, png, say
+from spes_p2p.sim.sweep.report import LINES, Results, Spread, gap_spread, loss_by_steps, summarise
 from spes_p2p.sim.sweep.results import finished_runs
 from spes_p2p.sim.sweep.settings import Gap, Sweep, load_sweep
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
 """What benchmarks/simulator_speed.py --output wrote."""
 PICTURE, PICTURED = Path("docs/convergence/joining.png"), ("solo", "solo_in_memory", "ours", "centralised")
+MAP, MAP_RESULTS = Path("configs/map.yaml"), Path("benchmarks/results/map")
+MAP_PICTURE = Path("docs/convergence/map.png")
+HOLDERS = {"all": "all slots everywhere", "two": "two holders", "one": "one holder"}
 BENCHMARKS, PAGE = Path("docs/benchmarks.md"), Path("docs/convergence.md")
 
 
@@ -117,14 +120,67 @@ def losses(sweep: Sweep, results: Results) -> str:
     return markdown_table(("scheme", "held-out loss", "seeds", "gap closed", "MB sent per peer"), lines)
 
 
+Map = dict[str, dict[int, dict[str, Spread]]]
+"""Gap closed, by the name of the map's gap (tokens a step), steps a round, and holders of a slot."""
+
+
+def map_cells(sweep: Sweep, results: Results) -> Map:
+    """Return the map of long rounds; its cells are the variants named h<steps a round>_<tokens a step>_<holders>."""
+    cells: Map = {}
+    for gap in sweep.gaps:
+        for name in gap.of:
+            shares = gap_spread(gap, name, results)
+            if name.startswith("h") and shares is not None:
+                steps, _, holders = name[1:].split("_")
+                cells.setdefault(gap.name, {}).setdefault(int(steps), {})[holders] = shares
+    return cells
+
+
+def map_table(sweep: Sweep, results: Results, cells: Map) -> str:
+    """Return the map of long rounds as a Markdown table: both ends' losses, and the gap closed in each cell."""
+    lines = []
+    for gap in sweep.gaps:
+        ends = [f"{results[name, sweep.seeds[0]].loss:.3f}" for name in (gap.solo, gap.centralised) if gap.name in cells]
+        for steps, row in cells.get(gap.name, {}).items():
+            lines.append((gap.name, *ends, str(steps), *(_cell(row.get(holders)) for holders in HOLDERS)))
+    return markdown_table(("batch of a peer", "alone", "one process", "steps a round", *HOLDERS.values()), lines)
+
+
+def _cell(shares: Spread | None) -> str:
+    return _spread(shares) if shares is not None else ""
+
+
+def map_picture(cells: Map) -> bytes:
+    """Draw the gap closed against the steps of a round: a colour for each batch, a line style for each holding."""
+    figure, axes = canvas("steps a round", "gap closed")
+    axes.set_xscale("log")
+    for colour, (name, by_steps) in zip(COLOURS, cells.items(), strict=False):
+        for style, holders in zip(LINES, HOLDERS, strict=False):
+            points = {steps: row[holders].mean for steps, row in by_steps.items() if holders in row}
+            label = f"{name}, {HOLDERS[holders]}"
+            axes.plot(list(points), list(points.values()), color=colour, ls=style, marker="o", ms=4, label=label)
+    steps = sorted({steps for by_steps in cells.values() for steps in by_steps})
+    axes.set_xticks(steps, list(map(str, steps)))
+    axes.set_xticks([], minor=True)
+    axes.set_ylim(0, 1)
+    legend(figure, axes)
+    return png(figure)
+
+
 def main(config: JoiningConfig) -> int:
     """Print the tables; return the exit code."""
+    long_rounds = load_sweep(MAP)
+    runs = finished_runs(long_rounds, MAP_RESULTS)
+    cells = map_cells(long_rounds, runs)
+    the_map = map_table(long_rounds, runs, cells)
     sweep = load_sweep(config.study)
     results = finished_runs(sweep, config.results)
     goals = markdown_table(HEAD, [row.cells for row in figures(results)])
     schemes = losses(sweep, results)
-    say(f"{schemes}\n{goals}")
+    say(f"{schemes}\n{goals}\n{the_map}")
     if config.write:
+        fill(PAGE, "MAP", the_map)
+        MAP_PICTURE.write_bytes(map_picture(cells))
         fill(BENCHMARKS, "JOINING", goals)
         fill(PAGE, "TABLE", f"{schemes}\n{goals}")
         pictured = [row for row in summarise(sweep, results) if row.name in PICTURED]
