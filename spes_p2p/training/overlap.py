@@ -14,8 +14,9 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import TypeVar
 
 from torch import Tensor
 
@@ -25,27 +26,20 @@ from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
 
 POLL_SECONDS = 60.0
 """Interval at which a peer that waits for a synchronisation checks whether it has ended."""
 
 
-class Task(Protocol[T_co]):
+class Task(Future[T]):
     """Work in another thread."""
-
-    @property
-    def is_done(self) -> bool:
-        """Whether it has ended."""
 
     def wait(self, seconds: float) -> bool:
         """Wait until it has ended, at most so long; return whether it has."""
-
-    def result(self) -> T_co:
-        """Return what the work returned, once it has ended, or raise what it raised."""
+        return bool(wait([self], seconds).done)
 
 
-class ThreadTask(Generic[T]):
+class ThreadTask(Task[T]):
     """A task in a daemon thread, so that an interrupted peer does not stay for its deadlines.
 
     Args:
@@ -53,30 +47,14 @@ class ThreadTask(Generic[T]):
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-        self._value: T
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        threading.Thread(target=self._run, name="synchronisation", daemon=True).start()
+        super().__init__()
+        threading.Thread(target=self._run, args=(work,), name="synchronisation", daemon=True).start()
 
-    def _run(self) -> None:
+    def _run(self, work: Callable[[], T]) -> None:
         try:
-            self._value = self._work()
+            self.set_result(work())
         except BaseException as error:  # noqa: BLE001 - `result` raises it
-            self._error = error
-        self._ended.set()
-
-    @property
-    def is_done(self) -> bool:
-        return self._ended.is_set()
-
-    def wait(self, seconds: float) -> bool:
-        return self._ended.wait(seconds)
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._value
+            self.set_exception(error)
 
 
 @dataclass(frozen=True)
@@ -145,7 +123,7 @@ class PendingSync:
             SpesError: what the synchronisation raised.
         """
         assert self._task is not None
-        if not self._task.is_done:
+        if not self._task.done():
             return False
         update = self._task.result().update
         return self._steps >= self._delay or (now is not None and update.ends_at <= now)
@@ -163,6 +141,6 @@ class PendingSync:
 
     def abandon(self, seconds: float) -> None:
         """Give a synchronisation whose result is not needed here any more so long to end."""
-        if self._task is not None and not self._task.is_done:
+        if self._task is not None and not self._task.done():
             log.info("letting a synchronisation end first, at most %.0f s; Ctrl-C again ends at once", seconds)
             self._task.wait(seconds)

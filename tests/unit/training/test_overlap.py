@@ -270,13 +270,9 @@ class Outage:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    @property
-    def is_done(self) -> bool:
-        return self._seconds <= 0
-
     def wait(self, seconds: float) -> bool:
         self._seconds -= seconds
-        return self.is_done
+        return self._seconds <= 0
 
     def result(self) -> str:
         return "back"
@@ -493,7 +489,7 @@ def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monk
     with pytest.raises(KeyboardInterrupt):
         peer.loop.run()
     flight = peer.loop._pending
-    assert flight is not None and not flight._task.is_done
+    assert flight is not None and not flight._task.done()
 
     def read() -> list[str]:
         if others:
