@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from spes_p2p.errors import SimulationError
-from spes_p2p.training.overlap import Task
+from spes_p2p.training.round_work import Task
 
 T = TypeVar("T")
 

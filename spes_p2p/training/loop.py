@@ -2,7 +2,7 @@
 
 `TrainingLoop._one_round` is the whole of a round on one screen; `Synchroniser.synchronise` is the leader's part of it.
 With `round.overlap` the loop trains the next round while the synchronisation runs, and corrects its parameters when
-the result is there (`overlap`); the last round's synchronisation is waited for.
+the result is there (`round_work`); the last round's synchronisation is waited for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,16 @@ from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.controls import Controls, Decision, Intent, decide
 from spes_p2p.training.dealer import Draws
 from spes_p2p.training.loss_gate import LossGate
-from spes_p2p.training.overlap import Correction, PendingSync, Task, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup, give_back_freed
-from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
+from spes_p2p.training.round_work import (
+    Correction,
+    PendingSync,
+    RoundWork,
+    StateUpdate,
+    StoredVectors,
+    Task,
+    ThreadTask,
+)
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
 

@@ -32,9 +32,8 @@ from spes_p2p.training.build import build_initial, build_synchroniser, build_tra
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.loop import TrainingLoop
-from spes_p2p.training.overlap import Correction, PendingSync, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import RoundWork, StateUpdate
+from spes_p2p.training.round_work import Correction, PendingSync, RoundWork, StateUpdate, ThreadTask
 from spes_p2p.training.trainer import Trainer
 
 STEPS, STEP_TOKENS = 3, 4 * 16
