@@ -463,7 +463,7 @@ class _Simulation:
             assert self._scenario.start_from is not None
             self._initial = dict(StartBundles(self._run, self._vocab_size, self._scenario.start_from))
         elif not self._initial:
-            self._initial = dict(build_initial(self._run, self._vocab_size, peer.sync, peer.trainer))
+            self._initial = dict(build_initial(self._run, self._vocab_size, peer.sync.anchors, peer.trainer.layouts))
         return self._initial
 
     def _on_round(self, index: int, report: Metrics) -> None:

@@ -16,7 +16,7 @@ from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.outer import merge_alpha, merge_experts
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, merge_shifts
-from spes_p2p.training.build import DrawnBundles
+from spes_p2p.training.build import build_initial
 
 NUMELS = {SHARED: 11, "slot": 7}
 SLOT_0, SLOT_2, SLOT_3 = map(VectorName.of_slot, (0, 2, 3))
@@ -256,7 +256,7 @@ def test_the_first_bundles_are_the_stock_models_weights(family, run, seed):
     layouts = {SHARED: Layout(built.shared_shapes()), "slot": Layout(built.slot_shapes())}
     anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
     settings = run.model_copy(update={"model": model, "seed": seed})
-    bundles = DrawnBundles(settings, 32, anchors, layouts)
+    bundles = build_initial(settings, 32, anchors, layouts)
     assert set(bundles) == {SHARED, *map(VectorName.of_slot, range(4))}
     named = dict(stock.named_parameters())
     seen = set()

@@ -531,7 +531,7 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
         swarm = MemorySwarm(MemoryHub("run"), peer_id(0))
         sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3)
         swarm.enter(sync.anchors.vectors())
-        initial = partial(build_initial, run, VOCAB, sync, trainer)
+        initial = partial(build_initial, run, VOCAB, sync.anchors, trainer.layouts)
     rounds = TrainingLoop(run, trainer, group, sync)
     rounds.open(initial)
     rounds.run()
