@@ -293,12 +293,13 @@ class ErrorFeedback:
         else:
             self._residuals[name] = error
 
-    def restore(self, name: str, error_N: Tensor) -> None:
-        """Replace a name's residual by a copy of this one."""
-        error = PagedVector.scratch(error_N.numel(), self._folder)
-        for here, piece in error.pieces():
-            piece.copy_(error_N[here])
-        self._residuals[name] = error
+    def restore(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue with copies of the residuals of an earlier process, whose anchors were the same."""
+        for name, error_N in residuals.items():
+            error = PagedVector.scratch(error_N.numel(), self._folder)
+            for here, piece in error.pieces():
+                piece.copy_(error_N[here])
+            self._residuals[name] = error
 
     def residuals(self) -> dict[str, PagedVector]:
         """Return the residuals by name; they are replaced, never modified."""

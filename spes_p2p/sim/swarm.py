@@ -171,10 +171,10 @@ class MemorySwarm:
             )
 
     def residuals(self) -> Mapping[str, PagedVector]:
-        return self._encoding.residuals()
+        return self._encoding.feedback.residuals()
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        self._encoding.restore_residuals(residuals)
+        self._encoding.feedback.restore(residuals)
 
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         return self._encoding.encode(contribution)
