@@ -38,6 +38,7 @@ from spes_p2p.training.round_work import (
     Task,
     ThreadTask,
 )
+from spes_p2p.training.slots import active_of
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -353,7 +354,7 @@ class TrainingLoop:
             intent = self._intent(max(0.0, self._round_ends - self._now()) if has_end else math.inf)
             held.limit(intent.slots)
             # A peer that trains reads no records between its steps.
-            others = set() if intent.trains else set(held.active()) - {self._sync.swarm.peer_id}
+            others = set() if intent.trains else set(active_of(held.claims())) - {self._sync.swarm.peer_id}
             if not intent.trains:
                 self._halted_seconds += self._trainer.clock() - began
             elif has_end and steps and self._share_elapsed(steps) >= 1.0:
