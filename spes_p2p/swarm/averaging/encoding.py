@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, format_of
+from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes, to_bytes
@@ -121,7 +121,7 @@ class DeltaEncoding:
     def _cached(self, segments: Iterable[Segment]) -> Format:
         key = tuple(segments)
         if key not in self._formats:
-            self._formats[key] = format_of(key, 0)
+            self._formats[key] = Format(key)
         return self._formats[key]
 
     def delta_bytes(self, kind: str) -> int:

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, format_of, part_numel
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, part_numel
 from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 
 LENGTHS = st.one_of(
     st.integers(0, 300), st.sampled_from([64, 128]), st.sampled_from([PART_NUMEL - 1, PART_NUMEL, PART_NUMEL + 1])
@@ -125,16 +126,12 @@ def test_only_fp32_throughout_is_exact():
 
 def test_moments_travel_in_rounds_that_are_multiples_of_their_interval():
     delta, first, second = Segment(10, "int4"), Segment(10, "bf16", interval=2), Segment(10, "int8", True, interval=3)
-    travelling = [format_of([delta, first, second], round).segments for round in range(7)]
+    encoding = DeltaEncoding({"shared": [delta, first, second]})
+    travelling = [encoding.format("shared", round).segments for round in range(7)]
     assert travelling[0] == travelling[6] == (delta, first, second)
     assert travelling[1] == travelling[5] == (delta,)
     assert travelling[2] == travelling[4] == (delta, first)
     assert travelling[3] == (delta, second)
-
-
-def test_a_delta_travels_every_round():
-    with pytest.raises(ValueError, match="the first segment has interval=2"):
-        format_of([Segment(10, "int4", interval=2)], 0)
 
 
 @pytest.mark.parametrize(("numel", "interval"), [(-1, 1), (1, 0)])
