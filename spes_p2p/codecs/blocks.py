@@ -72,7 +72,6 @@ class Codec(ABC):
     Vectors are contiguous and on the CPU; the machine is little-endian.
     """
 
-    name = ""
     non_negative = False
 
     @abstractmethod
@@ -116,8 +115,6 @@ class Codec(ABC):
 class Fp32(Codec):
     """Exact values: 32 bits per element; bytes and values may share memory."""
 
-    name = "fp32"
-
     def num_bytes(self, numel: int) -> int:
         return 4 * numel
 
@@ -146,8 +143,6 @@ class Bf16(Codec):
     The error is at most 2^-9 of an element's magnitude, or 2^-134 if that is more. Values above bf16's largest,
     3.39e38, are refused like infinity.
     """
-
-    name = "bf16"
 
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
@@ -245,7 +240,6 @@ class Int8(BlockCodec):
     The error is at most half a step, 1/254 of the block's largest magnitude, and a twentieth of its norm.
     """
 
-    name = "int8"
     block = 128
     bits = 8
 
@@ -278,7 +272,6 @@ class RootInt8(BlockCodec):
     positive value becomes 0 and no update grows. Its error is less than one step, 1/254 of the block's largest root.
     """
 
-    name = "int8"
     non_negative = True
     block = 128
     bits = 8
@@ -315,7 +308,6 @@ class Int4(BlockCodec):
     level. Its norm is at most half of the block's, and a tenth for Gaussian values.
     """
 
-    name = "int4"
     block = 64
     bits = 4
 
@@ -353,7 +345,6 @@ class Int2(BlockCodec):
     sqrt(1 - 0.99 / W) of it.
     """
 
-    name = "int2"
     block = 128
     scales = 2
     bits = 2

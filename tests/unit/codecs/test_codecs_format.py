@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, part_numel
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, codec_named, part_numel
 from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 
@@ -48,7 +48,7 @@ def test_parts_cover_the_vector_and_none_lies_in_two_segments(segments):
     start = byte_start = 0
     for part, (segment, numel) in zip(whole.parts, remaining, strict=True):
         assert (part.start, part.stop, part.byte_start) == (start, start + numel, byte_start)
-        assert (part.codec.name, part.codec.non_negative) == (segment.codec, segment.non_negative)
+        assert part.codec == codec_named(segment.codec, segment.non_negative)
         start, byte_start = part.stop, part.byte_stop
     assert (start, byte_start) == (whole.numel, whole.num_bytes)
 
