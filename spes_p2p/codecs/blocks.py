@@ -119,7 +119,7 @@ class Fp32(Codec):
         return 4 * numel
 
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
-        if not _are_good(flat_N, self.non_negative):
+        if not are_good(flat_N, self.non_negative):
             raise self.refusal()
         if out.data_ptr() != flat_N.data_ptr():
             out.copy_(flat_N.view(torch.uint8))
@@ -127,7 +127,7 @@ class Fp32(Codec):
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
         if data.data_ptr() != out_N.data_ptr():
             out_N.view(torch.uint8).copy_(data)
-        if not _are_good(out_N, self.non_negative):
+        if not are_good(out_N, self.non_negative):
             raise self.malformed()
 
 
@@ -149,14 +149,14 @@ class Bf16(Codec):
 
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         rounded_N = flat_N.to(torch.bfloat16)
-        if not _are_good(rounded_N, self.non_negative):
+        if not are_good(rounded_N, self.non_negative):
             raise self.refusal()
         out.copy_(rounded_N.view(torch.uint8))
 
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
         # A message may start at an odd byte; its copy is aligned.
         out_N.copy_(data.clone().view(torch.bfloat16))
-        if not _are_good(out_N, self.non_negative):
+        if not are_good(out_N, self.non_negative):
             raise self.malformed()
 
 
@@ -169,7 +169,7 @@ class NonNegativeBf16(Bf16):
         super().encode(flat_N.clamp(min=SMALLEST).where(flat_N > 0, flat_N), out)
 
 
-def _are_good(values_N: Tensor, non_negative: bool) -> bool:
+def are_good(values_N: Tensor, non_negative: bool = False) -> bool:
     """Tell whether all values are finite, and none is negative if `non_negative`."""
     if not values_N.numel():
         return True
