@@ -59,11 +59,7 @@ def encode_state(state: PeerState, tensors_digest: str) -> bytes:
     """Return a state as JSON, with digests of itself and of the file of tensors beside it."""
     content = {
         "format": FORMAT,
-        "run_id": state.run_id,
-        "round": state.round,
-        "slots": list(state.slots),
-        "steps": state.steps,
-        "total_tokens": state.total_tokens,
+        **vars(state),
         "data": dict(state.data),
         "versions": [version.model_dump() for version in state.versions],
         "tensors": tensors_digest,
