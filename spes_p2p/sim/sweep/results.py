@@ -286,20 +286,17 @@ def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> Ru
     return Missing("damaged", f"{file} is no whole result of this run") if file.exists() else Missing("not made")
 
 
-def finished_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], RunResult]:
-    """Return the valid results in a folder by variant and seed, in the sweep's order."""
-    return {key: run for key, run in _stored_runs(sweep, output) if isinstance(run, RunResult)}
-
-
-def missing_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], Missing]:
-    """Return the sweep's other runs, with the reason why each has no valid result."""
-    return {key: run for key, run in _stored_runs(sweep, output) if isinstance(run, Missing)}
-
-
-def _stored_runs(sweep: Sweep, output: Path) -> Iterator[tuple[tuple[str, int], RunResult | Missing]]:
+def stored_runs(sweep: Sweep, output: Path) -> tuple[dict[tuple[str, int], RunResult], dict[tuple[str, int], Missing]]:
+    """Return, by variant and seed, the valid results in a folder, and why the sweep's other runs have none."""
+    finished, missing = dict[tuple[str, int], RunResult](), dict[tuple[str, int], Missing]()
     for variant in sweep.variants.values():
         for seed, scenario in variant.scenarios.items():
-            yield (variant.name, seed), load_result(output, variant.name, seed, scenario)
+            found = load_result(output, variant.name, seed, scenario)
+            if isinstance(found, RunResult):
+                finished[variant.name, seed] = found
+            else:
+                missing[variant.name, seed] = found
+    return finished, missing
 
 
 def _read(kind: type[Kept], file: Path) -> Kept | None:
