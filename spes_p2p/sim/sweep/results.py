@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -318,11 +318,12 @@ def changes(stored: Mapping[str, Any], scenario: Scenario) -> list[str]:
         return [f"{name or 'the scenario'} is no longer what it was" for name in refused]
     now = flat(scenario.model_dump(mode="json"))
     names = [name for name in {**was, **now} if name not in was or name not in now or was[name] != now[name]]
-    return [f"{name} was {_plain(was.get(name))}, is {_plain(now.get(name))}" for name in names]
+    return [f"{name} was {plain(was.get(name))}, is {plain(now.get(name))}" for name in names]
 
 
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def plain(value: object) -> str:
+    """Return a setting's value as a reader would write it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def write_file(file: Path, content: bytes) -> None:
