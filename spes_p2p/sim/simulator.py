@@ -30,10 +30,10 @@ from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, over_checkpoint
 from spes_p2p.planner.size import ModelSize, run_size
-from spes_p2p.sim.attacks import Attack, AttackingSwarm
+from spes_p2p.sim.attacks import AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.scenario import Event, Scenario
+from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -51,8 +51,6 @@ from spes_p2p.training.build import (
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
-
-__all__ = ["Attack", "Evaluation", "Event", "Scenario", "SimulationResult", "simulate"]
 
 T = TypeVar("T")
 
