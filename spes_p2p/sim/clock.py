@@ -23,12 +23,7 @@ class Abandoned(BaseException):
 
 
 class VirtualTask(Task[T]):
-    """Work that a peer does beside its training, in a thread with its own turns.
-
-    Args:
-        clock: The simulation's clock.
-        work: The work to do.
-    """
+    """Work that a peer does beside its training, in a thread with its own turns."""
 
     def __init__(self, clock: VirtualClock, work: Callable[[], T]) -> None:
         super().__init__()

@@ -207,12 +207,7 @@ class VirtualPeer:
 
 
 class Certified:
-    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others.
-
-    Args:
-        hub: Where all peers' versions are.
-        swarm: The peer's.
-    """
+    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others."""
 
     def __init__(self, hub: MemoryHub, swarm: MemorySwarm) -> None:
         self._hub = hub

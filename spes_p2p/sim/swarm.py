@@ -35,10 +35,6 @@ MAX_FRUITLESS_ROUNDS = 20
 class MemorySwarm:
     """One virtual peer's view of a hub; implements `Swarm`. Versions are not signed: all peers are members.
 
-    Args:
-        hub: Shared by all peers of the simulation.
-        peer_id: This peer's id.
-
     Attributes:
         accused: Rounds and peers for which this peer has evidence.
     """

@@ -124,14 +124,7 @@ def build_synchroniser(
 
 
 def build_initial(run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> StoredVectors:
-    """Return the bundles of a run that starts from its seed, each drawn when it is asked for; the same on every peer.
-
-    Args:
-        run: The run's settings.
-        vocab_size: Entries of the run's tokenizer.
-        anchors: Anchors of the run's sizes.
-        layouts: Layouts of `shared` and of a `slot`.
-    """
+    """Return the bundles of a run that starts from its seed, drawn when they are asked for; the same on every peer."""
     weights: InitialFactors | InitialWeights = (
         InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
         if run.adapter is None
@@ -160,11 +153,6 @@ class StartBundles(StoredVectors):
     """The bundles of a run that starts from a checkpoint, each read from the disk when it is asked for, and verified.
 
     Of a run with adapters they are those of an adapter's folder.
-
-    Args:
-        run: The run's settings.
-        vocab_size: Entries of the run's tokenizer.
-        source: Folder of the checkpoint, or of the adapter.
 
     Raises:
         ConfigError: the run starts from no checkpoint, or the adapter does not fit it.
@@ -214,11 +202,6 @@ class StartBundles(StoredVectors):
 
 def check_weights(run: RunConfig, vocab_size: int, source: Path) -> None:
     """Refuse a checkpoint whose files do not have every tensor of the model; no weight is read.
-
-    Args:
-        run: Settings with the checkpoint's model.
-        vocab_size: Entries of the run's tokenizer.
-        source: Folder of the checkpoint.
 
     Raises:
         ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.

@@ -337,12 +337,7 @@ class TrainingLoop:
         return self._controls.intent(step_seconds, wait_seconds) if self._controls is not None else Intent()
 
     def _act(self, done: float, steps: int) -> str:
-        """Return the next action of all ranks (`Decision.act`).
-
-        Args:
-            done: Share of the round that is over.
-            steps: Steps of the round so far.
-        """
+        """Return the next action of all ranks (`Decision.act`)."""
         by_steps, is_pending = self._run.round.mode == "steps", self._pending is not None
 
         def of_leader() -> Decision:

@@ -446,13 +446,6 @@ class Synchroniser:
 
         A group that was dropped stays at its anchor.
 
-        Args:
-            body: Of the certificate.
-            result: What was decided on.
-            staged: What follows from it.
-            own: The names of it that are certified.
-            work: This peer's training.
-
         Returns:
             What changed.
         """

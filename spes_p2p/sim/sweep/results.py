@@ -120,13 +120,6 @@ class RunResult(Frozen):
 def run_result(variant: str, seed: int, scenario: Scenario, result: SimulationResult, machine: Machine) -> RunResult:
     """Return a simulation's result in the form in which it is stored.
 
-    Args:
-        variant: Name of the variant.
-        seed: The run's seed.
-        scenario: The scenario as the sweep defines it.
-        result: The simulation's outcome.
-        machine: The machine of the run.
-
     Raises:
         SimulationError: no peer finished a round.
     """
@@ -263,14 +256,7 @@ def save_failure(output: Path, variant: str, seed: int, scenario: Scenario, reas
 
 
 def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> RunResult | Missing:
-    """Return a run's result if it was made with `scenario`, else the reason why there is none.
-
-    Args:
-        output: The sweep's folder.
-        variant: Name of the variant.
-        seed: The run's seed.
-        scenario: The scenario as the sweep defines it now.
-    """
+    """Return a run's result if it was made with `scenario`, else the reason why there is none."""
     file, changed = result_file(output, variant, seed), list[str]()
     result = _read(RunResult, file)
     if result is not None and (result.variant, result.seed) == (variant, seed) and result.evaluations:
