@@ -20,7 +20,7 @@ from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.sweep.report import Spread
-from spes_p2p.sim.sweep.results import Point, RunResult, finished_runs
+from spes_p2p.sim.sweep.results import Point, RunResult, stored_runs
 from spes_p2p.sim.sweep.settings import load_sweep
 
 SWEEP, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
@@ -54,7 +54,7 @@ def main(config: ChurnBenchmarkConfig) -> int:
 
 def churn_rows(path: Path = SWEEP, results: Path = RESULTS) -> Iterator[Row]:
     """Yield how many rounds were committed under churn, and by how much the loss is worse; nothing without results."""
-    runs = finished_runs(load_sweep(path), results)
+    runs = stored_runs(load_sweep(path), results)[0]
     churned = {seed: run for (variant, seed), run in runs.items() if variant == CHURN}
     if not churned:
         return

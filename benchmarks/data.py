@@ -41,7 +41,7 @@ from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer
 from spes_p2p.data.windows import TokenFile, lay_out
 from spes_p2p.swarm.ledger import Deal, DealRules, Drawn, Ledger
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.build import DrawnBundles, build_trainer
+from spes_p2p.training.build import build_initial, build_trainer
 from spes_p2p.training.process_group import ProcessGroup
 
 FIXTURES = ROOT / "tests" / "fixtures" / "shards"
@@ -244,7 +244,7 @@ def windows(folder: Path, payload: bytes) -> Row:
     source = train_source(run.data, tokenizer, paths=[], cache=folder, order_seed=0)
     trainer = build_trainer(run, len(tokenizer), source, ProcessGroup("cpu"))
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
-    trainer.load(DrawnBundles(run, len(tokenizer), anchors, trainer.layouts))
+    trainer.load(build_initial(run, len(tokenizer), anchors, trainer.layouts))
     reads, steps = [], []
     for _ in range(6):
         began = time.process_time()

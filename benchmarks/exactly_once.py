@@ -199,7 +199,9 @@ class Peer(VirtualPeer):
         """Enter the run, and train until the peer dies or leaves, or the run ends."""
         swarm = self.swarm
         is_new = not swarm.versions()
-        initial = (lambda: dict(build_initial(self._run, VOCAB, self.sync, self.trainer))) if is_new else None
+        initial = (
+            (lambda: dict(build_initial(self._run, VOCAB, self.sync.anchors, self.trainer.layouts))) if is_new else None
+        )
         try:
             self.loop.open(initial)
             self.loop.run(self.reports.append)

@@ -65,7 +65,6 @@ REASONS = {
     "spes_p2p.optim.inner": "the update rules, which a reader looks for by their name",
     "spes_p2p.swarm.p2p.introductions": "one protocol, with its bounds on what a stranger can cause",
     "spes_p2p.swarm.p2p.port_map": "the only caller of miniupnpc, which is optional",
-    "spes_p2p.training.overlap": "wraps the round, which reads without it",
 }
 """Why a module with exactly one importer stands alone."""
 MAX_LANE_MINUTES, LANE_RUNS = 12, 10

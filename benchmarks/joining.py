@@ -20,7 +20,7 @@ from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig
 from spes_p2p.presentation import COLOURS, canvas, legend, png, say
 from spes_p2p.sim.sweep.report import LINES, Results, Spread, gap_spread, loss_by_steps, summarise
-from spes_p2p.sim.sweep.results import finished_runs
+from spes_p2p.sim.sweep.results import stored_runs
 from spes_p2p.sim.sweep.settings import Gap, Sweep, load_sweep
 
 SPEED = Path("benchmarks/results/simulator_speed.json")
@@ -172,11 +172,11 @@ def map_picture(cells: Map) -> bytes:
 def main(config: JoiningConfig) -> int:
     """Print the tables; return the exit code."""
     long_rounds = load_sweep(MAP)
-    runs = finished_runs(long_rounds, MAP_RESULTS)
+    runs = stored_runs(long_rounds, MAP_RESULTS)[0]
     cells = map_cells(long_rounds, runs)
     the_map = map_table(long_rounds, runs, cells)
     sweep = load_sweep(config.study)
-    results = finished_runs(sweep, config.results)
+    results = stored_runs(sweep, config.results)[0]
     goals = markdown_table(HEAD, [row.cells for row in figures(results)])
     schemes = losses(sweep, results)
     say(f"{schemes}\n{goals}\n{the_map}")

@@ -72,7 +72,6 @@ class Codec(ABC):
     Vectors are contiguous and on the CPU; the machine is little-endian.
     """
 
-    name = ""
     non_negative = False
 
     @abstractmethod
@@ -116,13 +115,11 @@ class Codec(ABC):
 class Fp32(Codec):
     """Exact values: 32 bits per element; bytes and values may share memory."""
 
-    name = "fp32"
-
     def num_bytes(self, numel: int) -> int:
         return 4 * numel
 
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
-        if not _are_good(flat_N, self.non_negative):
+        if not are_good(flat_N, self.non_negative):
             raise self.refusal()
         if out.data_ptr() != flat_N.data_ptr():
             out.copy_(flat_N.view(torch.uint8))
@@ -130,7 +127,7 @@ class Fp32(Codec):
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
         if data.data_ptr() != out_N.data_ptr():
             out_N.view(torch.uint8).copy_(data)
-        if not _are_good(out_N, self.non_negative):
+        if not are_good(out_N, self.non_negative):
             raise self.malformed()
 
 
@@ -147,21 +144,19 @@ class Bf16(Codec):
     3.39e38, are refused like infinity.
     """
 
-    name = "bf16"
-
     def num_bytes(self, numel: int) -> int:
         return 2 * numel
 
     def encode(self, flat_N: Tensor, out: Tensor, rows: int = 1) -> None:
         rounded_N = flat_N.to(torch.bfloat16)
-        if not _are_good(rounded_N, self.non_negative):
+        if not are_good(rounded_N, self.non_negative):
             raise self.refusal()
         out.copy_(rounded_N.view(torch.uint8))
 
     def decode(self, data: Tensor, out_N: Tensor, rows: int = 1) -> None:
         # A message may start at an odd byte; its copy is aligned.
         out_N.copy_(data.clone().view(torch.bfloat16))
-        if not _are_good(out_N, self.non_negative):
+        if not are_good(out_N, self.non_negative):
             raise self.malformed()
 
 
@@ -174,7 +169,7 @@ class NonNegativeBf16(Bf16):
         super().encode(flat_N.clamp(min=SMALLEST).where(flat_N > 0, flat_N), out)
 
 
-def _are_good(values_N: Tensor, non_negative: bool) -> bool:
+def are_good(values_N: Tensor, non_negative: bool = False) -> bool:
     """Tell whether all values are finite, and none is negative if `non_negative`."""
     if not values_N.numel():
         return True
@@ -245,7 +240,6 @@ class Int8(BlockCodec):
     The error is at most half a step, 1/254 of the block's largest magnitude, and a twentieth of its norm.
     """
 
-    name = "int8"
     block = 128
     bits = 8
 
@@ -278,7 +272,6 @@ class RootInt8(BlockCodec):
     positive value becomes 0 and no update grows. Its error is less than one step, 1/254 of the block's largest root.
     """
 
-    name = "int8"
     non_negative = True
     block = 128
     bits = 8
@@ -315,7 +308,6 @@ class Int4(BlockCodec):
     level. Its norm is at most half of the block's, and a tenth for Gaussian values.
     """
 
-    name = "int4"
     block = 64
     bits = 4
 
@@ -353,7 +345,6 @@ class Int2(BlockCodec):
     sqrt(1 - 0.99 / W) of it.
     """
 
-    name = "int2"
     block = 128
     scales = 2
     bits = 2

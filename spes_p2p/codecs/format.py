@@ -188,19 +188,6 @@ def part_numel(numel: int) -> int:
     return min(max(-(-numel // PARTS) // 1024 * 1024, MIN_PART_NUMEL), PART_NUMEL)
 
 
-def format_of(segments: Sequence[Segment], round: int) -> Format:
-    """Return the format of the segments that travel in a round.
-
-    Raises:
-        ValueError: the first segment, the delta, does not travel in every round.
-    """
-    if segments and segments[0].interval != 1:
-        raise ValueError(
-            f"the first segment has interval={segments[0].interval}; a delta travels every round, set it to 1"
-        )
-    return Format([segment for segment in segments if round % segment.interval == 0])
-
-
 def checked(flat_N: Tensor, numel: int) -> Tensor:
     """Check the length of a flat vector, and detach it.
 
@@ -293,12 +280,13 @@ class ErrorFeedback:
         else:
             self._residuals[name] = error
 
-    def restore(self, name: str, error_N: Tensor) -> None:
-        """Replace a name's residual by a copy of this one."""
-        error = PagedVector.scratch(error_N.numel(), self._folder)
-        for here, piece in error.pieces():
-            piece.copy_(error_N[here])
-        self._residuals[name] = error
+    def restore(self, residuals: Mapping[str, Tensor]) -> None:
+        """Continue with copies of the residuals of an earlier process, whose anchors were the same."""
+        for name, error_N in residuals.items():
+            error = PagedVector.scratch(error_N.numel(), self._folder)
+            for here, piece in error.pieces():
+                piece.copy_(error_N[here])
+            self._residuals[name] = error
 
     def residuals(self) -> dict[str, PagedVector]:
         """Return the residuals by name; they are replaced, never modified."""

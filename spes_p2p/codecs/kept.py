@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from spes_p2p.codecs.blocks import SMALLEST_SCALE, divisors
+from spes_p2p.codecs.blocks import SMALLEST_SCALE, are_good, divisors
 from spes_p2p.errors import ExchangeError
 
 PIECE_NUMEL = 2**18
@@ -208,7 +208,7 @@ class KeptForm:
         if self.storage == "nf4":
             return quantise_nf4(flat_N)
         rounded_N = flat_N.to(torch.bfloat16)
-        if not _is_finite(rounded_N):
+        if not are_good(rounded_N):
             raise ValueError("NaN or infinity cannot be held in bf16; discard these values and take the last good ones")
         return (rounded_N,)
 
@@ -270,15 +270,10 @@ class KeptForm:
             raise ExchangeError(f"payload of {len(data)} bytes, expected {self.num_bytes}; fetch it from another peer")
         form = torch.from_numpy(np.frombuffer(data, dtype=np.uint8).copy())
         if self.storage == "bf16":
-            is_good = _is_finite(form.view(torch.bfloat16))
+            is_good = are_good(form.view(torch.bfloat16))
         else:
             scales_B = form[self._code_bytes :].clone().view(torch.float32)
             is_good = bool(((scales_B >= 0) & (scales_B < torch.inf)).all())
         if not is_good:  # guard: kept-form-values
             raise ExchangeError(f"payload holds {self.storage} values that are not finite; fetch it from another peer")
         return form
-
-
-def _is_finite(values_N: Tensor) -> bool:
-    """Tell whether no value is NaN or infinite."""
-    return not values_N.numel() or all(bool(torch.isfinite(extreme)) for extreme in torch.aminmax(values_N))

@@ -24,11 +24,10 @@ from spes_p2p.sim.sweep.report import REPORT_FILE, missing_lines, write_report
 from spes_p2p.sim.sweep.results import (
     RESULTS_FOLDER,
     RunResult,
-    finished_runs,
-    missing_runs,
     run_result,
     save_failure,
     save_result,
+    stored_runs,
     this_machine,
 )
 from spes_p2p.sim.sweep.settings import Sweep, in_sweep_words, load_sweep
@@ -46,7 +45,7 @@ def main(config: SimulateConfig) -> int:
     """Run a sweep; return 0, or 1 if a run failed."""
     sweep = load_sweep(config.study)
     chosen = sweep.chosen(config.only, config.seeds)
-    absent = missing_runs(sweep, config.output)
+    _, absent = stored_runs(sweep, config.output)
     missing = [] if config.report_only else [key for key in chosen if key in absent]
     progress = Progress(config.output, len(missing))
     if missing:
@@ -93,12 +92,7 @@ def _prepare(output: Path) -> None:
 
 
 class Progress:
-    """Stores the results of runs and prints the progress of the sweep.
-
-    Args:
-        output: The sweep's folder.
-        num_runs: Number of runs to make.
-    """
+    """Stores the results of runs and prints the progress of the sweep."""
 
     def __init__(self, output: Path, num_runs: int) -> None:
         self._output = output
@@ -138,7 +132,7 @@ def _opening(sweep: Sweep, num_finished: int, jobs: list[Job], workers: int) -> 
 
 
 def _conclude(sweep: Sweep, output: Path, num_failed: int) -> int:
-    results, missing = finished_runs(sweep, output), missing_runs(sweep, output)
+    results, missing = stored_runs(sweep, output)
     if results:
         table = write_report(sweep, results, output, missing)
         say(f"\n{table}\n\nreport  {output / REPORT_FILE}")
@@ -242,11 +236,7 @@ def _work(job: Job, pipe: Connection, parent_pid: int) -> None:
 
 
 class Worker:
-    """A job's process, as its parent sees it.
-
-    Args:
-        job: The job to start.
-    """
+    """A job's process, as its parent sees it."""
 
     def __init__(self, job: Job) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)

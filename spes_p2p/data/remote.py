@@ -91,10 +91,6 @@ def _of_sources(data: DataConfig, cache: Path) -> Iterator[Path]:
 def strangers(data: DataConfig, paths: Sequence[Path]) -> Iterator[tuple[str, Sequence[str], int]]:
     """Yield fingerprint, addresses and size of the shards that `with_fetched` would fetch from the run's addresses.
 
-    Args:
-        data: The run's settings.
-        paths: This machine's own files.
-
     Raises:
         ConfigError: an address may not be read.
         DataError: no address has the shards.

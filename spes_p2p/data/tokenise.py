@@ -279,11 +279,7 @@ def _work(sources: Sequence[Source], settings: Settings, on_progress: Callable[[
 
 
 class _Joiner:
-    """Joins parts to shards, which end where a document does.
-
-    Args:
-        settings: Names, type and size of the shards.
-    """
+    """Joins parts to shards, which end where a document does."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

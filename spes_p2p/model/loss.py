@@ -125,13 +125,9 @@ class LossParts(NamedTuple):
     """fp32 scalars of one forward pass, in a tuple because DDP and FSDP look for tensors in tuples only."""
 
     total: Tensor
-    """Weighted sum of the others, and of the outputs' z-loss if there is one; the only one with a graph."""
+    """Weighted sum of cross entropy, `balance_loss`, `router_z_loss` and the outputs' z-loss; the one with a graph."""
     cross_entropy: Tensor
     """Mean over tokens, in nats."""
-    balance: Tensor
-    """`balance_loss` before its coefficient."""
-    z: Tensor
-    """`router_z_loss` before its coefficient."""
 
 
 class TrainingLoss(nn.Module):
@@ -208,9 +204,8 @@ def causal_lm_loss(
     else:
         cross_entropy = _cross_entropy(output.logits, tokens_BS1, learned_BS)
     if not top_k:
-        none = cross_entropy.new_zeros(())
         total = cross_entropy if output_z is None else cross_entropy + train.output_z_loss * output_z
-        return LossParts(total, cross_entropy.detach(), none, none)
+        return LossParts(total, cross_entropy.detach())
     balance = balance_loss(
         output.router_logits,
         top_k,
@@ -224,7 +219,7 @@ def causal_lm_loss(
     total = cross_entropy + train.balance_loss * balance + train.router_z_loss * z
     if output_z is not None:
         total = total + train.output_z_loss * output_z
-    return LossParts(total, cross_entropy.detach(), balance.detach(), z.detach())
+    return LossParts(total, cross_entropy.detach())
 
 
 def num_targets(tokens_BS1: Tensor) -> int:

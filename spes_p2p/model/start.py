@@ -62,9 +62,6 @@ def model_of(source: Path) -> ModelConfig:
 
     Nothing of the checkpoint's configuration is lost: a field that a run cannot express is refused by name.
 
-    Args:
-        source: Folder of the checkpoint.
-
     Raises:
         ConfigError: a run cannot train such a model.
         DataError: config.json is missing or damaged.

@@ -291,11 +291,6 @@ class BlockwiseRule(Rule):
 def make_rules(name: OptimizerName, train: TrainConfig, device: torch.device) -> tuple[Rule, ...]:
     """Make the rules of an inner optimizer, without parameters; the first rule that takes a parameter updates it.
 
-    Args:
-        name: The inner optimizer.
-        train: Betas, epsilon and weight decay.
-        device: Device of the parameters.
-
     Raises:
         ConfigError: bitsandbytes is missing, or does not work on this device.
     """

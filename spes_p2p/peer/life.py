@@ -222,7 +222,9 @@ def _initial(
         if config.initial_peers:
             bundles.check()  # now, before it waits for others; the founder has just read them
         return lambda: bundles
-    return partial(build_initial, run, vocab_size, sync, trainer) if not start_digests(run) else None
+    if start_digests(run):
+        return None
+    return partial(build_initial, run, vocab_size, sync.anchors, trainer.layouts)
 
 
 def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callable[[int], TokenSource], LongTensor]:

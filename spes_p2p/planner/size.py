@@ -13,7 +13,7 @@ from typing import Literal
 
 import psutil
 
-from spes_p2p.codecs.format import PART_NUMEL, Segment, format_of
+from spes_p2p.codecs.format import PART_NUMEL, Format, Segment
 from spes_p2p.config import AdapterTarget, CodecName, ModelConfig, RunConfig
 
 SMALL_NUMEL = 4096
@@ -247,9 +247,9 @@ FP32 = 4
 @cache
 def element_bytes(codec: CodecName) -> float:
     """Return the bytes of one element of a long vector, including its share of the scales."""
-    return format_of((Segment(PART_NUMEL, codec),), 0).num_bytes / PART_NUMEL
+    return Format([Segment(PART_NUMEL, codec)]).num_bytes / PART_NUMEL
 
 
 def is_exact(codec: CodecName) -> bool:
     """Tell whether a codec is lossless, so that no residual is kept."""
-    return format_of((Segment(PART_NUMEL, codec),), 0).is_exact
+    return Format([Segment(PART_NUMEL, codec)]).is_exact

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from spes_p2p.errors import SimulationError
+from spes_p2p.training.round_work import Task
 
 T = TypeVar("T")
 
@@ -21,42 +22,28 @@ class Abandoned(BaseException):
     """Ends a peer's thread after a failure in another thread; not an Exception, so that no handler catches it."""
 
 
-class VirtualTask(Generic[T]):
-    """Work that a peer does beside its training, in a thread with its own turns.
-
-    Args:
-        clock: The simulation's clock.
-        work: The work to do.
-    """
+class VirtualTask(Task[T]):
+    """Work that a peer does beside its training, in a thread with its own turns."""
 
     def __init__(self, clock: VirtualClock, work: Callable[[], T]) -> None:
+        super().__init__()
         self._clock = clock
         self._work = work
-        self._value: T
-        self._error: Exception | None = None
-        self.is_done = False
 
     def run(self) -> None:
         """Do the work, then wake all threads that wait."""
         try:
-            self._value = self._work()
+            self.set_result(self._work())
         except Exception as error:  # noqa: BLE001 - `result` raises it
-            self._error = error
-        self.is_done = True
+            self.set_exception(error)
         self._clock.notify_all()
 
     def wait(self, seconds: float) -> bool:
         """Wait for the work, at most `seconds` of virtual time; return whether it is done."""
         deadline = self._clock.now() + seconds
-        while not self.is_done and self._clock.now() < deadline:
+        while not self.done() and self._clock.now() < deadline:
             self._clock.wait(deadline - self._clock.now())
-        return self.is_done
-
-    def result(self) -> T:
-        """Return the result of finished work, or raise its exception."""
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self.done()
 
 
 class VirtualClock:

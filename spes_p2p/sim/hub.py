@@ -325,11 +325,6 @@ def _attempt(met: Mapping[str, Entry], last: Body) -> dict[str, Attempt]:
 class GroupMean:
     """One group's all-reduce, with all of its members in one process.
 
-    Args:
-        plan: The group's slices and their reducers.
-        name: The group's vector.
-        met: All peers' entries.
-
     Attributes:
         mean: The encoded mean, once it is reduced.
         residuals: Rounding error of the mean, by reducer: first element, and fp32 values.

@@ -30,10 +30,10 @@ from spes_p2p.model.build import outline
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.model.start import StartWeights, over_checkpoint
 from spes_p2p.planner.size import ModelSize, run_size
-from spes_p2p.sim.attacks import Attack, AttackingSwarm
+from spes_p2p.sim.attacks import AttackingSwarm
 from spes_p2p.sim.clock import VirtualClock
 from spes_p2p.sim.hub import MemoryHub
-from spes_p2p.sim.scenario import Event, Scenario
+from spes_p2p.sim.scenario import Scenario
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.names import SHARED, VectorName
@@ -51,8 +51,6 @@ from spes_p2p.training.build import (
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
-
-__all__ = ["Attack", "Evaluation", "Event", "Scenario", "SimulationResult", "simulate"]
 
 T = TypeVar("T")
 
@@ -209,12 +207,7 @@ class VirtualPeer:
 
 
 class Certified:
-    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others.
-
-    Args:
-        hub: Where all peers' versions are.
-        swarm: The peer's.
-    """
+    """What one peer has of the model, and the fp32 versions that the last certificate names of the slots of others."""
 
     def __init__(self, hub: MemoryHub, swarm: MemorySwarm) -> None:
         self._hub = hub
@@ -463,7 +456,7 @@ class _Simulation:
             assert self._scenario.start_from is not None
             self._initial = dict(StartBundles(self._run, self._vocab_size, self._scenario.start_from))
         elif not self._initial:
-            self._initial = dict(build_initial(self._run, self._vocab_size, peer.sync, peer.trainer))
+            self._initial = dict(build_initial(self._run, self._vocab_size, peer.sync.anchors, peer.trainer.layouts))
         return self._initial
 
     def _on_round(self, index: int, report: Metrics) -> None:

@@ -35,10 +35,6 @@ MAX_FRUITLESS_ROUNDS = 20
 class MemorySwarm:
     """One virtual peer's view of a hub; implements `Swarm`. Versions are not signed: all peers are members.
 
-    Args:
-        hub: Shared by all peers of the simulation.
-        peer_id: This peer's id.
-
     Attributes:
         accused: Rounds and peers for which this peer has evidence.
     """
@@ -171,10 +167,10 @@ class MemorySwarm:
             )
 
     def residuals(self) -> Mapping[str, PagedVector]:
-        return self._encoding.residuals()
+        return self._encoding.feedback.residuals()
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        self._encoding.restore_residuals(residuals)
+        self._encoding.feedback.restore(residuals)
 
     def _encode(self, contribution: Contribution) -> tuple[Member, dict[VectorName, Tensor]]:
         return self._encoding.encode(contribution)

@@ -54,7 +54,7 @@ def allocate(run_id: str, num_slots: int, claims: Mapping[str, Claim], fixed: Co
     given = _fill(table)
     # New slots cost nothing to exchange, so they level the coverage; slots in training move only for orphans.
     _exchange(table, lambda peer, slot: (peer, slot) in given)
-    _relieve_orphans(table)
+    _exchange(table, lambda peer, slot: True, most=0)  # full peers give slots up for orphans
     return table.allocation()
 
 
@@ -102,7 +102,7 @@ def rotate(run_id: str, num_slots: int, claims: Mapping[str, Claim], turn: int) 
     table.settle()
     # A peer that holds all drawn slots may have to give up all of them.
     _exchange(table, lambda peer, slot: (peer, slot) not in taken and table.has_more_to_move(peer, size))
-    _relieve_orphans(table, lambda peer, slot: (peer, slot) not in taken)
+    _exchange(table, lambda peer, slot: (peer, slot) not in taken, most=0)
     return table.allocation()
 
 
@@ -197,11 +197,6 @@ def _fill(table: _Table) -> set[tuple[str, int]]:
         for entry in back:
             heapq.heappush(peers, entry)
     return given
-
-
-def _relieve_orphans(table: _Table, may_give: Callable[[str, int], bool] = lambda peer, slot: True) -> None:
-    """Let full peers give up slots with other holders for orphans."""
-    _exchange(table, may_give, most=0)
 
 
 def _exchange(table: _Table, may_give: Callable[[str, int], bool], most: int | None = None) -> None:

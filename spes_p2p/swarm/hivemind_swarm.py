@@ -383,10 +383,10 @@ class HivemindSwarm:
         self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
 
     def residuals(self) -> Mapping[str, PagedVector]:
-        return self._encoding.residuals()
+        return self._encoding.feedback.residuals()
 
     def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        self._encoding.restore_residuals(residuals)
+        self._encoding.feedback.restore(residuals)
 
     # ------------------------------------------------------------------ versions
 

@@ -81,9 +81,6 @@ class VectorName(str):
 def by_reason(reasons: Mapping[VectorName, str]) -> dict[str, str]:
     """Join the names that share a reason, so that a log says each reason once.
 
-    Args:
-        reasons: A reason for each name.
-
     Returns:
         The names of each reason, `slot-2, slot-10`.
     """

@@ -31,10 +31,6 @@ class RecordValidator(RecordValidatorBase):
     A record is valid if its key belongs to the run, its subkey is the owner's public key, the signature is the owner's,
     the owner's libp2p id is the record's `peer_id`, its lifetime is at most MAX_LIFETIME_SECONDS, and it parses
     strictly. The key of hivemind's matchmaking holds, signed in the same way, the time until which a peer waits.
-
-    Args:
-        run_id: The run whose keys are valid.
-        identity: Key that signs this peer's records.
     """
 
     def __init__(self, run_id: str, identity: Identity) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -28,6 +28,7 @@ from spes_p2p.swarm.interface import Swarm
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, start_digests
 from spes_p2p.training.process_group import ProcessGroup, freed_at_once
+from spes_p2p.training.round_work import StoredVectors
 from spes_p2p.training.slots import HeldSlots
 from spes_p2p.training.synchroniser import Synchroniser
 from spes_p2p.training.trainer import Trainer
@@ -106,8 +107,8 @@ def build_synchroniser(
     vocab_size = trainer.model.config.vocab_size
 
     @cache
-    def drawn() -> DrawnBundles:
-        return DrawnBundles(run, vocab_size, anchors, trainer.layouts)
+    def drawn() -> StoredVectors:
+        return build_initial(run, vocab_size, anchors, trainer.layouts)
 
     holdings = HeldSlots(
         swarm,
@@ -122,44 +123,18 @@ def build_synchroniser(
     return Synchroniser(swarm, run, held=holdings, anchors=anchors, layout=trainer.layouts["slot"], machine=machine)
 
 
-def build_initial(run: RunConfig, vocab_size: int, sync: Synchroniser, trainer: Trainer) -> DrawnBundles:
-    """Return the bundles of `shared` and every slot at the run's start, as the run's seed draws them."""
-    return DrawnBundles(run, vocab_size, sync.anchors, trainer.layouts)
-
-
-class DrawnBundles(Mapping[VectorName, Tensor]):
-    """The bundles of a run that starts from its seed, each drawn when it is asked for; the same on every peer.
-
-    Args:
-        run: The run's settings.
-        vocab_size: Entries of the run's tokenizer.
-        anchors: Anchors of the run's sizes.
-        layouts: Layouts of `shared` and of a `slot`.
-    """
-
-    def __init__(self, run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> None:
-        self._names = (SHARED, *map(VectorName.of_slot, range(run.num_slots)))
-        self._weights: InitialFactors | InitialWeights = (
-            InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
-            if run.adapter is None
-            else InitialFactors(outline_adapted(run, vocab_size), run.seed)
-        )
-        self._layouts = layouts
-        self._sizes = anchors.bundle_numel()
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[VectorName]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-    def __getitem__(self, name: VectorName) -> Tensor:
-        if name not in self._names:
-            raise KeyError(name)
-        return _bundle(self._layouts[name.kind].flatten(self._weights.read(name.slot)), self._sizes[name.kind])
+def build_initial(run: RunConfig, vocab_size: int, anchors: Anchors, layouts: Mapping[str, Layout]) -> StoredVectors:
+    """Return the bundles of a run that starts from its seed, drawn when they are asked for; the same on every peer."""
+    weights: InitialFactors | InitialWeights = (
+        InitialWeights(run.model, vocab_size, run.data.sequence_length, run.seed)
+        if run.adapter is None
+        else InitialFactors(outline_adapted(run, vocab_size), run.seed)
+    )
+    sizes = anchors.bundle_numel()
+    names = (SHARED, *map(VectorName.of_slot, range(run.num_slots)))
+    return StoredVectors(
+        names, lambda name: _bundle(layouts[name.kind].flatten(weights.read(name.slot)), sizes[name.kind])
+    )
 
 
 def _bundle(flat_N: Tensor, numel: int) -> Tensor:
@@ -174,15 +149,10 @@ def outline_of(run: RunConfig, vocab_size: int) -> SlotModel:
     return outline(run.model, vocab_size, run.data.sequence_length)
 
 
-class StartBundles(Mapping[VectorName, Tensor]):
+class StartBundles(StoredVectors):
     """The bundles of a run that starts from a checkpoint, each read from the disk when it is asked for, and verified.
 
     Of a run with adapters they are those of an adapter's folder.
-
-    Args:
-        run: The run's settings.
-        vocab_size: Entries of the run's tokenizer.
-        source: Folder of the checkpoint, or of the adapter.
 
     Raises:
         ConfigError: the run starts from no checkpoint, or the adapter does not fit it.
@@ -201,14 +171,9 @@ class StartBundles(Mapping[VectorName, Tensor]):
         self._weights: AdapterFiles | StartWeights = (
             StartWeights(source, model, self._files) if run.adapter is None else AdapterFiles(source, model, run)
         )
+        super().__init__(self._digests, self._verified)
 
-    def __iter__(self) -> Iterator[VectorName]:
-        return iter(self._digests)
-
-    def __len__(self) -> int:
-        return len(self._digests)
-
-    def __getitem__(self, name: VectorName) -> Tensor:
+    def _verified(self, name: VectorName) -> Tensor:
         bundle_N = self.read(name)
         if digest(bundle_N) != self._digests[name]:  # guard: start-weights
             raise ConfigError(
@@ -237,11 +202,6 @@ class StartBundles(Mapping[VectorName, Tensor]):
 
 def check_weights(run: RunConfig, vocab_size: int, source: Path) -> None:
     """Refuse a checkpoint whose files do not have every tensor of the model; no weight is read.
-
-    Args:
-        run: Settings with the checkpoint's model.
-        vocab_size: Entries of the run's tokenizer.
-        source: Folder of the checkpoint.
 
     Raises:
         ConfigError: the tokenizer has more entries than the model, or sequences are longer than it allows.

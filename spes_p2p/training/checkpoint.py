@@ -59,11 +59,7 @@ def encode_state(state: PeerState, tensors_digest: str) -> bytes:
     """Return a state as JSON, with digests of itself and of the file of tensors beside it."""
     content = {
         "format": FORMAT,
-        "run_id": state.run_id,
-        "round": state.round,
-        "slots": list(state.slots),
-        "steps": state.steps,
-        "total_tokens": state.total_tokens,
+        **vars(state),
         "data": dict(state.data),
         "versions": [version.model_dump() for version in state.versions],
         "tensors": tensors_digest,
@@ -161,16 +157,12 @@ class PeerCheckpoint:
 
     # ------------------------------------------------------------------ saving
 
-    @property
-    def is_busy(self) -> bool:
-        """Whether a save is under way."""
-        return self._thread is not None and self._thread.is_alive()
-
     def wait(self, seconds: float) -> bool:
         """Wait for the save under way, at most so long; return whether it has ended."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return not self.is_busy
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
     def save(self, state: PeerState, tensors: Mapping[str, Tensor | PagedVector]) -> None:
         """Start to save; does nothing while an earlier save is under way.
@@ -180,7 +172,7 @@ class PeerCheckpoint:
             tensors: They must not change until the save is done.
         """
         name = f"round-{state.round}-step-{state.steps}"
-        if self.is_busy or name == self._newest:
+        if not self.wait(0.0) or name == self._newest:
             return
         draft = self._directory / f"{name}{DRAFT}"
         num_bytes = sum(tensor.nbytes for tensor in tensors.values())

@@ -49,13 +49,6 @@ class Checkpointer:
         """Start to save a committed round, unless the previous save is still under way.
 
         The last round, and one whose checkpoint is kept for ever, wait for that.
-
-        Args:
-            round: The committed round.
-            steps: Local steps at its end.
-            total_tokens: Tokens trained by then.
-            data: State of the token source then.
-            is_last: Whether no other save follows.
         """
         checkpoint = self._checkpoint
         if checkpoint is None:

@@ -2,7 +2,7 @@
 
 `TrainingLoop._one_round` is the whole of a round on one screen; `Synchroniser.synchronise` is the leader's part of it.
 With `round.overlap` the loop trains the next round while the synchronisation runs, and corrects its parameters when
-the result is there (`overlap`); the last round's synchronisation is waited for.
+the result is there (`round_work`); the last round's synchronisation is waited for.
 """
 
 from __future__ import annotations
@@ -28,9 +28,17 @@ from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.controls import Controls, Decision, Intent, decide
 from spes_p2p.training.dealer import Draws
 from spes_p2p.training.loss_gate import LossGate
-from spes_p2p.training.overlap import Correction, PendingSync, Task, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup, give_back_freed
-from spes_p2p.training.round_work import RoundWork, StateUpdate, StoredVectors
+from spes_p2p.training.round_work import (
+    Correction,
+    PendingSync,
+    RoundWork,
+    StateUpdate,
+    StoredVectors,
+    Task,
+    ThreadTask,
+)
+from spes_p2p.training.slots import active_of
 from spes_p2p.training.synchroniser import PUNCTUAL, Synchroniser
 from spes_p2p.training.trainer import Trainer
 
@@ -329,12 +337,7 @@ class TrainingLoop:
         return self._controls.intent(step_seconds, wait_seconds) if self._controls is not None else Intent()
 
     def _act(self, done: float, steps: int) -> str:
-        """Return the next action of all ranks (`Decision.act`).
-
-        Args:
-            done: Share of the round that is over.
-            steps: Steps of the round so far.
-        """
+        """Return the next action of all ranks (`Decision.act`)."""
         by_steps, is_pending = self._run.round.mode == "steps", self._pending is not None
 
         def of_leader() -> Decision:
@@ -346,7 +349,7 @@ class TrainingLoop:
             intent = self._intent(max(0.0, self._round_ends - self._now()) if has_end else math.inf)
             held.limit(intent.slots)
             # A peer that trains reads no records between its steps.
-            others = set() if intent.trains else set(held.active()) - {self._sync.swarm.peer_id}
+            others = set() if intent.trains else set(active_of(held.claims())) - {self._sync.swarm.peer_id}
             if not intent.trains:
                 self._halted_seconds += self._trainer.clock() - began
             elif has_end and steps and self._share_elapsed(steps) >= 1.0:

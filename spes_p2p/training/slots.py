@@ -110,10 +110,6 @@ class HeldSlots:
         """Return all peers' claims, this peer's as it is now."""
         return {**self._swarm.read(Claim), self._swarm.peer_id: self._claim()}  # type: ignore[dict-item]
 
-    def active(self) -> list[str]:
-        """Return the peers that take part in rounds, this one included once it does."""
-        return active_of(self.claims())
-
     def others(self) -> list[str]:
         """Return all other peers whose claims count."""
         return [peer for peer in self.trusted(self.claims()) if peer != self._swarm.peer_id]

@@ -43,94 +43,6 @@ PUNCTUAL = 0.5
 """Share of `matchmaking_seconds` after the round's end within which a step may still end or start."""
 
 
-def wait_for_peers(held: HeldSlots, swarm: Swarm, needed: int) -> dict[str, Claim]:
-    """Return the claims once `needed` peers have announced themselves, or others go on with a certified run.
-
-    If no peer trains yet, it is `SETTLE_SECONDS` later at the earliest.
-    """
-    started, announced = held.clock(), 0
-    while True:
-        claims = held.claims()
-        present = len(claims)
-        others = set(active_of(claims)) - {swarm.peer_id}
-        if present >= needed and (others or held.clock() - started >= SETTLE_SECONDS):
-            return claims
-        if others and _go_on(held, swarm, claims, others):
-            return claims
-        if present < needed and present != announced:
-            log.info("waiting for peers: %d of %d are here", present, needed)
-            announced = present
-        swarm.wait(POLL_SECONDS)
-
-
-def _go_on(held: HeldSlots, swarm: Swarm, claims: Mapping[str, Claim], others: Set[str]) -> bool:
-    """Tell whether some of the others that train are of a run that has a certificate."""
-    swarm.catch_up()
-    return bool(swarm.last().round and others & held.trusted(claims).keys())
-
-
-def publish_initial(
-    swarm: Swarm,
-    held: HeldSlots,
-    names: Sequence[VectorName],
-    initial: Callable[[], Mapping[VectorName, Tensor]] | None,
-) -> None:
-    """Publish the run's initial version, or kept form, of each name that this peer lacks.
-
-    Raises:
-        AbsentError: a version is missing and `initial` is None, because only trained versions will do.
-    """
-    missing = [name for name in names if held.form(name) not in swarm.versions()]
-    if not missing:
-        return
-    if initial is None:
-        raise AbsentError(
-            f"{', '.join(missing)}: neither this peer nor any that it reached has it whole; give more --initial-peers"
-        )
-    vectors = initial()
-    for name in missing:  # one at a time, because a checkpoint's vectors are read when they are asked for
-        held.publish_initial(name, vectors[name])
-
-
-class ProgressTracker:
-    """Where the other peers are in the run, by their progress records; no single record decides anything.
-
-    Args:
-        swarm: The peer's swarm.
-        held: Knows the active peers.
-    """
-
-    def __init__(self, swarm: Swarm, held: HeldSlots) -> None:
-        self._swarm = swarm
-        self._held = held
-
-    def progress(self, peers: Sequence[str]) -> list[Progress]:
-        """Return the records of those of `peers` that are other peers."""
-        others = set(peers) - {self._swarm.peer_id}
-        return [record for peer, record in self._swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
-
-    def active(self) -> list[Progress]:
-        """Return the records of all other active peers whose claims count."""
-        return self.progress(active_of(self._held.trusted(self._held.claims())))
-
-    def are_synchronising(self, seconds: float) -> bool:
-        """Tell whether the training of some voter's round has ended within the last `seconds`."""
-        voters = self.progress(self._swarm.last().voters)
-        return any(record.ends_at > self._swarm.now() - seconds for record in voters)
-
-    def round_end(self, round: int, since: float | None = None) -> float:
-        """Return the DHT time at which this round's training ends, as the median of the voters; 0 if none trains it.
-
-        Args:
-            round: The round.
-            since: Count rounds that end after this DHT time; by default after now.
-        """
-        since = self._swarm.now() if since is None else since
-        voters = self.progress(self._swarm.last().voters)
-        ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
-        return statistics.median_low(ends) if ends else 0.0  # guard: round-end
-
-
 @dataclass(frozen=True)
 class Staged:
     """What this peer would commit of an attempt.
@@ -186,7 +98,6 @@ class Synchroniser:
         self._synced = deque[float](maxlen=3)
         """Seconds of the last synchronisations."""
         self._expected_since = 0.0
-        self._others = ProgressTracker(swarm, held)
         self.dealer = Dealer(swarm, run, held) if run.data.is_shared else None
         """Deals the data, if peers share them."""
 
@@ -207,7 +118,7 @@ class Synchroniser:
             AbsentError: the swarm's state could not be fetched.
         """
         self.held.announce("joining")
-        wait_for_peers(self.held, self.swarm, self._run.round.min_peers)
+        self._wait_for_peers(self._run.round.min_peers)
         self.swarm.catch_up()
         is_late = self.swarm.last().round > 0
         if saved:
@@ -215,9 +126,9 @@ class Synchroniser:
             rollback_alone(self.swarm, self.held.others(), saved, is_repeatable=is_repeatable)
         model = (SHARED, *map(VectorName.of_slot, range(self._run.num_slots)))
         if initial and not is_late:
-            publish_initial(self.swarm, self.held, model, initial)
+            self._publish_initial(model, initial)
         self._fetch_newest()
-        publish_initial(self.swarm, self.held, model, initial)
+        self._publish_initial(model, initial)
         self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.mapped(SHARED))
         self.held.rebalance(self.round)
@@ -228,6 +139,50 @@ class Synchroniser:
         names = [name for name in model if self.held.form(name) in versions]
         names += [name for name in sorted(self.held.held_moments()) if name in versions]
         return StateUpdate(self.held.slots, StoredVectors(names, self.held.load))
+
+    def _wait_for_peers(self, needed: int) -> None:
+        """Wait until `needed` peers have announced themselves, or others go on with a certified run.
+
+        If no peer trains yet, it is `SETTLE_SECONDS` at the least.
+        """
+        started, announced = self.held.clock(), 0
+        while True:
+            claims = self.held.claims()
+            present = len(claims)
+            others = set(active_of(claims)) - {self.swarm.peer_id}
+            if present >= needed and (others or self.held.clock() - started >= SETTLE_SECONDS):
+                return
+            if others and self._go_on(claims, others):
+                return
+            if present < needed and present != announced:
+                log.info("waiting for peers: %d of %d are here", present, needed)
+                announced = present
+            self.swarm.wait(POLL_SECONDS)
+
+    def _go_on(self, claims: Mapping[str, Claim], others: Set[str]) -> bool:
+        """Tell whether some of the others that train are of a run that has a certificate."""
+        self.swarm.catch_up()
+        return bool(self.swarm.last().round and others & self.held.trusted(claims).keys())
+
+    def _publish_initial(
+        self, names: Sequence[VectorName], initial: Callable[[], Mapping[VectorName, Tensor]] | None
+    ) -> None:
+        """Publish the run's initial version, or kept form, of each name that this peer lacks.
+
+        Raises:
+            AbsentError: a version is missing and `initial` is None, because only trained versions will do.
+        """
+        missing = [name for name in names if self.held.form(name) not in self.swarm.versions()]
+        if not missing:
+            return
+        if initial is None:
+            raise AbsentError(
+                f"{', '.join(missing)}: neither this peer nor any that it reached has it whole; give more "
+                f"--initial-peers"
+            )
+        vectors = initial()
+        for name in missing:  # one at a time, because a checkpoint's vectors are read when they are asked for
+            self.held.publish_initial(name, vectors[name])
 
     def _fetch_newest(self) -> None:
         """Fetch what the last certificate names; where the others have gone on meanwhile, what the next one names.
@@ -281,14 +236,14 @@ class Synchroniser:
             # An expected peer is waited for after the round's end: one step is better than none.
             since = max(self._expected_since, self.swarm.now() - PUNCTUAL * times.matchmaking_seconds)
             claims, last = self.held.claims(), self.swarm.last()
-            announced = last.ends_at if last.ends_at > since else self._others.round_end(self.round, since)
+            announced = last.ends_at if last.ends_at > since else self._announced_end(self.round, since)
             if not last.round and len(active_of(claims)) < times.min_peers:
                 pass
             elif last.round > self.round and len(active_of(claims)) > 1:
                 vectors |= self._catch_up(routed)
             elif times.mode == "steps" or announced:
                 return vectors, self._bounded(announced)
-            elif not self._others.are_synchronising(2 * times.matchmaking_seconds + times.averaging_seconds):
+            elif not self._are_synchronising(2 * times.matchmaking_seconds + times.averaging_seconds):
                 break
             if self.swarm.wait(POLL_SECONDS):  # the next round's end is known soon
                 break
@@ -408,7 +363,7 @@ class Synchroniser:
             deadline = self.held.clock() + self._run.round.max_seconds
             while self.held.clock() < deadline and any(
                 record.round < self.round or (record.round == self.round and not record.is_done)
-                for record in self._others.active()
+                for record in self._active_records()
             ):
                 if self.swarm.wait(POLL_SECONDS):
                     return
@@ -491,13 +446,6 @@ class Synchroniser:
 
         A group that was dropped stays at its anchor.
 
-        Args:
-            body: Of the certificate.
-            result: What was decided on.
-            staged: What follows from it.
-            own: The names of it that are certified.
-            work: This peer's training.
-
         Returns:
             What changed.
         """
@@ -546,7 +494,7 @@ class Synchroniser:
         voters = [member for member in counted if member.peer_id in last.voters]  # guard: voters-clock
         members = (voters if last.round else counted) or list(result.roster)
         if not members:
-            announced = self._others.round_end(self.round)
+            announced = self._announced_end(self.round)
             return self._bounded(announced or self.swarm.now() + least)
         ends_at = round_end(self._run.round, round, self._run.round_tokens, counted or members, members)
         # A synchronisation that took much longer than the last ones must not eat the next round.
@@ -559,7 +507,7 @@ class Synchroniser:
         After a restart of all, no peer has: they must state their speeds.
         """
         by_clock = self._run.round.mode == "tokens"
-        return self.round > 0 and not (by_clock and not self._others.round_end(self.round))
+        return self.round > 0 and not (by_clock and not self._announced_end(self.round))
 
     def _bounded(self, ends_at: float) -> float:
         """Return `ends_at`, capped at the latest end that an honest roster can give."""
@@ -574,6 +522,32 @@ class Synchroniser:
         return StateUpdate(self.held.slots, masters)
 
     # ------------------------------------------------------------------ records
+
+    def _records(self, peers: Sequence[str]) -> list[Progress]:
+        """Return the progress records of those of `peers` that are other peers; no single one decides anything."""
+        others = set(peers) - {self.swarm.peer_id}
+        return [record for peer, record in self.swarm.read(Progress).items() if peer in others]  # type: ignore[misc]
+
+    def _active_records(self) -> list[Progress]:
+        """Return the progress records of all other active peers whose claims count."""
+        return self._records(active_of(self.held.trusted(self.held.claims())))
+
+    def _are_synchronising(self, seconds: float) -> bool:
+        """Tell whether the training of some voter's round has ended within the last `seconds`."""
+        voters = self._records(self.swarm.last().voters)
+        return any(record.ends_at > self.swarm.now() - seconds for record in voters)
+
+    def _announced_end(self, round: int, since: float | None = None) -> float:
+        """Return the DHT time at which this round's training ends, as the median of the voters; 0 if none trains it.
+
+        Args:
+            round: The round.
+            since: Count rounds that end after this DHT time; by default after now.
+        """
+        since = self.swarm.now() if since is None else since
+        voters = self._records(self.swarm.last().voters)
+        ends = [record.ends_at for record in voters if record.round == round and record.ends_at > since]
+        return statistics.median_low(ends) if ends else 0.0  # guard: round-end
 
     def _progress(self, ends_at: float, *, is_done: bool = False) -> Progress:
         last = self.swarm.last()

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import LongTensor, Tensor, nn
@@ -29,35 +29,22 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.process_group import ProcessGroup
 
 
-class Sharding(Protocol):
-    """One way in which ranks train together."""
+class SingleRank:
+    """One process; the base of the ways in which ranks train together."""
 
-    is_sharded: bool
+    is_sharded = False
     """Whether each rank keeps only a shard of each parameter, so that all ranks must join to gather one."""
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
         """Return the module that computes the loss; called again after each change of slots."""
+        return loss
 
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         """Return a context in which gradients are not reduced over ranks."""
+        return contextlib.nullcontext()
 
     def reset(self, wrapped: nn.Module) -> None:
         """Undo a forward pass that no backward pass follows."""
-
-
-class SingleRank:
-    """One process."""
-
-    is_sharded = False
-
-    def wrap(self, loss: TrainingLoss) -> nn.Module:
-        return loss
-
-    def reset(self, wrapped: nn.Module) -> None:
-        pass
-
-    def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class DDP(SingleRank):
@@ -74,7 +61,7 @@ class DDP(SingleRank):
         return wrapped.no_sync()
 
 
-class FSDP:
+class FSDP(SingleRank):
     """FSDP2: every rank keeps a shard of each parameter, of its gradient and of its optimizer state.
 
     A layer's trained parameters are gathered for its forward and backward pass. Frozen experts are not sharded.
@@ -119,7 +106,7 @@ class FSDP:
                 part.reshard()  # some keep their parameters gathered for a backward pass
 
 
-def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> Sharding:
+def sharding_of(name: Literal["ddp", "fsdp"], group: ProcessGroup) -> SingleRank:
     """Return how a peer's ranks share the work; a single rank shares nothing."""
     if group.world_size == 1:
         return SingleRank()

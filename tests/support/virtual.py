@@ -69,7 +69,7 @@ class VirtualPeer(simulator.VirtualPeer):
         self.config, self.index, self.anchors = run, index, self.sync.anchors
 
     def initial(self) -> dict[VectorName, torch.Tensor]:
-        return dict(build_initial(self.config, VOCAB, self.sync, self.trainer))
+        return dict(build_initial(self.config, VOCAB, self.sync.anchors, self.trainer.layouts))
 
 
 class HiddenSwarm(MemorySwarm):

@@ -18,7 +18,7 @@ from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import Claim, Progress
 from spes_p2p.swarm.validation import RecordValidator
 from spes_p2p.training.anchors import Anchors
-from spes_p2p.training.slots import HeldSlots
+from spes_p2p.training.slots import HeldSlots, active_of
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -107,12 +107,12 @@ def test_leaving_frees_the_slots_at_once(trio):
         held.slots = (slot,)
         held.announce("active")
     leaving, staying = holdings
-    assert alice.peer_id in staying.active()
+    assert alice.peer_id in active_of(staying.claims())
     leaving.leave()
     claims = staying.claims()
     assert claims[alice.peer_id].slots == () and claims[alice.peer_id].max_slots == 0
     assert allocate("run", 2, claims)[alice.peer_id] == ()
-    assert alice.peer_id not in staying.active()
+    assert alice.peer_id not in active_of(staying.claims())
 
 
 class SlowNode:

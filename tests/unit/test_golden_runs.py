@@ -216,7 +216,7 @@ def lone_peer(
         swarm = MemorySwarm(MemoryHub("run") if before is None else before._hub, peer_id(0))
         sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3, machine=machine)
         swarm.enter(sync.anchors.vectors())
-        initial = lambda: build_initial(run, VOCAB, sync, trainer)  # noqa: E731
+        initial = lambda: build_initial(run, VOCAB, sync.anchors, trainer.layouts)  # noqa: E731
     if before is not None:
         swarm._keep(before._before)
         swarm._keep(before._mine)

@@ -22,7 +22,9 @@ from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, train_bpe
 from spes_p2p.errors import ConfigError, SimulationError
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.planner.size import model_size
-from spes_p2p.sim.simulator import Attack, Evaluation, Event, Scenario, SimulationResult, simulate
+from spes_p2p.sim.attacks import Attack
+from spes_p2p.sim.scenario import Event, Scenario
+from spes_p2p.sim.simulator import Evaluation, SimulationResult, simulate
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
 

@@ -12,7 +12,8 @@ from peer_processes import TINY, write_corpus
 from pydantic import ValidationError
 
 from spes_p2p.config import RunConfig
-from spes_p2p.sim.simulator import Event, Scenario, SimulationResult, simulate
+from spes_p2p.sim.scenario import Event, Scenario
+from spes_p2p.sim.simulator import SimulationResult, simulate
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.records import Metrics

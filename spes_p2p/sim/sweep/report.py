@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from spes_p2p import __version__, presentation
 from spes_p2p.presentation import COLOURS, INK, canvas, drawable, legend, png
-from spes_p2p.sim.sweep.results import Missing, RunResult, write_file
+from spes_p2p.sim.sweep.results import Missing, RunResult, plain, write_file
 from spes_p2p.sim.sweep.settings import Gap, Sweep, Variant, flat
 
 if TYPE_CHECKING:
@@ -364,7 +364,8 @@ def table_cells(sweep: Sweep, rows: Sequence[Row]) -> tuple[list[str], list[list
     titles = ["variant", "seeds", "held-out loss", *gaps, *costs, *(["remarks"] if any_remarks else [])]
     cells = []
     for row in rows:
-        numbers = [_tokens(row), *map(_quantity, _costs(row))]
+        amounts = (row.megabytes, row.expert_megabytes, row.memory_megabytes, row.wall_seconds)
+        numbers = [_tokens(row), *map(_quantity, amounts)]
         seeds = f"{len(row.loss.values)} of {len(sweep.seeds)}"
         remarks = [_remarks(row)] if any_remarks else []
         closed = [_gap(row, name) for name in asked]
@@ -388,10 +389,6 @@ def _remarks(row: Row) -> str:
     all_seeds = list(row.loss.values)
     texts = [text if seeds == all_seeds else f"{text} ({of_seeds(seeds)})" for text, seeds in row.remarks.items()]
     return "; ".join(texts) or NONE
-
-
-def _costs(row: Row) -> tuple[float, ...]:
-    return row.megabytes, row.expert_megabytes, row.memory_megabytes, row.wall_seconds
 
 
 def _quantity(value: float) -> str:
@@ -482,7 +479,7 @@ def _page(
             if changes := differences(sweep, variant):
                 heading = variant.name if variant.title == variant.name else f"{variant.name}: {variant.title}"
                 yield presentation.section(heading, presentation.table(("setting", "base", "here"), changes))
-        base = [(name, _plain(value)) for name, value in flat(sweep.base).items()]
+        base = [(name, plain(value)) for name, value in flat(sweep.base).items()]
         yield presentation.section(
             "Base", presentation.table(("setting", "value"), base), caption="What every variant starts from."
         )
@@ -495,7 +492,7 @@ def differences(sweep: Sweep, variant: Variant) -> list[tuple[str, str, str]]:
     base = flat(sweep.base)
     own = flat(variant.settings)
     return [
-        (name, _plain(base[name]) if name in base else NONE, _plain(value))
+        (name, plain(base[name]) if name in base else NONE, plain(value))
         for name, value in own.items()
         if name not in base or base[name] != value
     ]
@@ -526,7 +523,3 @@ def _origins(results: Results) -> Iterator[str]:
     for origin, days in dates.items():
         span = min(days) if min(days) == max(days) else f"{min(days)} to {max(days)}"
         yield f"{len(days)} {'run' if len(days) == 1 else 'runs'}, {span}: {origin}"
-
-
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

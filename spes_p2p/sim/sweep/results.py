@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -119,13 +119,6 @@ class RunResult(Frozen):
 
 def run_result(variant: str, seed: int, scenario: Scenario, result: SimulationResult, machine: Machine) -> RunResult:
     """Return a simulation's result in the form in which it is stored.
-
-    Args:
-        variant: Name of the variant.
-        seed: The run's seed.
-        scenario: The scenario as the sweep defines it.
-        result: The simulation's outcome.
-        machine: The machine of the run.
 
     Raises:
         SimulationError: no peer finished a round.
@@ -263,14 +256,7 @@ def save_failure(output: Path, variant: str, seed: int, scenario: Scenario, reas
 
 
 def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> RunResult | Missing:
-    """Return a run's result if it was made with `scenario`, else the reason why there is none.
-
-    Args:
-        output: The sweep's folder.
-        variant: Name of the variant.
-        seed: The run's seed.
-        scenario: The scenario as the sweep defines it now.
-    """
+    """Return a run's result if it was made with `scenario`, else the reason why there is none."""
     file, changed = result_file(output, variant, seed), list[str]()
     result = _read(RunResult, file)
     if result is not None and (result.variant, result.seed) == (variant, seed) and result.evaluations:
@@ -286,20 +272,17 @@ def load_result(output: Path, variant: str, seed: int, scenario: Scenario) -> Ru
     return Missing("damaged", f"{file} is no whole result of this run") if file.exists() else Missing("not made")
 
 
-def finished_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], RunResult]:
-    """Return the valid results in a folder by variant and seed, in the sweep's order."""
-    return {key: run for key, run in _stored_runs(sweep, output) if isinstance(run, RunResult)}
-
-
-def missing_runs(sweep: Sweep, output: Path) -> dict[tuple[str, int], Missing]:
-    """Return the sweep's other runs, with the reason why each has no valid result."""
-    return {key: run for key, run in _stored_runs(sweep, output) if isinstance(run, Missing)}
-
-
-def _stored_runs(sweep: Sweep, output: Path) -> Iterator[tuple[tuple[str, int], RunResult | Missing]]:
+def stored_runs(sweep: Sweep, output: Path) -> tuple[dict[tuple[str, int], RunResult], dict[tuple[str, int], Missing]]:
+    """Return, by variant and seed, the valid results in a folder, and why the sweep's other runs have none."""
+    finished, missing = dict[tuple[str, int], RunResult](), dict[tuple[str, int], Missing]()
     for variant in sweep.variants.values():
         for seed, scenario in variant.scenarios.items():
-            yield (variant.name, seed), load_result(output, variant.name, seed, scenario)
+            found = load_result(output, variant.name, seed, scenario)
+            if isinstance(found, RunResult):
+                finished[variant.name, seed] = found
+            else:
+                missing[variant.name, seed] = found
+    return finished, missing
 
 
 def _read(kind: type[Kept], file: Path) -> Kept | None:
@@ -321,11 +304,12 @@ def changes(stored: Mapping[str, Any], scenario: Scenario) -> list[str]:
         return [f"{name or 'the scenario'} is no longer what it was" for name in refused]
     now = flat(scenario.model_dump(mode="json"))
     names = [name for name in {**was, **now} if name not in was or name not in now or was[name] != now[name]]
-    return [f"{name} was {_plain(was.get(name))}, is {_plain(now.get(name))}" for name in names]
+    return [f"{name} was {plain(was.get(name))}, is {plain(now.get(name))}" for name in names]
 
 
-def _plain(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+def plain(value: object) -> str:
+    """Return a setting's value as a reader would write it."""
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def write_file(file: Path, content: bytes) -> None:

@@ -270,13 +270,6 @@ Answers = Mapping[str, bytes | BaseException]
 class GroupAllreduce:
     """One group of a roster. A member runs and confirms it; another peer only answers questions about it.
 
-    Args:
-        plan: The group's partition.
-        me: This peer.
-        group_id: Name of the group in messages.
-        limits: Timeouts and upload rate.
-        stub_of: Returns a stub to call a peer with.
-
     Attributes:
         running: The all-reduce once it runs; cancelled if it never will.
         lost: The member that made the group fail; empty if none is known.

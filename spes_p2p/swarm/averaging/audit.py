@@ -163,12 +163,7 @@ class Evidence(NamedTuple):
 
 
 class Auditor:
-    """One member's audit of a group's all-reduce; members go by their places in the plan.
-
-    Args:
-        plan: The group's partition.
-        me: This member.
-    """
+    """One member's audit of a group's all-reduce; members go by their places in the plan."""
 
     def __init__(self, plan: GroupPlan, me: str) -> None:
         self._plan = plan

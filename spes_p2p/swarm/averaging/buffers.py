@@ -66,12 +66,7 @@ def _bytes_of(memory: mmap.mmap | None) -> Tensor:
 
 
 class BufferPool:
-    """Buffers for every group that a peer may be in at once: those of `shared`, then one for each slot it holds.
-
-    Args:
-        encoding: How vectors travel.
-        max_slots: Slots that the peer may hold at once.
-    """
+    """Buffers for every group that a peer may be in at once: those of `shared`, then one for each slot it holds."""
 
     def __init__(self, encoding: DeltaEncoding, max_slots: int) -> None:
         names = [SHARED, *[VectorName.of_slot(0)] * max_slots]

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spes_p2p.codecs.format import ErrorFeedback, Format, Segment, format_of
+from spes_p2p.codecs.format import ErrorFeedback, Format, Segment
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import from_bytes, to_bytes
@@ -105,7 +105,8 @@ class DeltaEncoding:
     def __init__(self, segments: Mapping[str, Sequence[Segment]], folder: Path | None = None) -> None:
         self._segments = {kind: tuple(parts) for kind, parts in segments.items()}
         self._formats: dict[tuple[Segment, ...], Format] = {}
-        self._feedback = ErrorFeedback(folder)
+        self.feedback = ErrorFeedback(folder)
+        """The residuals of committed deltas, by group."""
         self._pending: dict[str, PagedVector | None] = {}
 
     @property
@@ -120,7 +121,7 @@ class DeltaEncoding:
     def _cached(self, segments: Iterable[Segment]) -> Format:
         key = tuple(segments)
         if key not in self._formats:
-            self._formats[key] = format_of(key, 0)
+            self._formats[key] = Format(key)
         return self._formats[key]
 
     def delta_bytes(self, kind: str) -> int:
@@ -137,14 +138,14 @@ class DeltaEncoding:
         the others lose nothing.
         """
         member, round = contribution.member, contribution.member.round + 1
-        for name in self._feedback.names - set(contribution.deltas):
-            self._feedback.drop(name)
+        for name in self.feedback.names - set(contribution.deltas):
+            self.feedback.drop(name)
         encoded: dict[VectorName, Tensor] = {}
         self._pending = {}
         formats = {VectorName(name): self.format(name, round) for name in contribution.deltas}
         try:
             for name, format in formats.items():
-                encoded[name], self._pending[name] = self._feedback.encode(name, format, contribution.deltas[name])
+                encoded[name], self._pending[name] = self.feedback.encode(name, format, contribution.deltas[name])
         except ValueError as error:
             log.warning("round %d: dropping this peer's work, because %s cannot be encoded: %s", round, name, error)
             self._pending = {}
@@ -161,23 +162,14 @@ class DeltaEncoding:
         for name in committed:
             residual = self._pending.get(name)
             if residual is not None:
-                self._feedback.keep(name, residual)
+                self.feedback.keep(name, residual)
         self._pending = {}
-
-    def residuals(self) -> dict[str, PagedVector]:
-        """Return the residuals by group, to be saved in a checkpoint."""
-        return self._feedback.residuals()
-
-    def restore_residuals(self, residuals: Mapping[str, Tensor]) -> None:
-        """Continue with the residuals of an earlier process, whose anchors were the same."""
-        for name, residual_N in residuals.items():
-            self._feedback.restore(name, residual_N)
 
     def forget(self) -> None:
         """Discard all residuals: the peer did not commit the round, so its next deltas have another start."""
         self._pending = {}
-        for name in self._feedback.names:
-            self._feedback.drop(name)
+        for name in self.feedback.names:
+            self.feedback.drop(name)
 
     # ------------------------------------------------------------------ means
 

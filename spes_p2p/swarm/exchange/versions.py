@@ -37,10 +37,6 @@ def vector_names(num_slots: int, *, has_kept: bool = False) -> frozenset[VectorN
     """Return the names of a run's vectors: weights, optimizer moments of each, and slots' kept forms.
 
     A version of another name fits no part of the model, whatever its signature.
-
-    Args:
-        num_slots: Experts per layer of the run's model.
-        has_kept: Whether slots have kept forms.
     """
     weights = (SHARED, *map(VectorName.of_slot, range(num_slots)))
     kept = {name.kept for name in weights[1:]} if has_kept else set()

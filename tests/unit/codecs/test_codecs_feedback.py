@@ -93,7 +93,7 @@ def test_an_exact_delta_leaves_nothing_over_and_takes_what_was():
     delta_N, feedback, whole = torch.rand(10), ErrorFeedback(), Format([Segment(5, "fp32"), Segment(5, "bf16")])
     data, error_N = feedback.encode("shared", whole, delta_N)
     assert error_N is None and torch.equal(data, whole.encode(delta_N))
-    feedback.restore("shared", torch.ones(5))
+    feedback.restore({"shared": torch.ones(5)})
     data, error_N = feedback.encode("shared", whole, delta_N)
     assert error_N is None and torch.equal(whole.decode(data)[:5], delta_N[:5] + 1)
     feedback.keep("shared", error_N)
@@ -112,7 +112,7 @@ def test_errors_are_kept_by_name_until_they_are_forgotten():
 
 def test_an_error_of_another_length_is_refused():
     feedback = ErrorFeedback()
-    feedback.restore("shared", torch.zeros(5))
+    feedback.restore({"shared": torch.zeros(5)})
     with pytest.raises(ValueError, match="the error kept for shared has 5 elements, not 6; forget it first"):
         feedback.encode("shared", Format([Segment(6, "int4")]), torch.zeros(6))
     with pytest.raises(ValueError, match="vector of 4 elements, expected 5"):
@@ -122,7 +122,7 @@ def test_an_error_of_another_length_is_refused():
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_delta_that_is_not_finite_leaves_the_kept_error_as_it_was(bad):
     feedback, whole, kept_N = ErrorFeedback(), Format([Segment(2, "int4")]), torch.ones(2)
-    feedback.restore("shared", kept_N)
+    feedback.restore({"shared": kept_N})
     with pytest.raises(ValueError, match="cannot be encoded"):
         feedback.encode("shared", whole, torch.tensor([bad, 1.0]))
     data, _ = feedback.encode("shared", whole, torch.zeros(2))
@@ -133,7 +133,7 @@ def test_one_part_with_its_error_is_what_the_whole_does(seed):
     torch.manual_seed(seed)
     whole, feedback = Format([Segment(70_000, "int2")]), ErrorFeedback()
     kept_N, delta_N = torch.randn(70_000), torch.randn(70_000)
-    feedback.restore("shared", kept_N)
+    feedback.restore({"shared": kept_N})
     data, error = feedback.encode("shared", whole, delta_N)
     for part in whole.parts:
         here = slice(part.start, part.stop)
@@ -159,7 +159,7 @@ def test_residuals_on_the_disk_are_those_in_memory_and_leave_no_file(tmp_path, s
         in_memory.keep("shared", expected[1])
         assert found[1].open().memory is not None and not list(tmp_path.iterdir())
     resumed = ErrorFeedback(tmp_path)
-    resumed.restore("shared", on_disk.residuals()["shared"].whole())
+    resumed.restore({"shared": on_disk.residuals()["shared"].whole()})
     assert torch.equal(resumed.encode("shared", whole, delta_N)[0], in_memory.encode("shared", whole, delta_N)[0])
 
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, format_of, part_numel
+from spes_p2p.codecs.format import CODECS, NON_NEGATIVE_CODECS, PART_NUMEL, Format, Segment, codec_named, part_numel
 from spes_p2p.errors import ExchangeError
+from spes_p2p.swarm.averaging.encoding import DeltaEncoding
 
 LENGTHS = st.one_of(
     st.integers(0, 300), st.sampled_from([64, 128]), st.sampled_from([PART_NUMEL - 1, PART_NUMEL, PART_NUMEL + 1])
@@ -47,7 +48,7 @@ def test_parts_cover_the_vector_and_none_lies_in_two_segments(segments):
     start = byte_start = 0
     for part, (segment, numel) in zip(whole.parts, remaining, strict=True):
         assert (part.start, part.stop, part.byte_start) == (start, start + numel, byte_start)
-        assert (part.codec.name, part.codec.non_negative) == (segment.codec, segment.non_negative)
+        assert part.codec == codec_named(segment.codec, segment.non_negative)
         start, byte_start = part.stop, part.byte_stop
     assert (start, byte_start) == (whole.numel, whole.num_bytes)
 
@@ -125,16 +126,12 @@ def test_only_fp32_throughout_is_exact():
 
 def test_moments_travel_in_rounds_that_are_multiples_of_their_interval():
     delta, first, second = Segment(10, "int4"), Segment(10, "bf16", interval=2), Segment(10, "int8", True, interval=3)
-    travelling = [format_of([delta, first, second], round).segments for round in range(7)]
+    encoding = DeltaEncoding({"shared": [delta, first, second]})
+    travelling = [encoding.format("shared", round).segments for round in range(7)]
     assert travelling[0] == travelling[6] == (delta, first, second)
     assert travelling[1] == travelling[5] == (delta,)
     assert travelling[2] == travelling[4] == (delta, first)
     assert travelling[3] == (delta, second)
-
-
-def test_a_delta_travels_every_round():
-    with pytest.raises(ValueError, match="the first segment has interval=2"):
-        format_of([Segment(10, "int4", interval=2)], 0)
 
 
 @pytest.mark.parametrize(("numel", "interval"), [(-1, 1), (1, 0)])

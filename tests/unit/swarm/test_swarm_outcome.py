@@ -29,11 +29,11 @@ def test_a_peer_without_tokens_keeps_the_residual_that_it_has_not_sent():
     member = Member(**fields, tokens=1, ready_at=1.0, sync_seconds=0.0)
     encoding.encode(Contribution(member, deltas))
     encoding.commit(["shared"])
-    before = encoding.residuals()["shared"].whole()
+    before = encoding.feedback.residuals()["shared"].whole()
     assert before.any()
     encoding.encode(Contribution(member.model_copy(update={"tokens": 0, "round": 2}), deltas))
     encoding.commit(["shared"])
-    assert torch.equal(encoding.residuals()["shared"].whole(), before)
+    assert torch.equal(encoding.feedback.residuals()["shared"].whole(), before)
 
 
 @st.composite

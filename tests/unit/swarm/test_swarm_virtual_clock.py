@@ -167,7 +167,7 @@ def test_work_beside_a_peer_takes_turns_with_it_in_the_order_of_their_times() ->
     def live() -> None:
         task = clock.start(partial(tell, "beside", 2.0, 5.0))
         tell("peer", 1.0, 3.0)
-        assert not task.is_done and task.wait(60.0) and task.is_done
+        assert not task.done() and task.wait(60.0) and task.done()
         tell("peer", 6.0)
 
     clock.run([live, partial(tell, "other", 4.0)])
@@ -208,7 +208,7 @@ def test_what_work_beside_a_peer_returns_or_raises_is_the_peers() -> None:
 def test_outside_of_a_run_work_beside_the_only_user_is_done_at_once() -> None:
     clock = VirtualClock()
     task = clock.start(partial(clock.advance, 2.0))
-    assert task.is_done and task.wait(1.0) and clock.now() - VirtualClock().now() == 2.0
+    assert task.done() and task.wait(1.0) and clock.now() - VirtualClock().now() == 2.0
 
 
 def test_a_failure_ends_work_beside_the_peers_too() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import MixtralForCausalLM, OlmoeForCausalLM, Qwen3MoeForCausalLM, set_seed
 
 from spes_p2p.codecs import paged
-from spes_p2p.codecs.format import Segment, format_of
+from spes_p2p.codecs.format import Format, Segment
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import Layout
 from spes_p2p.config import CodecConfig, MergeConfig, ModelConfig, OuterConfig, OuterStep, RunConfig
@@ -16,7 +16,7 @@ from spes_p2p.model.build import build_slot_model, stock_model
 from spes_p2p.optim.outer import merge_alpha, merge_experts
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.anchors import Anchors, merge_shifts
-from spes_p2p.training.build import DrawnBundles
+from spes_p2p.training.build import build_initial
 
 NUMELS = {SHARED: 11, "slot": 7}
 SLOT_0, SLOT_2, SLOT_3 = map(VectorName.of_slot, (0, 2, 3))
@@ -107,7 +107,7 @@ def test_averaged_moments_ride_behind_the_delta_and_come_out_of_the_commit(seed)
     local, moments = torch.randn(7), torch.rand(14)
     start(anchors, SLOT_2, torch.randn(7))
     contribution = anchors.contribution(SLOT_2, local, moments, 1)
-    assert contribution.numel() == format_of(anchors.segments()["slot"], 1).numel == 21
+    assert contribution.numel() == Format(anchors.segments()["slot"]).numel == 21
     assert torch.equal(contribution[7:], moments)
     assert torch.equal(step(anchors, SLOT_2, contribution)[1], moments)
     torch.testing.assert_close(anchors.weights(SLOT_2), local)
@@ -169,7 +169,6 @@ def test_moments_stay_at_home_in_rounds_between(round):
     anchors = Anchors(RunConfig(codecs=CodecConfig(moments_interval=3)), NUMELS)
     start(anchors, SHARED, torch.ones(11))
     contribution = anchors.contribution(SHARED, torch.zeros(11), torch.full((22,), 5.0), round)
-    assert contribution.numel() == format_of(anchors.segments()[SHARED], round).numel
     assert contribution.numel() == (33 if round in (3, 6) else 11)
     _, moments = step(anchors, SHARED, contribution)
     assert moments is None if round not in (3, 6) else torch.equal(moments, torch.full((22,), 5.0))
@@ -256,7 +255,7 @@ def test_the_first_bundles_are_the_stock_models_weights(family, run, seed):
     layouts = {SHARED: Layout(built.shared_shapes()), "slot": Layout(built.slot_shapes())}
     anchors = Anchors(run, {kind: layout.numel for kind, layout in layouts.items()})
     settings = run.model_copy(update={"model": model, "seed": seed})
-    bundles = DrawnBundles(settings, 32, anchors, layouts)
+    bundles = build_initial(settings, 32, anchors, layouts)
     assert set(bundles) == {SHARED, *map(VectorName.of_slot, range(4))}
     named = dict(stock.named_parameters())
     seen = set()

@@ -149,7 +149,7 @@ def test_a_founder_and_a_newcomer_never_hold_more_than_two_vectors_of_the_swarms
             seen[peer.index] = (peer.swarm.most, peer.swarm.loads)
 
         peer.loop.open = watched
-        peer.live(partial(build_initial, run, VOCAB, peer.sync, peer.trainer), lambda report: None)
+        peer.live(partial(build_initial, run, VOCAB, peer.sync.anchors, peer.trainer.layouts), lambda report: None)
 
     def join_late() -> None:
         while len(founder.reports) < 2:

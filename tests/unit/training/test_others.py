@@ -99,7 +99,7 @@ def test_peers_without_a_vote_do_not_say_when_a_round_ends():
     newcomer, ends_at = newcomer_beside_liars()
     for index in range(20, 30):
         Peer(newcomer.swarm._hub, index, ends_at=ends_at + 7.0)
-    assert newcomer.sync._others.round_end(6) == ends_at
+    assert newcomer.sync._announced_end(6) == ends_at
 
 
 @pytest.mark.parametrize("is_expected", [True, False])

@@ -32,9 +32,8 @@ from spes_p2p.training.build import build_initial, build_synchroniser, build_tra
 from spes_p2p.training.checkpoint import PeerCheckpoint, PeerState
 from spes_p2p.training.checkpointer import Checkpointer
 from spes_p2p.training.loop import TrainingLoop
-from spes_p2p.training.overlap import Correction, PendingSync, ThreadTask
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.round_work import RoundWork, StateUpdate
+from spes_p2p.training.round_work import Correction, PendingSync, RoundWork, StateUpdate, ThreadTask
 from spes_p2p.training.trainer import Trainer
 
 STEPS, STEP_TOKENS = 3, 4 * 16
@@ -270,13 +269,9 @@ class Outage:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    @property
-    def is_done(self) -> bool:
-        return self._seconds <= 0
-
     def wait(self, seconds: float) -> bool:
         self._seconds -= seconds
-        return self.is_done
+        return self._seconds <= 0
 
     def result(self) -> str:
         return "back"
@@ -493,7 +488,7 @@ def test_who_leaves_lets_a_synchronisation_end_before_it_hands_over(others, monk
     with pytest.raises(KeyboardInterrupt):
         peer.loop.run()
     flight = peer.loop._pending
-    assert flight is not None and not flight._task.is_done
+    assert flight is not None and not flight._task.done()
 
     def read() -> list[str]:
         if others:
@@ -536,7 +531,7 @@ def rank_run(group: ProcessGroup, folder: Path, shard: str) -> None:
         swarm = MemorySwarm(MemoryHub("run"), peer_id(0))
         sync = build_synchroniser(swarm, run, trainer, run_id="run", max_slots=3)
         swarm.enter(sync.anchors.vectors())
-        initial = partial(build_initial, run, VOCAB, sync, trainer)
+        initial = partial(build_initial, run, VOCAB, sync.anchors, trainer.layouts)
     rounds = TrainingLoop(run, trainer, group, sync)
     rounds.open(initial)
     rounds.run()

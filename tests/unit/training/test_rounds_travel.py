@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from virtual import VirtualPeer, peer_id, tiny_run
 
-from spes_p2p.codecs.format import format_of
+from spes_p2p.codecs.format import Format
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import CodecConfig, MergeConfig, OuterConfig, OuterStep, RoundConfig, RunConfig
 from spes_p2p.sim.hub import MemoryHub
@@ -46,7 +46,7 @@ class FollowedSwarm(MemorySwarm):
         self.moments_rounds |= {round for name in bundles if name.startswith("moments-")}
         for name, delta in (deltas or {}).items():
             assert self.follower is not None
-            mean_delta = format_of(self.follower.segments()[VectorName(name).kind][:1], 0).decode(delta)
+            mean_delta = Format(self.follower.segments()[VectorName(name).kind][:1]).decode(delta)
             assert digest(self.follower.advance(name, self.load(name), mean_delta)) == digest(bundles[name])
             self.followed.setdefault(round, set()).add(name)
         return super().publish(round, bundles, deltas)
