@@ -359,7 +359,7 @@ class HivemindSwarm:
             self._encoding.forget()
             if buffers is not None:
                 buffers.reset_residuals()
-            self.exchange.release()
+            self.exchange.server.release()
         else:
             self._encoding.commit(committed)
             if buffers is not None:
@@ -380,7 +380,7 @@ class HivemindSwarm:
         members = [peer for peer, claim in self._membership.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
         began, self._reserved_at = self._reserved_at, time.monotonic()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
-        self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
+        self.exchange.server.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
 
     def residuals(self) -> Mapping[str, PagedVector]:
         return self._encoding.residuals()
@@ -490,7 +490,7 @@ class HivemindSwarm:
         try:
             return unknown | pull(wanted, relays=relays, uplinks=uplinks, authors=authors, digests=digests)
         finally:
-            self.exchange.release()
+            self.exchange.server.release()
             self._declare()
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
@@ -507,7 +507,7 @@ class HivemindSwarm:
         return found
 
     def traffic(self) -> tuple[int, int]:
-        return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes
+        return self.exchange.bytes_in + self._averaged_bytes, self.exchange.server.bytes_out + self._averaged_bytes
 
     def close(self) -> None:
         if self._consensus is not None:
