@@ -313,7 +313,7 @@ class Exchange:
         self._formats: Mapping[str, Format | KeptForm] = {}
         self._relayed: dict[str, Download] = {}
         self.server = Server(store, self._relayed, uplink_mbit)
-        store.subscribe(lambda: node.notify(self.server.changed.fire))
+        store.on_change = lambda: node.notify(self.server.changed.fire)
         if serve:
             node.run(self._listen(), INVENTORY_SECONDS)
 

@@ -122,15 +122,16 @@ class VersionStore:
     Attributes:
         deltas: Deltas that lead from older versions to these.
         refused: Digests of bad versions, which must not come back.
+        on_change: Called after each addition, in the thread that adds.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self.refused = RefusedVersions()
+        self.on_change: Callable[[], None] = lambda: None
         self._directory = directory
         self._run_id = run_id
         self._lock = threading.RLock()
         self._versions: dict[str, list[Version]] = {}
-        self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
         self._index = directory / INDEX
         self._num_lines = 0
@@ -148,10 +149,6 @@ class VersionStore:
         """Return the newest version of a name, or the one with this digest; None if it is not here."""
         with self._lock:
             return next((version for version in self._versions.get(name, ()) if digest in ("", version.digest)), None)
-
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each addition, in the thread that adds."""
-        self._listeners.append(listener)
 
     def path(self, version: Version) -> Path:
         """Return the file of a version's bytes."""
@@ -171,7 +168,7 @@ class VersionStore:
                 self._insert(version)
                 self._stored.add(version.digest)
             self._append_to_index([version for version, _ in items.values()])
-        self._notify()
+        self.on_change()
 
     def store_known_bytes(self, version: Version) -> None:
         """Store a version whose bytes this peer has from an older one.
@@ -184,7 +181,7 @@ class VersionStore:
                 raise ExchangeError(f"{self.path(version)} is gone")
             self._insert(version)
             self._append_to_index([version])
-        self._notify()
+        self.on_change()
 
     def restore(self, files: Mapping[Path, Version]) -> None:
         """Make versions the newest again, from verified files elsewhere, whose bytes are shared if possible."""
@@ -198,7 +195,7 @@ class VersionStore:
                         scratch.replace(path)
                 self._insert(version)
             self._append_to_index(list(files.values()))
-        self._notify()
+        self.on_change()
 
     def _insert(self, version: Version) -> None:
         older = self._versions.get(version.name, [])
@@ -208,10 +205,6 @@ class VersionStore:
         # Only the displaced files: those of other threads may be written and not inserted yet.
         for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
             path.unlink(missing_ok=True)
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
 
     # ------------------------------------------------------------------ deleting
 
