@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import torch
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -473,10 +473,6 @@ class Exchange:
         """Open a channel to a peer that serves versions."""
         return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
 
-    def count(self, num_bytes: int) -> None:
-        """Count received payload bytes."""
-        self.bytes_in += num_bytes
-
     def relay(self, name: str, download: Download | None) -> None:
         """Serve the bytes that have arrived of a version to other relays; None ends that."""
         if download is None:
@@ -498,10 +494,10 @@ class Exchange:
         await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _add(self, version: Version, download: Download) -> None:
-        data, steps = memoryview(download.data), list[_Step]()
+        data, steps = memoryview(download.data), list[tuple[str, str, bytes]]()
         if download.answer.state == "deltas":
             data, steps = self._apply_deltas(version.name, download)
-        if (steps[-1].digest if steps else digest(data)) != version.digest:  # guard: download-digest
+        if (steps[-1][1] if steps else digest(data)) != version.digest:  # guard: download-digest
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
         if version.codec == "fp32":
             low, high = torch.frombuffer(data, dtype=torch.float32).aminmax()  # both are NaN if any element is
@@ -509,12 +505,12 @@ class Exchange:
                 raise ExchangeError(f"{version.name} holds NaN or infinity")
         if version.codec == "coded":
             self._formats[VectorName(version.name).kind].decode(data)
-        for step in steps:
-            self._store.deltas.add(version.name, step.base, step.digest, step.delta)
+        for base, after, delta in steps:
+            self._store.deltas.add(version.name, base, after, delta)
         self._store.add({version.name: (version, data)})
 
-    def _apply_deltas(self, name: str, download: Download) -> tuple[memoryview, list[_Step]]:
-        """Return the bytes to which a chain of deltas leads, and its steps."""
+    def _apply_deltas(self, name: str, download: Download) -> tuple[memoryview, list[tuple[str, str, bytes]]]:
+        """Return the bytes to which a chain of deltas leads, and its steps: digests before and after, and the delta."""
         assert self._apply_delta is not None
         vector_N = self._store.load(name, download.base)
         size, base, steps = download.num_bytes // download.answer.num_deltas, download.base, []
@@ -524,14 +520,6 @@ class Exchange:
                 vector_N = self._apply_delta(name, vector_N, delta)
             except ValueError as error:
                 raise ExchangeError(f"a delta of {name} cannot be applied: {error}") from error
-            steps.append(_Step(base, digest(vector_N), delta))
-            base = steps[-1].digest
+            steps.append((base, digest(vector_N), delta))
+            base = steps[-1][1]
         return to_bytes(vector_N), steps
-
-
-class _Step(NamedTuple):
-    """An encoded delta, and the digests of the versions before and after it."""
-
-    base: str
-    digest: str
-    delta: bytes
