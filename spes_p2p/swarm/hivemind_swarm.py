@@ -103,9 +103,9 @@ class HivemindSwarm:
         self.links = Links(node)
         if not node.client_mode:
             Introducer(node)
-        self._membership = Membership(node)
+        self._membership = Membership(node, self.watchdog)
         if not node.has_met_peers:
-            self._membership.expect(node.peerstore.addresses())
+            self._membership.live_peers = frozenset(node.peerstore.addresses()) - {self.peer_id}
 
     def enter(
         self,
@@ -261,7 +261,7 @@ class HivemindSwarm:
         last = self.consensus.body_at(contribution.member.round) or self.consensus.last()
         self._open = (last, self.consensus.attempt)
         if self._is_cut_off(expected, last) and self._membership.wait_for_live_peers(
-            last.round, self.consensus.known(), self.watchdog, self._rounds.shrink_seconds
+            last.round, self.consensus.known(), self._rounds.shrink_seconds
         ):
             reason = "the swarm was out of reach"
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
@@ -345,7 +345,7 @@ class HivemindSwarm:
         entries = result.roster.entries if result.roster else ()
         say_if_lost = partial(
             self._membership.say_if_lost,
-            *(last.round, self.consensus.known(), self.watchdog, time.monotonic(), self._rounds.shrink_seconds),
+            *(last.round, self.consensus.known(), time.monotonic(), self._rounds.shrink_seconds),
         )
         return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, ledger, kept, on_wait=say_if_lost)
 

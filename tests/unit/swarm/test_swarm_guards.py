@@ -169,7 +169,7 @@ def test_an_answer_to_a_ping_that_is_none_is_no_answer(monkeypatch):
 
 
 def test_a_heartbeat_that_fails_is_followed_by_the_next(monkeypatch):
-    membership, beaten = Membership(SimpleNamespace(peer_id="me")), threading.Event()
+    membership, beaten = Membership(SimpleNamespace(peer_id="me"), None), threading.Event()
     membership._rounds = RoundConfig(heartbeat_seconds=0.05, lease_seconds=1.0)
     reads = iter([AssertionError("an answer of a stranger"), None])
 
