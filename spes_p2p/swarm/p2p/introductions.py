@@ -190,10 +190,6 @@ class Links:
             self._introducers = frozenset(introducers) | set(self._node.initial_peers())
             self._node.notify(self._start)
 
-    def direct(self) -> tuple[str, ...]:
-        """Return the peers without calls that this one has a link to now, ascending."""
-        return tuple(peer for peer in self.connected_to(self._wanted) if peer in self._wanted)
-
     def connected_to(self, peers: Collection[str]) -> tuple[str, ...]:
         """Return those of some peers that this one, which takes no calls, is connected to now, ascending."""
         if not (self._node.meets_others and peers):
