@@ -194,21 +194,16 @@ class Links:
         """Return those of some peers that this one, which takes no calls, is connected to now, ascending."""
         if not (self._node.meets_others and peers):
             return ()
-        try:
-            connected = self._node.run(self._node.p2p.connected_from(), ANSWER_SECONDS)
-        except TimeoutError:  # this machine stood still
-            return ()
-        return tuple(sorted(peer for peer in peers if any("p2p-circuit" not in at for at in connected.get(peer, ()))))
+        return tuple(sorted(set(peers).intersection(self._direct())))
 
     def ways(self) -> Mapping[str, Way]:
         """Return how this peer reaches the others now, by id: those that it is connected to, or seeks in vain."""
-        try:
-            connected = self._node.run(self._node.p2p.connected_from(), ANSWER_SECONDS)
-        except TimeoutError:  # this machine stood still
-            return {}
-        direct = [peer for peer, addresses in connected.items() if any("p2p-circuit" not in at for at in addresses)]
         ways: dict[str, Way] = dict.fromkeys(self._wanted, "through others")
-        return ways | {peer: "met" if peer in self._wanted else "direct" for peer in direct}
+        return ways | {peer: "met" if peer in self._wanted else "direct" for peer in self._direct()}
+
+    def _direct(self) -> list[str]:
+        connected = self._node.connected_from(ANSWER_SECONDS)
+        return [peer for peer, addresses in connected.items() if any("p2p-circuit" not in at for at in addresses)]
 
     def learn_kind(self) -> Kind:
         """Ask the initial peers where they see this one, and return what its router does; takes seconds at most."""
