@@ -152,7 +152,8 @@ class HivemindSwarm:
                 uplink_mbit=self._uplink_mbit,
                 guests=guests,
             )
-            self._averager.run_in_background(timeout=rounds.averaging_seconds)
+            self._averager.start()  # not by stock's `run_in_background`, which silences Ctrl-C in this process
+            self._averager.wait_until_ready(rounds.averaging_seconds)
             self.watchdog.averager = self._averager
         self._consensus = Consensus(
             self.node,
