@@ -284,7 +284,7 @@ class HivemindSwarm:
         attempt = self._meet(member, last, expected, starts_at)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
-        self.bans.record(last.round, [attempt.evidence])
+        self.bans.record(last.round, attempt.evidence)
         result = means_of(attempt, contribution, self._encoding)
         if attempt.roster and SHARED not in result.means:
             self._links_rest_until = time.monotonic() + LINKS_REST_SECONDS
