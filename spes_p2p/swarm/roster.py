@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
@@ -183,8 +183,22 @@ class Roster(tuple[Member, ...]):
 
     @cached_property
     def distrusted(self) -> frozenset[str]:
-        """Ids of the members that more than half of the other voters want left out; none if that were half of all."""
-        out = self._named_by_most(lambda member: member.distrusts)
+        """Ids of the members that more than half of the other voters want left out.
+
+        None if that were half of all, or in a small roster. Members in client mode are not asked: they rarely reduce,
+        and so see little of what others send.
+        """
+        if len(self) < MIN_VOTERS:  # guard: small-roster
+            return frozenset()
+        ids = {member.peer_id for member in self}
+        voters = [member for member in self._voters if not member.calls_only]  # guard: blind-votes
+        votes = Counter(
+            peer
+            for member in voters
+            for peer in set(member.distrusts) & (ids - {member.peer_id})  # guard: vote-once
+        )
+        others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
+        out = frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
         return out if 2 * len(out) < len(self) else frozenset()  # guard: half-left-out
 
     @cached_property
@@ -302,23 +316,6 @@ class Roster(tuple[Member, ...]):
         )
         first = dict(reversed(taking))
         return {peer for spare, peer in taking if first[spare] != peer}  # guard: doubled-data
-
-    def _named_by_most(self, named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
-        """Return the members that more than half of the other voters name; none in a small roster.
-
-        Members in client mode are not asked: they rarely reduce, and so see little of what others send.
-        """
-        if len(self) < MIN_VOTERS:  # guard: small-roster
-            return frozenset()
-        ids = {member.peer_id for member in self}
-        voters = [member for member in self._voters if not member.calls_only]  # guard: blind-votes
-        votes = Counter(
-            peer
-            for member in voters
-            for peer in set(named(member)) & (ids - {member.peer_id})  # guard: vote-once
-        )
-        others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
-        return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
 
 
 def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, ...]:
