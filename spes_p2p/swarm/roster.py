@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
@@ -22,7 +22,7 @@ from spes_p2p.swarm.certificate import Body, MemberEntry, max_strangers, strange
 from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.ledger import MAX_SPARES
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
+from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
@@ -40,10 +40,8 @@ Start = tuple[Count, Digest]
 """Round and digest of a version that is not the certified one."""
 
 
-class Member(BaseModel):
+class Member(Strict):
     """A peer's entry in the roster of a round."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     peer_id: PeerId
     round: Count

@@ -12,23 +12,21 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
 from hivemind.p2p import PeerID
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from spes_p2p.errors import ExchangeError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.exchange.versions import CodecKind, Name, RefusedVersions, Version, is_document
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.records import Count, Digest
+from spes_p2p.swarm.records import Count, Digest, Strict
 
 MAX_WAIT_SECONDS = 3600.0
 MAX_DELTAS = 256
 
 
-class Message(BaseModel):
+class Message(Strict):
     """A JSON message to or from another peer, checked strictly."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @classmethod
     def parse(cls, data: bytes):
