@@ -58,11 +58,10 @@ REASONS = {
     "spes_p2p.sim.sweep.report": "a sweep's table and pictures, which the benchmarks use too",
     "spes_p2p.swarm.averaging.allreduce": "one group's exchange of vectors; the averager runs many at a time",
     "spes_p2p.swarm.averaging.matchmaking": "how members find each other, before they exchange anything",
-    "spes_p2p.swarm.p2p.reachability": "asks peers to connect back, and needs nothing else of the swarm",
     "spes_p2p.training.fetch_plan": "pure functions, tested without a network",
     "spes_p2p.monitor.checkpoints": "checkpoints on their way to stores, in threads beside the watch",
     "spes_p2p.optim.inner": "the update rules, which a reader looks for by their name",
-    "spes_p2p.swarm.p2p.introductions": "one protocol, with its bounds on what a stranger can cause",
+    "spes_p2p.swarm.p2p.introductions": "who can call whom, with bounds on what a stranger can cause",
     "spes_p2p.swarm.p2p.port_map": "the only caller of miniupnpc, which is optional",
     "spes_p2p.training.overlap": "wraps the round, which reads without it",
 }

@@ -30,9 +30,8 @@ from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_ranges
-from spes_p2p.swarm.p2p.introductions import Introducer, Links
+from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
 from spes_p2p.swarm.roster import Member, stated_links

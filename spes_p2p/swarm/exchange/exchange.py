@@ -9,13 +9,12 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeAlias
 
 import torch
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from torch import Tensor
 
 from spes_p2p.codecs.format import Format
@@ -36,6 +35,8 @@ from spes_p2p.swarm.exchange.protocol import (
     Request,
     Signal,
     Wanted,
+    ask,
+    listen,
 )
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version, is_document
@@ -318,9 +319,9 @@ class Exchange:
             node.run(self._listen(), INVENTORY_SECONDS)
 
     async def _listen(self) -> None:
+        said = functools.partial(log.debug, "stopped serving %s: %s")
         for service, answer in {"fetch": self.serve_fetch, "inventory": self.serve_inventory}.items():
-            handler = functools.partial(self._handle, answer)
-            await self._node.p2p.add_binary_stream_handler(self._service(service), handler)
+            await listen(self._node, self._service(service), 3 * CHUNK_SECONDS, answer, said)
 
     def _service(self, service: str) -> str:
         return f"{self.run_id}::exchange.{service}"
@@ -342,16 +343,6 @@ class Exchange:
         self._formats = formats
 
     # ------------------------------------------------------------------ serving
-
-    async def _handle(
-        self, answer: Callable[[Channel, str], Awaitable[None]], info: StreamInfo, reader, writer
-    ) -> None:
-        channel, peer = Channel(reader, writer, 3 * CHUNK_SECONDS), info.peer_id.to_base58()
-        with contextlib.closing(channel):
-            try:
-                await answer(channel, peer)
-            except (ExchangeError, TimeoutError) as error:
-                log.debug("stopped serving %s: %s", peer[-6:], error)
 
     async def serve_fetch(self, channel: Channel, peer: str) -> None:
         """Offer and send versions; see `Server`."""
@@ -404,15 +395,14 @@ class Exchange:
     def offers(self, name: AnyName, peers: Sequence[str]) -> dict[str, Version]:
         """Return the newest version of a name that each peer offers, without its bytes; silent peers are left out."""
 
-        async def ask(peer: str) -> Version:
+        async def ask_one(peer: str) -> Version:
+            request = Request(name=name, min_round=0, timeout=0.0)
             async with asyncio.timeout(INVENTORY_SECONDS):
-                channel = await self.connect(peer)
-                with contextlib.closing(channel):
-                    await channel.send_text(Request(name=name, min_round=0, timeout=0.0).model_dump_json())
-                    return Version.verify(Answer.parse(await channel.receive_text()).version, self.run_id)
+                answer = await ask(self._node, peer, self._service("fetch"), request, Answer, CHUNK_SECONDS)
+            return Version.verify(answer.version, self.run_id)
 
         async def ask_all() -> list[Version | BaseException]:
-            return await asyncio.gather(*map(ask, peers), return_exceptions=True)
+            return await asyncio.gather(*map(ask_one, peers), return_exceptions=True)
 
         found = zip(peers, self._node.run(ask_all(), 2 * INVENTORY_SECONDS), strict=True)
         return {peer: version for peer, version in found if isinstance(version, Version) and version.name == name}

@@ -30,7 +30,7 @@ from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, 
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_ANSWER_BYTES, Inbox, PeerQuota, receive
 from spes_p2p.swarm.membership import Membership
-from spes_p2p.swarm.p2p import reachability
+from spes_p2p.swarm.p2p import introductions
 from tests.support.certificates import PEERS as MANY_PEERS
 from tests.support.certificates import last_body
 
@@ -439,4 +439,4 @@ def test_strangers_leave_half_of_all_streams_to_known_peers():
 def test_a_host_that_is_no_address_is_no_answer(host):
     """p2pd would not start with what a peer that calls back has made up."""
     with pytest.raises(ExchangeError):
-        reachability._Answer.parse(json.dumps({"is_reached": True, "host": host}))
+        introductions._Called.parse(json.dumps({"is_reached": True, "host": host}))
