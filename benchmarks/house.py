@@ -49,8 +49,7 @@ REASONS = {
     "spes_p2p.swarm.decision": "what a voter does in a round, on messages alone; the consensus has network and disk",
     "spes_p2p.__main__": "the one command, which entry scripts start",
     "spes_p2p.swarm.averaging.averager": "the averager's process; the swarm starts it",
-    "spes_p2p.swarm.exchange.client": "one of the exchange's two sides",
-    "spes_p2p.swarm.exchange.server": "one of the exchange's two sides",
+    "spes_p2p.swarm.exchange.client": "the pulling side of the exchange",
     "spes_p2p.swarm.membership": "records of the live peers, tested without an averager",
     "spes_p2p.training.checkpointer": "what a checkpoint holds; `checkpoint` only knows how it lies on disk",
     "spes_p2p.monitor.report": "the final page, drawn from a view alone; the benchmarks draw it too",
@@ -59,11 +58,10 @@ REASONS = {
     "spes_p2p.sim.sweep.report": "a sweep's table and pictures, which the benchmarks use too",
     "spes_p2p.swarm.averaging.allreduce": "one group's exchange of vectors; the averager runs many at a time",
     "spes_p2p.swarm.averaging.matchmaking": "how members find each other, before they exchange anything",
-    "spes_p2p.swarm.p2p.reachability": "asks peers to connect back, and needs nothing else of the swarm",
     "spes_p2p.training.fetch_plan": "pure functions, tested without a network",
     "spes_p2p.monitor.checkpoints": "checkpoints on their way to stores, in threads beside the watch",
     "spes_p2p.optim.inner": "the update rules, which a reader looks for by their name",
-    "spes_p2p.swarm.p2p.introductions": "one protocol, with its bounds on what a stranger can cause",
+    "spes_p2p.swarm.p2p.introductions": "who can call whom, with bounds on what a stranger can cause",
     "spes_p2p.swarm.p2p.port_map": "the only caller of miniupnpc, which is optional",
 }
 """Why a module with exactly one importer stands alone."""

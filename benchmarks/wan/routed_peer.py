@@ -55,8 +55,9 @@ class RoutedPeer:
         began, found = time.monotonic(), dict[str, float]()
         while time.monotonic() < began + seconds and len(found) < len(set(wanted) - {self.node.peer_id}):
             self.links.seek(wanted, introducers)  # as each heartbeat does: the other may not have known this one yet
-            for peer in self.links.direct():
-                found.setdefault(peer, time.monotonic() - began)
+            for peer, way in self.links.ways().items():
+                if way == "met":
+                    found.setdefault(peer, time.monotonic() - began)
             time.sleep(LOOK_SECONDS)
         return found
 

@@ -116,8 +116,9 @@ class SwarmPeer:
 
     def wait_for_links(self, peers: Sequence[str]) -> None:
         """Wait until this peer is connected to some others that are behind routers, too, or the time is up."""
-        others, deadline = set(peers) - {self._swarm.peer_id}, time.monotonic() + LINK_SECONDS
-        while time.monotonic() < deadline and others - set(self._swarm.links.direct()):
+        links, deadline = self._swarm.links, time.monotonic() + LINK_SECONDS
+        others = {(peer, "met") for peer in peers if peer != self._swarm.peer_id}
+        while time.monotonic() < deadline and others - links.ways().items():
             time.sleep(0.2)
 
     def publish_fresh(self, round: int, slots: Sequence[int]) -> None:

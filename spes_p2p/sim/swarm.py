@@ -121,7 +121,7 @@ class MemorySwarm:
             patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
             entry = Entry(member, encoded, self._encoding, self._errors, self._lie(member.round))
             attempt = self._hub.meet(entry, expected, self.now() + patience)
-            self.bans.record(last.round, [attempt.evidence])
+            self.bans.record(last.round, attempt.evidence)
             self.accused |= {(last.round, peer) for peer in attempt.evidence}
         result = means_of(attempt, contribution, self._encoding)
         self._averaged = (result, attempt)

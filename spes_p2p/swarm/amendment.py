@@ -32,7 +32,7 @@ from spes_p2p.swarm.certificate import Body
 from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.ledger import Ledger
-from spes_p2p.swarm.manifest import MAX_BYTES, PULL_SECONDS, Manifest
+from spes_p2p.swarm.manifest import Manifest, pull_document
 from spes_p2p.swarm.records import Digest, ManifestRecord
 
 log = logging.getLogger(__name__)
@@ -385,22 +385,11 @@ class Amendments:
         known = self.swarm.versions().get(AMENDMENT)
         if newest > max(self._number, known.round if known is not None else 0):
             having = [peer for peer, number in holders.items() if number == newest]
-            self._pull(having, min_round=newest)
+            pull_document(self.swarm, AMENDMENT, having, self._manifest.founder, newest)
 
     def _peers(self) -> list[str]:
         peers = [peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id]
         return random.sample(peers, min(len(peers), MAX_ASKED))
-
-    def _pull(self, peers: list[str], *, min_round: int = 0, digests: Mapping[str, str] | None = None) -> str:
-        failures = self.swarm.exchange.pull(
-            {AMENDMENT: peers},
-            min_round=min_round,
-            timeout=PULL_SECONDS,
-            max_bytes=MAX_BYTES,
-            authors={AMENDMENT: [self._manifest.founder]},
-            digests=digests,
-        )
-        return failures.get(AMENDMENT, "")
 
     def _fetch(self, named: Version) -> bytes:
         """Return the document that a certificate names.
@@ -415,7 +404,8 @@ class Amendments:
             except ExchangeError as error:
                 failure = str(error)
             if peers := self._peers():
-                failure = self._pull(peers, digests={AMENDMENT: named.digest}) or failure
+                failed = pull_document(self.swarm, AMENDMENT, peers, self._manifest.founder, digest=named.digest)
+                failure = failed or failure
                 continue
             if self.swarm.wait(RETRY_SECONDS):
                 break

@@ -7,7 +7,7 @@ under their own authenticated ids (`Roster.distrusted`).
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spes_p2p.swarm.averaging.audit import Evidence
@@ -39,22 +39,19 @@ class Bans:
     def __init__(self) -> None:
         self._cases: dict[str, _Case] = {}
 
-    def record(self, round: int, evidence: Iterable[Mapping[str, Evidence]]) -> None:
-        """Record a round's evidence: at most one strike per peer and round.
+    def record(self, round: int, evidence: Mapping[str, Evidence]) -> None:
+        """Record the evidence of an attempt at a round: at most one strike per peer and round.
 
         Args:
             round: Round of the anchors that it started from.
-            evidence: Evidence by peer, for each attempt at the round.
+            evidence: Evidence by peer.
         """
-        seen: dict[str, Evidence] = {}
-        for found in evidence:
-            seen |= {peer: item for peer, item in found.items() if peer not in seen or item.is_proof}
-        for peer, item in seen.items():
+        for peer, item in evidence.items():
             self._strike(round, peer, item)
 
     def suspect(self, round: int, reasons: Mapping[str, str]) -> None:
         """Give peers a strike for versions that they published in a round; reasons by peer."""
-        self.record(round, [{peer: Evidence(reason, is_proof=False) for peer, reason in reasons.items()}])
+        self.record(round, {peer: Evidence(reason, is_proof=False) for peer, reason in reasons.items()})
 
     def _strike(self, round: int, peer: str, evidence: Evidence) -> None:
         case = self._cases.setdefault(peer, _Case())

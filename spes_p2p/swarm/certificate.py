@@ -19,11 +19,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache, cached_property
 from typing import Annotated, Any, ClassVar, Literal, Protocol
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
-from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
+from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_VOTERS = 64
 MAX_MEMBERS = 1024
@@ -67,10 +67,8 @@ def _canonical(content: Mapping[str, Any]) -> bytes:
     return _encoder().encode(content).encode()
 
 
-class Document(BaseModel):
+class Document(Strict):
     """Base of everything that is signed or hashed: strict, frozen, and encoded in one way only."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     def encode(self) -> bytes:
         """Return canonical JSON; fields that are None are left out."""

@@ -30,9 +30,8 @@ from spes_p2p.swarm.invites import GuestList
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.membership import Membership
 from spes_p2p.swarm.names import SHARED, AnyName, VectorName, by_form, slot_ranges
-from spes_p2p.swarm.p2p.introductions import Introducer, Links
+from spes_p2p.swarm.p2p.introductions import DialBack, Introducer, Links
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.p2p.reachability import DialBack
 from spes_p2p.swarm.p2p.watchdog import Watchdog
 from spes_p2p.swarm.records import Archived, Claim, Contact, Metrics, Progress, Record, Seed, serving
 from spes_p2p.swarm.roster import Member, stated_links
@@ -103,9 +102,9 @@ class HivemindSwarm:
         self.links = Links(node)
         if not node.client_mode:
             Introducer(node)
-        self._membership = Membership(node)
+        self._membership = Membership(node, self.watchdog)
         if not node.has_met_peers:
-            self._membership.expect(node.peerstore.addresses())
+            self._membership.live_peers = frozenset(node.peerstore.addresses()) - {self.peer_id}
 
     def enter(
         self,
@@ -152,7 +151,8 @@ class HivemindSwarm:
                 uplink_mbit=self._uplink_mbit,
                 guests=guests,
             )
-            self._averager.run_in_background(timeout=rounds.averaging_seconds)
+            self._averager.start()  # not by stock's `run_in_background`, which silences Ctrl-C in this process
+            self._averager.wait_until_ready(rounds.averaging_seconds)
             self.watchdog.averager = self._averager
         self._consensus = Consensus(
             self.node,
@@ -261,7 +261,7 @@ class HivemindSwarm:
         last = self.consensus.body_at(contribution.member.round) or self.consensus.last()
         self._open = (last, self.consensus.attempt)
         if self._is_cut_off(expected, last) and self._membership.wait_for_live_peers(
-            last.round, self.consensus.known(), self.watchdog, self._rounds.shrink_seconds
+            last.round, self.consensus.known(), self._rounds.shrink_seconds
         ):
             reason = "the swarm was out of reach"
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, reason))
@@ -283,7 +283,7 @@ class HivemindSwarm:
         attempt = self._meet(member, last, expected, starts_at)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
-        self.bans.record(last.round, [attempt.evidence])
+        self.bans.record(last.round, attempt.evidence)
         result = means_of(attempt, contribution, self._encoding)
         if attempt.roster and SHARED not in result.means:
             self._links_rest_until = time.monotonic() + LINKS_REST_SECONDS
@@ -345,7 +345,7 @@ class HivemindSwarm:
         entries = result.roster.entries if result.roster else ()
         say_if_lost = partial(
             self._membership.say_if_lost,
-            *(last.round, self.consensus.known(), self.watchdog, time.monotonic(), self._rounds.shrink_seconds),
+            *(last.round, self.consensus.known(), time.monotonic(), self._rounds.shrink_seconds),
         )
         return self.consensus.decide(last, attempt, entries, ends_at, shared, slots, ledger, kept, on_wait=say_if_lost)
 
@@ -359,7 +359,7 @@ class HivemindSwarm:
             self._encoding.forget()
             if buffers is not None:
                 buffers.reset_residuals()
-            self.exchange.release()
+            self.exchange.server.release()
         else:
             self._encoding.commit(committed)
             if buffers is not None:
@@ -380,7 +380,7 @@ class HivemindSwarm:
         members = [peer for peer, claim in self._membership.last_read(Claim).items() if claim.state == "active"]  # type: ignore[attr-defined]
         began, self._reserved_at = self._reserved_at, time.monotonic()
         longest = self._rounds.averaging_seconds + self._rounds.exchange_seconds
-        self.exchange.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
+        self.exchange.server.reserve_for(members, min(longest, (self._reserved_at - began) / 2))
 
     def residuals(self) -> Mapping[str, PagedVector]:
         return self._encoding.feedback.residuals()
@@ -490,7 +490,7 @@ class HivemindSwarm:
         try:
             return unknown | pull(wanted, relays=relays, uplinks=uplinks, authors=authors, digests=digests)
         finally:
-            self.exchange.release()
+            self.exchange.server.release()
             self._declare()
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
@@ -507,7 +507,7 @@ class HivemindSwarm:
         return found
 
     def traffic(self) -> tuple[int, int]:
-        return self.exchange.bytes_in + self._averaged_bytes, self.exchange.bytes_out + self._averaged_bytes
+        return self.exchange.bytes_in + self._averaged_bytes, self.exchange.server.bytes_out + self._averaged_bytes
 
     def close(self) -> None:
         if self._consensus is not None:

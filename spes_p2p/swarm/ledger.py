@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-from spes_p2p.swarm.records import Count
+from spes_p2p.swarm.records import Count, Strict
 
 log = logging.getLogger(__name__)
 
@@ -45,10 +45,8 @@ Packed = Annotated[str, Field(max_length=2**15, pattern=r"^[0-9A-Za-z!#$%&()*+;<
 """Bytes in base 85."""
 
 
-class Stream(BaseModel):
+class Stream(Strict):
     """The free draws of one stream."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     next: Count = 0
     """All draws from here on are free."""
@@ -95,10 +93,8 @@ class Stream(BaseModel):
         return gaps
 
 
-class Ledger(BaseModel):
+class Ledger(Strict):
     """What a body says of the run's shared data."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     streams: Annotated[tuple[Stream, ...], Field(min_length=1, max_length=2)]
     """The free draws; of two streams, those of even rounds first."""

@@ -113,7 +113,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
     if founder is None and (kept := swarm.versions().get(MANIFEST)) is not None:
         founder = kept.author
     founded_at, holders = _newest(swarm, peers, founder)
-    if failure := _pull(swarm, MANIFEST, holders, founder or "", founded_at):
+    if failure := pull_document(swarm, MANIFEST, holders, founder or "", founded_at):
         told = f"cannot fetch the manifest of run {run_id!r}: {failure}"
         offers = swarm.exchange.offers(MANIFEST, peers[:MAX_ASKED]).values() if founder is not None else ()
         if offers and all(offer.author != founder for offer in offers):
@@ -128,7 +128,7 @@ def fetch_manifest(swarm: HivemindSwarm, founder: str | None = None) -> tuple[Ma
         log.info("trusting %s to be the founder; --run-id %s takes no other", manifest.founder, pinned)
     if manifest.software != __version__:
         log.warning("the run was founded with spes_p2p %s, this is %s", manifest.software, __version__)
-    if failure := _pull(swarm, TOKENIZER, peers, manifest.founder, version.round):
+    if failure := pull_document(swarm, TOKENIZER, peers, manifest.founder, version.round):
         raise AbsentError(f"cannot fetch the tokenizer of run {run_id!r}: {failure}; try again")
     tokenizer = swarm.load_document(TOKENIZER)
     if digest(tokenizer) != manifest.tokenizer_digest:
@@ -171,11 +171,17 @@ def check_newest(swarm: HivemindSwarm, kept: Manifest) -> None:
         )
 
 
-def _pull(swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str, min_round: int) -> str:
-    """Fetch a document; return the reason for a failure."""
-    authors = {name: [author]} if author else {}
+def pull_document(
+    swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str, min_round: int = 0, digest: str = ""
+) -> str:
+    """Fetch a document, only by `author` and with `digest` unless these are empty; return the reason for a failure."""
     failures = swarm.exchange.pull(
-        {name: peers}, min_round=min_round, timeout=PULL_SECONDS, max_bytes=MAX_BYTES, authors=authors
+        {name: peers},
+        min_round=min_round,
+        timeout=PULL_SECONDS,
+        max_bytes=MAX_BYTES,
+        authors={name: [author]} if author else {},
+        digests={name: digest} if digest else None,
     )
     return failures.get(name, "")
 

@@ -29,17 +29,23 @@ STOP_SECONDS = 1.0
 class Membership:
     """The records of this peer, and those of all others as last read.
 
+    Args:
+        node: This peer's host.
+        watchdog: Keeps dialling known peers, also while none is active.
+
     Attributes:
-        live_peers: The other active peers when any were last seen, without those that left on purpose.
+        live_peers: The other active peers when any were last seen, without those that left on purpose. At first those
+            that were known before a restart.
         guests: The invite list of a closed run; None in an open run.
         stopped: Set by `stop`.
     """
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, watchdog: Watchdog) -> None:
         self.live_peers: frozenset[str] = frozenset()
         self.guests: GuestList | None = None
         self.stopped = threading.Event()
         self._node = node
+        self._watchdog = watchdog
         self._rounds = RoundConfig()
         self._beat: Callable[[], None] = lambda: None
         self._refused: frozenset[str] = frozenset()
@@ -61,10 +67,6 @@ class Membership:
         self.stopped.set()
         if self._heartbeat.is_alive():
             self._heartbeat.join(STOP_SECONDS)
-
-    def expect(self, peers: Collection[str]) -> None:
-        """Count peers as live that were known before a restart."""
-        self.live_peers = frozenset(peers) - {self._node.peer_id}
 
     def announce(self, *records: Record) -> None:
         """Store records and keep renewing the latest of each kind; a claim carries this peer's invite."""
@@ -117,9 +119,7 @@ class Membership:
         """Return the result of the last `read`."""
         return self._last_read.get(kind, {})
 
-    def wait_for_live_peers(
-        self, round: int, known: Collection[str] | None, watchdog: Watchdog, seconds: float
-    ) -> bool:
+    def wait_for_live_peers(self, round: int, known: Collection[str] | None, seconds: float) -> bool:
         """Wait until another peer is active again, at most so long, or until the swarm is closed; tell whether one is.
 
         A peer cannot tell whether the others have died or only the network between them; if it trained on alone, it
@@ -128,18 +128,15 @@ class Membership:
         Args:
             round: The last round that this peer has committed.
             known: Peers that one of the last certificates names: a ghost is no swarm. None counts all.
-            watchdog: Keeps dialling known peers meanwhile.
             seconds: Time after which the run may go on without the others.
         """
         began = time.monotonic()
         while time.monotonic() < began + seconds and not self.stopped.wait(POLL_SECONDS):
-            if not self.say_if_lost(round, known, watchdog, began, seconds):
+            if not self.say_if_lost(round, known, began, seconds):
                 return True
         return False
 
-    def say_if_lost(
-        self, round: int, known: Collection[str] | None, watchdog: Watchdog, began: float, seconds: float
-    ) -> bool:
+    def say_if_lost(self, round: int, known: Collection[str] | None, began: float, seconds: float) -> bool:
         """Tell whether no other peer is active, and say so now and then; as `wait_for_live_peers`, from `began` on."""
         active = {peer for peer, claim in self.read(Claim).items() if claim.state == "active"}  # type: ignore[attr-defined]
         if (active if known is None else active.intersection(known)) - {self._node.peer_id}:  # guard: known-swarm
@@ -150,7 +147,7 @@ class Membership:
             log.warning(
                 "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses; a voter goes on "
                 "alone in %.0f s (at once: start again with --resume --alone)",
-                *(max(now - began, watchdog.seconds_alone), round, self._node.num_addresses()),
+                *(max(now - began, self._watchdog.seconds_alone), round, self._node.num_addresses()),
                 max(0.0, began + seconds - now),
             )
         return True

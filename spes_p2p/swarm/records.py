@@ -38,6 +38,12 @@ Software = Annotated[str, Field(max_length=64, pattern=r"^[0-9A-Za-z][0-9A-Za-z.
 """A version of spes_p2p."""
 
 
+class Strict(BaseModel):
+    """Base of what peers send each other: immutable, without unknown fields, and of the stated types."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
 class Record(BaseModel):
     """Base of all records.
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import Field, ValidationError, field_validator
 
 from spes_p2p.config import MAX_PEER_TOKENS, MIN_MBIT
 from spes_p2p.errors import RecordError
@@ -22,7 +22,7 @@ from spes_p2p.swarm.certificate import Body, MemberEntry, max_strangers, strange
 from spes_p2p.swarm.invites import ShownInvite
 from spes_p2p.swarm.ledger import MAX_SPARES
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot
+from spes_p2p.swarm.records import Count, Digest, PeerId, Seconds, Slot, Strict
 
 MAX_MEMBER_BYTES = 64 * 1024
 MAX_DISTRUSTED = 16
@@ -40,10 +40,8 @@ Start = tuple[Count, Digest]
 """Round and digest of a version that is not the certified one."""
 
 
-class Member(BaseModel):
+class Member(Strict):
     """A peer's entry in the roster of a round."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     peer_id: PeerId
     round: Count
@@ -183,8 +181,22 @@ class Roster(tuple[Member, ...]):
 
     @cached_property
     def distrusted(self) -> frozenset[str]:
-        """Ids of the members that more than half of the other voters want left out; none if that were half of all."""
-        out = self._named_by_most(lambda member: member.distrusts)
+        """Ids of the members that more than half of the other voters want left out.
+
+        None if that were half of all, or in a small roster. Members in client mode are not asked: they rarely reduce,
+        and so see little of what others send.
+        """
+        if len(self) < MIN_VOTERS:  # guard: small-roster
+            return frozenset()
+        ids = {member.peer_id for member in self}
+        voters = [member for member in self._voters if not member.calls_only]  # guard: blind-votes
+        votes = Counter(
+            peer
+            for member in voters
+            for peer in set(member.distrusts) & (ids - {member.peer_id})  # guard: vote-once
+        )
+        others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
+        out = frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
         return out if 2 * len(out) < len(self) else frozenset()  # guard: half-left-out
 
     @cached_property
@@ -302,23 +314,6 @@ class Roster(tuple[Member, ...]):
         )
         first = dict(reversed(taking))
         return {peer for spare, peer in taking if first[spare] != peer}  # guard: doubled-data
-
-    def _named_by_most(self, named: Callable[[Member], Sequence[str]]) -> frozenset[str]:
-        """Return the members that more than half of the other voters name; none in a small roster.
-
-        Members in client mode are not asked: they rarely reduce, and so see little of what others send.
-        """
-        if len(self) < MIN_VOTERS:  # guard: small-roster
-            return frozenset()
-        ids = {member.peer_id for member in self}
-        voters = [member for member in self._voters if not member.calls_only]  # guard: blind-votes
-        votes = Counter(
-            peer
-            for member in voters
-            for peer in set(named(member)) & (ids - {member.peer_id})  # guard: vote-once
-        )
-        others = {peer: sum(member.peer_id != peer for member in voters) for peer in votes}
-        return frozenset(peer for peer, count in votes.items() if 2 * count > max(others[peer], MIN_VOTERS - 1))
 
 
 def _with_one_start(members: Sequence[Member], name: VectorName) -> tuple[str, ...]:

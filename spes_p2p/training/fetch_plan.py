@@ -7,7 +7,7 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.roster import Roster
@@ -22,17 +22,21 @@ Peers = Sequence[str]
 
 @dataclass(frozen=True)
 class FetchPlan:
-    """What to fetch after a round.
+    """What to fetch, and what `Swarm.pull` is told of it.
 
     Attributes:
         wanted: Peers to ask, by version, in order of preference.
         relays: Peers that fetch a version together and pass it on to each other.
-        authors: Peers that made the version; see `Swarm.pull`.
+        authors: Peers that made the version.
+        uplinks: The relays' uplinks in 10^6 bits per second.
+        digests: The version to fetch, where only one will do.
     """
 
     wanted: Mapping[VectorName, Peers]
-    relays: Mapping[VectorName, Peers]
-    authors: Mapping[VectorName, Peers]
+    relays: Mapping[VectorName, Peers] = field(default_factory=dict)
+    authors: Mapping[VectorName, Peers] = field(default_factory=dict)
+    uplinks: Mapping[str, float] = field(default_factory=dict)
+    digests: Mapping[VectorName, str] = field(default_factory=dict)
 
 
 def plan_fetch(
@@ -76,11 +80,11 @@ def plan_fetch(
     # Otherwise a liar could have its version signed by another key of its own, and would go without a strike.
     authors = {name: makers[name.weights] for name in wanted}
     if not has_kept:
-        return FetchPlan(wanted, chains, authors)
+        return FetchPlan(wanted, chains, authors, roster.uplinks)
     for name in sorted(set(chosen) - set(direct)):
         wanted[name.kept] = [*wanted.pop(name), *callable_of(keepers.get(name, ()), links)]
         authors[name.kept] = authors.pop(name)
-    return FetchPlan(wanted, {name.kept: peers for name, peers in chains.items()}, authors)
+    return FetchPlan(wanted, {name.kept: peers for name, peers in chains.items()}, authors, roster.uplinks)
 
 
 def relays(

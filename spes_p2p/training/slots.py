@@ -6,6 +6,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Literal
 
 from torch import Tensor
@@ -244,8 +245,8 @@ class HeldSlots:
     def fetch_newest(self, names: Collection[VectorName]) -> StoredVectors:
         """Fetch the versions that go with this peer's model, where it lacks them; return the vectors that came."""
         lacking = [name for name in sorted(names) if not (name.is_weights and self._is_there(name))]
-        plan, digests = self._plan(lacking, self._offers(self.others() if lacking else ()))
-        return self._pull(plan, 0, digests=digests) if plan.wanted else StoredVectors()
+        plan = self._plan(lacking, self._offers(self.others() if lacking else ()))
+        return self._pull(plan, 0) if plan.wanted else StoredVectors()
 
     # ------------------------------------------------------------------ kept forms
 
@@ -380,8 +381,8 @@ class HeldSlots:
         """Return the anchors that deltas may start from: certified, or of a vector whose certified version is lost."""
         return [name for name in self._anchors.names if self.is_certified(name) or name in self.lost]
 
-    def _plan(self, names: Sequence[VectorName], offers: Having) -> tuple[FetchPlan, dict[VectorName, str]]:
-        """Return what to fetch of these vectors, and the digest of each; remember which ones no peer has any more."""
+    def _plan(self, names: Sequence[VectorName], offers: Having) -> FetchPlan:
+        """Return what to fetch of these vectors; remember which ones no peer has any more."""
         me, last = self._swarm.peer_id, self._swarm.last()
         counted = len(known_peers(last) - {me})
         wanted: dict[VectorName, list[str]] = {}
@@ -408,7 +409,7 @@ class HeldSlots:
                 if not name.is_moments:
                     digests[name] = best[1]
         self.lost = frozenset(lost)
-        return FetchPlan(wanted, {}, {}), digests
+        return FetchPlan(wanted, digests=digests)
 
     def _is_wanted(self, name: VectorName, version: Version | None) -> bool:
         if version is None:
@@ -457,7 +458,7 @@ class HeldSlots:
         with_moments = self._anchors.publishes_moments(round)
         plan = plan_fetch(me, roster, self.makers, chosen - missed, keepers, masters=masters, with_moments=with_moments)
         digests = {name: self.certified_digest(name) for name in plan.wanted if not name.is_moments}
-        vectors = self._pull(plan, round, roster.uplinks, digests)
+        vectors = self._pull(replace(plan, digests=digests), round)
         vectors |= self.fetch_newest({self.form(name) for name in missed & chosen})
         if self._has_kept:
             self._drop_masters({name for name, peers in keepers.items() if me in peers}, roster)
@@ -489,9 +490,9 @@ class HeldSlots:
             if not (each.is_weights and self.is_certified(each))
             and any(self._is_wanted(each, offered.get(each)) for offered in offers.values())
         ]
-        plan, digests = self._plan(lacking, offers)
+        plan = self._plan(lacking, offers)
         if plan.wanted:
-            self._pull(plan, 0, digests=digests)
+            self._pull(plan, 0)
 
     def _rounds_behind(self, name: VectorName, round: int) -> int:
         """Return the rounds between `round` and the version held here; a version ahead must be fetched as well."""
@@ -510,22 +511,16 @@ class HeldSlots:
             for peer, offered in offers.items()
         }
 
-    def _pull(
-        self,
-        plan: FetchPlan,
-        min_round: int,
-        uplinks: Mapping[str, float] | None = None,
-        digests: Mapping[VectorName, str] | None = None,
-    ) -> StoredVectors:
+    def _pull(self, plan: FetchPlan, min_round: int) -> StoredVectors:
         """Fetch versions as `Swarm.pull` does; return the vectors that came, and log the others."""
         failures = self._swarm.pull(
             plan.wanted,
             min_round=min_round,
             timeout=self._run.round.exchange_seconds,
             relays=plan.relays or None,
-            uplinks=uplinks,
+            uplinks=plan.uplinks or None,
             authors=plan.authors or None,  # guard: makers-signature
-            digests=digests,
+            digests=plan.digests or None,
         )
         for reason, names in by_reason(failures).items():
             log.warning("keeping the old version of %s: %s", names, reason)
@@ -571,12 +566,12 @@ class HeldSlots:
         weights = [SHARED, *map(self.form, map(VectorName.of_slot, range(self._num_slots)))]
         averaged = self.held_moments() if self._run.averages_moments else set()
         names = [name for name in weights if not self.is_certified(name)] + sorted(averaged)
-        plan, digests = self._plan(names, self._offers(asked))
+        plan = self._plan(names, self._offers(asked))
         behind = {name: self._rounds_behind(name, self.certified_round(name)) for name in plan.wanted}
         budget = None if routed is None else self.refresh_slots
         chosen = affordable(behind, routed or {}, budget, self._anchors.names)
         wanted = {name: peers for name, peers in plan.wanted.items() if name in chosen}
-        vectors = self._pull(FetchPlan(wanted, {}, {}), 0, digests=digests) if wanted else StoredVectors()
+        vectors = self._pull(replace(plan, wanted=wanted), 0) if wanted else StoredVectors()
         self._unloaded |= {name for name in vectors if name.is_weights}
         if SHARED in wanted and SHARED not in vectors:
             raise AbsentError("could not fetch the swarm's shared state from any peer; try again")

@@ -286,7 +286,7 @@ def test_a_version_one_has_is_not_sent_again(trio, seed):
 def test_a_version_about_to_be_published_is_waited_for(trio, monkeypatch, seed):
     puller, honest, _ = trio
     bundle, waiting, failures = flat(seed), threading.Event(), []
-    changed = honest.exchange._server.changed
+    changed = honest.exchange.server.changed
     wait = changed.wait
 
     def noticed(seconds):

@@ -39,11 +39,11 @@ class Holder:
 
 def pulled_bytes(puller, source, holder):
     """Pull the newest, and check it; returns the payload bytes that it took."""
-    before, sent = puller.exchange.bytes_in, source.exchange.bytes_out
+    before, sent = puller.exchange.bytes_in, source.exchange.server.bytes_out
     assert puller.pull({holder.name: [source.peer_id]}, min_round=holder.round, timeout=PULL_SECONDS) == {}
     assert puller.versions()[holder.name].digest == digest(holder.bundle)
     assert torch.equal(puller.load(holder.name), holder.bundle)
-    assert source.exchange.bytes_out - sent == puller.exchange.bytes_in - before
+    assert source.exchange.server.bytes_out - sent == puller.exchange.bytes_in - before
     return puller.exchange.bytes_in - before
 
 

@@ -56,7 +56,7 @@ def pull_all(pullers, wanted, **settings):
 
 
 def sent_by(swarms):
-    return [swarm.exchange.bytes_out for swarm in swarms]
+    return [swarm.exchange.server.bytes_out for swarm in swarms]
 
 
 def rogue_that(version, treat):
@@ -151,7 +151,7 @@ def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(cluster, s
     round = 10 + len(links)
     holder.publish(round, {"shared": bundle})
     relays = [swarm.peer_id for swarm in pullers]
-    before, sent = sent_by(pullers), holder.exchange.bytes_out
+    before, sent = sent_by(pullers), holder.exchange.server.bytes_out
     failures = pull_all(
         pullers,
         {"shared": [holder.peer_id]},
@@ -161,7 +161,7 @@ def test_a_slow_holder_sends_a_version_about_once_and_relays_the_rest(cluster, s
     )
     assert failures == [{}, {}, {}]
     assert all(torch.equal(swarm.load("shared"), bundle) for swarm in pullers)
-    assert holder.exchange.bytes_out - sent == SHARED_BYTES
+    assert holder.exchange.server.bytes_out - sent == SHARED_BYTES
     relayed = [after - then for after, then in zip(sent_by(pullers), before, strict=True)]
     assert sum(relayed) == 2 * SHARED_BYTES
     if links:

@@ -11,7 +11,7 @@ import torch
 from exchange_cluster import KEPT, NUMELS, PULL_SECONDS, flat, open_cluster
 
 from spes_p2p.errors import ExchangeError
-from spes_p2p.swarm.exchange import exchange, server
+from spes_p2p.swarm.exchange import exchange
 from spes_p2p.swarm.exchange.protocol import RANGE, TEXT, Channel
 
 pytestmark = pytest.mark.timeout(120)
@@ -43,15 +43,15 @@ BAD_REQUESTS = {
 def test_a_peer_that_passes_a_version_on_is_asked_again_until_it_has_it(trio, monkeypatch, name):
     """It has to fetch it first, longer than a caller is kept waiting; its author has it by now or never."""
     maker, relay, puller = trio
-    monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.1)
+    monkeypatch.setattr(exchange, "LONGEST_WAIT_SECONDS", 0.1)
     monkeypatch.setattr("spes_p2p.swarm.exchange.client.OFFER_SECONDS", 0.2)
-    declined, decline = threading.Event(), server.Server._decline
+    declined, decline = threading.Event(), exchange.Server._decline
 
     async def watched(server, channel, state):
         declined.set()
         await decline(server, channel, state)
 
-    monkeypatch.setattr(server.Server, "_decline", watched)
+    monkeypatch.setattr(exchange.Server, "_decline", watched)
     value = KEPT.encode(flat(77)) if name.startswith("kept") else flat(77)
     wanted, authors = {name: [relay.peer_id]}, {name: [maker.peer_id]}
     with ThreadPoolExecutor() as pool:
@@ -69,7 +69,7 @@ def test_a_peer_that_passes_a_version_on_is_asked_again_until_it_has_it(trio, mo
 
 
 def ask(puller, honest, request, *after):
-    """Send a request, then messages; return the answer, and what becomes of the stream."""
+    """Send a request, then messages; return the answer, and with messages what becomes of the stream."""
 
     async def talk():
         channel = await Channel.open(puller.node, honest.peer_id, "run::exchange.fetch", 10)
@@ -79,7 +79,7 @@ def ask(puller, honest, request, *after):
             for message in after:
                 await channel.send(*message)
             try:
-                return answer, await channel.receive_header()
+                return answer, await channel.receive_header() if after else None
             except ExchangeError as error:
                 return answer, error
         finally:
@@ -89,9 +89,8 @@ def ask(puller, honest, request, *after):
 
 
 @pytest.mark.parametrize("case", BAD_REQUESTS)
-def test_a_bad_request_is_refused(trio, monkeypatch, case):
+def test_a_bad_request_is_refused(trio, case):
     honest, _, puller = trio
-    monkeypatch.setattr(exchange, "CHUNK_SECONDS", 0.2)
     request = {"name": "slot-1", "min_round": 0, "timeout": 1.0} | BAD_REQUESTS[case]
     answer, _ = ask(puller, honest, json.dumps(request).encode())
     assert answer["state"] == "refused"
@@ -123,7 +122,7 @@ def pulling(puller, wanted, **settings):
 @pytest.fixture
 def declined(trio, monkeypatch):
     """Set when the honest peer has said BUSY."""
-    server, declined = trio[0].exchange._server, threading.Event()
+    server, declined = trio[0].exchange.server, threading.Event()
     decline = server._decline
 
     async def noticed(channel, state):
@@ -138,32 +137,32 @@ def test_strangers_wait_while_a_round_is_synchronised(trio, declined, seed):
     honest, _, puller = trio
     bundle = flat(seed)
     honest.publish(1, {"slot-2": bundle})
-    honest.exchange.reserve_for([honest.peer_id], 60.0)
+    honest.exchange.server.reserve_for([honest.peer_id], 60.0)
     try:
         with pulling(puller, {"slot-2": [honest.peer_id]}) as failures:
             assert declined.wait(30)
             assert not failures and "slot-2" not in puller.versions()
-            honest.exchange.release()
+            honest.exchange.server.release()
     finally:
-        honest.exchange.release()
+        honest.exchange.server.release()
     assert failures == [{}] and torch.equal(puller.load("slot-2"), bundle)
 
 
 def test_a_reservation_that_is_never_released_lapses(trio, seed):
     honest, _, puller = trio
     honest.publish(1, {"slot-4": flat(seed)})
-    honest.exchange.reserve_for([honest.peer_id], 1.0)
+    honest.exchange.server.reserve_for([honest.peer_id], 1.0)
     assert puller.pull({"slot-4": [honest.peer_id]}, min_round=0, timeout=PULL_SECONDS) == {}
 
 
 def test_members_of_the_round_are_served_meanwhile(trio, declined, seed):
     honest, _, puller = trio
     honest.publish(1, {"slot-5": flat(seed)})
-    honest.exchange.reserve_for([honest.peer_id, puller.peer_id], 60.0)
+    honest.exchange.server.reserve_for([honest.peer_id, puller.peer_id], 60.0)
     try:
         assert puller.pull({"slot-5": [honest.peer_id]}, min_round=0, timeout=PULL_SECONDS) == {}
     finally:
-        honest.exchange.release()
+        honest.exchange.server.release()
     assert not declined.is_set()
 
 
@@ -177,7 +176,7 @@ def test_a_stranger_is_cut_off_when_a_round_begins_and_goes_on_where_it_was(trio
         while puller.exchange.bytes_in - before < 2**17:
             assert not failures
             threading.Event().wait(0.01)
-        slow.exchange.reserve_for([slow.peer_id], 2.0)  # more than the rest would take
+        slow.exchange.server.reserve_for([slow.peer_id], 2.0)  # more than the rest would take
         threading.Event().wait(1.5)
         assert not failures
     assert failures == [{}] and torch.equal(puller.load("slot-6"), bundle)
@@ -186,16 +185,16 @@ def test_a_stranger_is_cut_off_when_a_round_begins_and_goes_on_where_it_was(trio
 
 def test_only_so_many_are_served_at_once_and_others_are_told_so(trio, monkeypatch, seed):
     honest, _, puller = trio
-    monkeypatch.setattr(server, "QUEUE_SECONDS", 0.05)
+    monkeypatch.setattr(exchange, "QUEUE_SECONDS", 0.05)
     honest.publish(1, {"slot-7": flat(seed)})
-    uploads = honest.exchange._server._uploads
+    uploads = honest.exchange.server._uploads
 
     async def occupy():
-        for _ in range(server.MAX_UPLOADS):
+        for _ in range(exchange.MAX_UPLOADS):
             await uploads.acquire()
 
     async def leave():
-        for _ in range(server.MAX_UPLOADS):
+        for _ in range(exchange.MAX_UPLOADS):
             uploads.release()
 
     honest.node.run(occupy(), 10)
@@ -211,10 +210,10 @@ def test_an_uplink_is_not_exceeded_by_many_pulls_together_nor_left_idle(trio, se
     _, slow, puller = trio
     bundles = {f"slot-{slot}": flat(seed + slot) for slot in range(10, 14)}
     slow.publish(1, bundles)
-    sent, began = slow.exchange.bytes_out, time.monotonic()
+    sent, began = slow.exchange.server.bytes_out, time.monotonic()
     assert puller.pull({name: [slow.peer_id] for name in bundles}, min_round=1, timeout=PULL_SECONDS) == {}
     seconds, num_bytes = time.monotonic() - began, sum(bundle.nbytes for bundle in bundles.values())
-    assert slow.exchange.bytes_out - sent == num_bytes
+    assert slow.exchange.server.bytes_out - sent == num_bytes
     assert 0.9 * num_bytes / 1e6 < seconds < 2 * num_bytes / 1e6
 
 
@@ -231,7 +230,7 @@ def test_newcomers_find_in_the_dht_which_peer_serves_what(trio, seed):
 
 def test_a_version_whose_file_is_gone_is_not_offered_until_it_is_there_again(trio, monkeypatch, seed):
     honest, _, puller = trio
-    monkeypatch.setattr(server, "LONGEST_WAIT_SECONDS", 0.2)
+    monkeypatch.setattr(exchange, "LONGEST_WAIT_SECONDS", 0.2)
     version = honest.publish(1, {"slot-9": flat(seed)})["slot-9"]
     honest._store.path(version).unlink()
     assert "absent" in puller.pull({"slot-9": [honest.peer_id]}, min_round=0, timeout=PULL_SECONDS)["slot-9"]

@@ -140,7 +140,7 @@ class SlowNode:
 def test_a_heartbeat_under_way_never_outlives_an_announcement_with_what_was_true_before():
     """A DHT keeps what expires later: an old claim renewed after `leave` would hold its slots for another lease."""
     node = SlowNode()
-    membership = Membership(node)
+    membership = Membership(node, None)
     membership.start(RoundConfig(lease_seconds=600, heartbeat_seconds=0.05))
     membership.announce(claim(node, slots=(1,)))
     assert node.is_storing.wait(30)

@@ -126,12 +126,6 @@ class SparseAverager(DecentralizedAverager):
         torch.set_num_threads(1)
         super().run()
 
-    def run_in_background(self, await_ready: bool = True, timeout: float | None = None) -> None:
-        # Stock silences SIGINT in the host process; ours handles it.
-        self.start()
-        if await_ready:
-            self.wait_until_ready(timeout)
-
     def attempt(
         self,
         member: Member,

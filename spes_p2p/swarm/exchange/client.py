@@ -307,7 +307,7 @@ class Fetch:
                 data = await channel.read(num_bytes)
                 num_bytes -= len(data)
                 candidate.num_bytes += len(data)
-                self._exchange.count(len(data))
+                self._exchange.bytes_in += len(data)
                 download.write(range, data)
                 if download.is_closed or range.position == range.stop < range.requested:
                     raise DisconnectedError("was overtaken")

@@ -1,4 +1,4 @@
-"""Moves versions between peers: inventories, pulls, and their verification before use."""
+"""Moves versions between peers: offers, bounded uploads, inventories, pulls, and their verification before use."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
 from torch import Tensor
 
 from spes_p2p.codecs.format import Format
@@ -19,12 +23,26 @@ from spes_p2p.codecs.vectors import digest, to_bytes
 from spes_p2p.errors import ExchangeError, RecordError
 from spes_p2p.swarm.exchange.client import Backoff, Pull
 from spes_p2p.swarm.exchange.downloads import Download, DownloadBudget
-from spes_p2p.swarm.exchange.protocol import END, MAX_DELTAS, Answer, Channel, Request, Wanted
-from spes_p2p.swarm.exchange.server import Server
+from spes_p2p.swarm.exchange.protocol import (
+    BUSY,
+    DATA,
+    END,
+    FRAME_BYTES,
+    MAX_DELTAS,
+    Answer,
+    Channel,
+    DisconnectedError,
+    Request,
+    Signal,
+    Wanted,
+    ask,
+    listen,
+)
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import Version, is_document
 from spes_p2p.swarm.names import AnyName, VectorName
 from spes_p2p.swarm.p2p.node import Node
+from spes_p2p.swarm.p2p.rate_limit import RateLimit
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +52,233 @@ INVENTORY_SECONDS = 10.0
 MAX_NAMES = 4200
 PARALLEL_OFFERS = 16
 """Versions requested at a time; until a peer has them, they cost nothing."""
+RELAYED_BYTES = FRAME_BYTES // 4
+"""Bytes of an unfinished download that are passed on together."""
+RELAY_SECONDS = 20.0
+MAX_UPLOADS = 32
+MAX_NON_MEMBER_UPLOADS = 4
+"""Uploads, among those, to peers that were not in the last round: training goes before joining."""
+MAX_RELAYED = 64
+"""Uploads of unfinished downloads; most of them wait."""
+MAX_STREAMS_PER_PEER = 64
+QUEUE_SECONDS = 5.0
+"""Time for which an upload waits for its turn before the answer is BUSY."""
+LONGEST_WAIT_SECONDS = 10.0
+"""Time for which a caller is kept waiting for a version to be published."""
+NUM_READERS = 2
+BLOCK_BYTES = 4 * FRAME_BYTES
 
 ApplyDelta = Callable[[str, Tensor, bytes], Tensor]
 """From a name, its vector, and an encoded mean delta to the next vector."""
+
+
+class FilePayload:
+    """An offer and its bytes: files in a row, held open, so that they can be read after their deletion.
+
+    Threads read them, so that a slow disk does not block the event loop.
+
+    Raises:
+        FileNotFoundError: a file is gone.
+    """
+
+    def __init__(self, answer: Answer, paths: Sequence[Path], readers: Executor) -> None:
+        self.answer = answer
+        self._readers = readers
+        self._files: list[int] = []
+        try:
+            for path in paths:
+                self._files.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError:
+            self.close()
+            raise
+        self._sizes = [os.fstat(file).st_size for file in self._files]
+        self.num_bytes = sum(self._sizes)
+
+    async def read(self, start: int, stop: int) -> bytes:
+        """Return bytes from `start` on, at least one, up to `stop` at most."""
+        for file, size in zip(self._files, self._sizes, strict=True):
+            if start < size:
+                count = min(stop, size) - start
+                return await asyncio.get_running_loop().run_in_executor(self._readers, os.pread, file, count, start)
+            start, stop = start - size, stop - size
+        raise EOFError("a range beyond the end")
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.pop())
+
+
+class RelayedPayload:
+    """An offer and its bytes: a download under way, passed on unverified; its receivers verify the whole."""
+
+    def __init__(self, download: Download) -> None:
+        self.answer = download.answer
+        self.num_bytes = download.num_bytes
+        self._download = download
+
+    async def read(self, start: int, stop: int) -> memoryview:
+        enough = min(stop, start + RELAYED_BYTES)
+        reached = await self._download.wait_for(start, enough, RELAY_SECONDS)
+        return memoryview(self._download.data)[start : min(reached, stop)]
+
+    def close(self) -> None:
+        """Do nothing: the pull closes its download."""
+
+
+Payload: TypeAlias = FilePayload | RelayedPayload
+
+
+class Server:
+    """Answers requests for versions.
+
+    Args:
+        store: This peer's versions.
+        relayed: Downloads under way that are shared out among relays, by name.
+        uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
+
+    Attributes:
+        bytes_out: Payload bytes sent.
+        changed: Fires when the store or `relayed` has changed.
+    """
+
+    def __init__(self, store: VersionStore, relayed: Mapping[str, Download], uplink_mbit: float | None) -> None:
+        self.bytes_out = 0
+        self.changed = Signal()
+        self._store = store
+        self._relayed = relayed
+        self._rate_limit = RateLimit(uplink_mbit)
+        self._readers = ThreadPoolExecutor(NUM_READERS, "serving")
+        self._streams: Counter[str] = Counter()
+        self._uploads = asyncio.Semaphore(MAX_UPLOADS)
+        self._non_member_uploads = asyncio.Semaphore(MAX_NON_MEMBER_UPLOADS)
+        self._partial_uploads = asyncio.Semaphore(MAX_RELAYED)
+        self._members: Collection[str] = ()
+        self._reserved_until = 0.0
+
+    def reserve_for(self, peers: Collection[str], seconds: float) -> None:
+        """Serve only `peers` for `seconds`, or until `release`, so that newcomers do not delay a round.
+
+        After that they still go before other peers.
+        """
+        self._members = frozenset(peers)
+        self._reserved_until = time.monotonic() + seconds
+
+    def release(self) -> None:
+        """Serve all peers again."""
+        self._reserved_until = 0.0
+
+    def _is_non_member(self, peer: str) -> bool:
+        return bool(self._members) and peer not in self._members
+
+    def _is_turned_away(self, peer: str) -> bool:
+        return self._is_non_member(peer) and time.monotonic() < self._reserved_until
+
+    # ------------------------------------------------------------------ offers
+
+    async def serve(self, channel: Channel, peer: str) -> None:
+        """Serve one stream of an authenticated peer until it hangs up.
+
+        Raises:
+            ExchangeError: a request is impossible, or the peer hung up in the middle of an answer.
+            TimeoutError: the peer is silent, or does not read.
+        """
+        self._streams[peer] += 1
+        try:
+            await self._serve(channel, peer)
+        finally:
+            self._streams[peer] -= 1
+            if not self._streams[peer]:
+                del self._streams[peer]
+
+    async def _serve(self, channel: Channel, peer: str) -> None:
+        try:
+            request = Request.parse(await channel.receive_text())
+        except ExchangeError:
+            await self._decline(channel, "refused")
+            raise
+        if self._streams[peer] > MAX_STREAMS_PER_PEER or self._is_turned_away(peer):
+            return await self._decline(channel, "busy")
+        payload = await self._find(request)
+        if payload is None:
+            return await self._decline(channel, "absent")
+        with contextlib.closing(payload):
+            await channel.send_text(payload.answer.model_dump_json())
+            if request.at_once and payload.num_bytes:
+                await self._send(channel, peer, payload, 0, payload.num_bytes)
+            while True:
+                try:
+                    start, stop = await channel.receive_range()
+                except DisconnectedError:
+                    return None  # the caller has what it wanted
+                if not start < stop <= payload.num_bytes:  # guard: range-served
+                    raise ExchangeError(f"asked for bytes {start} to {stop} of {payload.num_bytes}")
+                await self._send(channel, peer, payload, start, stop)
+
+    async def _decline(self, channel: Channel, state) -> None:
+        await channel.send_text(Answer(state=state).model_dump_json())
+        await channel.wait_for_hang_up()
+
+    async def _find(self, request: Request) -> Payload | None:
+        """Return the payload for a request, once there is one; None if there is none in time."""
+        deadline = time.monotonic() + min(request.timeout, LONGEST_WAIT_SECONDS)
+        while True:
+            payload = self._payload(request)
+            if payload is not None or (remaining := deadline - time.monotonic()) <= 0:
+                return payload
+            download = self._relayed.get(request.name)
+            if download and request.digest == download.version.digest and not download.satisfies(request):
+                return None  # the version arrives here in a form that does not help the caller
+            await self.changed.wait(remaining)
+
+    def _payload(self, request: Request) -> Payload | None:
+        version, download = self._store.find(request.name, request.digest), self._relayed.get(request.name)
+        if version is None and download is not None and download.satisfies(request):
+            return RelayedPayload(download)
+        version = version or self._store.find(request.name)
+        if version is None or version.round < request.min_round:
+            return None
+        described = version.model_dump_json()
+        if version.digest == request.have:
+            return FilePayload(Answer(state="same", version=described), [], self._readers)
+        chain = self._store.deltas.chain(request.name, request.have, version.digest, request.max_deltas)
+        try:
+            if chain:
+                answer = Answer(state="deltas", version=described, num_deltas=len(chain))
+                payload = FilePayload(answer, [delta.path for delta in chain], self._readers)
+                if payload.num_bytes < version.num_bytes:
+                    return payload
+                payload.close()
+            return FilePayload(Answer(state="whole", version=described), [self._store.path(version)], self._readers)
+        except FileNotFoundError:  # a newer version has replaced it
+            return None
+
+    # ------------------------------------------------------------------ bytes
+
+    async def _send(self, channel: Channel, peer: str, payload: Payload, start: int, stop: int) -> None:
+        """Send a range; BUSY in place of all or the rest of it if the peer must wait."""
+        async with contextlib.AsyncExitStack() as held:
+            limits = [self._partial_uploads if isinstance(payload, RelayedPayload) else self._uploads]
+            if self._is_non_member(peer):
+                limits.insert(0, self._non_member_uploads)
+            for limit in limits:
+                try:
+                    async with asyncio.timeout(QUEUE_SECONDS):
+                        await limit.acquire()
+                except TimeoutError:
+                    return await channel.send(BUSY)
+                held.callback(limit.release)
+            while start < stop:
+                async with asyncio.timeout(channel.seconds):
+                    block = memoryview(await payload.read(start, min(stop, start + BLOCK_BYTES)))
+                start += len(block)
+                frame_bytes = self._rate_limit.burst_bytes(FRAME_BYTES)
+                for offset in range(0, len(block), frame_bytes):
+                    frame = block[offset : offset + frame_bytes]
+                    await self._rate_limit.take(len(frame))
+                    if self._is_turned_away(peer):
+                        return await channel.send(BUSY)
+                    await channel.send(DATA, frame)
+                    self.bytes_out += len(frame)
 
 
 class Exchange:
@@ -49,6 +291,7 @@ class Exchange:
         uplink_mbit: Upload limit in 10^6 bits per second; None for no limit.
 
     Attributes:
+        server: Serves the versions.
         budget: Bounds the downloads under way.
         backoff: Busy peers, over all downloads.
         bytes_in: Payload bytes received.
@@ -70,23 +313,18 @@ class Exchange:
         self._delta_bytes: Mapping[str, int] = {}
         self._formats: Mapping[str, Format | KeptForm] = {}
         self._relayed: dict[str, Download] = {}
-        self._server = Server(store, self._relayed, uplink_mbit)
-        store.subscribe(lambda: node.notify(self._server.changed.fire))
+        self.server = Server(store, self._relayed, uplink_mbit)
+        store.on_change = lambda: node.notify(self.server.changed.fire)
         if serve:
             node.run(self._listen(), INVENTORY_SECONDS)
 
     async def _listen(self) -> None:
+        said = functools.partial(log.debug, "stopped serving %s: %s")
         for service, answer in {"fetch": self.serve_fetch, "inventory": self.serve_inventory}.items():
-            handler = functools.partial(self._handle, answer)
-            await self._node.p2p.add_binary_stream_handler(self._service(service), handler)
+            await listen(self._node, self._service(service), 3 * CHUNK_SECONDS, answer, said)
 
     def _service(self, service: str) -> str:
         return f"{self.run_id}::exchange.{service}"
-
-    @property
-    def bytes_out(self) -> int:
-        """Payload bytes sent."""
-        return self._server.bytes_out
 
     def accept_deltas(self, apply: ApplyDelta, delta_bytes: Mapping[str, int], keyframe_rounds: int) -> None:
         """Fetch deltas in place of whole versions where they are smaller, and keep them for other peers.
@@ -106,27 +344,9 @@ class Exchange:
 
     # ------------------------------------------------------------------ serving
 
-    def reserve_for(self, peers: Collection[str], seconds: float) -> None:
-        """Serve only `peers` for `seconds`, or until `release`, so that newcomers do not delay a round."""
-        self._server.reserve_for(peers, seconds)
-
-    def release(self) -> None:
-        """Serve all peers again."""
-        self._server.release()
-
-    async def _handle(
-        self, answer: Callable[[Channel, str], Awaitable[None]], info: StreamInfo, reader, writer
-    ) -> None:
-        channel, peer = Channel(reader, writer, 3 * CHUNK_SECONDS), info.peer_id.to_base58()
-        with contextlib.closing(channel):
-            try:
-                await answer(channel, peer)
-            except (ExchangeError, TimeoutError) as error:
-                log.debug("stopped serving %s: %s", peer[-6:], error)
-
     async def serve_fetch(self, channel: Channel, peer: str) -> None:
         """Offer and send versions; see `Server`."""
-        await self._server.serve(channel, peer)
+        await self.server.serve(channel, peer)
 
     async def serve_inventory(self, channel: Channel, peer: str) -> None:
         """List this peer's newest version of each name."""
@@ -175,15 +395,14 @@ class Exchange:
     def offers(self, name: AnyName, peers: Sequence[str]) -> dict[str, Version]:
         """Return the newest version of a name that each peer offers, without its bytes; silent peers are left out."""
 
-        async def ask(peer: str) -> Version:
+        async def ask_one(peer: str) -> Version:
+            request = Request(name=name, min_round=0, timeout=0.0)
             async with asyncio.timeout(INVENTORY_SECONDS):
-                channel = await self.connect(peer)
-                with contextlib.closing(channel):
-                    await channel.send_text(Request(name=name, min_round=0, timeout=0.0).model_dump_json())
-                    return Version.verify(Answer.parse(await channel.receive_text()).version, self.run_id)
+                answer = await ask(self._node, peer, self._service("fetch"), request, Answer, CHUNK_SECONDS)
+            return Version.verify(answer.version, self.run_id)
 
         async def ask_all() -> list[Version | BaseException]:
-            return await asyncio.gather(*map(ask, peers), return_exceptions=True)
+            return await asyncio.gather(*map(ask_one, peers), return_exceptions=True)
 
         found = zip(peers, self._node.run(ask_all(), 2 * INVENTORY_SECONDS), strict=True)
         return {peer: version for peer, version in found if isinstance(version, Version) and version.name == name}
@@ -244,17 +463,13 @@ class Exchange:
         """Open a channel to a peer that serves versions."""
         return await Channel.open(self._node, peer, self._service("fetch"), CHUNK_SECONDS)
 
-    def count(self, num_bytes: int) -> None:
-        """Count received payload bytes."""
-        self.bytes_in += num_bytes
-
     def relay(self, name: str, download: Download | None) -> None:
         """Serve the bytes that have arrived of a version to other relays; None ends that."""
         if download is None:
             self._relayed.pop(name, None)
         else:
             self._relayed[name] = download
-        self._server.changed.fire()
+        self.server.changed.fire()
 
     async def accept(self, version: Version, download: Download | None) -> None:
         """Verify and store a complete download; without one, store a version whose bytes this peer has.
@@ -269,10 +484,10 @@ class Exchange:
         await asyncio.get_running_loop().run_in_executor(None, work)
 
     def _add(self, version: Version, download: Download) -> None:
-        data, steps = memoryview(download.data), list[_Step]()
+        data, steps = memoryview(download.data), list[tuple[str, str, bytes]]()
         if download.answer.state == "deltas":
             data, steps = self._apply_deltas(version.name, download)
-        if (steps[-1].digest if steps else digest(data)) != version.digest:  # guard: download-digest
+        if (steps[-1][1] if steps else digest(data)) != version.digest:  # guard: download-digest
             raise ExchangeError(f"bytes of {version.name} do not match their digest")
         if version.codec == "fp32":
             low, high = torch.frombuffer(data, dtype=torch.float32).aminmax()  # both are NaN if any element is
@@ -280,12 +495,12 @@ class Exchange:
                 raise ExchangeError(f"{version.name} holds NaN or infinity")
         if version.codec == "coded":
             self._formats[VectorName(version.name).kind].decode(data)
-        for step in steps:
-            self._store.deltas.add(version.name, step.base, step.digest, step.delta)
+        for base, after, delta in steps:
+            self._store.deltas.add(version.name, base, after, delta)
         self._store.add({version.name: (version, data)})
 
-    def _apply_deltas(self, name: str, download: Download) -> tuple[memoryview, list[_Step]]:
-        """Return the bytes to which a chain of deltas leads, and its steps."""
+    def _apply_deltas(self, name: str, download: Download) -> tuple[memoryview, list[tuple[str, str, bytes]]]:
+        """Return the bytes to which a chain of deltas leads, and its steps: digests before and after, and the delta."""
         assert self._apply_delta is not None
         vector_N = self._store.load(name, download.base)
         size, base, steps = download.num_bytes // download.answer.num_deltas, download.base, []
@@ -295,14 +510,6 @@ class Exchange:
                 vector_N = self._apply_delta(name, vector_N, delta)
             except ValueError as error:
                 raise ExchangeError(f"a delta of {name} cannot be applied: {error}") from error
-            steps.append(_Step(base, digest(vector_N), delta))
-            base = steps[-1].digest
+            steps.append((base, digest(vector_N), delta))
+            base = steps[-1][1]
         return to_bytes(vector_N), steps
-
-
-class _Step(NamedTuple):
-    """An encoded delta, and the digests of the versions before and after it."""
-
-    base: str
-    digest: str
-    delta: bytes

@@ -6,29 +6,29 @@ hivemind's protobuf streams buffer messages of any announced length, and take tw
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal, Self
 
 from hivemind.p2p import PeerID
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from pydantic import Field, ValidationError
 
-from spes_p2p.errors import ExchangeError
+from spes_p2p.errors import ExchangeError, SpesError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.exchange.versions import CodecKind, Name, RefusedVersions, Version, is_document
 from spes_p2p.swarm.names import VectorName
 from spes_p2p.swarm.p2p.node import Node
-from spes_p2p.swarm.records import Count, Digest
+from spes_p2p.swarm.records import Count, Digest, Strict
 
 MAX_WAIT_SECONDS = 3600.0
 MAX_DELTAS = 256
 
 
-class Message(BaseModel):
+class Message(Strict):
     """A JSON message to or from another peer, checked strictly."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     @classmethod
     def parse(cls, data: bytes):
@@ -252,6 +252,42 @@ class Channel:
     def close(self) -> None:
         """Hang up. Idempotent."""
         self._writer.close()
+
+
+async def ask(node: Node, peer: str, service: str, question: Message, answer_type: type[Message], seconds: float):
+    """Return a peer's answer to a question; raise as `Channel` does, with `seconds` for each step."""
+    channel = await Channel.open(node, peer, service, seconds)
+    with contextlib.closing(channel):
+        await channel.send_text(question.model_dump_json())
+        return answer_type.parse(await channel.receive_text())
+
+
+async def listen(
+    node: Node,
+    service: str,
+    seconds: float,
+    answer: Callable[[Channel, str], Awaitable[None]],
+    said: Callable[[str, Exception], None],
+) -> None:
+    """Answer whoever opens a stream to a service, from now on.
+
+    Args:
+        node: This peer's host.
+        service: The service's name.
+        seconds: Longest time for a caller to send, or to accept what is sent.
+        answer: Gets the channel and the caller's id.
+        said: Gets the end of the caller's id, and the error at which an answer ended.
+    """
+
+    async def handle(info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        channel, peer = Channel(reader, writer, seconds), info.peer_id.to_base58()
+        with contextlib.closing(channel):
+            try:
+                await answer(channel, peer)
+            except (SpesError, TimeoutError) as error:
+                said(peer[-6:], error)
+
+    await node.p2p.add_binary_stream_handler(service, handle)
 
 
 class _Deadline:

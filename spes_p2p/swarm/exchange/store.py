@@ -17,8 +17,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
@@ -122,15 +120,16 @@ class VersionStore:
     Attributes:
         deltas: Deltas that lead from older versions to these.
         refused: Digests of bad versions, which must not come back.
+        on_change: Called after each addition, in the thread that adds.
     """
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self.refused = RefusedVersions()
+        self.on_change: Callable[[], None] = lambda: None
         self._directory = directory
         self._run_id = run_id
         self._lock = threading.RLock()
         self._versions: dict[str, list[Version]] = {}
-        self._listeners: list[Callable[[], None]] = []
         directory.mkdir(parents=True, exist_ok=True)
         self._index = directory / INDEX
         self._num_lines = 0
@@ -148,10 +147,6 @@ class VersionStore:
         """Return the newest version of a name, or the one with this digest; None if it is not here."""
         with self._lock:
             return next((version for version in self._versions.get(name, ()) if digest in ("", version.digest)), None)
-
-    def subscribe(self, listener: Callable[[], None]) -> None:
-        """Call `listener` after each addition, in the thread that adds."""
-        self._listeners.append(listener)
 
     def path(self, version: Version) -> Path:
         """Return the file of a version's bytes."""
@@ -171,7 +166,7 @@ class VersionStore:
                 self._insert(version)
                 self._stored.add(version.digest)
             self._append_to_index([version for version, _ in items.values()])
-        self._notify()
+        self.on_change()
 
     def store_known_bytes(self, version: Version) -> None:
         """Store a version whose bytes this peer has from an older one.
@@ -184,7 +179,7 @@ class VersionStore:
                 raise ExchangeError(f"{self.path(version)} is gone")
             self._insert(version)
             self._append_to_index([version])
-        self._notify()
+        self.on_change()
 
     def restore(self, files: Mapping[Path, Version]) -> None:
         """Make versions the newest again, from verified files elsewhere, whose bytes are shared if possible."""
@@ -198,7 +193,7 @@ class VersionStore:
                         scratch.replace(path)
                 self._insert(version)
             self._append_to_index(list(files.values()))
-        self._notify()
+        self.on_change()
 
     def _insert(self, version: Version) -> None:
         older = self._versions.get(version.name, [])
@@ -208,10 +203,6 @@ class VersionStore:
         # Only the displaced files: those of other threads may be written and not inserted yet.
         for path in {self.path(old) for old in older} - {self.path(new) for new in kept}:
             path.unlink(missing_ok=True)
-
-    def _notify(self) -> None:
-        for listener in self._listeners:
-            listener()
 
     # ------------------------------------------------------------------ deleting
 
@@ -295,16 +286,14 @@ class VersionStore:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
 
     def load(self, name: str, digest: str) -> Tensor:
-        """Return a version as a new fp32 vector, not verified: the vector that deltas make of it is.
+        """Return a version as an fp32 vector, not verified: the vector that deltas make of it is.
 
         Raises:
             ExchangeError: the version is gone.
         """
-        version = self.find(name, digest)
-        if version is None:
-            raise ExchangeError(f"this peer has no version {digest[:16]} of {name}")
+        version = self._wanted(name, digest=digest)
         try:
-            return torch.from_numpy(np.fromfile(self.path(version), dtype="<f4"))
+            return PagedVector.of_file(self.path(version)).whole()
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import RunId
@@ -14,7 +14,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.names import SHARED, SLOT, VectorName
 from spes_p2p.swarm.p2p.identity import Identity, is_signed_by
-from spes_p2p.swarm.records import Count, Digest, PeerId
+from spes_p2p.swarm.records import Count, Digest, PeerId, Strict
 
 MAX_MANIFEST_BYTES = 4096
 MAX_REFUSED = 1024
@@ -43,10 +43,8 @@ def vector_names(num_slots: int, *, has_kept: bool = False) -> frozenset[VectorN
     return frozenset(weights) | {name.moments for name in weights} | kept
 
 
-class Version(BaseModel):
+class Version(Strict):
     """The signed description of a published vector or document; any peer that has the bytes may serve it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     run_id: RunId
     name: Name

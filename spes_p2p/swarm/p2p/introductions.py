@@ -1,27 +1,31 @@
-"""Direct connections between two peers that nobody can call: a peer that both are connected to introduces them.
+"""Whether others can call this peer; and direct connections between two peers that nobody can call.
 
-It tells each the UDP address at which it sees the other, and both call at the same moment: the packets that a router
-has let out open it for those that come (Ford, Srisuresh and Kegel 2005, "Peer-to-peer communication across network
-address translators"). An introducer tells only what it sees itself, never what a peer claims. A failure changes
-nothing: the two go on through others.
+A peer that this one has called can always talk to it, over that connection; a newcomer knows only its address. So this
+peer asks some others to call it.
+
+Of two peers that nobody can call, one that both are connected to tells each the UDP address at which it sees the other,
+and both call at the same moment: the packets that a router has let out open it for those that come (Ford, Srisuresh and
+Kegel 2005, "Peer-to-peer communication across network address translators"). An introducer tells only what it sees
+itself, never what a peer claims. A failure changes nothing: the two go on through others.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import random
 import re
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
-from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
+from hivemind.utils.multiaddr import Multiaddr
 from pydantic import Field
 
-from spes_p2p.errors import SpesError
-from spes_p2p.swarm.exchange.protocol import Channel, Message
+from spes_p2p.swarm.exchange.protocol import Channel, Message, ask, listen
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, dialled, scope_of
 from spes_p2p.swarm.p2p.rate_limit import Allowance
@@ -48,6 +52,14 @@ PAUSES_UNMET = 1.0, 60.0
 """First and longest pause after a peer that does not call, because it does not know this one yet; pauses double."""
 PAUSES_CALLED = 6.0, 600.0
 """The same after calls that did not meet; libp2p itself dials no address twice in 5 s."""
+CALLED_BACK_SECONDS = 10.0
+"""Time for a peer to tell whether it can call this one."""
+CONNECT_SECONDS = 4.0
+MAX_CALLERS = 3
+"""Peers asked to call this one."""
+MAX_CALLED_BACK = 4
+"""Peers called back at a time."""
+_OCTET = r"(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
 _QUIC = re.compile(r"/ip[46]/[0-9A-Fa-f.:]{2,45}/udp/[0-9]{1,5}/quic-v1")
 Seen = Annotated[str, Field(max_length=80, pattern=rf"^({_QUIC.pattern})?$")]
 """The address of a QUIC connection's other end."""
@@ -90,6 +102,19 @@ class _Consent(Message):
     calls: bool
 
 
+class _CallMe(Message):
+    """Asks a peer to open a connection to this port of the caller."""
+
+    port: int = Field(ge=1, le=65535)
+
+
+class _Called(Message):
+    """Tells whether the connection opened, and at which host; None if the caller's address is not known."""
+
+    is_reached: bool | None
+    host: str = Field(default="", pattern=rf"^({_OCTET}(\.{_OCTET}){{3}})?$")
+
+
 def seen_at(addresses: Sequence[str]) -> str:
     """Return the address of a peer's direct QUIC connection, of those from which it is connected; "" if it has none."""
     return next((address for address in addresses if _QUIC.fullmatch(address)), "")
@@ -113,21 +138,17 @@ class Introducer:
         self._asked = Allowance(BURST, PAUSE_SECONDS)
         self._told = Allowance(BURST, PAUSE_SECONDS)
         self._at_once = asyncio.Semaphore(MAX_AT_ONCE)
-        node.run(node.p2p.add_binary_stream_handler(_service(node), self._answer), ANSWER_SECONDS)
+        said = functools.partial(log.info, "did not introduce %s: %s")
+        node.run(listen(node, _service(node), ANSWER_SECONDS, self._answer, said), ANSWER_SECONDS)
 
-    async def _answer(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        asker, channel = info.peer_id.to_base58(), Channel(reader, writer, ANSWER_SECONDS)
-        with contextlib.closing(channel):
-            try:
-                question = _Question.parse(await channel.receive_text())
-                if not self._asked.take(asker, time.monotonic()):  # guard: introductions-asked
-                    return
-                async with asyncio.timeout(2 * ANSWER_SECONDS), self._at_once:
-                    answer = await self._answer_to(asker, question)
-                await channel.send_text(answer.model_dump_json())
-                await channel.wait_for_hang_up()
-            except (SpesError, TimeoutError) as error:
-                log.info("did not introduce %s: %s", asker[-6:], error)
+    async def _answer(self, channel: Channel, asker: str) -> None:
+        question = _Question.parse(await channel.receive_text())
+        if not self._asked.take(asker, time.monotonic()):  # guard: introductions-asked
+            return
+        async with asyncio.timeout(2 * ANSWER_SECONDS), self._at_once:
+            answer = await self._answer_to(asker, question)
+        await channel.send_text(answer.model_dump_json())
+        await channel.wait_for_hang_up()
 
     async def _answer_to(self, asker: str, question: _Question) -> _Answer:
         connected = await self._node.p2p.connected_from()
@@ -144,10 +165,8 @@ class Introducer:
     async def _tell(self, peer: str, other: str, address: str) -> bool:
         """Ask a peer to call another one now; return whether it does."""
         try:
-            channel = await Channel.open(self._node, peer, _service(self._node, "told"), ANSWER_SECONDS)
-            with contextlib.closing(channel):
-                await channel.send_text(_Told(peer=other, address=address).model_dump_json())
-                return _Consent.parse(await channel.receive_text()).calls
+            told = _Told(peer=other, address=address)
+            return (await ask(self._node, peer, _service(self._node, "told"), told, _Consent, ANSWER_SECONDS)).calls
         except Exception as error:  # noqa: BLE001 - the peer may be gone, or run another version: it does not call
             log.debug("%s does not call %s: %r", peer[-6:], other[-6:], error)
             return False
@@ -176,7 +195,8 @@ class Links:
         self._told_by = Allowance(CALLS, CALL_PAUSE_SECONDS)
         self._backoff = DialBackoff()
         if node.meets_others:
-            node.run(node.p2p.add_binary_stream_handler(_service(node, "told"), self._hear), ANSWER_SECONDS)
+            said = functools.partial(log.info, "was not introduced by %s: %s")
+            node.run(listen(node, _service(node, "told"), ANSWER_SECONDS, self._hear, said), ANSWER_SECONDS)
 
     def seek(self, wanted: Collection[str], introducers: Collection[str]) -> None:
         """Keep links to peers that take no calls, by the help of some that do. Returns at once; call it repeatedly.
@@ -190,29 +210,20 @@ class Links:
             self._introducers = frozenset(introducers) | set(self._node.initial_peers())
             self._node.notify(self._start)
 
-    def direct(self) -> tuple[str, ...]:
-        """Return the peers without calls that this one has a link to now, ascending."""
-        return tuple(peer for peer in self.connected_to(self._wanted) if peer in self._wanted)
-
     def connected_to(self, peers: Collection[str]) -> tuple[str, ...]:
         """Return those of some peers that this one, which takes no calls, is connected to now, ascending."""
         if not (self._node.meets_others and peers):
             return ()
-        try:
-            connected = self._node.run(self._node.p2p.connected_from(), ANSWER_SECONDS)
-        except TimeoutError:  # this machine stood still
-            return ()
-        return tuple(sorted(peer for peer in peers if any("p2p-circuit" not in at for at in connected.get(peer, ()))))
+        return tuple(sorted(set(peers).intersection(self._direct())))
 
     def ways(self) -> Mapping[str, Way]:
         """Return how this peer reaches the others now, by id: those that it is connected to, or seeks in vain."""
-        try:
-            connected = self._node.run(self._node.p2p.connected_from(), ANSWER_SECONDS)
-        except TimeoutError:  # this machine stood still
-            return {}
-        direct = [peer for peer, addresses in connected.items() if any("p2p-circuit" not in at for at in addresses)]
         ways: dict[str, Way] = dict.fromkeys(self._wanted, "through others")
-        return ways | {peer: "met" if peer in self._wanted else "direct" for peer in direct}
+        return ways | {peer: "met" if peer in self._wanted else "direct" for peer in self._direct()}
+
+    def _direct(self) -> list[str]:
+        connected = self._node.connected_from(ANSWER_SECONDS)
+        return [peer for peer, addresses in connected.items() if any("p2p-circuit" not in at for at in addresses)]
 
     def learn_kind(self) -> Kind:
         """Ask the initial peers where they see this one, and return what its router does; takes seconds at most."""
@@ -330,10 +341,7 @@ class Links:
     async def _ask(self, introducer: str, question: _Question) -> _Answer | None:
         try:
             async with asyncio.timeout(2 * ANSWER_SECONDS):
-                channel = await Channel.open(self._node, introducer, _service(self._node), 2 * ANSWER_SECONDS)
-                with contextlib.closing(channel):
-                    await channel.send_text(question.model_dump_json())
-                    return _Answer.parse(await channel.receive_text())
+                return await ask(self._node, introducer, _service(self._node), question, _Answer, 2 * ANSWER_SECONDS)
         except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
             log.debug("%s introduces no one: %r", introducer[-6:], error)
             return None
@@ -353,26 +361,21 @@ class Links:
         if self.kind != before:
             log.info("this peer's router %s", TOLD[self.kind])
 
-    async def _hear(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        introducer, channel = info.peer_id.to_base58(), Channel(reader, writer, ANSWER_SECONDS)
-        with contextlib.closing(channel):
-            try:
-                told = _Told.parse(await channel.receive_text())
-                agrees = (
-                    told.peer in self._wanted  # guard: introduced-wanted
-                    and bool(told.address)
-                    and len(self._calling) < MAX_AT_ONCE  # guard: introduced-at-once
-                    and not await self._is_linked(told.peer)
-                    and await self._may_call(told.address, introducer)
-                )
-                if agrees:
-                    task = asyncio.create_task(self._call(told.peer, told.address, introducer))
-                    self._calling.add(task)
-                    task.add_done_callback(self._calling.discard)
-                await channel.send_text(_Consent(calls=agrees).model_dump_json())
-                await channel.wait_for_hang_up()
-            except (SpesError, TimeoutError) as error:
-                log.info("was not introduced by %s: %s", introducer[-6:], error)
+    async def _hear(self, channel: Channel, introducer: str) -> None:
+        told = _Told.parse(await channel.receive_text())
+        agrees = (
+            told.peer in self._wanted  # guard: introduced-wanted
+            and bool(told.address)
+            and len(self._calling) < MAX_AT_ONCE  # guard: introduced-at-once
+            and not await self._is_linked(told.peer)
+            and await self._may_call(told.address, introducer)
+        )
+        if agrees:
+            task = asyncio.create_task(self._call(told.peer, told.address, introducer))
+            self._calling.add(task)
+            task.add_done_callback(self._calling.discard)
+        await channel.send_text(_Consent(calls=agrees).model_dump_json())
+        await channel.wait_for_hang_up()
 
 
 TOLD: Mapping[Kind, str] = {
@@ -386,3 +389,73 @@ TOLD: Mapping[Kind, str] = {
 
 def _service(node: Node, name: str = "introduce") -> str:
     return f"{node.run_id}::{name}"
+
+
+class DialBack:
+    """Dials peers back on request, and asks peers to dial this one back.
+
+    Only the address from which the caller's own connection comes is dialled; otherwise a peer could have a third
+    machine dialled.
+
+    Args:
+        node: The peer's host; outside of client mode it answers at once.
+
+    Attributes:
+        hosts: IPv4 addresses at which peers have reached this one, those that most name first.
+    """
+
+    def __init__(self, node: Node) -> None:
+        self.hosts: Sequence[str] = ()
+        self._node = node
+        self._service = _service(node, "dialback")
+        self._limit = asyncio.Semaphore(MAX_CALLED_BACK)
+        if not node.client_mode:
+            said = functools.partial(log.info, "did not call %s back: %s")
+            node.run(listen(node, self._service, CALLED_BACK_SECONDS, self._answer, said), CALLED_BACK_SECONDS)
+
+    def is_reachable(self, peers: Sequence[str]) -> bool:
+        """Return False if some of these peers have tried to connect to this one and none could."""
+        question = _CallMe(port=self._node.port)
+
+        async def ask_all() -> list[_Called]:
+            return await asyncio.gather(*(self._ask(peer, question) for peer in peers[:MAX_CALLERS]))
+
+        answers = self._node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
+        named = Counter(answer.host for answer in answers if answer.is_reached and answer.host)
+        self.hosts = [host for host, _ in named.most_common()]
+        reached = [answer.is_reached for answer in answers]
+        return any(reached) or False not in reached
+
+    async def _ask(self, peer: str, question: _CallMe) -> _Called:
+        try:
+            async with asyncio.timeout(CALLED_BACK_SECONDS):
+                return await ask(self._node, peer, self._service, question, _Called, CALLED_BACK_SECONDS)
+        except Exception as error:  # noqa: BLE001 - the peer may run another version, or be gone: its answer is missing
+            log.debug("%s does not say whether it can call us: %r", peer, error)
+            return _Called(is_reached=None)
+
+    async def _answer(self, channel: Channel, asker: str) -> None:
+        question = _CallMe.parse(await channel.receive_text())
+        async with self._limit:
+            hosts = await self._hosts_of(asker)
+            reached = [await _can_connect(host, question.port) for host in hosts[:2]]
+        host = hosts[reached.index(True)] if any(reached) else ""
+        answer = _Called(is_reached=any(reached) if reached else None, host=host)
+        await channel.send_text(answer.model_dump_json())
+        await channel.wait_for_hang_up()
+
+    async def _hosts_of(self, peer: str) -> list[str]:
+        """Return the IPv4 addresses from which a peer is connected."""
+        peers = await self._node.p2p.list_peers()
+        addresses = [Multiaddr(str(a)) for p in peers if p.peer_id.to_base58() == peer for a in p.addrs]
+        return sorted({str(a["ip4"]) for a in addresses if str(a).startswith("/ip4/") and "p2p-circuit" not in str(a)})
+
+
+async def _can_connect(host: str, port: int) -> bool:
+    try:
+        async with asyncio.timeout(CONNECT_SECONDS):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    writer.close()
+    return True

@@ -477,13 +477,16 @@ class Node:
 
     def remember(self, contacts: Mapping[str, Sequence[str]], first: Collection[str] = ()) -> None:
         """Keep the addresses that other peers state, by peer id, so far as they may be dialled; first those of some."""
-        try:
-            connected = self.run(self.p2p.connected_from(), DHT_SECONDS)
-        except TimeoutError:  # this machine stood still
-            connected = {}
-        met = {peer: min(map(scope_of, at)) for peer, at in connected.items() if at}
+        met = {peer: min(map(scope_of, at)) for peer, at in self.connected_from(DHT_SECONDS).items() if at}
         usable = {peer: dialled(at, met.get(peer, self._joined_over)) for peer, at in contacts.items()}
         self.peerstore.update(usable, first)
+
+    def connected_from(self, seconds: float) -> dict[str, list[str]]:
+        """Return the multiaddrs of the connected peers by id; none if p2pd does not answer in so many seconds."""
+        try:
+            return self.run(self.p2p.connected_from(), seconds)
+        except TimeoutError:  # this machine stood still
+            return {}
 
     def p2pd_answers(self, seconds: float) -> bool:
         """Tell whether p2pd answers in time."""

@@ -34,26 +34,28 @@ def met(members, last=LAST):
 
 def test_two_rounds_with_evidence_ban_a_peer_and_one_does_not():
     bans = Bans()
-    bans.record(5, [{ODD: SUSPECT}, {ODD: SUSPECT}])  # two attempts at one round
+    bans.record(5, {ODD: SUSPECT})
+    bans.record(5, {ODD: SUSPECT})  # another attempt at the same round
     assert bans.banned(6) == ()
-    bans.record(6, [{ODD: SUSPECT}])
+    bans.record(6, {ODD: SUSPECT})
     assert bans.banned(7) == (ODD,)
 
 
 def test_proof_is_enough_once_and_an_old_strike_is_forgotten():
     bans = Bans()
-    bans.record(5, [{ODD: SUSPECT}, {ODD: PROOF}])
+    bans.record(5, {ODD: SUSPECT})
+    bans.record(5, {ODD: PROOF})
     assert bans.banned(6) == (ODD,)
     bans = Bans()
-    bans.record(0, [{ODD: SUSPECT}])
-    bans.record(MEMORY_ROUNDS, [{ODD: SUSPECT}])
+    bans.record(0, {ODD: SUSPECT})
+    bans.record(MEMORY_ROUNDS, {ODD: SUSPECT})
     assert bans.banned(MEMORY_ROUNDS + 1) == ()
 
 
 def test_bans_expire_and_the_next_one_is_twice_as_long_up_to_a_bound():
     bans, round, lengths = Bans(), 0, []
     for _ in range(9):
-        bans.record(round, [{ODD: PROOF}])
+        bans.record(round, {ODD: PROOF})
         length = next(n for n in range(1, 10**4) if not bans.banned(round + 1 + n))
         lengths.append(length)
         assert bans.banned(round + length)
@@ -63,16 +65,16 @@ def test_bans_expire_and_the_next_one_is_twice_as_long_up_to_a_bound():
 
 def test_what_a_banned_peer_does_meanwhile_does_not_prolong_its_ban():
     bans = Bans()
-    bans.record(0, [{ODD: PROOF}])
-    bans.record(3, [{ODD: PROOF}])
+    bans.record(0, {ODD: PROOF})
+    bans.record(3, {ODD: PROOF})
     assert bans.banned(BAN_ROUNDS) and not bans.banned(BAN_ROUNDS + 1)
 
 
 def test_a_roster_entry_names_the_banned_peers_up_to_a_bound():
     bans = Bans()
-    bans.record(2, [{ODD: PROOF}])
+    bans.record(2, {ODD: PROOF})
     assert bans.distrusted(3) == (ODD,)
-    bans.record(2, [{f"Qm{number:044d}": PROOF for number in range(1, 40)}])
+    bans.record(2, {f"Qm{number:044d}": PROOF for number in range(1, 40)})
     assert len(bans.banned(3)) == 40 and len(bans.distrusted(3)) == MAX_DISTRUSTED
 
 

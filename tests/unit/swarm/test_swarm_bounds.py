@@ -13,13 +13,12 @@ from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.p2p import introductions
 from spes_p2p.swarm.p2p.peerstore import PeerstoreEntry
-from spes_p2p.swarm.p2p.reachability import _Answer, _Question
 from spes_p2p.swarm.records import RECORD_TYPES
 from spes_p2p.swarm.roster import Member
 
 FILLED_BY_PEERS: list[type[BaseModel]] = [
     *(*RECORD_TYPES, Member, Version, Request, Answer, Manifest),
-    *(PeerstoreEntry, _Question, _Answer),
+    *(PeerstoreEntry, introductions._CallMe, introductions._Called),
     *(introductions._Question, introductions._Answer, introductions._Told, introductions._Consent),
 ]
 PARSED_APART = {"Answer.version"}

@@ -30,7 +30,7 @@ from spes_p2p.swarm.hivemind_fixes.dht import BoundedStorage, SwarmDHTProtocol, 
 from spes_p2p.swarm.hivemind_fixes.serializer import MAX_DEPTH, MAX_VALUES, ShallowSerializer, check_message
 from spes_p2p.swarm.hivemind_fixes.streams import MAX_ANSWER_BYTES, Inbox, PeerQuota, receive
 from spes_p2p.swarm.membership import Membership
-from spes_p2p.swarm.p2p import reachability
+from spes_p2p.swarm.p2p import introductions
 from tests.support.certificates import PEERS as MANY_PEERS
 from tests.support.certificates import last_body
 
@@ -169,7 +169,7 @@ def test_an_answer_to_a_ping_that_is_none_is_no_answer(monkeypatch):
 
 
 def test_a_heartbeat_that_fails_is_followed_by_the_next(monkeypatch):
-    membership, beaten = Membership(SimpleNamespace(peer_id="me")), threading.Event()
+    membership, beaten = Membership(SimpleNamespace(peer_id="me"), None), threading.Event()
     membership._rounds = RoundConfig(heartbeat_seconds=0.05, lease_seconds=1.0)
     reads = iter([AssertionError("an answer of a stranger"), None])
 
@@ -439,4 +439,4 @@ def test_strangers_leave_half_of_all_streams_to_known_peers():
 def test_a_host_that_is_no_address_is_no_answer(host):
     """p2pd would not start with what a peer that calls back has made up."""
     with pytest.raises(ExchangeError):
-        reachability._Answer.parse(json.dumps({"is_reached": True, "host": host}))
+        introductions._Called.parse(json.dumps({"is_reached": True, "host": host}))

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 from hivemind.p2p import PeerID
 
+from spes_p2p.errors import SpesError
 from spes_p2p.swarm.exchange.protocol import Channel
 from spes_p2p.swarm.p2p import introductions
 from spes_p2p.swarm.p2p.identity import hashed_peer_id
@@ -86,7 +87,7 @@ async def ask(node: Node, question: str, service: str = "introduce") -> bytes:
     try:
         await channel.send_text(question)
         return await channel.receive_text()
-    except introductions.SpesError:
+    except SpesError:
         return b""
     finally:
         channel.close()

@@ -240,9 +240,9 @@ def test_concurrent_adds_lose_nothing(tmp_path, make):
     assert VersionStore(tmp_path, "run").newest() == {f"slot-{slot}": made[-1][0] for slot, made in rounds.items()}
 
 
-def test_listeners_hear_of_every_addition_once_it_can_be_found(tmp_path, make):
+def test_the_listener_hears_of_every_addition_once_it_can_be_found(tmp_path, make):
     store, heard = VersionStore(tmp_path, "run"), []
-    store.subscribe(lambda: heard.append(store.find("slot-1")))
+    store.on_change = lambda: heard.append(store.find("slot-1"))
     first, second = make("slot-1", 1), make("slot-1", 2)
     store.add({"slot-1": first})
     store.add({"slot-1": second})
