@@ -269,7 +269,7 @@ async def listen(
     answer: Callable[[Channel, str], Awaitable[None]],
     said: Callable[[str, Exception], None],
 ) -> None:
-    """Answer whoever opens a stream to a service, from now on.
+    """Answer each peer that opens a stream to a service, from now on.
 
     Args:
         node: This peer's host.
