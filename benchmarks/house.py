@@ -45,7 +45,6 @@ REASONS = {
     "spes_p2p.data.token_parts": "all that a tokenising process imports, so that it starts without torch",
     "spes_p2p.data.tokenise": "the work without the command's flags",
     "spes_p2p.data.tokenizer_child": "the program of a process of its own",
-    "spes_p2p.data.tokenizer_parts": "the list of what a stranger's tokenizer may have",
     "spes_p2p.monitor.tasks": "runs lm-eval in a process beside the watch",
     "spes_p2p.peer.settings": "what a founder decides before there is a swarm, tested without one",
     "spes_p2p.swarm.decision": "what a voter does in a round, on messages alone; the consensus has network and disk",
