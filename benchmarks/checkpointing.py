@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pydantic_settings import SettingsConfigDict
@@ -27,7 +26,7 @@ from benchmarks.records import write_json
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.vectors import to_bytes
-from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RunConfig
 from spes_p2p.data.packing import train_source
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
@@ -66,8 +65,7 @@ class CheckpointingConfig(CommandConfig):
     """JSON file to write."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True)

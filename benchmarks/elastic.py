@@ -38,7 +38,7 @@ from benchmarks.records import swarm_digest
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point, load_settings
-from spes_p2p.config import CommandConfig, PositiveInt
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt
 from spes_p2p.presentation import say
 
 NUM_PEERS, MIN_KILLS, REPEATS_PER_LAB = 8, 200, 5
@@ -270,8 +270,7 @@ class ElasticConfig(CommandConfig):
     """Of all that is drawn; drawn itself by default."""
     write: bool = False
     """Leave what was measured in benchmarks/results/elastic.json and, between its markers, in docs/benchmarks.md."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: ElasticConfig) -> int:

@@ -23,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic_settings import SettingsConfigDict
 
@@ -31,7 +31,7 @@ from benchmarks.cluster import ROOT
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.errors import ConfigError, SpesError
 from spes_p2p.presentation import say
 
@@ -221,8 +221,7 @@ class HouseConfig(CommandConfig):
     """Write the table to benchmarks/results/house.md, and the figures to house.json."""
     quick: bool = False
     """Only count: time no command and run no golden test."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 class Count(NamedTuple):

@@ -25,7 +25,7 @@ from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from benchmarks.testbed import available
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, PositiveInt
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
@@ -79,8 +79,7 @@ class NetworkConfig(CommandConfig):
     """TCP's congestion control: `cubic`, which most machines have, or `bbr`."""
     write: bool = False
     """Leave what was measured in benchmarks/results/network.json and, between its markers, in docs/benchmarks.md."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: NetworkConfig) -> int:

@@ -33,7 +33,7 @@ from benchmarks.passing import passing
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.monitor.events import METRICS_FILE, EventLog
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState
@@ -491,8 +491,7 @@ class PageConfig(CommandConfig):
     """Leave what was measured in benchmarks/results/page.json and, between its markers, in docs/benchmarks.md."""
     pictures: bool = False
     """Take the pictures of docs/page anew."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: PageConfig) -> int:

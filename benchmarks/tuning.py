@@ -37,6 +37,7 @@ from spes_p2p.config import (
     AdapterConfig,
     CommandConfig,
     DataConfig,
+    LogLevel,
     MachineConfig,
     ModelConfig,
     PositiveInt,
@@ -82,8 +83,7 @@ class TuningConfig(CommandConfig):
     """Folder in which to leave the figures."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: TuningConfig) -> int:

@@ -29,7 +29,7 @@ from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.mixture import MixedSource, named
 from spes_p2p.data.readers import batches
 from spes_p2p.data.shards import TokenShards
-from spes_p2p.data.shared import MIN_WINDOWS, SharedSource
+from spes_p2p.data.shared import MIN_WINDOWS, SharedSource, check_state
 from spes_p2p.data.sources import (
     WRITTEN_TOGETHER,
     Document,
@@ -41,7 +41,7 @@ from spes_p2p.data.sources import (
     row_text,
 )
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
-from spes_p2p.data.windows import TokenFile, Windows, windows_of
+from spes_p2p.data.windows import TokenFile, Windows, mapped, windows_of
 from spes_p2p.errors import DataError
 from spes_p2p.fs import cache_folder, make_once, write_atomic
 
@@ -53,6 +53,7 @@ BLOCK_CHARACTERS = 8 * 2**20
 _MIN_SHARDS = 64
 _BATCH_CHARACTERS = 2**20
 _LAYOUT_VERSION = 1
+_OLD_STATE = {"packing": "pack"}  # which was the only packing once, and not saved
 
 
 def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
@@ -87,7 +88,7 @@ def token_file(
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     files = {name: folder / f"{key}.{name}.bin" for name in together}
     make_once(files[together[-1]], folder / key, lambda: _tokenise(data, tokenizer, paths, files))
-    return TokenFile(_map(files[part], dtype), key, tokenizer.eos_token_id)
+    return TokenFile(mapped(files[part], dtype), key, tokenizer.eos_token_id)
 
 
 def _shards_part(data: DataConfig, tokenizer: AnyTokenizer, cache: Path, part: Part) -> TokenFile:
@@ -134,11 +135,6 @@ def _encode_batch(tokenizer: AnyTokenizer, texts: list[str]) -> np.ndarray:
     return flat
 
 
-def _map(file: Path, dtype: np.dtype) -> np.ndarray:
-    """Map a token file into memory, if it is not empty: an empty file cannot be mapped."""
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
-
-
 def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str, fewest: int = MIN_WINDOWS) -> DataError:
     """Return the error for a corpus that is too small."""
     return DataError(
@@ -150,21 +146,6 @@ def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str, fe
 def _min_windows(file: TokenFile) -> int:
     """Return the fewest windows of a corpus: a volunteer's conversations may be few."""
     return MIN_WINDOWS if file.ends_D is None else 1
-
-
-def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a saved position belongs to this order.
-
-    Raises:
-        DataError: it has other tokens, another length or another seed.
-    """
-    known = {"packing": "pack", **state}  # which was the only packing once, and not saved
-    for name, value in identity.items():
-        if known.get(name) != value:
-            raise DataError(
-                f"the saved data order has {name}={known.get(name)!r}, this one {value!r}; "
-                f"restore text and settings, or start without --resume"
-            )
 
 
 def _rng(seed: int, *more: int) -> np.random.Generator:
@@ -235,7 +216,7 @@ class StreamSource:
         return {**self._identity(), **copy.deepcopy(self._block_start), "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_state(state, self._identity())
+        check_state({**_OLD_STATE, **state}, self._identity(), "text")
         try:
             carry = np.array(state["carry"], dtype=np.uint32)
             self._begin_epoch(int(state["epoch"]), int(state["block"]), {**state["dataset"]})
@@ -378,7 +359,7 @@ class WindowSource:
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_state(state, self._identity)
+        check_state({**_OLD_STATE, **state}, self._identity, "text")
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0):
             raise DataError(f"data order state has epoch={epoch!r}, position={position!r}; resume from another save")

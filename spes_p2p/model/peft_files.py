@@ -151,8 +151,7 @@ class AdapterFiles:
         self._num_experts = run.model.num_experts
         self._initial = InitialFactors(model, run.seed)
         self._tensors = _loaded(source / WEIGHTS)
-        self._shapes: dict[int | None, Mapping[str, tuple[int, ...]]] = {None: model.shared_shapes()}
-        self._shapes |= dict.fromkeys(range(model.num_slots), model.slot_shapes())
+        self._shapes = model.shapes()
         unread = set(self._tensors)
         for shapes in self._shapes.values():
             unread -= set(map(self._stored, shapes))

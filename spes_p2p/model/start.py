@@ -168,13 +168,13 @@ class StartWeights:
     def __init__(self, source: Path, model: SlotModel, stack: ExitStack) -> None:
         self._files = SafetensorFiles(source, stack)
         self._files.check_tied(model.config)
-        self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
+        self._shapes = model.shapes()
         block, matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
         self._block = block
         self._matrices = matrices
         for name, shape in self._shapes[None].items():
             self._files.check(self._stored(name), shape)
-        for name, (num_out, num_in) in self._shapes["slot"].items():
+        for name, (num_out, num_in) in model.slot_shapes().items():
             if name in self._files:
                 self._files.check(name, (model.num_slots, num_out, num_in))
                 continue
@@ -191,7 +191,7 @@ class StartWeights:
         """
         if slot is None:
             return {name: self._files.read(self._stored(name)).float() for name in self._shapes[None]}
-        return {name: self._expert(name, slot).float() for name in self._shapes["slot"]}
+        return {name: self._expert(name, slot).float() for name in self._shapes[slot]}
 
     def tensors(self, slot: int | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors one by one, in their stored precision.
@@ -199,7 +199,7 @@ class StartWeights:
         Raises:
             DataError: a value is not finite.
         """
-        for name in self._shapes[None if slot is None else "slot"]:
+        for name in self._shapes[slot]:
             yield name, self._files.read(self._stored(name)) if slot is None else self._expert(name, slot)
 
     def _expert(self, name: str, slot: int) -> Tensor:

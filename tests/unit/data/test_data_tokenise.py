@@ -21,8 +21,8 @@ from filelock import FileLock
 
 from spes_p2p.commands.local import _own, _with_data
 from spes_p2p.commands.tokenize import main
-from spes_p2p.config import DataConfig, PeerConfig, RunConfig, TokenizeConfig
-from spes_p2p.config.commands import ExperimentConfig
+from spes_p2p.config import DataConfig, PeerConfig, RunConfig
+from spes_p2p.config.commands import ExperimentConfig, TokenizeConfig
 from spes_p2p.data import tokenise as module
 from spes_p2p.data.packing import token_file, train_source
 from spes_p2p.data.readers import read_file

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from spes_p2p.commands import tokenize
-from spes_p2p.config import DataConfig, TokenizeConfig
+from spes_p2p.config import DataConfig
+from spes_p2p.config.commands import TokenizeConfig
 from spes_p2p.data import windows as module
 from spes_p2p.data.packing import held_out_batches, token_file, train_source
 from spes_p2p.data.shards import TokenShards
