@@ -27,7 +27,7 @@ from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.vectors import to_bytes
 from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RunConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
 from spes_p2p.swarm.exchange.store import VersionStore
@@ -186,7 +186,7 @@ class Peer:
 def _trainer(config: CheckpointingConfig) -> Trainer:
     run, cache = config.run, config.cache.expanduser()
     tokenizer = resolve_tokenizer(run.data, (), cache)
-    data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
+    data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
     trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("cpu"))
     # A trainer's weights come from its run; here any small ones do.
     names = [SHARED, *map(VectorName.of_slot, range(run.num_slots))]

@@ -20,7 +20,7 @@ from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import write_json
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RunConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.presentation import say
@@ -108,7 +108,7 @@ def main(config: SpeedConfig) -> int:
 def _trainer(config: SpeedConfig, run: RunConfig) -> Trainer:
     cache = config.cache.expanduser()
     tokenizer = resolve_tokenizer(run.data, (), cache)
-    data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
+    data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
     model = build_slot_model(
         run.model,
         vocab_size=len(tokenizer),

@@ -375,31 +375,25 @@ class WindowSource:
         return _rng(self._order_seed, self._epoch).permutation(self._num_windows)
 
 
-def train_source(
-    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path, order_seed: int
-) -> TokenSource:
-    """Return an endless source of the configured corpus's training sequences, without held-out documents.
+def train_sources(
+    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path
+) -> Callable[[int], TokenSource]:
+    """Return what makes endless sources of the corpus's training sequences, without held-out documents.
 
-    Pass the same `order_seed` on all ranks of a peer: each draws the whole batch and takes its rows.
+    It takes the seed of the order, different on each peer; shared data have one order for all. Pass the same seed on
+    all ranks of a peer: each draws the whole batch and takes its rows. A corpus on disk is read only once.
 
     Args:
         data: Source and sequence length.
         tokenizer: The run's tokenizer.
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
-        order_seed: Seed of the order, different on each peer; shared data have one order for all.
 
     Raises:
         ConfigError: `paths` is empty with the source `files`, or `cache` cannot be written.
-        DataError: the corpus cannot be read, or is too small: text and shards need 8 windows, conversations one.
+        DataError: here or where a source is made: the corpus cannot be read, or is too small: text and shards need 8
+            windows, conversations one.
     """
-    return train_sources(data, tokenizer, paths=paths, cache=cache)(order_seed)
-
-
-def train_sources(
-    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path
-) -> Callable[[int], TokenSource]:
-    """Return `train_source` as a function of `order_seed` alone, which reads a corpus on disk only once."""
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
     if data.mixture:
@@ -416,7 +410,7 @@ def _opened(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> dict[str,
     """Return tokens, windows and settings of a mixture's sources, by their name.
 
     Raises:
-        ConfigError, DataError: as `train_source`, with the name of the source.
+        ConfigError, DataError: as `train_sources`, with the name of the source.
     """
     found = {}
     for name, each in data.by_source().items():
@@ -494,7 +488,7 @@ def held_out_batches(
         part: All held-out documents, or one half of them.
 
     Raises:
-        ConfigError: as `train_source`.
+        ConfigError: as `train_sources`.
         DataError: the corpus cannot be read, or its held-out part is too small.
     """
     if data.source == "hub":

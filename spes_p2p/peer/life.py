@@ -27,7 +27,7 @@ from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
 from spes_p2p.peer.joining import Admission, joined, kept
-from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
+from spes_p2p.peer.output_dir import alone_in, check_output, fresh_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.amendment import Amendments
@@ -36,7 +36,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.checkpoint import Saved, checkpoint_of
+from spes_p2p.training.checkpoint import checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
@@ -83,8 +83,7 @@ def run(
             return _follow(config, group, end)
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
         check_place(config.page)
-        output = kept_output if config.resume else fresh_output
-        with output(config.output) as keep:
+        with alone_in(config.output) if config.resume else fresh_output(config.output) as keep:
             controls = Controls(config.output)
             config = limited(config, controls.limits)
             own = kept(config)
@@ -104,7 +103,7 @@ def run(
             ):
                 on_joined(swarm.node.contacts())
                 try:
-                    _train(config, group, end, (swarm, admission, amendments), keep, page, controls)
+                    _train(config, group, end, (swarm, admission, amendments), keep or _nothing, page, controls)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death and not end.is_asked:
                         raise
@@ -167,7 +166,9 @@ def _train(
         swarm = joined[0] if joined else None
         checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
-        run = _needing_none(run) if saved is not None and _is_founders_last(config, run, saved) else run
+        if saved is not None and saved.state.round >= run.round.total and not config.initial_peers:
+            # The run is finished; only its versions are still of use, to a monitor perhaps. So wait for no other peer.
+            run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
         if joined is not None and swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             sync.amended = joined[2].look
@@ -200,16 +201,6 @@ def _train(
         if trainer is not None:
             trainer.close()
         group.close()
-
-
-def _is_founders_last(config: PeerConfig, run: RunConfig, saved: Saved) -> bool:
-    """Tell whether a founder comes back to a run whose last round it has saved."""
-    return saved.state.round >= run.round.total and not config.initial_peers
-
-
-def _needing_none(run: RunConfig) -> RunConfig:
-    """Return a finished run that waits for no other peer: only its versions are still of use, to a monitor perhaps."""
-    return run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
 
 
 def _initial(
