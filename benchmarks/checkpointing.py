@@ -119,12 +119,7 @@ class Lost:
 
 
 class Peer:
-    """A trainer with a version store and a checkpoint on disk, without a swarm.
-
-    Args:
-        config: What to train.
-        folder: Where to save.
-    """
+    """A trainer with a version store and a checkpoint on disk, without a swarm."""
 
     def __init__(self, config: CheckpointingConfig, folder: Path) -> None:
         self._config = config

@@ -64,13 +64,7 @@ def main(config: ConnectionConfig) -> int:
 
 
 def measure(folder: Path, repeats: int, seed: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each healing and of each noticed death.
-
-    Args:
-        folder: For the peers' files.
-        repeats: Number of repeats of each measurement.
-        seed: Seed of the partitions.
-    """
+    """Return the seconds of each healing and of each noticed death."""
     peers, brains, draw = support("real_peers"), support("split_brain"), random.Random(seed)
     cluster = peers.start_swarm(folder, NUM_PEERS)
     healing, deaths = [], []

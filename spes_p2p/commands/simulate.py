@@ -93,12 +93,7 @@ def _prepare(output: Path) -> None:
 
 
 class Progress:
-    """Stores the results of runs and prints the progress of the sweep.
-
-    Args:
-        output: The sweep's folder.
-        num_runs: Number of runs to make.
-    """
+    """Stores the results of runs and prints the progress of the sweep."""
 
     def __init__(self, output: Path, num_runs: int) -> None:
         self._output = output
@@ -242,11 +237,7 @@ def _work(job: Job, pipe: Connection, parent_pid: int) -> None:
 
 
 class Worker:
-    """A job's process, as its parent sees it.
-
-    Args:
-        job: The job to start.
-    """
+    """A job's process, as its parent sees it."""
 
     def __init__(self, job: Job) -> None:
         job.log.parent.mkdir(parents=True, exist_ok=True)

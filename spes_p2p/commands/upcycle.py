@@ -148,11 +148,7 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
 
 
 def _opened(source: Path, dense: PretrainedConfig, stack: ExitStack) -> tuple[SafetensorFiles, tuple[str, ...]]:
-    """Return a dense checkpoint's files, which `stack` keeps open, and the names of its tensors.
-
-    Raises:
-        DataError: a file or tensor is missing or damaged, or a shape is not the configuration's.
-    """
+    """Return a dense checkpoint's files, which `stack` keeps open, and the names of its tensors."""
     files = SafetensorFiles(source, stack)
     with torch.device("meta"):
         expected = AutoModelForCausalLM.from_config(dense).state_dict()
@@ -177,11 +173,7 @@ def _check_settings(settings: UpcycleSettings) -> None:
 
 
 def _family_of(dense: PretrainedConfig, source: Path) -> Family:
-    """Look up the family of a dense model.
-
-    Raises:
-        ConfigError: no family has its architecture, or the mixture cannot express one of its settings.
-    """
+    """Look up the family of a dense model."""
     known = {family.dense: family for family in families().values()}
     architectures = list(dense.architectures or ["a model without a name"])
     family = known.get(architectures[0])

@@ -51,9 +51,6 @@ class MixtureSchedule:
     """The source of each position, and the number within the source.
 
     A phase begins at the end of a block, so that no number of a source is left out: up to a block later than asked for.
-
-    Args:
-        data: A mixture.
     """
 
     def __init__(self, data: DataConfig) -> None:

@@ -422,11 +422,7 @@ def _opened(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> dict[str,
 
 
 def _mixed(opened: Mapping[str, tuple[TokenFile, Windows, DataConfig]], data: DataConfig) -> MixedSource:
-    """Return the sources of a mixture as one.
-
-    Raises:
-        DataError: one is too small.
-    """
+    """Return the sources of a mixture as one."""
     sources = {}
     for name, each in opened.items():
         with named(name):

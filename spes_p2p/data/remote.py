@@ -91,10 +91,6 @@ def _of_sources(data: DataConfig, cache: Path) -> Iterator[Path]:
 def strangers(data: DataConfig, paths: Sequence[Path]) -> Iterator[tuple[str, Sequence[str], int]]:
     """Yield fingerprint, addresses and size of the shards that `with_fetched` would fetch from the run's addresses.
 
-    Args:
-        data: The run's settings.
-        paths: This machine's own files.
-
     Raises:
         ConfigError: an address may not be read.
         DataError: no address has the shards.
@@ -121,12 +117,7 @@ def _local(paths: Sequence[Path], urls: Sequence[str], fingerprint: str | None, 
 
 
 def _of_any(urls: Sequence[str], read: Callable[[str], T]) -> T:
-    """Return what is read from the first of a stranger's addresses that has the shards.
-
-    Raises:
-        ConfigError: an address may not be read.
-        DataError: none has them.
-    """
+    """Return what is read from the first of a stranger's addresses that has the shards."""
     failures = []
     for url in urls:
         try:

@@ -194,11 +194,7 @@ def _shards_of(settings: Settings, *suffixes: str) -> list[Path]:
 
 
 def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None:
-    """Return the manifest, if this very work is done.
-
-    Raises:
-        DataError: the folder holds other shards of this prefix.
-    """
+    """Return the manifest, if this very work is done."""
     path = settings.folder / f"{settings.stem}{MANIFEST}"
     if path.exists():
         manifest = read_manifest(path)
@@ -279,11 +275,7 @@ def _work(sources: Sequence[Source], settings: Settings, on_progress: Callable[[
 
 
 class _Joiner:
-    """Joins parts to shards, which end where a document does.
-
-    Args:
-        settings: Names, type and size of the shards.
-    """
+    """Joins parts to shards, which end where a document does."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings

@@ -170,9 +170,6 @@ class FilteredWindows:
     """Windows of which nothing is learned where a few tokens come again and again: they keep their place.
 
     Source: OLMo's `instance_filter` (allenai/OLMo, `find_periodic_sequences`), with its numbers, as SPES sets it.
-
-    Args:
-        windows: The windows.
     """
 
     def __init__(self, windows: Windows) -> None:

@@ -62,9 +62,6 @@ def model_of(source: Path) -> ModelConfig:
 
     Nothing of the checkpoint's configuration is lost: a field that a run cannot express is refused by name.
 
-    Args:
-        source: Folder of the checkpoint.
-
     Raises:
         ConfigError: a run cannot train such a model.
         DataError: config.json is missing or damaged.
@@ -73,7 +70,7 @@ def model_of(source: Path) -> ModelConfig:
     _check_family(source, config)
     fields = config.to_dict()
     is_mixtral, is_qwen = config.model_type == "mixtral", config.model_type == "qwen3_moe"
-    is_dense = config.model_type in DENSE_FAMILIES
+    is_dense, rope = config.model_type in DENSE_FAMILIES, config.rope_parameters or {}
     num_experts = 0 if is_dense else config.num_local_experts if is_mixtral else config.num_experts
     if num_experts > MAX_START_SLOTS:
         raise ConfigError(
@@ -89,7 +86,7 @@ def model_of(source: Path) -> ModelConfig:
             attention_bias=fields.get("attention_bias") or False,
             clip_qkv=fields.get("clip_qkv"),
             initializer_range=config.initializer_range,
-            rope=_rope(config),
+            rope=RopeConfig(**{key: value for key, value in rope.items() if key != "rope_theta"}),
             **{f"{name}_token_id": fields.get(f"{name}_token_id") for name in ("bos", "eos", "pad")},
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
@@ -105,7 +102,7 @@ def model_of(source: Path) -> ModelConfig:
             top_k=0 if is_dense else config.num_experts_per_tok,
             norm_topk_prob=fields.get("norm_topk_prob", True),
             tie_embeddings=config.tie_word_embeddings,
-            rope_theta=(config.rope_parameters or {})["rope_theta"],
+            rope_theta=rope["rope_theta"],
             norm_eps=config.rms_norm_eps,
             start=start,
         )
@@ -128,11 +125,6 @@ def _check_family(source: Path, config: PretrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     if window is not None and (getattr(config, "use_sliding_window", True)):
         raise ConfigError(f"{source} attends within a window of {window} tokens; give --from a checkpoint without")
-
-
-def _rope(config: PretrainedConfig) -> RopeConfig:
-    """Return the rotary embedding's settings; unknown ones are errors."""
-    return RopeConfig(**{key: value for key, value in (config.rope_parameters or {}).items() if key != "rope_theta"})
 
 
 def _check_nothing_lost(source: Path, stored: PretrainedConfig, built: PretrainedConfig) -> None:

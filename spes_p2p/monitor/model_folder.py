@@ -191,7 +191,8 @@ class ModelFolder:
 
     def copies(self, version: Version) -> Iterator[Path]:
         """Yield the files that should hold a version's bytes."""
-        yield from {s[version.name].file: None for s in self._sources if _digest_in(s, version.name) == version.digest}
+        name, digest = version.name, version.digest
+        yield from {s[name].file: None for s in self._sources if name in s and s[name].version.digest == digest}
 
 
 def export(
@@ -377,10 +378,6 @@ def _stored(folder: Path, run_id: str) -> list[Source]:
 def _files(folder: Path, versions: Iterable[Version]) -> dict[str, OnDisk]:
     found = (OnDisk(version, folder / file_name(version)) for version in versions)
     return {each.version.name: each for each in found if each.file.exists()}  # a copied folder may lack some
-
-
-def _digest_in(source: Source, name: str) -> str | None:
-    return source[name].version.digest if name in source else None
 
 
 def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool, bool, bool, bool, int]:

@@ -61,10 +61,6 @@ class Controls:
 
     Verbs come from any thread, the training asks from its own, and a third thread looks at the surroundings.
 
-    Args:
-        output: The peer's folder.
-        now: The local time.
-
     Raises:
         ConfigError: the folder's `controls.yaml` cannot be read or holds what does not fit.
     """

@@ -42,13 +42,6 @@ class PeerPage:
     """Follows the swarm's records in a thread, and shows them with this machine's own figures.
 
     The training only says where it is, and hands over its reports; it never waits for the page.
-
-    Args:
-        page: The page.
-        swarm: This peer's swarm, in the run.
-        state: What the page shows.
-        amendments: Know the run's settings.
-        controls: What this machine's owner has asked.
     """
 
     def __init__(
