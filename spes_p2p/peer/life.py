@@ -36,7 +36,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
 from spes_p2p.training.build import StartBundles, build_initial, build_synchroniser, build_trainer
-from spes_p2p.training.checkpoint import checkpoint_of
+from spes_p2p.training.checkpoint import Saved, checkpoint_of
 from spes_p2p.training.loop import TrainingLoop
 from spes_p2p.training.loss_gate import LossGate, public_text
 from spes_p2p.training.process_group import ProcessGroup
@@ -166,9 +166,7 @@ def _train(
         swarm = joined[0] if joined else None
         checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
-        if saved is not None and saved.state.round >= run.round.total and not config.initial_peers:
-            # The run is finished; only its versions are still of use, to a monitor perhaps. So wait for no other peer.
-            run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
+        run = _to_resume(config, run, saved)
         if joined is not None and swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             sync.amended = joined[2].look
@@ -201,6 +199,16 @@ def _train(
         if trainer is not None:
             trainer.close()
         group.close()
+
+
+def _to_resume(config: PeerConfig, run: RunConfig, saved: Saved | None) -> RunConfig:
+    """Return the run to go on with: where a founder comes back to a finished one, it waits for no other peer.
+
+    Only its versions are still of use then, to a monitor perhaps.
+    """
+    if saved is None or saved.state.round < run.round.total or config.initial_peers:
+        return run
+    return run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
 
 
 def _initial(
