@@ -1,4 +1,4 @@
-"""The network benchmark's measurements: each makes its own bed, and yields rows of the table.
+"""The network benchmark's measurements: each makes the bed that it needs, and yields rows of the table.
 
 Sizes are in MiB throughout, rates of links in 10^6 bits per second.
 """

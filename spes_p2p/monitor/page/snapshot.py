@@ -134,6 +134,7 @@ class Snapshots:
             "run": _run(state),
             "now": _now(state),
             "figures": _figures(view, own),
+            # Median seconds, by which the page guesses the time left.
             "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
             "rounds": self._rounds(view, own),
             "held_out": {
