@@ -34,7 +34,7 @@ from benchmarks.round_end import RoundEndConfig, measure_round_ends
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.records import MAX_LIFETIME_SECONDS, Claim
@@ -244,8 +244,7 @@ class CertificatesConfig(CommandConfig):
     write: bool = False
     """Leave what was measured in benchmarks/results/certificates.json and, between its markers, in
     docs/benchmarks.md."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: CertificatesConfig) -> int:

@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from pydantic_settings import SettingsConfigDict
@@ -27,8 +26,8 @@ from benchmarks.records import write_json
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
 from spes_p2p.codecs.vectors import to_bytes
-from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RunConfig
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.presentation import say
 from spes_p2p.swarm.exchange.store import VersionStore
@@ -66,8 +65,7 @@ class CheckpointingConfig(CommandConfig):
     """JSON file to write."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,7 @@ class Lost:
 
 
 class Peer:
-    """A trainer with a version store and a checkpoint on disk, without a swarm.
-
-    Args:
-        config: What to train.
-        folder: Where to save.
-    """
+    """A trainer with a version store and a checkpoint on disk, without a swarm."""
 
     def __init__(self, config: CheckpointingConfig, folder: Path) -> None:
         self._config = config
@@ -188,7 +181,7 @@ class Peer:
 def _trainer(config: CheckpointingConfig) -> Trainer:
     run, cache = config.run, config.cache.expanduser()
     tokenizer = resolve_tokenizer(run.data, (), cache)
-    data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
+    data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
     trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("cpu"))
     # A trainer's weights come from its run; here any small ones do.
     names = [SHARED, *map(VectorName.of_slot, range(run.num_slots))]

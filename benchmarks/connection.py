@@ -14,7 +14,7 @@ import statistics
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import PositiveInt
 from pydantic_settings import SettingsConfigDict
@@ -23,7 +23,7 @@ from benchmarks.cluster import ROOT, support
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import write_json
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.presentation import say
 
 NUM_PEERS = 4
@@ -42,8 +42,7 @@ class ConnectionConfig(CommandConfig):
     """Of how the peers are halved; drawn by default."""
     output: Path = ROOT / "benchmarks" / "results"
     """Folder for connection.json."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: ConnectionConfig) -> int:
@@ -65,13 +64,7 @@ def main(config: ConnectionConfig) -> int:
 
 
 def measure(folder: Path, repeats: int, seed: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each healing and of each noticed death.
-
-    Args:
-        folder: For the peers' files.
-        repeats: Number of repeats of each measurement.
-        seed: Seed of the partitions.
-    """
+    """Return the seconds of each healing and of each noticed death."""
     peers, brains, draw = support("real_peers"), support("split_brain"), random.Random(seed)
     cluster = peers.start_swarm(folder, NUM_PEERS)
     healing, deaths = [], []

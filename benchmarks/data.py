@@ -33,7 +33,7 @@ from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, DataConfig, ModelConfig, PositiveInt, RunConfig, TrainConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import KeyedPermutation
 from spes_p2p.data.sources import documents
@@ -241,7 +241,7 @@ def windows(folder: Path, payload: bytes) -> Row:
         train=TrainConfig(batch_size=BATCH),
     )
     tokenizer = resolve_tokenizer(run.data, [], folder)
-    source = train_source(run.data, tokenizer, paths=[], cache=folder, order_seed=0)
+    source = train_sources(run.data, tokenizer, paths=[], cache=folder)(0)
     trainer = build_trainer(run, len(tokenizer), source, ProcessGroup("cpu"))
     anchors = Anchors(run, {kind: layout.numel for kind, layout in trainer.layouts.items()})
     trainer.load(build_initial(run, len(tokenizer), anchors, trainer.layouts))

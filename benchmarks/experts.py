@@ -27,7 +27,7 @@ from benchmarks.records import say_rows, write_json
 from benchmarks.stock import default_stock_model, stock_step
 from benchmarks.tables import HEAD, Row, markdown_table
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, ModelConfig, PositiveInt, RunConfig
+from spes_p2p.config import CommandConfig, LogLevel, ModelConfig, PositiveInt, RunConfig
 from spes_p2p.model.bank import ExpertBank
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.model.frozen import unavailable
@@ -53,8 +53,7 @@ class ExpertsConfig(CommandConfig):
     """Turns of each."""
     output: Path | None = None
     """Folder in which to leave the figures, under the device's name."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import swarm_digest
 from benchmarks.testbed import TestBed, available
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import say
 
@@ -56,8 +56,7 @@ class FaultsConfig(CommandConfig):
     """Of all that is drawn; drawn itself by default."""
     output: Path = ROOT / "benchmarks" / "results"
     """Folder for faults.json and faults.md."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: FaultsConfig) -> int:

@@ -21,7 +21,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic_settings import SettingsConfigDict
@@ -30,7 +30,7 @@ from benchmarks.cluster import ROOT
 from benchmarks.passing import FAILED, PASSED, Outcome, run_tests
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.errors import DataError
 from spes_p2p.presentation import say
 
@@ -86,8 +86,7 @@ class GuardsConfig(CommandConfig):
 
     only: list[str] = []
     """Ids, weaknesses, words of names, or parts of file names of the guards to remove; all guards by default."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: GuardsConfig) -> int:

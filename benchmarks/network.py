@@ -18,14 +18,14 @@ from typing import Literal
 import torch
 from pydantic_settings import SettingsConfigDict
 
-from benchmarks import loopback_rows, network_rows, planned_rows, routed_rows
+from benchmarks import network_rows
 from benchmarks.machine import load_average
 from benchmarks.network_rows import Bench
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from benchmarks.testbed import available
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, PositiveInt
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
@@ -51,17 +51,17 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "low_bits": network_rows.low_bits,
     "scaling": network_rows.scaling,
     "slow_uplink": network_rows.slow_uplink,
-    "loopback": loopback_rows.loopback,
+    "loopback": network_rows.loopback,
     "joiners": network_rows.joiners,
     "overlapped": network_rows.overlapped,
-    "planned": planned_rows.planned,
-    "meetings": routed_rows.meetings,
-    "beside_tcp": routed_rows.beside_tcp,
-    "routed_rounds": routed_rows.routed_rounds,
-    "unmet_rounds": routed_rows.unmet_rounds,
-    "introducer_killed": routed_rows.introducer_killed,
-    "punched_speed": routed_rows.punched_speed,
-    "hostile_introducers": routed_rows.hostile_introducers,
+    "planned": network_rows.planned,
+    "meetings": network_rows.meetings,
+    "beside_tcp": network_rows.beside_tcp,
+    "routed_rounds": network_rows.routed_rounds,
+    "unmet_rounds": network_rows.unmet_rounds,
+    "introducer_killed": network_rows.introducer_killed,
+    "punched_speed": network_rows.punched_speed,
+    "hostile_introducers": network_rows.hostile_introducers,
 }
 BOARD = Scoreboard(Path("benchmarks/results/network.json"), Path("docs/benchmarks.md"), "NETWORK", PARTS)
 
@@ -79,8 +79,7 @@ class NetworkConfig(CommandConfig):
     """TCP's congestion control: `cubic`, which most machines have, or `bbr`."""
     write: bool = False
     """Leave what was measured in benchmarks/results/network.json and, between its markers, in docs/benchmarks.md."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: NetworkConfig) -> int:

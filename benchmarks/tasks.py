@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from spes_p2p.commands.monitor import EVALUATION_BATCH, MonitorConfig
 from spes_p2p.config import Frozen, RunConfig
-from spes_p2p.data.packing import TokenSource, held_out_batches, train_source
+from spes_p2p.data.packing import TokenSource, held_out_batches, train_sources
 from spes_p2p.data.tokenizer import resolve_tokenizer
 
 
@@ -39,7 +39,7 @@ class Subject(Frozen):
 
     def source(self, peer: int) -> TokenSource:
         """Return a peer's own training sequences, in its order, from their start."""
-        return train_source(self.run.data, self.tokenizer(), paths=self.text, cache=self.cache, order_seed=peer)
+        return train_sources(self.run.data, self.tokenizer(), paths=self.text, cache=self.cache)(peer)
 
     def held_out(self) -> list[LongTensor]:
         """Return the batches that the experiment's monitor evaluates on."""

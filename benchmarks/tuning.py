@@ -37,13 +37,14 @@ from spes_p2p.config import (
     AdapterConfig,
     CommandConfig,
     DataConfig,
+    LogLevel,
     MachineConfig,
     ModelConfig,
     PositiveInt,
     RunConfig,
     TrainConfig,
 )
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.sources import split_documents
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.model.adapted import InitialFactors, build_adapted
@@ -82,8 +83,7 @@ class TuningConfig(CommandConfig):
     """Folder in which to leave the figures."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: TuningConfig) -> int:
@@ -435,7 +435,7 @@ def _pretrained(folder: Path, kind: str, config: TuningConfig, steps: int = 400)
         claimed=range(shape["num_experts"]),
         storage="fp32",
     )
-    source = train_source(data, tokenizer, paths=[], cache=config.cache.expanduser(), order_seed=0)
+    source = train_sources(data, tokenizer, paths=[], cache=config.cache.expanduser())(0)
     trainer = Trainer(model, train, source, ProcessGroup("cpu"))
     for step in range(steps):
         trainer.step(3e-3 * min(1.0, (step + 1) / 40) * (1 - 0.9 * step / steps))

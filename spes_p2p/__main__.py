@@ -39,7 +39,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "simulate": ("SimulateConfig", "spes_p2p.commands.simulate", "compare ways to train in a simulation"),
     "health": ("HealthConfig", "spes_p2p.commands.health", "tell whether a peer makes progress"),
 }
-"""Each command's class of settings in `config`, the module of its `main`, and its line in the usage."""
+"""Each command's class of settings in `config.commands`, the module of its `main`, and its line in the usage."""
 
 
 def start(name: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -53,12 +53,12 @@ def start(name: str, argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is imported
-    from spes_p2p import config
     from spes_p2p.cli import entry_point, leave
+    from spes_p2p.config import commands
 
     settings, module, _ = COMMANDS[name]
     try:
-        entry_point(getattr(config, settings), module, argv)
+        entry_point(getattr(commands, settings), module, argv)
     except SystemExit as ended:
         assert isinstance(ended.code, int), f"a command's exit code is a number, not {ended.code!r}"
         leave(ended.code)

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 from pydantic import Field
 from pydantic_settings import SettingsConfigDict
@@ -22,7 +22,7 @@ from benchmarks.claims.faults import live_through
 from benchmarks.claims.summary import Summary
 from benchmarks.machine import Circumstances, load_average
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig, PositiveInt
+from spes_p2p.config import CommandConfig, LogLevel, PositiveInt
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
@@ -46,8 +46,7 @@ class ClaimsConfig(CommandConfig):
     """Time after which no other swarm is begun."""
     output: Path | None = None
     """Folder for claims.json and claims.md, which are written as the swarms go by."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: ClaimsConfig) -> int:

@@ -19,13 +19,7 @@ LARGE = 200
 
 
 class Weather:
-    """Faults as a seed draws them: joins, departures, deaths, restarts, stalls, partitions, and peers that flap.
-
-    Args:
-        simulation: The swarm.
-        draw: Decides what happens.
-        max_slots: Most slots of one peer.
-    """
+    """Faults as a seed draws them: joins, departures, deaths, restarts, stalls, partitions, and peers that flap."""
 
     def __init__(self, simulation: Simulation, draw: random.Random, max_slots: int) -> None:
         self._simulation = simulation

@@ -15,12 +15,7 @@ LATE = 0.03
 
 
 class Rounds:
-    """The rounds of one swarm, on each side of a partition by themselves.
-
-    Args:
-        simulation: The swarm.
-        seconds: Training time of a round.
-    """
+    """The rounds of one swarm, on each side of a partition by themselves."""
 
     def __init__(self, simulation: Simulation, seconds: float) -> None:
         self._simulation = simulation

@@ -111,12 +111,7 @@ class Simulation:
         self.schedule(self.random.uniform(0, self.settings.heartbeat_seconds), lambda: self._heartbeat(peer), peer)
 
     def crash(self, peer_id: str, cause: str = "death") -> None:
-        """Have a peer die; its claim lasts on.
-
-        Args:
-            peer_id: Whose name it is.
-            cause: What to call it.
-        """
+        """Have a peer die; its claim lasts on."""
         peer = self.disks[peer_id] = self.peers.pop(peer_id)
         peer.is_gone = True
         self.look_around(cause)
@@ -206,11 +201,7 @@ class Simulation:
         return unsettled(self.num_slots, held, {peer.peer_id: peer.max_slots for peer in self.peers.values()})
 
     def look_around(self, cause: str = "change") -> None:
-        """Show the checker the current allocation of slots.
-
-        Args:
-            cause: What has just happened.
-        """
+        """Show the checker the current allocation of slots."""
         for side in range(self.sides):
             peers = [peer for peer in self.peers.values() if peer.side == side and peer.state == "active"]
             awake = sum(peer.max_slots for peer in peers if self.now >= peer.stalled_until)

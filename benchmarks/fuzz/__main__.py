@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import seed as hypothesis_seed
@@ -26,7 +26,7 @@ from benchmarks.fuzz.decoders import decoders
 from benchmarks.fuzz.guided import guide, untyped
 from benchmarks.fuzz.inputs import encoded, mutant
 from spes_p2p.cli import entry_point
-from spes_p2p.config import CommandConfig
+from spes_p2p.config import CommandConfig, LogLevel
 from spes_p2p.errors import ConfigError
 from spes_p2p.presentation import say
 
@@ -44,8 +44,7 @@ class FuzzConfig(CommandConfig):
     """Coverage-guided executions, over all decoders; 0 does without atheris."""
     seed: Annotated[int, Field(ge=0)] = 0
     """Of the draws: the same seed gives the same inputs."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 def main(config: FuzzConfig) -> int:

@@ -61,10 +61,12 @@ class SwarmCluster(Actors):
         self._payload = payload
         self._codecs = codecs
         self._uplinks = uplinks or {}
-        self._number = 0
+        self.number = 0
+        """The round of the newest versions."""
         self._cpu_before = 0.0
         self._addresses: list[str] = []
-        self._ids: list[str] = []
+        self.ids: list[str] = []
+        """The members' peer ids."""
 
     def _start_all(self) -> None:
         for peer in range(self._peers):
@@ -74,7 +76,7 @@ class SwarmCluster(Actors):
         for member in self.members[1:]:
             member.ready()
         answers = call_all(self.members, "introduce", seconds=INTRODUCTION_SECONDS)
-        self._ids = [peer_id for peer_id, _ in answers]
+        self.ids = [peer_id for peer_id, _ in answers]
         routed = [member for member, (_, addresses) in zip(self.members, answers, strict=True) if not addresses]
         hidden = [peer_id for peer_id, addresses in answers if not addresses]
         call_all(routed, "wait_for_links", hidden, seconds=CALL_SECONDS)
@@ -98,19 +100,9 @@ class SwarmCluster(Actors):
         )
 
     @property
-    def ids(self) -> list[str]:
-        """The members' peer ids."""
-        return self._ids
-
-    @property
     def names(self) -> list[str]:
         """All names that a newcomer fetches."""
         return [SHARED, *map(VectorName.of_slot, range(self._payload.slots))]
-
-    @property
-    def number(self) -> int:
-        """The round of the newest versions."""
-        return self._number
 
     def kill(self, peer: int) -> None:
         """End a peer without notice; the rounds go on without it."""
@@ -120,13 +112,13 @@ class SwarmCluster(Actors):
         """Start a round on all peers; `finish_round` waits for it."""
         self._cpu_before = sum(member.cpu_seconds() for member in self.members)
         for member in self.members:
-            member.begin("round", self._number, len(self.members))
+            member.begin("round", self.number, len(self.members))
 
     def finish_round(self) -> ClusterRound:
         """Wait for all peers; return the round's figures."""
         rounds: list[PeerRound] = finish_all(self.members, CALL_SECONDS)
         cpu_seconds = sum(member.cpu_seconds() for member in self.members) - self._cpu_before
-        self._number += 1
+        self.number += 1
         met_at = min(each.met_at for each in rounds)
         return ClusterRound(
             matchmaking_seconds=max(each.matchmaking_seconds for each in rounds),

@@ -70,37 +70,21 @@ class Metric(NamedTuple):
     is_part: bool = False
 
 
-class Ranks(NamedTuple):
-    """The processes that share an evaluation; `accelerator` is accelerate's, and None for a single process."""
-
-    accelerator: Any
-    rank: int
-    num_ranks: int
-
-    @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        if self.accelerator is not None:
-            return self.accelerator.device
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def join_ranks() -> Ranks:
-    """Return this process's place among those that torchrun or accelerate have started.
+def join_ranks() -> Any:
+    """Return accelerate's `Accelerator` of the processes that it or torchrun has started; None for a single process.
 
     Raises:
         ConfigError: there are several, and accelerate is not installed.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return Ranks(None, 0, 1)
+        return None
     try:
         from accelerate import Accelerator, InitProcessGroupKwargs
     except ImportError as error:
         raise ConfigError(f"several processes need accelerate ({error}); {INSTALL}") from error
     # A process that has finished its requests waits for the others, whose may take hours.
     patience = InitProcessGroupKwargs(timeout=timedelta(weeks=1))
-    accelerator = Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
-    return Ranks(accelerator, accelerator.process_index, accelerator.num_processes)
+    return Accelerator(cpu=not torch.cuda.is_available(), kwargs_handlers=[patience])
 
 
 def load_checkpoint(
@@ -124,7 +108,8 @@ def load_checkpoint(
     report: Mapping[str, Any] = found[1]
     if lacking := sorted(report["missing_keys"]):  # transformers would draw them at random
         raise DataError(f"{directory} lacks {len(lacking)} tensors, {lacking[0]} among them; export it again")
-    return model.to(device or Ranks(None, 0, 1).device).eval(), load_tokenizer(directory)
+    device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return model.to(device).eval(), load_tokenizer(directory)
 
 
 def text_batches(
@@ -201,7 +186,7 @@ def task_metrics(
     task_path: Path | None = None,
     batch_size: int | str = 8,
     limit: int | None = None,
-    ranks: Ranks | None = None,
+    accelerator: Any = None,
 ) -> list[Metric]:
     """Runs lm-eval tasks.
 
@@ -212,7 +197,7 @@ def task_metrics(
         task_path: Folder of task YAMLs, looked through before the ones that come with lm-eval.
         batch_size: Requests per forward pass, or `auto`.
         limit: Documents per task at most.
-        ranks: The processes that share the requests; by default this one has all.
+        accelerator: That of the processes that share the requests; by default this one has all.
 
     Returns:
         What lm-eval reports; on ranks other than the first, nothing.
@@ -223,7 +208,7 @@ def task_metrics(
     """
     lm_eval, errors = _lm_eval()
     manager = _task_manager(group.tasks, task_path)
-    adapter = _adapter(model, tokenizer, batch_size, ranks or Ranks(None, 0, 1))
+    adapter = _adapter(model, tokenizer, batch_size, accelerator)
     try:
         result = lm_eval.simple_evaluate(
             adapter,
@@ -252,7 +237,7 @@ def _lm_eval() -> tuple[Any, tuple[type[Exception], ...]]:
     return lm_eval, (OSError, ValueError, KeyError, AssertionError, DatasetsError)
 
 
-def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, ranks: Ranks) -> Any:
+def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: int | str, accelerator: Any) -> Any:
     """Return the model as lm-eval takes it; lm-eval itself shares requests only where each process has a GPU."""
     from lm_eval.models.huggingface import HFLM
 
@@ -260,10 +245,10 @@ def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: i
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
 
     adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-    if ranks.accelerator is not None:
-        adapter.accelerator = ranks.accelerator
-        adapter._rank = ranks.rank
-        adapter._world_size = ranks.num_ranks
+    if accelerator is not None:
+        adapter.accelerator = accelerator
+        adapter._rank = accelerator.process_index
+        adapter._world_size = accelerator.num_processes
     return adapter
 
 
@@ -332,17 +317,18 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
         if file is not None and not _is_writable(file.expanduser()):
             raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")
     groups = task_groups(config.tasks, config.suite, config.task_path, config.num_fewshot)
-    ranks = join_ranks()
-    model, tokenizer = load_checkpoint(config.checkpoint.expanduser(), config.precision, ranks.device)
+    accelerator = join_ranks()
+    device, is_first = (None, True) if accelerator is None else (accelerator.device, accelerator.process_index == 0)
+    model, tokenizer = load_checkpoint(config.checkpoint.expanduser(), config.precision, device)
     rows: list[Metric] = []
-    if ranks.rank == 0 and (config.text or not groups):
+    if is_first and (config.text or not groups):
         batch_size = TEXT_BATCH if config.batch_size == "auto" else config.batch_size
         batches = text_batches(tokenizer, config.text, config.sequence_length, batch_size, config.limit)
         rows += text_metrics(model, batches, "text" if config.text else "embedded held-out")
         _write(rows, config)
     for group in groups:
-        rows += task_metrics(*(model, tokenizer, group), config.task_path, config.batch_size, config.limit, ranks)
-        if ranks.rank == 0:
+        rows += task_metrics(*(model, tokenizer, group), config.task_path, config.batch_size, config.limit, accelerator)
+        if is_first:
             _write(rows, config)
     return rows
 

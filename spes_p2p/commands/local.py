@@ -26,7 +26,7 @@ from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, PeerConfig, R
 from spes_p2p.config.commands import ExperimentConfig, MonitorConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.conversations import founding
-from spes_p2p.data.packing import held_out_by_source, train_source
+from spes_p2p.data.packing import held_out_by_source, train_sources
 from spes_p2p.data.remote import url_of, with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
@@ -288,7 +288,7 @@ def _prepare_corpus(config: ExperimentConfig) -> None:
     tokenizer = resolve_tokenizer(data, config.text, cache)
     data = founding(data, tokenizer)
     if data.source != "hub":
-        train_source(data, tokenizer, paths=config.text, cache=cache, order_seed=0)
+        train_sources(data, tokenizer, paths=config.text, cache=cache)(0)
         held_out_by_source(data, tokenizer, paths=config.text, cache=cache, num_sequences=8, batch_size=8, seed=0)
 
 

@@ -27,7 +27,7 @@ from spes_p2p.data.remote import with_fetched
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, JoinError, SpesError
 from spes_p2p.monitor.checkpoints import CHECKPOINTS, Checkpoints, Uploads
 from spes_p2p.monitor.curves import TensorboardSink, WandbSink, check_packages
-from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, read_events, replay
+from spes_p2p.monitor.events import METRICS_FILE, Event, JsonlSink, Sink, read_events, replay
 from spes_p2p.monitor.model_folder import VERSIONS, export
 from spes_p2p.monitor.page.server import Page, check_place
 from spes_p2p.monitor.page.snapshot import PageState
@@ -112,20 +112,16 @@ def main(settings: MonitorConfig) -> int:
     check_packages(wandb=settings.wandb, tensorboard=settings.tensorboard)
     check_place(settings.page)
     with own_output(settings) as output:
-        return _watched(settings, output)
-
-
-def _watched(settings: MonitorConfig, output: Path) -> int:
-    if settings.threads is not None:
-        torch.set_num_threads(settings.threads)
-    new = [path for name in (IDENTITY_FILE, VERSIONS, CONSENSUS) if not (path := output / name).exists()]
-    try:
-        return _join_and_watch(settings, output)
-    except SpesError:
-        # What a failed start leaves would make the next one, with corrected flags, demand --resume or --overwrite.
-        if not (output / METRICS_FILE).exists():
-            delete(new)
-        raise
+        if settings.threads is not None:
+            torch.set_num_threads(settings.threads)
+        new = [path for name in (IDENTITY_FILE, VERSIONS, CONSENSUS) if not (path := output / name).exists()]
+        try:
+            return _join_and_watch(settings, output)
+        except SpesError:
+            # What a failed start leaves would make the next one, with corrected flags, demand --resume or --overwrite.
+            if not (output / METRICS_FILE).exists():
+                delete(new)
+            raise
 
 
 def _join_and_watch(settings: MonitorConfig, output: Path) -> int:
@@ -293,13 +289,16 @@ def _watch(
         if settings.tensorboard:
             sinks.add("TensorBoard", lambda: TensorboardSink(output / TENSORBOARD_DIRECTORY))
         if settings.wandb:
-            sinks.add("W&B", lambda: _wandb(settings, output, facts))
+            fields = {"name": settings.run_name, "watch": str(facts["watch"]), "config": facts["config"]}
+            sinks.add("W&B", lambda: WandbSink(output, project=settings.wandb_project, **fields))
         if page is not None:
             shown = page
             if path.exists():
                 for event in read_events(path):
                     shown.take(event)
-            sinks.add("the page", lambda: PageSink(shown, facts, _link(settings, manifest)))
+            addresses = tuple(settings.initial_peers[:MAX_ADDRESSES])
+            link = JoinLink(run_id=manifest.run_id, founder=manifest.founder, addresses=addresses).encode()
+            sinks.add("the page", lambda: PageSink(shown, facts, link))
         return Watch(
             *(swarm, amendments, archive, sinks.update, view),
             save=partial(beside.save, output),
@@ -314,17 +313,7 @@ def _watch(
         sinks.close()
 
 
-def _wandb(settings: MonitorConfig, output: Path, facts: Mapping[str, Any]) -> WandbSink:
-    name, watch = settings.run_name, str(facts["watch"])
-    return WandbSink(output, project=settings.wandb_project, name=name, watch=watch, config=facts["config"])
-
-
-def _link(settings: MonitorConfig, manifest: Manifest) -> str:
-    addresses = tuple(settings.initial_peers[:MAX_ADDRESSES])
-    return JoinLink(run_id=manifest.run_id, founder=manifest.founder, addresses=addresses).encode()
-
-
-class PageSink:
+class PageSink(Sink):
     """Shows a watch on its page; `close` leaves the page up, with the last state.
 
     Args:
@@ -343,9 +332,6 @@ class PageSink:
 
     def update(self, view: SwarmView) -> None:
         self._page.show(PageState(view, self._run, link=self._link))
-
-    def close(self) -> None:
-        """Leave the page as it is."""
 
 
 def _save(output: Path, round: int, loss: float | None) -> None:

@@ -12,7 +12,8 @@ from pathlib import Path
 from platformdirs import user_config_path
 
 from spes_p2p.cli import EXIT_INTERRUPTED, EXIT_USER_ERROR, load_settings
-from spes_p2p.config import JoinConfig, PeerConfig, ServiceConfig
+from spes_p2p.config import PeerConfig
+from spes_p2p.config.commands import JoinConfig, ServiceConfig
 from spes_p2p.config.machine import VolunteerConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic

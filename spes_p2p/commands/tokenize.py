@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spes_p2p.config import DataConfig, TokenizeConfig
+from spes_p2p.config import DataConfig
+from spes_p2p.config.commands import TokenizeConfig
 from spes_p2p.data.shards import ShardManifest
 from spes_p2p.data.tokenise import Progress, Settings, find_files, split_prefix, tokenise
 from spes_p2p.errors import ConfigError

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import functools
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spes_p2p.config.commands import UpcycleConfig, UpcycleSettings
 from spes_p2p.errors import ConfigError
-from spes_p2p.fs import scratch_path
-from spes_p2p.model.export import MATRICES, ON_DISK, apply_umask, weight_file, write_index
+from spes_p2p.model.export import MATRICES, ON_DISK, Shards, written_folder
 from spes_p2p.model.safetensor_files import HEAD, SafetensorFiles, read_config
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import say
@@ -131,50 +129,35 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
     config.architectures = [family.mixture]
     target = settings.output.resolve()
     try:
-        with scratch_path(target) as scratch:
-            with ExitStack() as stack:
-                weights = DenseWeights(settings.source, dense, stack)
-                scratch.mkdir(parents=True)
-                num_params = _write_weights(scratch, weights, family, settings)
+        with ExitStack() as stack:
+            files, names = _opened(settings.source, dense, stack)
+            scratch = stack.enter_context(written_folder(target, "config.json", None, ""))
+            generator, shards = torch.Generator().manual_seed(settings.seed), Shards(scratch, 0)
+            shards.add((name, files.read(name)) for name in names if not name.startswith("model.layers."))
+            for layer in range(dense.num_hidden_layers):
+                shards.make_room(1)  # a file for each layer, written before the next one is made
+                shards.add(_layer(files, names, layer, family, settings, generator))
+            shards.close()
             config.save_pretrained(scratch)
             for name in KEPT_FILES:
                 if (settings.source / name).is_file():
                     shutil.copyfile(settings.source / name, scratch / name)
-            if target.exists():
-                target.rmdir()
-            apply_umask(scratch)
-            scratch.rename(target)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
-    return family.mixture, num_params
+    return family.mixture, shards.num_params
 
 
-class DenseWeights:
-    """A dense checkpoint's tensors, read one at a time from files that `stack` keeps open.
-
-    Raises:
-        DataError: a file or tensor is missing or damaged, or a shape is not the configuration's.
-    """
-
-    def __init__(self, source: Path, dense: PretrainedConfig, stack: ExitStack) -> None:
-        self._files = SafetensorFiles(source, stack)
-        with torch.device("meta"):
-            expected = AutoModelForCausalLM.from_config(dense).state_dict()
-        self._files.check_tied(dense)
-        if dense.tie_word_embeddings:
-            expected.pop(HEAD)
-        self.names = tuple(expected)
-        self.num_layers: int = dense.num_hidden_layers
-        for name, tensor in expected.items():
-            self._files.check(name, tensor.shape)
-
-    def read(self, name: str) -> Tensor:
-        """Read one tensor in its stored precision.
-
-        Raises:
-            DataError: it holds NaN or infinity, or is not floating-point.
-        """
-        return self._files.read(name)
+def _opened(source: Path, dense: PretrainedConfig, stack: ExitStack) -> tuple[SafetensorFiles, tuple[str, ...]]:
+    """Return a dense checkpoint's files, which `stack` keeps open, and the names of its tensors."""
+    files = SafetensorFiles(source, stack)
+    with torch.device("meta"):
+        expected = AutoModelForCausalLM.from_config(dense).state_dict()
+    files.check_tied(dense)
+    if dense.tie_word_embeddings:
+        expected.pop(HEAD)
+    for name, tensor in expected.items():
+        files.check(name, tensor.shape)
+    return files, tuple(expected)
 
 
 def _check_settings(settings: UpcycleSettings) -> None:
@@ -190,11 +173,7 @@ def _check_settings(settings: UpcycleSettings) -> None:
 
 
 def _family_of(dense: PretrainedConfig, source: Path) -> Family:
-    """Look up the family of a dense model.
-
-    Raises:
-        ConfigError: no family has its architecture, or the mixture cannot express one of its settings.
-    """
+    """Look up the family of a dense model."""
     known = {family.dense: family for family in families().values()}
     architectures = list(dense.architectures or ["a model without a name"])
     family = known.get(architectures[0])
@@ -217,43 +196,20 @@ def _family_of(dense: PretrainedConfig, source: Path) -> Family:
     return family
 
 
-def _write_weights(folder: Path, weights: DenseWeights, family: Family, settings: UpcycleSettings) -> int:
-    """Write a file for each layer, one for the rest, and their index; return the number of parameters."""
-    generator = torch.Generator().manual_seed(settings.seed)
-    where: dict[str, str] = {}
-    num_bytes = num_params = 0
-    parts = [
-        _outside_layers(weights),
-        *(_layer(weights, layer, family, settings, generator) for layer in range(weights.num_layers)),
-    ]
-    for number, part in enumerate(parts, 1):
-        tensors = dict(part)
-        file = weight_file(number, len(parts))
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
-        num_bytes += sum(tensor.nbytes for tensor in tensors.values())
-        num_params += sum(tensor.numel() for tensor in tensors.values())
-        del tensors  # before the next layer is made
-    write_index(folder, where, num_bytes, num_params)
-    return num_params
-
-
-def _outside_layers(weights: DenseWeights) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor outside the layers."""
-    for name in weights.names:
-        if not name.startswith("model.layers."):
-            yield name, weights.read(name)
-
-
 def _layer(
-    weights: DenseWeights, layer: int, family: Family, settings: UpcycleSettings, generator: torch.Generator
+    files: SafetensorFiles,
+    names: Sequence[str],
+    layer: int,
+    family: Family,
+    settings: UpcycleSettings,
+    generator: torch.Generator,
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield one layer: its tensors outside the MLP, a new router, and the MLP once for each expert."""
     prefix = f"model.layers.{layer}."
-    for name in weights.names:
+    for name in names:
         if name.startswith(prefix) and not name.startswith(f"{prefix}mlp."):
-            yield name, weights.read(name)
-    dense = {name: weights.read(f"{prefix}mlp.{name}.weight") for name in MATRICES}
+            yield name, files.read(name)
+    dense = {name: files.read(f"{prefix}mlp.{name}.weight") for name in MATRICES}
     block, matrices = ON_DISK[family.model_type]
     gate_ID = dense["gate_proj"]
     router_ED = torch.randn(settings.num_experts, gate_ID.shape[1], generator=generator) * settings.router_std

@@ -12,23 +12,6 @@ from spes_p2p.config.checkpoint import (
     StartConfig,
     Storage,
 )
-from spes_p2p.config.commands import (
-    AmendConfig,
-    ClusterConfig,
-    CtlConfig,
-    EvaluateConfig,
-    ExperimentConfig,
-    ExportConfig,
-    HealthConfig,
-    InviteConfig,
-    JoinConfig,
-    MonitorConfig,
-    PlanConfig,
-    ServiceConfig,
-    SimulateConfig,
-    TokenizeConfig,
-    UpcycleConfig,
-)
 from spes_p2p.config.data import DataConfig, Packing, SourceConfig
 from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId
 from spes_p2p.config.machine import (
@@ -36,6 +19,7 @@ from spes_p2p.config.machine import (
     MIN_MBIT,
     CommandConfig,
     KeptRounds,
+    LogLevel,
     MachineConfig,
     OwnData,
     PeerConfig,

@@ -20,6 +20,7 @@ from spes_p2p.config.machine import (
     ConfigFile,
     FoundedRun,
     KeptRounds,
+    LogLevel,
     MachineConfig,
     NamedRun,
     OwnData,
@@ -157,8 +158,7 @@ class MonitorConfig(CommandConfig, NamedRun, OwnData):
     """Where tokenised text is kept."""
     threads: PositiveInt | None = None
     """CPU threads for evaluating; by default PyTorch's choice."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
+    log_level: LogLevel = "info"
 
     @model_validator(mode="before")
     @classmethod
@@ -256,8 +256,7 @@ class PlanConfig(CommandConfig, MachineConfig):
     """Every peer's downlink; by default the uplink's."""
     tokens_per_second: PositiveFloat | None = None
     """Training speed of this machine, where it is known. The planner does not guess it."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
+    log_level: LogLevel = "info"
 
 
 class TokenizeConfig(CommandConfig):
@@ -296,8 +295,7 @@ class TokenizeConfig(CommandConfig):
     the command."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where a trained tokenizer is kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
+    log_level: LogLevel = "info"
 
 
 class InviteConfig(CommandConfig, NamedRun):
@@ -386,8 +384,7 @@ class ExportConfig(CommandConfig):
     """Multiaddrs of peers in that run's swarm."""
     yes: bool = False
     """Read the tokenizer that another's run names without asking; for scripts."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
+    log_level: LogLevel = "info"
 
 
 class AmendConfig(CommandConfig):
@@ -408,8 +405,7 @@ class AmendConfig(CommandConfig):
     """YAML file with the settings to change under `run`; those that are as they were may stay in it."""
     run: RunConfig | None = None
     """Settings to change, such as `--run.round.total 200`."""
-    log_level: Literal["debug", "info", "warning"] = "warning"
-    """Least severe event to log."""
+    log_level: LogLevel = "warning"
 
 
 class UpcycleSettings(Frozen):

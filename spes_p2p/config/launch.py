@@ -36,10 +36,6 @@ class Place:
 def check_ranks(environ: Mapping[str, str], *, founds: bool = False) -> None:
     """Refuse variables with which a peer's ranks would not find each other.
 
-    Args:
-        environ: The environment.
-        founds: Whether the peer founds a run.
-
     Raises:
         ConfigError: torchrun would not set them so.
     """
@@ -77,10 +73,6 @@ def place_of(environ: Mapping[str, str], *, on_gpu: bool) -> Place:
 
     SLURM's task and array numbers name it, or RANK, or else the machine's host name. NPROC_PER_NODE is the number of
     ranks; by default one per GPU that SLURM gives, or one.
-
-    Args:
-        environ: The environment.
-        on_gpu: Whether ranks may use GPUs.
 
     Raises:
         ConfigError: the variables contradict each other, or start several peers on a node.

@@ -18,6 +18,7 @@ from spes_p2p.errors import ConfigError
 
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 AttentionName = Literal["sdpa", "flash", "eager"]
+LogLevel = Annotated[Literal["debug", "info", "warning"], Field(description="Least severe event to log.")]
 MIN_MBIT = 1e-3
 """Least uplink, in 10^6 bits per second; shares of a round computed from far less are not finite."""
 
@@ -253,8 +254,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     device hangs; a second SIGTERM ends it within 5."""
     cache: Path = Path("~/.cache/spes_p2p")
     """Where trained tokenizers and tokenised text are kept."""
-    log_level: Literal["debug", "info", "warning"] = "info"
-    """Least severe event to log."""
+    log_level: LogLevel = "info"
 
     @model_validator(mode="after")
     def _check_resume(self) -> VolunteerConfig:

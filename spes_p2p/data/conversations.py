@@ -25,7 +25,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.readers import OnBad, batches
 from spes_p2p.data.sources import WRITTEN_TOGETHER, Document, Part, in_held_out_part, is_in
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_bytes, tokenizer_digest
-from spes_p2p.data.windows import TokenFile
+from spes_p2p.data.windows import TokenFile, mapped
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, make_once, write_atomic
 
@@ -181,8 +181,7 @@ def conversation_file(
             "begins a sequence without what came before%s",
             *(num_long, len(ends_D), part, data.sequence_length, ", or is dropped" if data.packing == "trunc" else ""),
         )
-    ids_N = np.memmap(ids, "<u4", mode="r") if ids.stat().st_size else np.empty(0, "<u4")
-    return TokenFile(ids_N, key, tokenizer.eos_token_id, ends_D)
+    return TokenFile(mapped(ids, "<u4"), key, tokenizer.eos_token_id, ends_D)
 
 
 def num_tokens(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> tuple[int, int] | None:

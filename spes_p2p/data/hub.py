@@ -165,17 +165,15 @@ def load_hub(data: DataConfig) -> IterableDataset:
         if dataset.features is None:  # rows of JSON, CSV or text, which are not decoded
             return dataset
         if data.text_field not in dataset.features:
-            raise _no_field(data, list(dataset.features))
+            known = ", ".join(sorted(dataset.features)[:8])
+            raise DataError(
+                f"data set {data.name!r} has no field {data.text_field!r} (it has: {known}); set data.text_field"
+            )
         feature = dataset.features[data.text_field]
         if not (isinstance(feature, Value) and feature.dtype in ("string", "large_string")):  # guard: hub-column
             raise DataError(f"column {data.text_field!r} of data set {data.name!r} is no text; set data.text_field")
         # A column of images or sound may name files anywhere, which decoding it would open.
         return dataset.select_columns([data.text_field])  # guard: hub-decoding
-
-
-def _no_field(data: DataConfig, columns: list[str]) -> DataError:
-    known = ", ".join(sorted(columns)[:8])
-    return DataError(f"data set {data.name!r} has no field {data.text_field!r} (it has: {known}); set data.text_field")
 
 
 @contextlib.contextmanager

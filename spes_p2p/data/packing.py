@@ -29,7 +29,7 @@ from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.mixture import MixedSource, named
 from spes_p2p.data.readers import batches
 from spes_p2p.data.shards import TokenShards
-from spes_p2p.data.shared import MIN_WINDOWS, SharedSource
+from spes_p2p.data.shared import MIN_WINDOWS, SharedSource, check_state
 from spes_p2p.data.sources import (
     WRITTEN_TOGETHER,
     Document,
@@ -41,7 +41,7 @@ from spes_p2p.data.sources import (
     row_text,
 )
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
-from spes_p2p.data.windows import TokenFile, Windows, windows_of
+from spes_p2p.data.windows import TokenFile, Windows, mapped, windows_of
 from spes_p2p.errors import DataError
 from spes_p2p.fs import cache_folder, make_once, write_atomic
 
@@ -53,6 +53,7 @@ BLOCK_CHARACTERS = 8 * 2**20
 _MIN_SHARDS = 64
 _BATCH_CHARACTERS = 2**20
 _LAYOUT_VERSION = 1
+_OLD_STATE = {"packing": "pack"}  # which was the only packing once, and not saved
 
 
 def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
@@ -87,7 +88,7 @@ def token_file(
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     files = {name: folder / f"{key}.{name}.bin" for name in together}
     make_once(files[together[-1]], folder / key, lambda: _tokenise(data, tokenizer, paths, files))
-    return TokenFile(_map(files[part], dtype), key, tokenizer.eos_token_id)
+    return TokenFile(mapped(files[part], dtype), key, tokenizer.eos_token_id)
 
 
 def _shards_part(data: DataConfig, tokenizer: AnyTokenizer, cache: Path, part: Part) -> TokenFile:
@@ -134,11 +135,6 @@ def _encode_batch(tokenizer: AnyTokenizer, texts: list[str]) -> np.ndarray:
     return flat
 
 
-def _map(file: Path, dtype: np.dtype) -> np.ndarray:
-    """Map a token file into memory, if it is not empty: an empty file cannot be mapped."""
-    return np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype=dtype)
-
-
 def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str, fewest: int = MIN_WINDOWS) -> DataError:
     """Return the error for a corpus that is too small."""
     return DataError(
@@ -150,21 +146,6 @@ def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str, fe
 def _min_windows(file: TokenFile) -> int:
     """Return the fewest windows of a corpus: a volunteer's conversations may be few."""
     return MIN_WINDOWS if file.ends_D is None else 1
-
-
-def _check_state(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
-    """Check that a saved position belongs to this order.
-
-    Raises:
-        DataError: it has other tokens, another length or another seed.
-    """
-    known = {"packing": "pack", **state}  # which was the only packing once, and not saved
-    for name, value in identity.items():
-        if known.get(name) != value:
-            raise DataError(
-                f"the saved data order has {name}={known.get(name)!r}, this one {value!r}; "
-                f"restore text and settings, or start without --resume"
-            )
 
 
 def _rng(seed: int, *more: int) -> np.random.Generator:
@@ -235,7 +216,7 @@ class StreamSource:
         return {**self._identity(), **copy.deepcopy(self._block_start), "given": self._given}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_state(state, self._identity())
+        check_state({**_OLD_STATE, **state}, self._identity(), "text")
         try:
             carry = np.array(state["carry"], dtype=np.uint32)
             self._begin_epoch(int(state["epoch"]), int(state["block"]), {**state["dataset"]})
@@ -378,7 +359,7 @@ class WindowSource:
         return {**self._identity, "epoch": self._epoch, "position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        _check_state(state, self._identity)
+        check_state({**_OLD_STATE, **state}, self._identity, "text")
         epoch, position = state.get("epoch"), state.get("position")
         if not (isinstance(epoch, int) and isinstance(position, int) and epoch >= 0):
             raise DataError(f"data order state has epoch={epoch!r}, position={position!r}; resume from another save")
@@ -394,31 +375,25 @@ class WindowSource:
         return _rng(self._order_seed, self._epoch).permutation(self._num_windows)
 
 
-def train_source(
-    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path, order_seed: int
-) -> TokenSource:
-    """Return an endless source of the configured corpus's training sequences, without held-out documents.
+def train_sources(
+    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path
+) -> Callable[[int], TokenSource]:
+    """Return what makes endless sources of the corpus's training sequences, without held-out documents.
 
-    Pass the same `order_seed` on all ranks of a peer: each draws the whole batch and takes its rows.
+    It takes the seed of the order, different on each peer; shared data have one order for all. Pass the same seed on
+    all ranks of a peer: each draws the whole batch and takes its rows. A corpus on disk is read only once.
 
     Args:
         data: Source and sequence length.
         tokenizer: The run's tokenizer.
         paths: Files and folders of the source `files`.
         cache: Folder for token files.
-        order_seed: Seed of the order, different on each peer; shared data have one order for all.
 
     Raises:
         ConfigError: `paths` is empty with the source `files`, or `cache` cannot be written.
-        DataError: the corpus cannot be read, or is too small: text and shards need 8 windows, conversations one.
+        DataError: here or where a source is made: the corpus cannot be read, or is too small: text and shards need 8
+            windows, conversations one.
     """
-    return train_sources(data, tokenizer, paths=paths, cache=cache)(order_seed)
-
-
-def train_sources(
-    data: DataConfig, tokenizer: AnyTokenizer, *, paths: Sequence[Path], cache: Path
-) -> Callable[[int], TokenSource]:
-    """Return `train_source` as a function of `order_seed` alone, which reads a corpus on disk only once."""
     if data.source == "hub":
         return partial(StreamSource, data, tokenizer)
     if data.mixture:
@@ -435,7 +410,7 @@ def _opened(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> dict[str,
     """Return tokens, windows and settings of a mixture's sources, by their name.
 
     Raises:
-        ConfigError, DataError: as `train_source`, with the name of the source.
+        ConfigError, DataError: as `train_sources`, with the name of the source.
     """
     found = {}
     for name, each in data.by_source().items():
@@ -447,11 +422,7 @@ def _opened(data: DataConfig, tokenizer: AnyTokenizer, cache: Path) -> dict[str,
 
 
 def _mixed(opened: Mapping[str, tuple[TokenFile, Windows, DataConfig]], data: DataConfig) -> MixedSource:
-    """Return the sources of a mixture as one.
-
-    Raises:
-        DataError: one is too small.
-    """
+    """Return the sources of a mixture as one."""
     sources = {}
     for name, each in opened.items():
         with named(name):
@@ -513,7 +484,7 @@ def held_out_batches(
         part: All held-out documents, or one half of them.
 
     Raises:
-        ConfigError: as `train_source`.
+        ConfigError: as `train_sources`.
         DataError: the corpus cannot be read, or its held-out part is too small.
     """
     if data.source == "hub":

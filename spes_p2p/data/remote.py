@@ -117,12 +117,7 @@ def _local(paths: Sequence[Path], urls: Sequence[str], fingerprint: str | None, 
 
 
 def _of_any(urls: Sequence[str], read: Callable[[str], T]) -> T:
-    """Return what is read from the first of a stranger's addresses that has the shards.
-
-    Raises:
-        ConfigError: an address may not be read.
-        DataError: none has them.
-    """
+    """Return what is read from the first of a stranger's addresses that has the shards."""
     failures = []
     for url in urls:
         try:

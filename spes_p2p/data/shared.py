@@ -37,6 +37,20 @@ def probe_sequences(sequence_length: int) -> int:
     return max(PROBE_SEQUENCES, math.ceil(PROBE_TOKENS / sequence_length))  # guard: probe-size
 
 
+def check_state(state: Mapping[str, Any], identity: Mapping[str, Any], what: str) -> None:
+    """Check that a saved position belongs to this order of a text or of data, which the error names.
+
+    Raises:
+        DataError: it has other tokens, another length or another seed.
+    """
+    for name, value in identity.items():
+        if state.get(name) != value:
+            raise DataError(
+                f"the saved data order has {name}={state.get(name)!r}, this one {value!r}; "
+                f"restore {what} and settings, or start without --resume"
+            )
+
+
 class KeyedPermutation:
     """A permutation of the numbers below `size`, computed number by number.
 
@@ -83,30 +97,26 @@ class DealtDraws:
 
     def __init__(self) -> None:
         self._ranges: list[range] | None = None
-        self._drawn = 0
+        self.num_drawn = 0
+        """Batches drawn since `deal`."""
 
     def deal(self, ranges: Sequence[range]) -> None:
         """Draw these batches from now on, in this order, and count from 0."""
         self._ranges = list(ranges)
-        self._drawn = 0
-
-    @property
-    def num_drawn(self) -> int:
-        """Batches drawn since `deal`."""
-        return self._drawn
+        self.num_drawn = 0
 
     @property
     def is_exhausted(self) -> bool:
         """Whether no batch of the ranges is left."""
-        return self._ranges is not None and self._drawn >= sum(map(len, self._ranges))
+        return self._ranges is not None and self.num_drawn >= sum(map(len, self._ranges))
 
     def _next_draw(self) -> int | None:
         """Return the number of the next batch; None before the first deal."""
         if self._ranges is None:
             return None
         assert not self.is_exhausted, "all that was dealt is drawn"
-        at = self._drawn
-        self._drawn += 1
+        at = self.num_drawn
+        self.num_drawn += 1
         for each in self._ranges:
             if at < len(each):
                 return each[at]
@@ -181,9 +191,4 @@ class SharedSource(DealtDraws):
         return dict(self._identity)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        for name, value in self._identity.items():
-            if state.get(name) != value:
-                raise DataError(
-                    f"the saved data order has {name}={state.get(name)!r}, this one {value!r}; restore data and "
-                    f"settings, or start without --resume"
-                )
+        check_state(state, self._identity, "data")

@@ -137,11 +137,7 @@ def corpus_bytes(data: DataConfig, paths: Sequence[Path]) -> int | None:
 
 
 def _files_of(data: DataConfig, paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """List the files of a corpus with their names.
-
-    Raises:
-        ConfigError: the source is `files` and `paths` is empty.
-    """
+    """List the files of a corpus with their names."""
     if data.source == "embedded":
         return _embedded_files()
     if (rows := conversation_files(data.paths)) is not None:

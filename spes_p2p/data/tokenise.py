@@ -194,11 +194,7 @@ def _shards_of(settings: Settings, *suffixes: str) -> list[Path]:
 
 
 def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None:
-    """Return the manifest, if this very work is done.
-
-    Raises:
-        DataError: the folder holds other shards of this prefix.
-    """
+    """Return the manifest, if this very work is done."""
     path = settings.folder / f"{settings.stem}{MANIFEST}"
     if path.exists():
         manifest = read_manifest(path)

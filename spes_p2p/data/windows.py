@@ -21,6 +21,7 @@ from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 import torch
+from numpy.typing import DTypeLike
 from torch import LongTensor
 
 from spes_p2p.config import DataConfig, Packing
@@ -237,7 +238,7 @@ def _kept_layout(
     folder = cache_folder(cache, "windows")
     spans, stops = folder / f"{key}.spans", folder / f"{key}.stops"
     make_once(stops, folder / key, lambda: _write_layout(file, sequence_length, packing, spans, stops))
-    return _map(spans).reshape(-1, 2), _map(stops)
+    return mapped(spans, np.int64).reshape(-1, 2), mapped(stops, np.int64)
 
 
 def _write_layout(file: TokenFile, sequence_length: int, packing: Packing, spans: Path, stops: Path) -> None:
@@ -256,9 +257,9 @@ def _write_layout(file: TokenFile, sequence_length: int, packing: Packing, spans
     )
 
 
-def _map(file: Path) -> np.ndarray:
-    """Map int64 numbers into memory, if there are any: an empty file cannot be mapped."""
-    return np.memmap(file, np.int64, mode="r") if file.stat().st_size else np.empty(0, np.int64)
+def mapped(file: Path, dtype: DTypeLike) -> np.ndarray:
+    """Map a file's numbers into memory, if there are any: an empty file cannot be mapped."""
+    return np.memmap(file, dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
 
 
 def _numbers(ids_N: np.ndarray) -> np.ndarray:

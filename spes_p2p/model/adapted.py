@@ -6,7 +6,7 @@ Shape legend: E experts, r rank; of any weight, O and I are the output and input
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -177,10 +177,7 @@ class InitialFactors:
     """
 
     def __init__(self, model: SlotModel, seed: int) -> None:
-        self._shapes: Mapping[int | None, Mapping[str, tuple[int, ...]]] = {
-            None: model.shared_shapes(),
-            **dict.fromkeys(range(model.num_slots), model.slot_shapes()),
-        }
+        self._shapes = model.shapes()
         self._seed = seed
 
     def read(self, slot: int | None) -> dict[str, Tensor]:

@@ -45,11 +45,11 @@ class BaseLayout:
         self._precision: Storage = run.adapter.base
         if (reason := unavailable(self._precision)) is not None:
             raise ConfigError(f"adapter.base={self._precision} cannot be used here: {reason}")
-        self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
+        self._shapes = model.shapes()
 
     def tensors(self, slot: int | None) -> Iterator[tuple[str, tuple[int, ...], Storage]]:
         """Yield the name, shape and precision of each tensor of a document."""
-        for name, shape in self._shapes[None if slot is None else "slot"].items():
+        for name, shape in self._shapes[slot].items():
             yield name, shape, self._precision_of(name, slot)
 
     def _precision_of(self, name: str, slot: int | None) -> Storage:

@@ -9,7 +9,7 @@ import contextlib
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ from spes_p2p.fs import scratch_path
 from spes_p2p.model.frozen import DOWN, GATE_UP
 from spes_p2p.model.slot_model import SlotModel, check_tensors
 
-INDEX = "model.safetensors.index.json"
-"""Of a checkpoint in several files: maps each tensor to its file."""
+WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
+"""A checkpoint's weights; of one in several files, what maps each tensor to its file."""
 SHARD_BYTES = 2**25
 """Slots share a file up to this size, so that a small model is one file; a larger slot has a file of its own."""
 MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -67,9 +67,17 @@ def save_checkpoint(
         DataError: names, shapes or values of what `read` returns do not fit the model.
     """
     with written_folder(directory, "config.json", tokenizer, card) as scratch:
-        num_params = _write_weights(model, scratch, read or model.weights)
+        shards = Shards(scratch, SHARD_BYTES)
+        for slot, shapes in model.shapes().items():
+            shards.make_room(4 * sum(map(prod, shapes.values())))  # before memory holds the slot too
+            found = (read or model.weights)(slot)
+            check_tensors("shared" if slot is None else f"slot-{slot}", found, shapes)
+            in_fp32 = {name: tensor.float() for name, tensor in found.items()}
+            shards.add(on_disk_names(model.config.model_type, slot, in_fp32))
+            del found, in_fp32
+        shards.close()
         write_settings(model, scratch, tokenizer)
-    return num_params
+    return shards.num_params
 
 
 def write_settings(model: SlotModel, folder: Path, tokenizer: Any) -> None:
@@ -83,15 +91,49 @@ def write_settings(model: SlotModel, folder: Path, tokenizer: Any) -> None:
         generation.save_pretrained(folder)
 
 
-def weight_file(number: int, total: int) -> str:
-    """Return the name of a checkpoint's file of weights, counted from 1."""
-    return f"model-{number:05}-of-{total:05}.safetensors" if total > 1 else "model.safetensors"
+class Shards:
+    """Writes tensors to files of a limited size, and their index if the files are several.
 
+    Args:
+        folder: Folder of the files.
+        max_bytes: Size of a file, unless what was added at once is larger.
+    """
 
-def write_index(folder: Path, where: Mapping[str, str], num_bytes: int, num_params: int) -> None:
-    """Write the index of a checkpoint of several files: each tensor's file, and what all take."""
-    index = {"metadata": {"total_size": num_bytes, "total_parameters": num_params}, "weight_map": where}
-    (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+    def __init__(self, folder: Path, max_bytes: int) -> None:
+        self.num_params = 0
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._pending: dict[str, Tensor] = {}
+        self._files: list[dict[str, int]] = []
+
+    def make_room(self, num_bytes: int) -> None:
+        """Write what is in memory, unless so many bytes more fit its file."""
+        if self._pending and sum(each.nbytes for each in self._pending.values()) + num_bytes > self._max_bytes:
+            self._flush()
+
+    def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write tensors with their names, together with earlier or later ones."""
+        for name, tensor in tensors:
+            self._pending[name] = tensor.contiguous()
+            self.num_params += tensor.numel()
+
+    def _flush(self) -> None:
+        save_file(self._pending, self._folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
+        self._files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
+        self._pending = {}
+
+    def close(self) -> None:
+        """Write what is left, give the files their names, and write the index."""
+        self._flush()
+        count = len(self._files)
+        names = [f"model-{n:05}-of-{count:05}.safetensors" if count > 1 else WEIGHTS for n in range(1, count + 1)]
+        for number, name in enumerate(names):
+            (self._folder / f"{number}.safetensors").rename(self._folder / name)
+        if count > 1:
+            where = {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held}
+            total = sum(size for held in self._files for size in held.values())
+            index = {"metadata": {"total_size": total, "total_parameters": self.num_params}, "weight_map": where}
+            (self._folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
 
 @contextlib.contextmanager
@@ -108,7 +150,7 @@ def written_folder(directory: str | Path, marker: str, tokenizer: Any, card: str
         ConfigError: `directory` exists and is of another kind.
     """
     target = Path(directory).resolve()
-    if target.exists() and not (target / marker).is_file() and not _is_empty(target):
+    if target.exists() and not (target / marker).is_file() and not (target.is_dir() and not any(target.iterdir())):
         kind = "checkpoint" if marker == "config.json" else "adapter"
         raise ConfigError(f"{target} exists and is no {kind}; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -121,44 +163,6 @@ def written_folder(directory: str | Path, marker: str, tokenizer: Any, card: str
             (scratch / "README.md").write_text(card, encoding="utf-8")
         apply_umask(scratch)
         _replace(target, scratch)
-
-
-def _write_weights(model: SlotModel, folder: Path, read: Callable[[int | None], Mapping[str, Tensor]]) -> int:
-    """Write the files and, where they are several, their index; return the number of parameters."""
-    shapes: dict[int | None, Mapping[str, tuple[int, ...]]] = {None: model.shared_shapes()}
-    shapes |= dict.fromkeys(range(model.num_slots), model.slot_shapes())
-    num_params = {part: sum(map(prod, names.values())) for part, names in shapes.items()}
-    groups = _groups({part: 4 * count for part, count in num_params.items()})
-    where: dict[str, str] = {}
-    for number, group in enumerate(groups, 1):
-        file = weight_file(number, len(groups))
-        tensors: dict[str, Tensor] = {}
-        for part in group:
-            found = read(part)
-            check_tensors("shared" if part is None else f"slot-{part}", found, shapes[part])
-            in_fp32 = {name: tensor.float() for name, tensor in found.items()}
-            tensors |= dict(on_disk_names(model.config.model_type, part, in_fp32))
-            del found
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        where |= dict.fromkeys(tensors, file)
-        del tensors  # before the next file's are read
-    total = sum(num_params.values())
-    if len(groups) > 1:
-        write_index(folder, where, 4 * total, total)
-    return total
-
-
-def _groups(num_bytes: Mapping[int | None, int]) -> list[list[int | None]]:
-    """Split parts, in order, into files of at most SHARD_BYTES each, and one part at least."""
-    groups: list[list[int | None]] = []
-    filled = 0
-    for part, size in num_bytes.items():
-        if not groups or filled + size > SHARD_BYTES:
-            groups.append([])
-            filled = 0
-        groups[-1].append(part)
-        filled += size
-    return groups
 
 
 def on_disk_names(model_type: str, slot: int | None, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -196,7 +200,3 @@ def apply_umask(folder: Path) -> None:
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(mode)
-
-
-def _is_empty(path: Path) -> bool:
-    return path.is_dir() and not any(path.iterdir())

@@ -30,14 +30,12 @@ class Weight(Protocol):
 
     PARTS: ClassVar[tuple[str, ...]]
     """Names of the fields that hold its tensors."""
+    BLOCK: ClassVar[int]
+    """Elements that share a scale."""
 
     @property
     def shape(self) -> tuple[int, ...]:
         """`(O, I)`."""
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is made of whole blocks, so that its neighbours' blocks follow its own."""
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Return the weight `[O, I]` in `dtype`, read-only; without a copy if it is stored in that dtype."""
@@ -51,15 +49,12 @@ class Plain:
     """A dense weight."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("weight_OI",)
+    BLOCK: ClassVar[int] = 1
     weight_OI: Tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
         return tuple(self.weight_OI.shape)
-
-    @property
-    def is_whole(self) -> bool:
-        return True
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return self.weight_OI.to(dtype)
@@ -73,6 +68,7 @@ class Int8:
     """A weight in 8 bits per element, plus an fp32 scale per block of 128."""
 
     PARTS: ClassVar[tuple[str, ...]] = ("values_N", "scales_B")
+    BLOCK: ClassVar[int] = INT8_BLOCK
     values_N: Tensor
     scales_B: Tensor
     shape: tuple[int, ...]
@@ -80,10 +76,6 @@ class Int8:
     @classmethod
     def of(cls, weight_OI: Tensor) -> Int8:
         return cls(*quantise_int8(weight_OI.reshape(-1)), tuple(weight_OI.shape))
-
-    @property
-    def is_whole(self) -> bool:
-        return math.prod(self.shape) % INT8_BLOCK == 0
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         return dequantise_int8(self.values_N, self.scales_B).view(self.shape).to(dtype)
@@ -101,6 +93,7 @@ class Nf4:
     """
 
     PARTS: ClassVar[tuple[str, ...]] = ("packed", "scales_B")
+    BLOCK: ClassVar[int] = NF4_BLOCK
     packed: Tensor
     scales_B: Tensor
     shape: tuple[int, ...]
@@ -109,10 +102,6 @@ class Nf4:
     def of(cls, weight_OI: Tensor) -> Nf4:
         packed, scales_B = quantise_nf4(weight_OI.reshape(-1))
         return cls(packed, scales_B, tuple(weight_OI.shape))
-
-    @property
-    def is_whole(self) -> bool:
-        return math.prod(self.shape) % NF4_BLOCK == 0
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         functional, state = _bitsandbytes(), self._state(dtype)
@@ -164,6 +153,11 @@ ENCODERS: dict[str, Callable[[Tensor], Weight]] = {
 """Encode a dense weight, by precision; the result shares no memory with it."""
 
 
+def is_whole(weight: Weight) -> bool:
+    """Tell whether a weight is made of whole blocks, so that its neighbours' blocks follow its own."""
+    return math.prod(weight.shape) % weight.BLOCK == 0
+
+
 def moved(weight: W, device: torch.device) -> W:
     """Return the weight on `device`, in its stored precision."""
     return replace(weight, **{part: getattr(weight, part).to(device) for part in weight.PARTS})  # type: ignore[type-var]
@@ -177,7 +171,7 @@ def write_all(weights: Sequence[Weight], out_EOI: Tensor) -> None:
         while stop < len(weights) and _follows(weights[stop - 1], weights[stop]):
             stop += 1
         run = weights[start:stop]
-        if run[0].is_whole:
+        if is_whole(run[0]):
             _joined(run).write(out_EOI[start:stop].flatten(0, 1))
         else:
             out_EOI[start].copy_(run[0].dense(out_EOI.dtype))
@@ -188,7 +182,7 @@ def _follows(weight: Weight, following: Weight) -> bool:
     """Tell whether all parts of a weight lie directly behind those of another one of the same kind and shape."""
     return (
         type(weight) is type(following)
-        and weight.is_whole
+        and is_whole(weight)
         and all(
             getattr(weight, part).data_ptr() + getattr(weight, part).nbytes == getattr(following, part).data_ptr()
             and getattr(weight, part).untyped_storage().data_ptr()

@@ -18,7 +18,7 @@ from torch import Tensor
 from spes_p2p.config import AdapterConfig, AdapterTarget, RunConfig
 from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.model.adapted import TARGETS, Base, InitialFactors, drawn_factor
-from spes_p2p.model.export import on_disk_names, weight_file, write_index, write_settings, written_folder
+from spes_p2p.model.export import Shards, on_disk_names, write_settings, written_folder
 from spes_p2p.model.frozen import GATE_UP, WEIGHT_NAMES
 from spes_p2p.model.lora import A, B
 from spes_p2p.model.slot_model import SlotModel
@@ -110,11 +110,7 @@ def _names(source: Path) -> list[str]:
 
 
 def _target(name: str) -> AdapterTarget:
-    """Return the target to which one of peft's tensors belongs.
-
-    Raises:
-        ConfigError: a run has no adapter there.
-    """
+    """Return the target to which one of peft's tensors belongs."""
     if EXPERTS in name:
         return "experts"
     if ROUTER in name:
@@ -151,8 +147,7 @@ class AdapterFiles:
         self._num_experts = run.model.num_experts
         self._initial = InitialFactors(model, run.seed)
         self._tensors = _loaded(source / WEIGHTS)
-        self._shapes: dict[int | None, Mapping[str, tuple[int, ...]]] = {None: model.shared_shapes()}
-        self._shapes |= dict.fromkeys(range(model.num_slots), model.slot_shapes())
+        self._shapes = model.shapes()
         unread = set(self._tensors)
         for shapes in self._shapes.values():
             unread -= set(map(self._stored, shapes))
@@ -312,7 +307,8 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
     name, _, commit = base.partition("@")
     modules = [part for part, target in TARGETS.items() if target in targets]
     ends = {weight.rpartition(".")[2] for weight in factors.weights}
-    parameters = [name for target in ("experts", "router") if target in targets for name in PARAMETERS[target]]
+    chosen = [name for target in ("experts", "router") if target in targets for name in PARAMETERS[target]]
+    parameters = {name: f".{name.removesuffix('.weight')}" for name in chosen}  # the ends of the weights' names here
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -326,13 +322,10 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
         "inference_mode": True,
         "init_lora_weights": True,
         "target_modules": [name for name in modules if name in ends],
-        "target_parameters": [name for name in parameters if any(w.endswith(_module(name)) for w in factors.weights)],
+        "target_parameters": [
+            n for n in parameters if any(w.endswith(f".{n.removesuffix('.weight')}") for w in factors.weights)
+        ],
     }
-
-
-def _module(parameter: str) -> str:
-    """Return the end of the weight's name here that belongs to one of peft's target parameters."""
-    return f".{parameter.removesuffix('.weight')}"
 
 
 def save_merged(
@@ -340,7 +333,7 @@ def save_merged(
 ) -> int:
     """Write the base with the adapters added to it, as an ordinary checkpoint; return its parameters.
 
-    Tensors keep the base's precision. Memory holds one file of SHARD_BYTES, or one tensor if that is larger.
+    Tensors keep the base's precision. Memory holds one file of MERGED_BYTES, or one tensor if that is larger.
 
     Args:
         model: Outline of the base's model.
@@ -355,51 +348,15 @@ def save_merged(
         DataError: the base is damaged.
     """
     with written_folder(directory, "config.json", tokenizer, card) as scratch:
-        shards, dtype = Shards(scratch), torch.float32
+        shards, dtype = Shards(scratch, MERGED_BYTES), torch.float32
         for slot in (None, *range(model.num_slots)):
             for name, tensor in base.tensors(slot):
                 dtype = tensor.dtype if slot is not None or tensor.ndim > 1 else dtype
                 merged = factors.merged(name, slot, tensor)
-                for stored, part in on_disk_names(model.config.model_type, slot, {name: merged}):
-                    shards.add(stored, part)
+                for part in on_disk_names(model.config.model_type, slot, {name: merged}):
+                    shards.make_room(part[1].nbytes)
+                    shards.add([part])
         shards.close()
         model.config.dtype = dtype
         write_settings(model, scratch, tokenizer)
     return shards.num_params
-
-
-class Shards:
-    """Writes tensors to files of a limited size, with their index.
-
-    Args:
-        folder: Folder of the files.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.num_params = 0
-        self._folder = folder
-        self._pending: dict[str, Tensor] = {}
-        self._files: list[dict[str, int]] = []
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Write a tensor, now or with later ones."""
-        if self._pending and sum(each.nbytes for each in self._pending.values()) + tensor.nbytes > MERGED_BYTES:
-            self._flush()
-        self._pending[name] = tensor.contiguous()
-        self.num_params += tensor.numel()
-
-    def _flush(self) -> None:
-        save_file(self._pending, self._folder / f"{len(self._files)}.safetensors", metadata={"format": "pt"})
-        self._files.append({name: tensor.nbytes for name, tensor in self._pending.items()})
-        self._pending = {}
-
-    def close(self) -> None:
-        """Write what is left, give the files their names, and write the index if they are several."""
-        self._flush()
-        names = [weight_file(number, len(self._files)) for number in range(1, len(self._files) + 1)]
-        for number, name in enumerate(names):
-            (self._folder / f"{number}.safetensors").rename(self._folder / name)
-        if len(names) > 1:
-            where = {tensor: name for name, held in zip(names, self._files, strict=True) for tensor in held}
-            total = sum(size for held in self._files for size in held.values())
-            write_index(self._folder, where, total, self.num_params)

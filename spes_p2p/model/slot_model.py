@@ -80,6 +80,10 @@ class SlotModel:
         """Return the shapes of one slot's tensors, equal for all slots."""
         return self._by_name(lambda bank: bank.shapes)
 
+    def shapes(self) -> dict[int | None, dict[str, tuple[int, ...]]]:
+        """Return the shapes by slot; under None the shared ones."""
+        return {None: self.shared_shapes(), **dict.fromkeys(range(self.num_slots), self.slot_shapes())}
+
     def slot_weights(self, slot: int) -> dict[str, Tensor]:
         """Return detached fp32 copies of one slot's weights; a frozen slot's are rounded by its storage.
 

@@ -70,7 +70,7 @@ def model_of(source: Path) -> ModelConfig:
     _check_family(source, config)
     fields = config.to_dict()
     is_mixtral, is_qwen = config.model_type == "mixtral", config.model_type == "qwen3_moe"
-    is_dense = config.model_type in DENSE_FAMILIES
+    is_dense, rope = config.model_type in DENSE_FAMILIES, config.rope_parameters or {}
     num_experts = 0 if is_dense else config.num_local_experts if is_mixtral else config.num_experts
     if num_experts > MAX_START_SLOTS:
         raise ConfigError(
@@ -86,7 +86,7 @@ def model_of(source: Path) -> ModelConfig:
             attention_bias=fields.get("attention_bias") or False,
             clip_qkv=fields.get("clip_qkv"),
             initializer_range=config.initializer_range,
-            rope=_rope(config),
+            rope=RopeConfig(**{key: value for key, value in rope.items() if key != "rope_theta"}),
             **{f"{name}_token_id": fields.get(f"{name}_token_id") for name in ("bos", "eos", "pad")},
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
@@ -102,7 +102,7 @@ def model_of(source: Path) -> ModelConfig:
             top_k=0 if is_dense else config.num_experts_per_tok,
             norm_topk_prob=fields.get("norm_topk_prob", True),
             tie_embeddings=config.tie_word_embeddings,
-            rope_theta=(config.rope_parameters or {})["rope_theta"],
+            rope_theta=rope["rope_theta"],
             norm_eps=config.rms_norm_eps,
             start=start,
         )
@@ -125,11 +125,6 @@ def _check_family(source: Path, config: PretrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     if window is not None and (getattr(config, "use_sliding_window", True)):
         raise ConfigError(f"{source} attends within a window of {window} tokens; give --from a checkpoint without")
-
-
-def _rope(config: PretrainedConfig) -> RopeConfig:
-    """Return the rotary embedding's settings; unknown ones are errors."""
-    return RopeConfig(**{key: value for key, value in (config.rope_parameters or {}).items() if key != "rope_theta"})
 
 
 def _check_nothing_lost(source: Path, stored: PretrainedConfig, built: PretrainedConfig) -> None:
@@ -165,13 +160,13 @@ class StartWeights:
     def __init__(self, source: Path, model: SlotModel, stack: ExitStack) -> None:
         self._files = SafetensorFiles(source, stack)
         self._files.check_tied(model.config)
-        self._shapes = {None: model.shared_shapes(), "slot": model.slot_shapes()}
+        self._shapes = model.shapes()
         block, matrices = ON_DISK.get(model.config.model_type, (IN_MEMORY, MATRICES))
         self._block = block
         self._matrices = matrices
         for name, shape in self._shapes[None].items():
             self._files.check(self._stored(name), shape)
-        for name, (num_out, num_in) in self._shapes["slot"].items():
+        for name, (num_out, num_in) in model.slot_shapes().items():
             if name in self._files:
                 self._files.check(name, (model.num_slots, num_out, num_in))
                 continue
@@ -188,7 +183,7 @@ class StartWeights:
         """
         if slot is None:
             return {name: self._files.read(self._stored(name)).float() for name in self._shapes[None]}
-        return {name: self._expert(name, slot).float() for name in self._shapes["slot"]}
+        return {name: self._expert(name, slot).float() for name in self._shapes[slot]}
 
     def tensors(self, slot: int | None) -> Iterator[tuple[str, Tensor]]:
         """Yield the same tensors one by one, in their stored precision.
@@ -196,7 +191,7 @@ class StartWeights:
         Raises:
             DataError: a value is not finite.
         """
-        for name in self._shapes[None if slot is None else "slot"]:
+        for name in self._shapes[slot]:
             yield name, self._files.read(self._stored(name)) if slot is None else self._expert(name, slot)
 
     def _expert(self, name: str, slot: int) -> Tensor:

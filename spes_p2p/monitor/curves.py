@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spes_p2p.errors import ConfigError
-from spes_p2p.monitor.events import Event
+from spes_p2p.monitor.events import Event, Sink
 from spes_p2p.monitor.sinks import SinkError
 from spes_p2p.monitor.view import PHASES, SwarmView, short_id
 from spes_p2p.presentation import MAX_QUOTE_CHARS, printable
@@ -62,7 +62,7 @@ class _Curves:
         return curves_of(event)
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Logs curves to Weights & Biases, offline unless WANDB_MODE is set: no account is needed.
 
     Args:
@@ -102,9 +102,6 @@ class WandbSink:
         if points := self._curves.points(event):
             self._call(lambda: self._run.log({"round": event["round"], **points}))
 
-    def update(self, view: SwarmView) -> None:
-        """Log nothing: the events are the curves' points."""
-
     def close(self) -> None:
         if self._is_open:
             self._is_open = False
@@ -126,7 +123,7 @@ def _shown(value: Any) -> Any:
     return printable(value, MAX_QUOTE_CHARS) if isinstance(value, str) else value  # guard: settings-shown
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """Writes curves for TensorBoard, in double precision: tensorboardX's own scalars are single.
 
     Uses tensorboardX's plain writer. Its asynchronous one waits for ever after a failed write.

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.monitor.view import PeerView, Sample, SwarmView
@@ -51,7 +51,9 @@ class EventLog:
         for number in sorted(view.rounds.keys() - range(self._round + 1)):
             if number <= complete:
                 self._round = number
-                events.append(_event("round", view, _round_fields(view, number)))
+                round_fields = asdict(view.rounds[number]) | {"total_tokens": view.tokens_until(number)}
+                round_fields |= {"active_peers": len(view.active), "covered_slots": view.num_covered}
+                events.append(_event("round", view, round_fields))
         for number in sorted(view.samples.keys() - self._samples):
             self._samples.add(number)
             samples = view.samples[number]
@@ -80,15 +82,25 @@ def _event(kind: str, view: SwarmView, fields: Mapping[str, Any]) -> Event:
     return {"kind": kind, "time": view.now, **fields}
 
 
-def _round_fields(view: SwarmView, number: int) -> dict[str, Any]:
-    fields = asdict(view.rounds[number]) | {"active_peers": len(view.active), "covered_slots": view.num_covered}
-    return fields | {"total_tokens": view.tokens_until(number)}
-
-
 # ------------------------------------------------------------------ the file
 
 
-class JsonlSink:
+class Sink(Protocol):
+    """Receives events, each once, and one view after another; by default it does nothing with a view."""
+
+    def take(self, event: Event, view: SwarmView) -> None:
+        """Take an event, which `docs/metrics.md` describes, and the newest view."""
+
+    def update(self, view: SwarmView) -> None:
+        """Take the newest view; its events have been taken."""
+        return
+
+    def close(self) -> None:
+        """Write what is pending and release all resources. Idempotent."""
+        return
+
+
+class JsonlSink(Sink):
     """Appends events to a file, each whole or not at all.
 
     Args:
@@ -119,9 +131,6 @@ class JsonlSink:
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
         if self._file.write(line) != len(line):
             raise OSError("an event was cut short")
-
-    def update(self, view: SwarmView) -> None:
-        """Write nothing: events hold all that a view has."""
 
     def close(self) -> None:
         self._file.close()

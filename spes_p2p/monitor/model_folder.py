@@ -104,6 +104,7 @@ class ModelFolder:
 
     Attributes:
         manifest: The run's manifest.
+        tokens: Those that this folder's peer had trained by each round of its checkpoints.
 
     Raises:
         DataError: it is no such folder, or what it keeps is damaged.
@@ -114,7 +115,7 @@ class ModelFolder:
         self.folder = folder
         run_id = _run_of(folder)
         states = checkpoint_of(folder).states(run_id)
-        self._tokens = {state.round: state.total_tokens for state in reversed(states.values())}
+        self.tokens = {state.round: state.total_tokens for state in reversed(states.values())}
         self._sources = [*_stored(folder, run_id), *(_files(where, state.versions) for where, state in states.items())]
         self.manifest: Manifest = read_manifest(self.document)
 
@@ -146,10 +147,6 @@ class ModelFolder:
         except RecordError as error:
             log.warning("%s; the model card has the number of rounds that the run began with", error)
             return self.manifest.config.round.total
-
-    def tokens(self, round: int) -> int | None:
-        """Return the tokens that this folder's peer had trained by then; None if it does not say."""
-        return self._tokens.get(round)
 
     def authors(self, round: int) -> set[str]:
         """Return the peers that signed weights of this round or an earlier one."""
@@ -194,7 +191,8 @@ class ModelFolder:
 
     def copies(self, version: Version) -> Iterator[Path]:
         """Yield the files that should hold a version's bytes."""
-        yield from {s[version.name].file: None for s in self._sources if _digest_in(s, version.name) == version.digest}
+        name, digest = version.name, version.digest
+        yield from {s[name].file: None for s in self._sources if name in s and s[name].version.digest == digest}
 
 
 def export(
@@ -382,10 +380,6 @@ def _files(folder: Path, versions: Iterable[Version]) -> dict[str, OnDisk]:
     return {each.version.name: each for each in found if each.file.exists()}  # a copied folder may lack some
 
 
-def _digest_in(source: Source, name: str) -> str | None:
-    return source[name].version.digest if name in source else None
-
-
 def _preference(each: OnDisk, round: int, of_base: OnDisk | None) -> tuple[bool, bool, bool, bool, int]:
     """Rank a slot's versions: in fp32 of the round, of the round, used with it, older than it, near to it."""
     number = each.version.round
@@ -529,7 +523,7 @@ def _code_to_load(exported: Exported) -> list[str]:
 def _history(source: ModelFolder, round: int, held_out: float | None) -> tuple[str, list[str], set[str]]:
     """Return what a folder knows of tokens, of losses and of the peers that reported until a round."""
     tokens, losses, reporters = UNKNOWN, [], set()
-    if (own := source.tokens(round)) is not None:
+    if (own := source.tokens.get(round)) is not None:
         tokens = f"{own:,} by the one peer whose folder this was exported from; the swarm's are not known there"
     path = source.folder / METRICS_FILE
     if path.is_file():

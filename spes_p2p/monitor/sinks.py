@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from rich import box
 from rich.console import Console, Group
@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from spes_p2p.errors import SpesError
-from spes_p2p.monitor.events import Event, EventLog
+from spes_p2p.monitor.events import Event, EventLog, Sink
 from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, short_id, sync_share
 from spes_p2p.presentation import printable
 from spes_p2p.swarm.names import slot_ranges
@@ -29,19 +29,6 @@ MAX_CONSOLE_PEERS = 40
 RETRY_SECONDS = 30.0
 MAX_BACKLOG = 100_000
 """Events kept for a sink that has failed; the oldest are lost first."""
-
-
-class Sink(Protocol):
-    """Receives events, each once, and one view after another."""
-
-    def take(self, event: Event, view: SwarmView) -> None:
-        """Take an event, which `docs/metrics.md` describes, and the newest view."""
-
-    def update(self, view: SwarmView) -> None:
-        """Take the newest view; its events have been taken."""
-
-    def close(self) -> None:
-        """Write what is pending and release all resources. Idempotent."""
 
 
 class SinkError(SpesError):

@@ -18,7 +18,7 @@ from spes_p2p.errors import ConfigError, SpesError, one_line
 from spes_p2p.fs import write_atomic
 
 S3_SCHEME = "s3://"
-_S3 = re.compile(r"s3:/{1,2}([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([\w./-]*))?", re.ASCII)
+S3_PLACE = re.compile(r"s3:/{1,2}([a-z0-9][a-z0-9.-]{1,61}[a-z0-9])(?:/([\w./-]*))?", re.ASCII)
 """One slash too: a path loses the other."""
 CONNECT_SECONDS, READ_SECONDS, TRIES = 15, 60, 4
 MAX_DELETED = 1000
@@ -45,18 +45,13 @@ class Store(Protocol):
         """Delete objects; those that are not there count as deleted."""
 
 
-def is_s3(place: str | Path) -> bool:
-    """Tell whether a place is a bucket."""
-    return _S3.fullmatch(str(place)) is not None
-
-
 def open_store(place: str | Path) -> Store:
     """Return the store at a place: `s3://BUCKET/PREFIX`, or a folder.
 
     Raises:
         ConfigError: boto3 is not installed, or its own settings are wrong.
     """
-    if (found := _S3.fullmatch(str(place))) is None:
+    if (found := S3_PLACE.fullmatch(str(place))) is None:
         return FolderStore(Path(place).expanduser())
     return S3Store(found[1], (found[2] or "").strip("/"))
 

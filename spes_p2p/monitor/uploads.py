@@ -6,6 +6,7 @@ rounds that share parts share objects.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import re
@@ -21,7 +22,7 @@ from spes_p2p.config.link import PeerId
 from spes_p2p.config.machine import RunId
 from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.fs import scratch_path
-from spes_p2p.monitor.stores import Store, StoreError, is_s3, open_store
+from spes_p2p.monitor.stores import S3_PLACE, Store, StoreError, open_store
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.records import Count, Digest
 
@@ -346,7 +347,7 @@ class HubRepository:
         if any(other.manifest != checkpoint.manifest for other in found.values()):
             raise StoreError(f"{HUB_SCHEME}{self._name} has checkpoints of another run; name another with --upload")
         is_there = checkpoint.round in found
-        try:
+        with self._errors():
             if not is_there:
                 branch = _OLDER_BRANCH if checkpoint.round < max(found, default=0) else None
                 if branch is not None:
@@ -362,14 +363,12 @@ class HubRepository:
                 self._api.create_tag(self._name, tag=checkpoint.name, revision=commit.oid)  # type: ignore[union-attr]
                 if branch is not None:
                     self._api.delete_branch(self._name, branch=branch)
-        except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
-            raise self._failed(error) from error
         wait(0)
         return Uploaded(0, checkpoint.num_bytes) if is_there else Uploaded(checkpoint.num_bytes, 0)
 
     def checkpoints(self) -> Mapping[int, CheckpointManifest]:
         """Return the checkpoints that have a tag, by round."""
-        try:
+        with self._errors():
             self._api.create_repo(self._name, private=True, exist_ok=True)
             tags = [each.name for each in self._api.list_repo_refs(self._name).tags]
             found = {}
@@ -381,27 +380,27 @@ class HubRepository:
                     place = f"{HUB_SCHEME}{self._name}"
                     raise DataError(f"{place}: {tag}: {error}; delete that tag, or name another place") from error
                 found[manifest.round] = manifest
-        except DataError:  # of a damaged manifest, above
-            raise
-        except Exception as error:
-            raise self._failed(error) from error
         return found
 
     def tidy(self, keep_last: int) -> list[int]:
         """Delete the tags of the others. The commits stay in the repository's history."""
         found = self.checkpoints()
         kept = to_keep(found.values(), keep_last)
-        try:
+        with self._errors():
             for number in found.keys() - kept:
                 self._api.delete_tag(self._name, tag=found[number].name)
-        except Exception as error:
-            raise self._failed(error) from error
         return sorted(kept)
 
-    def _failed(self, error: Exception) -> StoreError:
-        return StoreError(
-            f"{HUB_SCHEME}{self._name}: {one_line(error)}; log in with `hf auth login`, and check the name"
-        )
+    @contextlib.contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except DataError:  # of a damaged manifest
+            raise
+        except Exception as error:  # huggingface_hub and what it stands on raise errors of many types
+            raise StoreError(
+                f"{HUB_SCHEME}{self._name}: {one_line(error)}; log in with `hf auth login`, and check the name"
+            ) from error
 
 
 def read_checkpoints(folder: Path) -> dict[int, tuple[Path, CheckpointManifest]]:
@@ -419,7 +418,7 @@ def read_checkpoints(folder: Path) -> dict[int, tuple[Path, CheckpointManifest]]
 
 def is_store(place: str | Path) -> bool:
     """Tell whether a place has uploaded checkpoints: it is a bucket, or a folder with manifests."""
-    return is_s3(place) or any(Path(place).expanduser().glob(f"{_ROUNDS}round-*.json"))
+    return bool(S3_PLACE.fullmatch(str(place))) or any(Path(place).expanduser().glob(f"{_ROUNDS}round-*.json"))
 
 
 def drop(folder: Path) -> None:

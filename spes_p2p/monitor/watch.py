@@ -15,7 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import LongTensor, Tensor
 
-from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
+from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.data.conversations import Prompt
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.model.adapted import Base

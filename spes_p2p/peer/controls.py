@@ -61,10 +61,6 @@ class Controls:
 
     Verbs come from any thread, the training asks from its own, and a third thread looks at the surroundings.
 
-    Args:
-        output: The peer's folder.
-        now: The local time.
-
     Raises:
         ConfigError: the folder's `controls.yaml` cannot be read or holds what does not fit.
     """
@@ -75,7 +71,8 @@ class Controls:
         self._now = now
         self._wish = Wish(kept.wish, kept.until)
         self._rules = kept.rules
-        self._limits = kept.limits
+        self.limits = kept.limits
+        """How much of this machine the peer takes."""
         self._traffic = kept.traffic
         self._place = ""
         self._life = ""
@@ -93,11 +90,6 @@ class Controls:
 
     # ------------------------------------------------------------------ the owner
 
-    @property
-    def limits(self) -> Limits:
-        """How much of this machine the peer takes."""
-        return self._limits
-
     def act(self, verb: str, values: Mapping[str, Any]) -> dict[str, Any]:
         """Do what a verb says; return `view`. A verb that fails changes nothing.
 
@@ -113,10 +105,10 @@ class Controls:
                 return self.view()
             if self._wish.verb == "leave":
                 raise ConfigError(f"{verb} comes too late: the peer leaves; start it again with --resume")
-            wish, limits, rules = self._wish, self._limits, self._rules
+            wish, limits, rules = self._wish, self.limits, self._rules
             match verb:
                 case "set":
-                    self._limits = self._possible(changed(self._limits, values))
+                    self.limits = self._possible(changed(self.limits, values))
                 case "rules":
                     self._rules = changed(self._rules, values)
                 case "pause":
@@ -131,7 +123,7 @@ class Controls:
                 self._save()
             except OSError as error:
                 self._wish = wish
-                self._limits = limits
+                self.limits = limits
                 self._rules = rules
                 raise ConfigError(f"cannot write {self._file}: {error.strerror}; make room, and repeat it") from error
             before = self._effective.state
@@ -163,7 +155,7 @@ class Controls:
                 "state": self._effective.state,
                 "reason": self._said(),
                 "wish": self._wish.verb,
-                "limits": self._limits.model_dump(mode="json"),
+                "limits": self.limits.model_dump(mode="json"),
                 "rules": self._rules.model_dump(mode="json"),
             }
 
@@ -184,7 +176,7 @@ class Controls:
         """Return what the training does next, after a rest by the duty cycle, or a short wait while it is held."""
         with self._changed:
             before = self._effective
-            duty = self._limits.duty or 1.0
+            duty = self.limits.duty or 1.0
             rest = min(step_seconds * (1 / duty - 1), MAX_REST_SECONDS) if before.trains else HOLD_SECONDS
             if (rest := min(rest, wait_seconds)) > 0:
                 self._changed.wait_for(lambda: self._effective is not before, rest)
@@ -194,8 +186,8 @@ class Controls:
                 ends=shown.state == "finishing",
                 leaves=shown.state == "leaving" and self._interrupt is None,
                 held_seconds=0.0 if held is None else time.monotonic() - held,
-                threads=self._limits.threads or self._threads,
-                slots=self._limits.slots,
+                threads=self.limits.threads or self._threads,
+                slots=self.limits.slots,
             )
 
     def tell(self, place: str) -> None:
@@ -297,7 +289,7 @@ class Controls:
         kept = Kept(
             wish=wish,
             until=self._wish.until if wish == "pause" else None,
-            limits=self._limits,
+            limits=self.limits,
             rules=self._rules,
             traffic=self._traffic,
         )

@@ -27,7 +27,7 @@ from spes_p2p.peer import restart
 from spes_p2p.peer.base import own_copy, stored_base
 from spes_p2p.peer.controls import Controls, limited
 from spes_p2p.peer.joining import Admission, joined, kept
-from spes_p2p.peer.output_dir import check_output, fresh_output, kept_output
+from spes_p2p.peer.output_dir import alone_in, check_output, fresh_output
 from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.amendment import Amendments
@@ -83,8 +83,7 @@ def run(
             return _follow(config, group, end)
         check_output(config.output, resume=config.resume, overwrite=config.overwrite)
         check_place(config.page)
-        output = kept_output if config.resume else fresh_output
-        with output(config.output) as keep:
+        with alone_in(config.output) if config.resume else fresh_output(config.output) as keep:
             controls = Controls(config.output)
             config = limited(config, controls.limits)
             own = kept(config)
@@ -104,7 +103,7 @@ def run(
             ):
                 on_joined(swarm.node.contacts())
                 try:
-                    _train(config, group, end, (swarm, admission, amendments), keep, page, controls)
+                    _train(config, group, end, (swarm, admission, amendments), keep or _nothing, page, controls)
                 except KeyboardInterrupt:
                     if swarm.watchdog.death and not end.is_asked:
                         raise
@@ -167,7 +166,7 @@ def _train(
         swarm = joined[0] if joined else None
         checkpoint, found = checkpoint_of(config.output, config), admission.found
         saved = checkpoint.load(found, skips_optimizer=config.skip_optimizer) if found is not None else None
-        run = _needing_none(run) if saved is not None and _is_founders_last(config, run, saved) else run
+        run = _to_resume(config, run, saved)
         if joined is not None and swarm is not None:
             sync = _synchroniser(config, run, swarm, admission, trainer)
             sync.amended = joined[2].look
@@ -202,13 +201,13 @@ def _train(
         group.close()
 
 
-def _is_founders_last(config: PeerConfig, run: RunConfig, saved: Saved) -> bool:
-    """Tell whether a founder comes back to a run whose last round it has saved."""
-    return saved.state.round >= run.round.total and not config.initial_peers
+def _to_resume(config: PeerConfig, run: RunConfig, saved: Saved | None) -> RunConfig:
+    """Return the run to go on with: where a founder comes back to a finished one, it waits for no other peer.
 
-
-def _needing_none(run: RunConfig) -> RunConfig:
-    """Return a finished run that waits for no other peer: only its versions are still of use, to a monitor perhaps."""
+    Only its versions are still of use then, to a monitor perhaps.
+    """
+    if saved is None or saved.state.round < run.round.total or config.initial_peers:
+        return run
     return run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
 
 

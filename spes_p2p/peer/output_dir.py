@@ -81,17 +81,6 @@ def was_cut_off(directory: Path) -> bool:
 
 
 @contextlib.contextmanager
-def kept_output(directory: Path) -> Iterator[Callable[[], None]]:
-    """Give the block a directory to go on with, for itself; what it is given to call does nothing.
-
-    Raises:
-        ConfigError: another process writes there.
-    """
-    with alone_in(directory):
-        yield lambda: None
-
-
-@contextlib.contextmanager
 def alone_in(directory: Path, lock: str = ".") -> Iterator[None]:
     """Keep other processes of ours out of a directory, for as long as this one lives.
 

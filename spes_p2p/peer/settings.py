@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from spes_p2p.config import AdapterConfig, PeerConfig, RunConfig, check_machine
 from spes_p2p.data.conversations import founding, num_tokens
 from spes_p2p.data.hub import checkpoint_folder
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.remote import with_fetched
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import open_document
@@ -69,7 +69,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     run = _for_link(config, run, len(tokenizer))
     _check_size(run)
     if run.data.source != "hub":
-        train_source(corpus, tokenizer, paths=config.text, cache=cache, order_seed=0)
+        train_sources(corpus, tokenizer, paths=config.text, cache=cache)(0)
     if source is not None:  # last, because it reads all weights
         run = _suited(run, num_tokens(corpus, tokenizer, cache))
         run = with_digests(run, len(tokenizer), source, hub_name)

@@ -74,12 +74,7 @@ class ModelSize:
 
 
 def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
-    """Count parameters from the configured shapes, without building the model.
-
-    Args:
-        model: Shapes of the model.
-        vocab_size: Entries of the tokenizer.
-    """
+    """Count parameters from the configured shapes, without building the model."""
     shared = list(_shared_tensors(model, model.embedding_rows(vocab_size)))
     slot = [2 * model.intermediate_size * model.hidden_size, model.intermediate_size * model.hidden_size]
     slot = [] if model.is_dense else slot
@@ -95,12 +90,7 @@ def model_size(model: ModelConfig, vocab_size: int) -> ModelSize:
 
 
 def run_size(run: RunConfig, vocab_size: int) -> ModelSize:
-    """Count the parameters of what a run trains: its model, or adapters over it.
-
-    Args:
-        run: The run's settings.
-        vocab_size: Entries of the tokenizer.
-    """
+    """Count the parameters of what a run trains: its model, or adapters over it."""
     whole, adapter, model = model_size(run.model, vocab_size), run.adapter, run.model
     if adapter is None:
         return whole

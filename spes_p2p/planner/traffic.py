@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.config.run import MAX_PHASE_SECONDS, MAX_ROUND_SECONDS
@@ -71,7 +72,10 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
     replicas = num_replicas(covered, num_peers * claimed, num_peers, setup.copies) / num_peers
     if setup.kept is not None:
         own += _version_bytes(setup, 1.0)
-        fetched = _forms(covered - claimed, replicas, setup) * FROZEN_BYTES[setup.kept]
+        others = covered - claimed
+        # Within its budget, and none of the slots that it replicates.
+        forms = min(others, setup.refresh_slots or others) * (1 - replicas / others) if others else 0.0
+        fetched = forms * FROZEN_BYTES[setup.kept]
     else:
         fetched = fetched_bytes(covered - claimed, setup)
     return RoundTraffic(
@@ -80,12 +84,6 @@ def round_traffic(size: ModelSize, claimed: int, num_peers: int, setup: Setup) -
         fetched=round(fetched * size.slot_params) if num_peers > 1 else 0,
         replicated=round(replicas * own * size.slot_params),
     )
-
-
-def _forms(num_others: int, replicas: float, setup: Setup) -> float:
-    """Return the kept forms that a peer fetches in a round: within its budget, and none of the slots it replicates."""
-    chosen = min(num_others, setup.refresh_slots or num_others)
-    return chosen * (1 - replicas / num_others) if num_others else 0.0
 
 
 def newcomer_bytes(size: ModelSize, claimed: int, setup: Setup) -> int:
@@ -142,14 +140,8 @@ def _version_bytes(setup: Setup, rounds_behind: float) -> float:
     return min(copy, rounds_behind * element_bytes(setup.codecs.slots))
 
 
-@dataclass(frozen=True)
-class StarTraffic:
-    """Bytes of one peer in one round of SPES, which has a server and sends everything in fp32.
-
-    Attributes:
-        sent: What the peer trains, `4 (S + C P)`.
-        received: The whole model, `4 (S + E P)`.
-    """
+class StarTraffic(NamedTuple):
+    """Bytes of one peer in one round of SPES, which has a server and sends everything in fp32."""
 
     sent: int
     received: int
@@ -157,6 +149,8 @@ class StarTraffic:
 
 def star_traffic(size: ModelSize, claimed: int) -> StarTraffic:
     """Return what each of SPES's peers exchanges with its server in a round, for C claimed slots.
+
+    It sends what it trains, `4 (S + C P)`, and receives the whole model, `4 (S + E P)`.
 
     Source: SPES (https://arxiv.org/abs/2602.11543), and its code.
     """

@@ -176,7 +176,8 @@ def run() -> None:
     sys.path.insert(0, str(ROOT))
     from spes_p2p.cli import entry_point
     from spes_p2p.commands import ctl, export, local, monitor
-    from spes_p2p.config import CtlConfig, ExperimentConfig, ExportConfig, MonitorConfig, PeerConfig
+    from spes_p2p.config import PeerConfig
+    from spes_p2p.config.commands import CtlConfig, ExperimentConfig, ExportConfig, MonitorConfig
     from spes_p2p.peer import life as peer
     from spes_p2p.swarm.hivemind_fixes.processes import reset_inherited_futures
 

@@ -13,7 +13,7 @@ from peer_processes import MARK, Commands, commands_in, last_certificate, write_
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import amend
-from spes_p2p.config import AmendConfig
+from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError
 
 SECONDS = 120.0

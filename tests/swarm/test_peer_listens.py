@@ -14,7 +14,8 @@ from peer_processes import Commands, commands_in, write_corpus, write_settings
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.join import as_peer
-from spes_p2p.config import JoinConfig, PeerConfig
+from spes_p2p.config import PeerConfig
+from spes_p2p.config.commands import JoinConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.joining import listen_host, why_unreachable
 from spes_p2p.swarm.p2p.identity import Identity

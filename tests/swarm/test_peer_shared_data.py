@@ -17,7 +17,7 @@ from forked_commands import Forked, ForkServer
 from peer_processes import MARK, Commands, commands_in, last_certificate, write_settings
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import SharedSource
 from spes_p2p.data.tokenizer import load_tokenizer, tokenizer_digest
@@ -153,13 +153,9 @@ def test_no_window_counts_twice_or_never_in_a_swarm_of_four_with_kills(
         intervals = [*stream.intervals(), (stream.next, end)]
         free |= {draw * streams + number for start, stop in intervals for draw in range(start, stop)}
     free &= set(range(end))
-    source = train_source(
-        data.model_copy(update={"paths": [path]}),
-        load_tokenizer(TOKENIZER),
-        paths=[],
-        cache=tmp_path / "cache",
-        order_seed=0,
-    )
+    source = train_sources(
+        data.model_copy(update={"paths": [path]}), load_tokenizer(TOKENIZER), paths=[], cache=tmp_path / "cache"
+    )(0)
     assert isinstance(source, SharedSource)
     windows = Counter(
         (number // source.epoch_windows, window)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import house_counts as counts
+from benchmarks import house
 from benchmarks.house import (
     BY_HAND,
     COUNTS,
@@ -58,28 +58,28 @@ def write(root: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize(
     ("count", "files", "expected"),
     [
-        (counts.num_lines, {"spes_p2p/__init__.py": "a\nb\n", "monitor/c/d.py": "e", "peers/f.py": "g\n"}, 3),
-        (counts.num_files, {"spes_p2p/__init__.py": "", "monitor/c/d.py": "", "peers/f.py": "", "monitor/g.js": ""}, 2),
-        (counts.num_tuple_assignments, {"spes_p2p/a.py": "def f(x):\n    x.a, x.b = 1, 2\n    c, x.d, x.e = g()\n"}, 2),
-        (counts.num_tuple_assignments, {"monitor/a.py": "a.x, b = 1, 2\nc, d = 1, 2\na.e = a.f = 1\n"}, 0),
-        (counts.num_odd_lines_of_code, {"scripts/a.py": "# Who knows whom\nx = 1  # nobody\n"}, 2),
-        (counts.num_odd_lines_of_code, {"spes_p2p/a.py": "whole, nobody_asked, whose, for_who = 1, 2, 3, 4\n"}, 0),
-        (counts.num_odd_lines_of_code, {"tests/a.py": "# who\n", "docs/a.md": "who"}, 0),
-        (counts.num_odd_lines_of_docs, {"README.md": "Whoever\nwhole", "docs/b/c.md": "who\n", "a.md": "who"}, 2),
-        (lambda root: counts.num_stubs(root, 1), {"spes_p2p/a.py": ENTRIES}, 2),
-        (lambda root: counts.num_stubs(root, 2), {"spes_p2p/a.py": ENTRIES}, 1),
-        (counts.num_long_functions, {"benchmarks/a.py": "async def f():\n" + "    x = 1\n" * 60}, 1),
-        (counts.num_long_functions, {"benchmarks/a.py": "def f():\n" + "    x = 1\n" * 59}, 0),
-        (counts.num_long_functions, {"monitor/a.py": LONG_DOCSTRING}, 0),
-        (counts.num_long_functions, {"monitor/a.py": LONG_DOCSTRING + "    x = 1\n"}, 1),
-        (counts.num_long_constructors, {"peers/a.py": f"class A:\n    def __init__(self, {PARAMETERS}, i): ...\n"}, 1),
-        (counts.num_long_constructors, {"peers/a.py": f"class A:\n    def __init__(self, {PARAMETERS}): ...\n"}, 0),
-        (counts.num_long_constructors, {"peers/a.py": f"class A:\n    def f(self, {PARAMETERS}, i): ...\n"}, 0),
-        (counts.num_long_constructors, {"peers/a.py": "class A:\n" + "".join(f"    f{i}: int\n" for i in range(9))}, 0),
-        (counts.first_command_line, {"README.md": BASH}, 10),
-        (counts.first_command_line, {"README.md": "a\n\nb\n"}, 3),
-        (lambda root: counts.table_share(root, lambda _: 1), {"README.md": "a b c d\n| e |\n\nf\n"}, 25),
-        (lambda root: counts.table_share(root, len), {"README.md": "abc\n| d |\n"}, 62.5),
+        (house.num_lines, {"spes_p2p/__init__.py": "a\nb\n", "monitor/c/d.py": "e", "peers/f.py": "g\n"}, 3),
+        (house.num_files, {"spes_p2p/__init__.py": "", "monitor/c/d.py": "", "peers/f.py": "", "monitor/g.js": ""}, 2),
+        (house.num_tuple_assignments, {"spes_p2p/a.py": "def f(x):\n    x.a, x.b = 1, 2\n    c, x.d, x.e = g()\n"}, 2),
+        (house.num_tuple_assignments, {"monitor/a.py": "a.x, b = 1, 2\nc, d = 1, 2\na.e = a.f = 1\n"}, 0),
+        (house.num_odd_lines_of_code, {"scripts/a.py": "# Who knows whom\nx = 1  # nobody\n"}, 2),
+        (house.num_odd_lines_of_code, {"spes_p2p/a.py": "whole, nobody_asked, whose, for_who = 1, 2, 3, 4\n"}, 0),
+        (house.num_odd_lines_of_code, {"tests/a.py": "# who\n", "docs/a.md": "who"}, 0),
+        (house.num_odd_lines_of_docs, {"README.md": "Whoever\nwhole", "docs/b/c.md": "who\n", "a.md": "who"}, 2),
+        (lambda root: house.num_stubs(root, 1), {"spes_p2p/a.py": ENTRIES}, 2),
+        (lambda root: house.num_stubs(root, 2), {"spes_p2p/a.py": ENTRIES}, 1),
+        (house.num_long_functions, {"benchmarks/a.py": "async def f():\n" + "    x = 1\n" * 60}, 1),
+        (house.num_long_functions, {"benchmarks/a.py": "def f():\n" + "    x = 1\n" * 59}, 0),
+        (house.num_long_functions, {"monitor/a.py": LONG_DOCSTRING}, 0),
+        (house.num_long_functions, {"monitor/a.py": LONG_DOCSTRING + "    x = 1\n"}, 1),
+        (house.num_long_constructors, {"peers/a.py": f"class A:\n    def __init__(self, {PARAMETERS}, i): ...\n"}, 1),
+        (house.num_long_constructors, {"peers/a.py": f"class A:\n    def __init__(self, {PARAMETERS}): ...\n"}, 0),
+        (house.num_long_constructors, {"peers/a.py": f"class A:\n    def f(self, {PARAMETERS}, i): ...\n"}, 0),
+        (house.num_long_constructors, {"peers/a.py": "class A:\n" + "".join(f"    f{i}: int\n" for i in range(9))}, 0),
+        (house.first_command_line, {"README.md": BASH}, 10),
+        (house.first_command_line, {"README.md": "a\n\nb\n"}, 3),
+        (lambda root: house.table_share(root, lambda _: 1), {"README.md": "a b c d\n| e |\n\nf\n"}, 25),
+        (lambda root: house.table_share(root, len), {"README.md": "abc\n| d |\n"}, 62.5),
     ],
 )
 def test_a_figure_is_counted(
@@ -103,7 +103,7 @@ def test_every_way_to_import_a_module_counts_and_so_does_a_reexport(tmp_path: Pa
     write(tmp_path, {f"spes_p2p/{name}": text for name, text in texts.items()})
     write(tmp_path, {"monitor/a.py": "from spes_p2p import shared\nif True:\n    from spes_p2p.dotted import x as y"})
     write(tmp_path, {"peers/a.py": "import spes_p2p.unused"})
-    assert counts.lone_modules(tmp_path) == {
+    assert house.lone_modules(tmp_path) == {
         "spes_p2p.exported": "spes_p2p",
         "spes_p2p.room.relative": "spes_p2p.room",
         "spes_p2p.above": "spes_p2p.room",
@@ -117,9 +117,9 @@ def test_every_way_to_import_a_module_counts_and_so_does_a_reexport(tmp_path: Pa
 def test_a_module_moved_with_its_package_is_counted_under_its_new_name(tmp_path: Path) -> None:
     write(tmp_path, {"spes_p2p/monitor/peer.py": "from spes_p2p.monitor import watch", "spes_p2p/monitor/watch.py": ""})
     write(tmp_path, {"monitor/run_monitor.py": "from spes_p2p.monitor.peer import main"})
-    alone = counts.lone_modules(tmp_path)
+    alone = house.lone_modules(tmp_path)
     assert alone == {"spes_p2p.monitor.peer": "monitor.run_monitor", "spes_p2p.monitor.watch": "spes_p2p.monitor.peer"}
-    assert counts.num_files(tmp_path) == 3
+    assert house.num_files(tmp_path) == 3
 
 
 def figures(root: Path, reasons: dict[str, str]) -> dict[str, Figure]:

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import strangers_rows
+from benchmarks import strangers
 from benchmarks.bit_flips import Flips
 from benchmarks.fuzz.guided import Guided
 from benchmarks.passing import FAILED, PASSED, Outcome
-from benchmarks.strangers import BOARD, PARTS
-from benchmarks.strangers_rows import MIN_EXECUTIONS, MIN_FLIPS, Bench
+from benchmarks.strangers import BOARD, MIN_EXECUTIONS, MIN_FLIPS, PARTS, Bench
 from benchmarks.tables import Row
 from spes_p2p.errors import ConfigError
 
@@ -31,25 +30,25 @@ def rows_of(part: Iterator[Row]) -> list[tuple[str, bool | None]]:
 
 def outcomes(monkeypatch: pytest.MonkeyPatch, *found: Outcome) -> None:
     left = list(found)
-    monkeypatch.setattr(strangers_rows, "run_tests", lambda *args: left.pop(0))
+    monkeypatch.setattr(strangers, "run_tests", lambda *args: left.pop(0))
 
 
 def test_a_corpus_counts_only_if_all_of_it_ran_and_was_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     whole, wire = Outcome(PASSED, 0, 400, ""), Outcome(PASSED, 0, 150, "")
     outcomes(monkeypatch, whole, wire)
-    (measured, is_reached), other = rows_of(strangers_rows.corpus(bench()))
+    (measured, is_reached), other = rows_of(strangers.corpus(bench()))
     number, _, of = measured.partition(" of ")
     assert number == of and int(of) >= 200 and is_reached and other == ("150 of 150", True)
     for bad in (Outcome(FAILED, 1, 400, ""), Outcome(PASSED, 0, 150, ""), Outcome(None, 0, 0, "too late")):
         outcomes(monkeypatch, bad, wire)
-        (measured, is_reached), _ = rows_of(strangers_rows.corpus(bench()))
+        (measured, is_reached), _ = rows_of(strangers.corpus(bench()))
         assert not is_reached
     assert measured.startswith("0 of")
 
 
 def test_a_short_fuzz_finds_nothing_and_is_not_called_a_long_one() -> None:
     seen = bench()
-    assert rows_of(strangers_rows.fuzz(seen)) == [("0 of 200", False), ("0 of 20", False), ("0 of 0", False)]
+    assert rows_of(strangers.fuzz(seen)) == [("0 of 200", False), ("0 of 20", False), ("0 of 0", False)]
     assert seen.seen["mutants"] == {"count": 200, "untyped": []}
 
 
@@ -70,8 +69,8 @@ def test_guided_executions_count_as_they_were_made(
             raise ConfigError("no atheris")
         return guided
 
-    monkeypatch.setattr(strangers_rows, "guide", guide)
-    assert rows_of(strangers_rows.fuzz(bench(0, 0)))[-1] == row
+    monkeypatch.setattr(strangers, "guide", guide)
+    assert rows_of(strangers.fuzz(bench(0, 0)))[-1] == row
 
 
 @pytest.mark.parametrize(
@@ -87,9 +86,9 @@ def test_guided_executions_count_as_they_were_made(
 def test_flips_are_counted_by_what_came_of_them(
     monkeypatch: pytest.MonkeyPatch, flips: Flips, reached: list[bool | None]
 ) -> None:
-    monkeypatch.setattr(strangers_rows, "flip_downloads", lambda *args: flips)
+    monkeypatch.setattr(strangers, "flip_downloads", lambda *args: flips)
     seen = bench()
-    assert [is_reached for _, is_reached in rows_of(strangers_rows.downloads(seen))] == reached
+    assert [is_reached for _, is_reached in rows_of(strangers.downloads(seen))] == reached
     assert json.loads(json.dumps(seen.seen))["flips"]["refused"] == dict(flips.refused)
 
 

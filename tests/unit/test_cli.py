@@ -16,11 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from spes_p2p import __version__, config
+from spes_p2p import __version__
 from spes_p2p.__main__ import COMMANDS
 from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
-from spes_p2p.config import ExperimentConfig, PeerConfig, RunConfig
-from spes_p2p.config.commands import HealthConfig, PlanConfig
+from spes_p2p.config import PeerConfig, RunConfig, commands
+from spes_p2p.config.commands import ExperimentConfig, HealthConfig, PlanConfig
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 
 INTERRUPTED_WHILE_FORKING = """
@@ -329,7 +329,7 @@ def test_a_mistyped_command_is_told_the_right_one():
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_commands_help_fits_two_screens_and_names_its_flags(name):
-    settings = getattr(config, COMMANDS[name][0])
+    settings = getattr(commands, COMMANDS[name][0])
     text = help_text(settings, "--help", 80)
     assert len(text.splitlines()) <= SCREENS
     assert max(map(len, text.splitlines())) <= 80
@@ -339,7 +339,7 @@ def test_a_commands_help_fits_two_screens_and_names_its_flags(name):
     assert all(flag.text for flag in all_flags(settings))
 
 
-@pytest.mark.parametrize("settings", [PeerConfig, config.ExperimentConfig, config.PlanConfig], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("settings", [PeerConfig, ExperimentConfig, PlanConfig], ids=lambda c: c.__name__)
 def test_the_runs_settings_are_one_line_of_the_help_and_have_a_help_of_their_own(settings):
     text, run = help_text(settings, "--help", 80), help_text(settings, "--help-run", 80)
     assert "--run.*" in text and "--help-run" in text and "--run.model.family" not in text
@@ -395,7 +395,7 @@ ANSWERS = """
 import json, os, resource, sys
 
 import spes_p2p.__main__ as program
-import spes_p2p.config
+import spes_p2p.config.commands
 
 for words in json.loads(sys.argv[1]):
     end, other = os.pipe()
@@ -522,7 +522,7 @@ def test_a_config_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     run = load_settings(PeerConfig, ["--run-id", "r", "--config", "spes_1b.yaml"]).run
     assert run is not None and run.round.total == 77, "a file of one's own comes first"
     assert "absent" in one_line(["--run-id", "r", "--config", "absent"])
-    assert load_settings(config.ExperimentConfig, []).run.train.optimizer == "muon"
+    assert load_settings(ExperimentConfig, []).run.train.optimizer == "muon"
 
 
 def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):

@@ -12,7 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.local import ExperimentConfig
-from spes_p2p.config import AmendConfig, CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config
 from spes_p2p.sim.sweep.settings import flat, load_sweep

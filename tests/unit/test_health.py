@@ -11,7 +11,8 @@ import pytest
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.health import is_paused, longest_minutes, main
-from spes_p2p.config import HealthConfig, RoundConfig
+from spes_p2p.config import RoundConfig
+from spes_p2p.config.commands import HealthConfig
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState
 from tests.unit.monitor.swarms import small_history

@@ -11,7 +11,8 @@ import torch
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import cluster
-from spes_p2p.config import ClusterConfig, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config.commands import ClusterConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
 from spes_p2p.peer.joining import ADDRESS_FILE, listen_port

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.join import as_peer
-from spes_p2p.config import MAX_ADDRESSES, JoinConfig, JoinLink
+from spes_p2p.config import MAX_ADDRESSES, JoinLink
+from spes_p2p.config.commands import JoinConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.output_dir import check_output
 from spes_p2p.swarm.p2p.identity import hashed_peer_id

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from spes_p2p.commands import service
-from spes_p2p.config import JoinLink, ServiceConfig
+from spes_p2p.config import JoinLink
+from spes_p2p.config.commands import ServiceConfig
 from spes_p2p.errors import ConfigError
 
 PEER = "QmYyQSo1c1Ym7orWxLYvCrM2EmxFTANf8wXmmE7DWjhx5N"

@@ -134,7 +134,8 @@ class Snapshots:
             "run": _run(state),
             "now": _now(state),
             "figures": _figures(view, own),
-            "phases": _phases(view),
+            # Median seconds, by which the page guesses the time left.
+            "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
             "rounds": self._rounds(view, own),
             "held_out": {
                 str(number): [view.tokens_until(number), _digits(view.held_out[number], 5)]
@@ -307,11 +308,6 @@ def _own_figures(view: SwarmView, own: Own) -> dict[str, Any]:
         "memory": _digits(own.memory_bytes, 3),
         "reach": own.reachability,
     }
-
-
-def _phases(view: SwarmView) -> dict[str, Any]:
-    """Return the median seconds of each phase of the newest round, by which the page guesses the time left."""
-    return {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {}
 
 
 def _row(summary: RoundSummary, total: int, mine: OwnRound | None) -> list[Any]:

@@ -20,7 +20,7 @@ from spes_p2p.data.chat import HIDDEN, Chat
 from spes_p2p.data.chat_rows import conversation_files, records
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import PLAIN_TEMPLATE, founding, held_out_prompts, probe_file
-from spes_p2p.data.packing import held_out_batches, probe_windows, token_file, train_source
+from spes_p2p.data.packing import held_out_batches, probe_windows, token_file, train_sources
 from spes_p2p.data.sources import documents, is_held_out
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, train_bpe
 from spes_p2p.data.windows import CONTEXT, windows_of
@@ -312,7 +312,7 @@ def test_every_format_gives_the_same_tokens(bpe, chats, tmp_path, kind):
 def test_few_conversations_are_enough_and_long_ones_are_told(bpe, tmp_path, caplog):
     path = write_lines(tmp_path / "few.jsonl", conversations(4))
     data = data_of(path, held_out_fraction=1e-9, sequence_length=16)
-    batch = train_source(data, bpe, paths=(), cache=tmp_path / "cache", order_seed=0).next_batch(8)
+    batch = train_sources(data, bpe, paths=(), cache=tmp_path / "cache")(0).next_batch(8)
     assert batch.shape == (8, 17) and int((batch[:, 1:] >= 0).sum())
     assert "4 of 4 conversations of the train part are longer than data.sequence_length=16" in caplog.text
 

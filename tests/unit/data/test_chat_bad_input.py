@@ -14,7 +14,7 @@ from lanes import sample
 
 from spes_p2p.cli import entry_point
 from spes_p2p.commands.local import main
-from spes_p2p.config import ExperimentConfig
+from spes_p2p.config.commands import ExperimentConfig
 from spes_p2p.data.chat_rows import _messages
 from spes_p2p.data.tokenizer import train_bpe
 from spes_p2p.errors import DataError

@@ -17,8 +17,7 @@ from spes_p2p.data import tokenizer_child as child
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import encode
 from spes_p2p.data.tokenizer import tokenizer_bytes
-from spes_p2p.data.tokenizer_document import MAX_PAYLOAD_BYTES, open_document
-from spes_p2p.data.tokenizer_parts import _PATTERNS, MAX_DEPTH, check_parts
+from spes_p2p.data.tokenizer_document import _PATTERNS, MAX_DEPTH, MAX_PAYLOAD_BYTES, check_parts, open_document
 from spes_p2p.errors import DataError
 
 END = "<|endoftext|>"

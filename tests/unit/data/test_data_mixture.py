@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from spes_p2p.config import DataConfig, PeerConfig, RunConfig
 from spes_p2p.data.mixture import MIN_BLOCK, MixedSource, MixtureSchedule
-from spes_p2p.data.packing import held_out_by_source, train_source, train_sources
+from spes_p2p.data.packing import held_out_by_source, train_sources
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import SharedSource, probe_sequences
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_digest
@@ -228,7 +228,7 @@ def settings_for(shards: dict[str, Path], cache: Path) -> DataConfig:
 def test_peers_draw_the_same_from_the_files_of_all_sources_whatever_their_seed(tmp_path, shards) -> None:
     data = settings_for(shards, tmp_path)
     tokenizer = resolve_tokenizer(data, [], tmp_path)
-    sources = [train_source(data, tokenizer, paths=[], cache=tmp_path, order_seed=seed) for seed in (1, 2)]
+    sources = [train_sources(data, tokenizer, paths=[], cache=tmp_path)(seed) for seed in (1, 2)]
     for source in sources:
         source.deal([range(3, 9)])
     batches = [[source.next_batch(8).tolist() for _ in range(6)] for source in sources]

@@ -16,7 +16,7 @@ import torch
 from spes_p2p import fs
 from spes_p2p.config import DataConfig
 from spes_p2p.data import packing as packing_module
-from spes_p2p.data.packing import held_out_batches, token_file, train_source
+from spes_p2p.data.packing import held_out_batches, token_file, train_sources
 from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
@@ -29,7 +29,7 @@ T = 16
 @pytest.fixture
 def source_of(files_data, tokenizer, corpus, tmp_path):
     def make(order_seed: int = 0, data: DataConfig = files_data):
-        return train_source(data, tokenizer, paths=[corpus], cache=tmp_path / "cache", order_seed=order_seed)
+        return train_sources(data, tokenizer, paths=[corpus], cache=tmp_path / "cache")(order_seed)
 
     return make
 
@@ -226,7 +226,7 @@ def test_too_little_text_is_refused_with_the_remedy(tmp_path, tokenizer, files_d
     data = files_data.model_copy(update={"sequence_length": 4096})
     common = {"paths": [path], "cache": tmp_path / "cache"}
     with pytest.raises(DataError, match=r"training text has \d+ tokens.*give more text"):
-        train_source(data, tokenizer, **common, order_seed=0)
+        train_sources(data, tokenizer, **common)(0)
     with pytest.raises(DataError, match=r"held-out text has \d+ tokens.*data.held_out_fraction"):
         held_out_batches(data, tokenizer, **common, num_sequences=4, batch_size=2, seed=0)
 
@@ -240,15 +240,15 @@ def test_no_held_out_document_at_all_is_refused(tmp_path, tokenizer):
 
 def test_missing_paths_and_an_unusable_cache_are_configuration_errors(files_data, tokenizer, corpus, tmp_path):
     with pytest.raises(ConfigError, match="--text"):
-        train_source(files_data, tokenizer, paths=[], cache=tmp_path, order_seed=0)
+        train_sources(files_data, tokenizer, paths=[], cache=tmp_path)(0)
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--cache"):
-        train_source(files_data, tokenizer, paths=[corpus], cache=tmp_path / "file", order_seed=0)
+        train_sources(files_data, tokenizer, paths=[corpus], cache=tmp_path / "file")(0)
 
 
 def test_a_home_relative_cache_lands_in_the_home(source_of, files_data, tokenizer, corpus, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    train_source(files_data, tokenizer, paths=[corpus], cache=Path("~/.cache/spes"), order_seed=0)
+    train_sources(files_data, tokenizer, paths=[corpus], cache=Path("~/.cache/spes"))(0)
     assert list((tmp_path / "home" / ".cache" / "spes" / "tokens").glob("*.train.bin"))
 
 

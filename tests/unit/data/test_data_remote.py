@@ -20,7 +20,7 @@ from aiohttp import web
 
 from spes_p2p.config import DataConfig, PeerConfig, RunConfig
 from spes_p2p.data import remote
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.remote import MANIFEST, fetch, url_of, with_fetched
 from spes_p2p.data.shards import ShardManifest
 from spes_p2p.data.tokenise import Settings, tokenise
@@ -131,7 +131,7 @@ def test_shards_come_into_the_cache_and_are_trained_on_as_if_they_lay_here(serve
     assert files(manifest.parent) == files(served)
     assert "fetching 5 files" in caplog.text and "of the shards " + run.fingerprint[:12] in caplog.text
     there, here = (
-        train_source(each, resolve_tokenizer(each, [], config.cache), paths=[], cache=config.cache, order_seed=0)
+        train_sources(each, resolve_tokenizer(each, [], config.cache), paths=[], cache=config.cache)(0)
         for each in (data, run.model_copy(update={"paths": [served]}))
     )
     assert there.next_batch(4).tolist() == here.next_batch(4).tolist()

@@ -17,7 +17,7 @@ import zstandard
 from spes_p2p.config import DataConfig, OwnData, PeerConfig, RunConfig
 from spes_p2p.data import shard_formats
 from spes_p2p.data import shards as module
-from spes_p2p.data.packing import held_out_batches, token_file, train_source
+from spes_p2p.data.packing import held_out_batches, token_file, train_sources
 from spes_p2p.data.shards import TokenShards, locate
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer
 from spes_p2p.data.windows import PackedWindows, TokenFile
@@ -340,7 +340,7 @@ def data_of(name: str, **more) -> DataConfig:
 def test_a_run_draws_every_training_window_of_the_shards_once_an_epoch(tmp_path, fixture_tokenizer, seed):
     more = {"paths": [], "cache": tmp_path}
     data = data_of("datatrove_uint16")
-    source = train_source(data, fixture_tokenizer, order_seed=seed, **more)
+    source = train_sources(data, fixture_tokenizer, **more)(seed)
     flat = token_file(data, fixture_tokenizer, part="train", **more).tokens_N
     expected = windows_in(flat, np.arange((len(flat) - 1) // T)).tolist()
     drawn = source.next_batch(len(expected))
@@ -352,14 +352,14 @@ def test_a_run_draws_every_training_window_of_the_shards_once_an_epoch(tmp_path,
 
 def test_a_position_is_resumed_on_another_copy_of_the_shards_and_refused_on_others(tmp_path, fixture_tokenizer, folder):
     more = {"paths": [], "cache": tmp_path}
-    first = train_source(data_of("datatrove_uint16"), fixture_tokenizer, order_seed=1, **more)
+    first = train_sources(data_of("datatrove_uint16"), fixture_tokenizer, **more)(1)
     first.next_batch(5)
     state, expected = first.state_dict(), first.next_batch(7).tolist()
     copied = data_of("", paths=[folder("datatrove_uint16")])
-    again = train_source(copied, fixture_tokenizer, order_seed=1, **more)
+    again = train_sources(copied, fixture_tokenizer, **more)(1)
     again.load_state_dict(json.loads(json.dumps(state)))
     assert again.next_batch(7).tolist() == expected
-    other = train_source(data_of("mds_zstd"), fixture_tokenizer, order_seed=1, **more)
+    other = train_sources(data_of("mds_zstd"), fixture_tokenizer, **more)(1)
     with pytest.raises(DataError, match="the saved data order has tokens="):
         other.load_state_dict(state)
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.packing import train_source
+from spes_p2p.data.packing import train_sources
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import KeyedPermutation, SharedSource, probe_sequences
 from spes_p2p.data.tokenizer import load_tokenizer, tokenizer_digest
@@ -127,9 +127,9 @@ def test_runs_with_a_fingerprint_draw_in_one_order_whatever_the_peers_seed(tmp_p
     common = {"source": "files", "paths": [path], "sequence_length": 64}
     data = DataConfig(**common, fingerprint=shards.fingerprint)
     more = {"paths": [], "cache": tmp_path}
-    sources = [train_source(data, tokenizer, **more, order_seed=seed) for seed in (1, 2)]
+    sources = [train_sources(data, tokenizer, **more)(seed) for seed in (1, 2)]
     for source in sources:
         source.deal([range(3, 5)])
     assert sources[0].next_batch(5).tolist() == sources[1].next_batch(5).tolist()
-    own = [train_source(DataConfig(**common), tokenizer, **more, order_seed=seed) for seed in (1, 2)]
+    own = [train_sources(DataConfig(**common), tokenizer, **more)(seed) for seed in (1, 2)]
     assert own[0].next_batch(5).tolist() != own[1].next_batch(5).tolist()

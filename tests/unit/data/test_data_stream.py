@@ -14,7 +14,7 @@ import torch
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data import packing as module
-from spes_p2p.data.packing import held_out_batches, train_source
+from spes_p2p.data.packing import held_out_batches, train_sources
 from spes_p2p.data.sources import split_documents
 from spes_p2p.errors import DataError
 
@@ -37,7 +37,7 @@ def source_of(hub_data, tokenizer, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "BLOCK_DOCUMENTS", 13)
 
     def make(order_seed: int = 0, data: DataConfig = hub_data):
-        return train_source(data, tokenizer, paths=(), cache=tmp_path / "cache", order_seed=order_seed)
+        return train_sources(data, tokenizer, paths=(), cache=tmp_path / "cache")(order_seed)
 
     return make
 

@@ -21,10 +21,10 @@ from filelock import FileLock
 
 from spes_p2p.commands.local import _own, _with_data
 from spes_p2p.commands.tokenize import main
-from spes_p2p.config import DataConfig, PeerConfig, RunConfig, TokenizeConfig
-from spes_p2p.config.commands import ExperimentConfig
+from spes_p2p.config import DataConfig, PeerConfig, RunConfig
+from spes_p2p.config.commands import ExperimentConfig, TokenizeConfig
 from spes_p2p.data import tokenise as module
-from spes_p2p.data.packing import token_file, train_source
+from spes_p2p.data.packing import token_file, train_sources
 from spes_p2p.data.readers import read_file
 from spes_p2p.data.shards import TokenShards, read_manifest
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_digest
@@ -118,7 +118,7 @@ def test_a_run_trains_on_shards_as_on_their_text(tokenised, tmp_path, seed):
         assert len(found) == len(expected) and count > 8
         rows = [expected[i * 16 : i * 16 + 17].tolist() for i in range(count)]
         assert PackedWindows(TokenFile(found, "key"), 16).gather(np.arange(count)).tolist() == rows
-    sources = [train_source(data, tokenizer, paths=[path], cache=cache, order_seed=7) for data in (text, shards)]
+    sources = [train_sources(data, tokenizer, paths=[path], cache=cache)(7) for data in (text, shards)]
     assert sources[0].next_batch(20).tolist() == sources[1].next_batch(20).tolist()
 
 

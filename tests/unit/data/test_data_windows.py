@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from spes_p2p.commands import tokenize
-from spes_p2p.config import DataConfig, TokenizeConfig
+from spes_p2p.config import DataConfig
+from spes_p2p.config.commands import TokenizeConfig
 from spes_p2p.data import windows as module
-from spes_p2p.data.packing import held_out_batches, token_file, train_source
+from spes_p2p.data.packing import held_out_batches, token_file, train_sources
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.sources import split_documents
 from spes_p2p.data.tokenizer import resolve_tokenizer, train_bpe
@@ -144,7 +145,7 @@ def test_documents_that_may_see_each_other_are_not_marked(packing, seed):
 def test_shards_are_packed_as_their_text_is(packing, tokenised_pair, tmp_path, seed):
     text, shards, path, tokenizer = tokenised_pair(packing)
     cache = tmp_path / "cache"
-    sources = [train_source(data, tokenizer, paths=[path], cache=cache, order_seed=7) for data in (text, shards)]
+    sources = [train_sources(data, tokenizer, paths=[path], cache=cache)(7) for data in (text, shards)]
     assert sources[0].next_batch(30).tolist() == sources[1].next_batch(30).tolist()
 
 
@@ -178,7 +179,7 @@ def test_held_out_windows_hold_held_out_documents_only(packing, tokenizer, corpu
     }
     common = {"paths": [corpus], "cache": tmp_path / "cache"}
     batches = held_out_batches(data, tokenizer, **common, num_sequences=10**6, batch_size=7, seed=0)
-    source = train_source(data, tokenizer, **common, order_seed=0)
+    source = train_sources(data, tokenizer, **common)(0)
     rows = {
         True: [row for batch in batches for row in batch.tolist()],
         False: source.next_batch(source._num_windows).tolist(),
@@ -194,14 +195,14 @@ def test_held_out_windows_hold_held_out_documents_only(packing, tokenizer, corpu
 def test_a_layout_is_made_once_for_each_part_length_and_packing(tokenizer, corpus, tmp_path, monkeypatch):
     data = DataConfig(source="files", sequence_length=T, held_out_fraction=0.2, packing="best_fit")
     common = {"paths": [corpus], "cache": tmp_path / "cache"}
-    first = train_source(data, tokenizer, **common, order_seed=3).next_batch(10)
+    first = train_sources(data, tokenizer, **common)(3).next_batch(10)
     held_out = held_out_batches(data, tokenizer, **common, num_sequences=9, batch_size=9, seed=0)
     assert not set(map(tuple, first.tolist())) & set(map(tuple, held_out[0].tolist()))
     monkeypatch.setattr(module, "lay_out", lambda *args: pytest.fail("laid out again"))
-    assert train_source(data, tokenizer, **common, order_seed=3).next_batch(10).tolist() == first.tolist()
+    assert train_sources(data, tokenizer, **common)(3).next_batch(10).tolist() == first.tolist()
     for change in ({"sequence_length": 8}, {"packing": "trunc"}):
         with pytest.raises(pytest.fail.Exception):
-            train_source(data.model_copy(update=change), tokenizer, **common, order_seed=3)
+            train_sources(data.model_copy(update=change), tokenizer, **common)(3)
     assert not [path for path in (tmp_path / "cache" / "windows").iterdir() if path.suffix == ".tmp"]
 
 
@@ -215,7 +216,7 @@ def test_a_failed_layout_leaves_nothing_behind(tokenizer, corpus, tmp_path, monk
 
     monkeypatch.setattr(module, "lay_out", broken)
     with pytest.raises(DataError, match="no more"):
-        train_source(data, tokenizer, paths=[corpus], cache=tmp_path, order_seed=0)
+        train_sources(data, tokenizer, paths=[corpus], cache=tmp_path)(0)
     assert not [path for path in (tmp_path / "windows").iterdir() if path.suffix != ".lock"]
 
 
@@ -224,9 +225,9 @@ def test_shards_without_documents_are_packed_only(settings, tmp_path):
     tokenizer = bpe_of_400()
     data = DataConfig(source="files", paths=[FIXTURES / "spes_uint16"], sequence_length=T, **settings)
     with pytest.raises(DataError, match=r"does not say where its documents end; set data.packing=pack"):
-        train_source(data, tokenizer, paths=[], cache=tmp_path, order_seed=0)
+        train_sources(data, tokenizer, paths=[], cache=tmp_path)(0)
     plain = data.model_copy(update={"packing": "pack", "separate_documents": None})
-    assert train_source(plain, tokenizer, paths=[], cache=tmp_path, order_seed=0).next_batch(2).min() >= 0
+    assert train_sources(plain, tokenizer, paths=[], cache=tmp_path)(0).next_batch(2).min() >= 0
 
 
 def bpe_of_400():
@@ -238,7 +239,7 @@ def test_resume_is_exact_and_another_packing_is_refused(packing, tokenizer, corp
     data = DataConfig(source="files", sequence_length=T, held_out_fraction=0.2, packing=packing)
 
     def source_of(one: DataConfig):
-        return train_source(one, tokenizer, paths=[corpus], cache=tmp_path, order_seed=5)
+        return train_sources(one, tokenizer, paths=[corpus], cache=tmp_path)(5)
 
     source = source_of(data)
     source.next_batch(13)
@@ -254,18 +255,18 @@ def test_resume_is_exact_and_another_packing_is_refused(packing, tokenizer, corp
 
 def test_a_state_saved_before_packing_was_a_setting_is_one_of_pack(tokenizer, corpus, tmp_path):
     data = DataConfig(source="files", sequence_length=T, held_out_fraction=0.2)
-    source = train_source(data, tokenizer, paths=[corpus], cache=tmp_path, order_seed=5)
+    source = train_sources(data, tokenizer, paths=[corpus], cache=tmp_path)(5)
     state = {name: value for name, value in source.state_dict().items() if name != "packing"}
     source.load_state_dict(state)
     best_fit_data = data.model_copy(update={"packing": "best_fit"})
     with pytest.raises(DataError, match="has packing='pack'"):
-        train_source(best_fit_data, tokenizer, paths=[corpus], cache=tmp_path, order_seed=5).load_state_dict(state)
+        train_sources(best_fit_data, tokenizer, paths=[corpus], cache=tmp_path)(5).load_state_dict(state)
 
 
 def test_a_changed_file_is_refused_by_name(tmp_path):
     folder = Path(shutil.copytree(FIXTURES / "datatrove_uint16", tmp_path / "copy"))
     data = DataConfig(source="files", paths=[folder], sequence_length=T, packing="best_fit", held_out_fraction=1e-9)
-    source = train_source(data, bpe_of_400(), paths=[], cache=tmp_path, order_seed=0)
+    source = train_sources(data, bpe_of_400(), paths=[], cache=tmp_path)(0)
     source.next_batch(2)
     file = next(folder.glob("*.ds"))
     file.write_bytes(file.read_bytes()[:-2])

@@ -17,7 +17,8 @@ from peer_processes import files_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from spes_p2p.commands.export import main
-from spes_p2p.config import DataConfig, ExportConfig, JoinLink, KeptRounds
+from spes_p2p.config import DataConfig, JoinLink, KeptRounds
+from spes_p2p.config.commands import ExportConfig
 from spes_p2p.errors import ConfigError, DataError, JoinError
 from spes_p2p.model.build import build_slot_model
 from spes_p2p.monitor import model_folder

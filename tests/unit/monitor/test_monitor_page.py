@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.page_views import views
+from benchmarks.page import views
 from spes_p2p.monitor.events import EventLog
 from spes_p2p.monitor.page import snapshot as page
 from spes_p2p.monitor.page.snapshot import Own, OwnRound, PageState, Sections, Snapshots, difference, in_words, thinned

@@ -13,7 +13,7 @@ import pytest
 import segno
 from browser import Tab, browser
 
-from benchmarks.page_views import peer_id, views
+from benchmarks.page import peer_id, views
 from spes_p2p.monitor.events import EventLog, JsonlSink
 from spes_p2p.monitor.page.server import Page
 from spes_p2p.monitor.page.snapshot import Own, PageState

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from spes_p2p.config import MonitorConfig, RoundConfig, RunConfig
+from spes_p2p.config import RoundConfig, RunConfig
+from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.monitor.view import Sample, SwarmView
 from spes_p2p.monitor.watch import Ending, HeldOut, Watch, plan_pull

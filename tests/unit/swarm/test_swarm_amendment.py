@@ -10,7 +10,8 @@ from types import SimpleNamespace
 import pytest
 
 from spes_p2p.commands import amend
-from spes_p2p.config import AmendConfig, DataConfig, RunConfig, TrainConfig
+from spes_p2p.config import DataConfig, RunConfig, TrainConfig
+from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.swarm import amendment as module
 from spes_p2p.swarm.amendment import (

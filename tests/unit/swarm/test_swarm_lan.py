@@ -10,7 +10,7 @@ from zeroconf import ServiceInfo
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.join import as_peer, link_on_lan
-from spes_p2p.config import JoinConfig
+from spes_p2p.config.commands import JoinConfig
 from spes_p2p.errors import ConfigError, JoinError
 from spes_p2p.swarm.p2p.lan import MAX_FOUND, SERVICE, _note, check_lan, find_on_lan, told_on_lan
 
