@@ -140,10 +140,10 @@ def map_table(sweep: Sweep, results: Results, cells: Map) -> str:
     """Return the map of long rounds as a Markdown table: both ends' losses, and the gap closed in each cell."""
     lines = []
     for gap in sweep.gaps:
-        ends = [
-            f"{results[name, sweep.seeds[0]].loss:.3f}" for name in (gap.solo, gap.centralised) if gap.name in cells
-        ]
-        for steps, row in cells.get(gap.name, {}).items():
+        if gap.name not in cells:
+            continue
+        ends = [f"{results[name, sweep.seeds[0]].loss:.3f}" for name in (gap.solo, gap.centralised)]
+        for steps, row in cells[gap.name].items():
             lines.append((gap.name, *ends, str(steps), *(_cell(row.get(holders)) for holders in HOLDERS)))
     return markdown_table(("batch of a peer", "alone", "one process", "steps a round", *HOLDERS.values()), lines)
 

@@ -323,7 +323,7 @@ def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
         "init_lora_weights": True,
         "target_modules": [name for name in modules if name in ends],
         "target_parameters": [
-            n for n in parameters if any(w.endswith(f".{n.removesuffix('.weight')}") for w in factors.weights)
+            name for name, end in parameters.items() if any(weight.endswith(end) for weight in factors.weights)
         ],
     }
 

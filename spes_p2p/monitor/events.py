@@ -51,9 +51,9 @@ class EventLog:
         for number in sorted(view.rounds.keys() - range(self._round + 1)):
             if number <= complete:
                 self._round = number
-                round_fields = asdict(view.rounds[number]) | {"total_tokens": view.tokens_until(number)}
-                round_fields |= {"active_peers": len(view.active), "covered_slots": view.num_covered}
-                events.append(_event("round", view, round_fields))
+                of_round = asdict(view.rounds[number]) | {"active_peers": len(view.active)}
+                of_round |= {"covered_slots": view.num_covered, "total_tokens": view.tokens_until(number)}
+                events.append(_event("round", view, of_round))
         for number in sorted(view.samples.keys() - self._samples):
             self._samples.add(number)
             samples = view.samples[number]

@@ -10,7 +10,7 @@ import contextlib
 import struct
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, TypeVar
 
 from hivemind.p2p import PeerID
 from hivemind.p2p.p2p_daemon_bindings.datastructures import StreamInfo
@@ -25,6 +25,9 @@ from spes_p2p.swarm.records import Count, Digest, Strict
 
 MAX_WAIT_SECONDS = 3600.0
 MAX_DELTAS = 256
+
+
+AnswerType = TypeVar("AnswerType", bound="Message")
 
 
 class Message(Strict):
@@ -254,7 +257,9 @@ class Channel:
         self._writer.close()
 
 
-async def ask(node: Node, peer: str, service: str, question: Message, answer_type: type[Message], seconds: float):
+async def ask(
+    node: Node, peer: str, service: str, question: Message, answer_type: type[AnswerType], seconds: float
+) -> AnswerType:
     """Return a peer's answer to a question; raise as `Channel` does, with `seconds` for each step."""
     channel = await Channel.open(node, peer, service, seconds)
     with contextlib.closing(channel):

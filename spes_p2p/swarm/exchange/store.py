@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
@@ -286,14 +288,15 @@ class VersionStore:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
 
     def load(self, name: str, digest: str) -> Tensor:
-        """Return a version as an fp32 vector, not verified: the vector that deltas make of it is.
+        """Return a version as a new fp32 vector, not verified: the vector that deltas make of it is.
 
         Raises:
             ExchangeError: the version is gone.
         """
         version = self._wanted(name, digest=digest)
         try:
-            return PagedVector.of_file(self.path(version)).whole()
+            # Read, not mapped: a map of a damaged file raises other errors, or ends the process.
+            return torch.from_numpy(np.fromfile(self.path(version), dtype="<f4"))
         except OSError as error:
             raise ExchangeError(f"cannot read {self.path(version)}: {error.strerror}") from error
 

@@ -22,7 +22,6 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Annotated, Literal
 
-from hivemind.utils.multiaddr import Multiaddr
 from pydantic import Field
 
 from spes_p2p.swarm.exchange.protocol import Channel, Message, ask, listen
@@ -446,9 +445,8 @@ class DialBack:
 
     async def _hosts_of(self, peer: str) -> list[str]:
         """Return the IPv4 addresses from which a peer is connected."""
-        peers = await self._node.p2p.list_peers()
-        addresses = [Multiaddr(str(a)) for p in peers if p.peer_id.to_base58() == peer for a in p.addrs]
-        return sorted({str(a["ip4"]) for a in addresses if str(a).startswith("/ip4/") and "p2p-circuit" not in str(a)})
+        addresses = (await self._node.p2p.connected_from()).get(peer, ())
+        return sorted({at.split("/")[2] for at in addresses if at.startswith("/ip4/") and "p2p-circuit" not in at})
 
 
 async def _can_connect(host: str, port: int) -> bool:
