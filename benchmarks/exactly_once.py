@@ -156,11 +156,11 @@ class WatchedSwarm(MemorySwarm):
         self.by_round: dict[int, Drawn] = {}
         """Lists of the draws of each round, which the source extends."""
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         member = contribution.member
         drawn = list(self.by_round.get(member.round + 1, ())) if member.tokens else []
         self._witness.brought[member.round + 1, self.peer_id] = member.drawn, drawn
-        return super().average(contribution, expected=expected, starts_at=starts_at)
+        return super().average(contribution, expected=expected, closes_from=closes_from)
 
 
 class Peer(VirtualPeer):

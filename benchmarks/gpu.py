@@ -174,7 +174,7 @@ def _run_rows(name: str, claimed: int, kernel: str, bench: Bench) -> Iterator[Ro
     slots = f"{claimed} slots" if claimed > 1 else "one slot"
     what = f"{name}, {slots}, {kernel}, microbatch {machine.micro_batch_size} x {run.data.sequence_length}"
     yield Row(f"{what}: tokens/s", f"{tokens / seconds:,.0f}", "", None)
-    error = abs(plan / peak - 1) if peak else 0.0
+    error = abs(peak / plan - 1) if peak else 0.0
     found = f"{peak / 1e9:.2f} GB, planned {plan / 1e9:.2f}"
     yield Row("- peak of the card", found, "within 10 %", error <= MAX_PLAN_ERROR)
     _profile(trainer, bench.work / f"profile-{name}-{kernel}.txt", bench)

@@ -11,7 +11,7 @@ from typing import NoReturn
 USAGE = """usage: spes COMMAND [flags]; `spes COMMAND --help` explains its flags
 
 start here:
-  spes local                        four peers train a small model on this machine, in about ten minutes
+  spes local                        four peers train a small model on this machine, in 10 to 15 minutes
   spes join LINK                    join a run; every peer of it prints the link
   spes plan --config spes_1b        what a run would need of this machine
 

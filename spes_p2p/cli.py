@@ -212,8 +212,9 @@ def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | 
             return f"unknown setting {where}: {hint}"
         return f"unknown setting {where}={problem['input']!r}; remove it or see {see}"
     if problem["type"] == "missing":
-        remedy = f"set --{where.replace('_', '-')}" if see == "--help" else f"add it as in {see}"
-        return f"{where} is missing; {remedy}"
+        flag = f"--{where.replace('_', '-')}"
+        shown = next((each.names[0] for each in all_flags(cls) if flag in each.names), flag) if cls else flag
+        return f"{where} is missing; {f'set {shown}' if see == '--help' else f'add it as in {see}'}"
     if problem["type"] == "value_error":
         return message
     shown = repr(problem["input"])

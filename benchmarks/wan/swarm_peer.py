@@ -137,9 +137,9 @@ class SwarmPeer:
         """
         self._swarm.read(Claim)
         began = time.monotonic()
-        starts_at = self._swarm.now() + MEETING_SECONDS
+        closes_from = self._swarm.now() + MEETING_SECONDS
         contribution = Contribution(self._member(), self._deltas)
-        result = self._swarm.average(contribution, expected=expected, starts_at=starts_at)
+        result = self._swarm.average(contribution, expected=expected, closes_from=closes_from)
         averaged_at = time.monotonic()
         if len(result.roster) < expected or result.dropped:
             raise ExchangeError(f"{len(result.roster)} of {expected} peers met, dropped: {dict(result.dropped)}")

@@ -309,6 +309,8 @@ class InviteConfig(CommandConfig, NamedRun):
     """Number of invites. Each serves two identities of one volunteer."""
     days: Annotated[int, Field(ge=1, le=3650)] = 30
     """Days for which they are valid."""
+    link: str | None = None
+    """Link to the run. With it, links for `spes join` are printed that have the invites in them."""
     log_level: str = "warning"
     """Least severe event to log."""
 

@@ -206,7 +206,7 @@ class RoundConfig(Frozen):
     min_peers: Annotated[int, Field(ge=1, le=1024)] = 1
     """Active peers to wait for before the first round."""
     matchmaking_seconds: PhaseSeconds = 3.0
-    """Time a leader collects members when not everybody expected shows up."""
+    """Time that the leader of the matchmaking collects members when not all expected ones show up."""
     averaging_seconds: PhaseSeconds = 30.0
     """Longest that one averaging attempt may take, from roster to confirmed digests; a failed attempt is redone.
     Once a peer has seen some, its own deadline follows what they took."""

@@ -39,7 +39,7 @@ class OuterOptimizer:
         Args:
             anchor: Committed parameters [P], fp32, CPU.
             delta: The swarm's averaged pseudo-gradient [P], fp32, CPU.
-            momentum: Momentum that the previous step returned [P]; None in the first step and always with `mean`.
+            momentum: Momentum that the previous step returned [P]; None counts as zeros; always None with `mean`.
         """
         for vector in (anchor, delta) if momentum is None else (anchor, delta, momentum):
             assert vector.shape == anchor.shape and vector.dim() == 1, f"flat vectors of one length, not {vector.shape}"

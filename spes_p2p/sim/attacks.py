@@ -60,15 +60,15 @@ class AttackingSwarm(MemorySwarm):
         self._honest: dict[VectorName, Tensor] = {}
         self._means: dict[VectorName, Tensor] = {}
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         member = contribution.member
         if self._does("silent", member.round):
-            self.clock.advance(max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds)
+            self.clock.advance(max(0.0, closes_from - self.now()) + self._hub.matchmaking_seconds)
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, "this peer met no other"))
         for attack in self._does("inflate", member.round):
             tokens = min(int(member.tokens * attack.factor), MAX_PEER_TOKENS)
             contribution = replace(contribution, member=member.model_copy(update={"tokens": tokens}))
-        result = super().average(contribution, expected=expected, starts_at=starts_at)
+        result = super().average(contribution, expected=expected, closes_from=closes_from)
         self._means |= result.means
         return result
 

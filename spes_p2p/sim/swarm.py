@@ -106,7 +106,7 @@ class MemorySwarm:
     def catch_up(self) -> None:
         """Do nothing: all peers see the hub's certificates."""
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         last = self.last()
         self._open = last, self._hub.attempt
         votes = {"distrusts": self.bans.distrusted(last.round)}
@@ -118,7 +118,7 @@ class MemorySwarm:
         if expected <= 1:
             attempt = alone(member, last, encoded)
         else:
-            patience = max(0.0, starts_at - self.now()) + self._hub.matchmaking_seconds
+            patience = max(0.0, closes_from - self.now()) + self._hub.matchmaking_seconds
             entry = Entry(member, encoded, self._encoding, self._errors, self._lie(member.round))
             attempt = self._hub.meet(entry, expected, self.now() + patience)
             self.bans.record(last.round, attempt.evidence)

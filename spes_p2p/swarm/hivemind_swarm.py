@@ -256,7 +256,7 @@ class HivemindSwarm:
     def certified(self, round: int) -> Body | None:
         return self.consensus.body_at(round)
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         # A peer that repeats a round alone, after a restart, starts from an older certificate than the last one.
         last = self.consensus.body_at(contribution.member.round) or self.consensus.last()
         self._open = (last, self.consensus.attempt)
@@ -280,7 +280,7 @@ class HivemindSwarm:
             entry, self._encoded = self._encoding.encode(contribution)
             self._tokens = entry.tokens
         member = contribution.member.model_copy(update={"tokens": self._tokens})
-        attempt = self._meet(member, last, expected, starts_at)
+        attempt = self._meet(member, last, expected, closes_from)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
         self.bans.record(last.round, attempt.evidence)
@@ -311,7 +311,7 @@ class HivemindSwarm:
         is_sole_voter = last.voters == (self.peer_id,)
         return expected <= 1 and bool(self._membership.live_peers) and not (self._trains_alone or is_sole_voter)
 
-    def _meet(self, member: Member, last: Body, expected: int, starts_at: float) -> Attempt:
+    def _meet(self, member: Member, last: Body, expected: int, closes_from: float) -> Attempt:
         if expected <= 1:
             return alone(member, last, self._encoded)
         assert self._averager is not None
@@ -324,7 +324,7 @@ class HivemindSwarm:
             expected=expected,
             least=max(2, self.consensus.quorum),
             num_known=len(active & last.known),
-            starts_at=starts_at,
+            closes_from=closes_from,
             is_redone=self._has_met,
         )
         self._has_met = bool(attempt.roster)  # the members of a failed attempt know each other, and need no DHT

@@ -91,14 +91,14 @@ class Swarm(Protocol):
     def catch_up(self) -> None:
         """Ask other peers for the certificates that this one has missed, and wait a short time for them."""
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         """Meet the other peers and average, in the present attempt at the round after the last certificate.
 
         Args:
             contribution: This peer's deltas and roster entry; the deltas are not changed. Each is asked for once and
                 encoded, the first time that they are brought.
             expected: Number of peers that completes the roster at once.
-            starts_at: DHT time from which the roster may be closed without the rest.
+            closes_from: DHT time from which the roster may be closed without the rest.
         """
 
     def decide(

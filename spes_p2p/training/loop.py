@@ -182,7 +182,7 @@ class TrainingLoop:
             self._synchronise_beside_training(work)
             return
         began, before = self._trainer.clock(), self._round
-        self._load(self._lead(lambda sync: sync.synchronise(work, starts_at=self._round_ends)))
+        self._load(self._lead(lambda sync: sync.synchronise(work, closes_from=self._round_ends)))
         if self._round > before:
             waited = work.waited_seconds + self._trainer.clock() - began if self._run.round.overlap else None
             self._conclude(work, waited)
@@ -474,7 +474,7 @@ class TrainingLoop:
         return update or StateUpdate(slots)
 
     def _load(self, update: StateUpdate) -> None:
-        """Bring this rank's model to the leader's state, slot by slot as the loss gate admits them."""
+        """Bring this rank's model to the leader's state, as far as the loss gate admits it."""
         adopted = {VectorName.of_slot(slot) for slot in set(update.slots) - set(self._trainer.slots)}
         vectors = None
         if self._sync is not None:  # a slot whose moments were fetched may have been given up since
@@ -492,11 +492,11 @@ class TrainingLoop:
 
     def _synchronise_beside_training(self, work: RoundWork) -> None:
         """Start the synchronisation; until it lands, nothing else here touches the leader's synchroniser."""
-        task, sync, starts_at = None, self._sync, self._round_ends
+        task, sync, closes_from = None, self._sync, self._round_ends
         if sync is not None:
-            task = self._start(partial(_correction, sync, work, starts_at))
+            task = self._start(partial(_correction, sync, work, closes_from))
             # The next round is taken to last as long as this one until its end is known.
-            self._round_ends = self._now() + max(0.0, starts_at - self._round_started)
+            self._round_ends = self._now() + max(0.0, closes_from - self._round_started)
         self._pending = PendingSync(work, self._run.round.overlap, task)
 
     def _land_if_due(self, pending: PendingSync) -> None:
@@ -553,9 +553,9 @@ class TrainingLoop:
             self._on_round(report)
 
 
-def _correction(sync: Synchroniser, work: RoundWork, starts_at: float) -> Correction:
+def _correction(sync: Synchroniser, work: RoundWork, closes_from: float) -> Correction:
     """Synchronise, and return what that changes; without the steps made meanwhile, if their data do not count."""
-    update = sync.synchronise(work, starts_at=starts_at)
+    update = sync.synchronise(work, closes_from=closes_from)
     return Correction.of(update, work) if keeps_draws(sync, work) else Correction(update, {}, {}, {})
 
 

@@ -222,7 +222,7 @@ class Synchroniser:
         if ends_at is not None:
             self._announce(ends_at)
             return StateUpdate(self.held.slots, vectors, ends_at)
-        update = self.synchronise(work, starts_at=0.0)
+        update = self.synchronise(work, closes_from=0.0)
         return StateUpdate(update.slots, vectors | update.vectors, update.ends_at)
 
     def _rejoin(self, routed: Mapping[int, int] | None = None) -> tuple[StoredVectors, float | None]:
@@ -261,17 +261,17 @@ class Synchroniser:
 
     # ------------------------------------------------------------------ a round
 
-    def synchronise(self, work: RoundWork, *, starts_at: float) -> StateUpdate:
-        """Average what was trained, commit what is whole, publish it, fetch the others' versions, adjust the claims.
+    def synchronise(self, work: RoundWork, *, closes_from: float) -> StateUpdate:
+        """Average what was trained, commit and publish what the certificate names, fetch other versions, adjust claims.
 
         Args:
             work: This peer's training since the anchors; empty work only meets the others.
-            starts_at: DHT time from which the roster may be closed without the rest.
+            closes_from: DHT time from which the roster may be closed without the rest.
         """
         began = self.swarm.now()
         self._await_steps(has_trained=bool(work.vectors))  # guard: infinite-peer
         expected = self.held.expected(self.held.claims())
-        result, staged, body = self._decide(work, began, len(expected), starts_at)
+        result, staged, body = self._decide(work, began, len(expected), closes_from)
         averaged = self.held.clock()
         if len(result.roster) > 1:
             self.held.has_met(result.roster, expected)
@@ -310,7 +310,7 @@ class Synchroniser:
         return StateUpdate(self.held.slots, vectors, ends_at)
 
     def _decide(
-        self, work: RoundWork, began: float, expected: int, starts_at: float
+        self, work: RoundWork, began: float, expected: int, closes_from: float
     ) -> tuple[RoundResult, Staged, Body | None]:
         """Average, and confirm the result, until the round is decided; give it up after some attempts.
 
@@ -325,7 +325,7 @@ class Synchroniser:
             if self.swarm.last().round > self.round and expected > 1:
                 break
             # Another peer's fault drops groups; it raises nothing.
-            result = self.swarm.average(contribution, expected=expected, starts_at=starts_at)
+            result = self.swarm.average(contribution, expected=expected, closes_from=closes_from)
             # One without a roster gives the attempt up: without its word the others may lack a quorum to meet again.
             has_met = bool(result.roster) or not self.round
             if has_met and not any(member.tokens for member in (*result.roster, contribution.member)):
@@ -333,7 +333,7 @@ class Synchroniser:
             tried.append((result, self._stage(result)))
             ledger = self.dealer.ledger(result.roster) if self.dealer is not None else None
             body = self.swarm.decide(result, tried[-1][1].digests, self._next_end(result, self.round + 2), ledger)
-            starts_at = self.swarm.now()
+            closes_from = self.swarm.now()
         shared = body.shared if body is not None else ""
         decided = [each for each in tried if each[1].digests.get(SHARED) == shared]
         result, staged = (decided or tried or [(RoundResult(), Staged())])[-1]

@@ -80,7 +80,7 @@ def flood(victim: PeerProcess, attacker: Attacker, kind: str) -> Flood:
 def crowd(victim: PeerProcess, attacker: Attacker) -> Flood:
     """Send a peer many, while it waits for a group of which whoever calls may have heard before."""
     item = contribution(victim.peer_id, torch.Generator().manual_seed(1))
-    victim.begin("average", item.member, with_arrays(item.deltas), expected=3, starts_at=time.time() + 2)
+    victim.begin("average", item.member, with_arrays(item.deltas), expected=3, closes_from=time.time() + 2)
     pour = functools.partial(attacker.pour, PART, message(20), message(2**18 - 100), POURED_BYTES, CROWD_SECONDS)
     try:
         with Watched(victim) as watched:

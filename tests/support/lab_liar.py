@@ -84,7 +84,7 @@ class Liar:
         if self._lies.is_set() and not self._began:
             self._begin(swarm, contribution.member.round)
         if self._began and self._kind == "silent":
-            swarm.wait(max(0.0, settings["starts_at"] - swarm.now()) + swarm._rounds.matchmaking_seconds)
+            swarm.wait(max(0.0, settings["closes_from"] - swarm.now()) + swarm._rounds.matchmaking_seconds)
             swarm._open = swarm.last(), swarm.consensus.attempt
             return RoundResult(dropped=dict.fromkeys(contribution.deltas, "it met no others"))
         result = stock(swarm, self._virtual.spoiled(contribution), **settings)

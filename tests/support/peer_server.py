@@ -74,7 +74,7 @@ class Outcome(RoundResult):
     is_behind: bool = False
 
 
-def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expected: int, starts_at: float) -> Outcome:
+def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expected: int, closes_from: float) -> Outcome:
     """Make a round, as a synchroniser does; a peer's version is its mean."""
     start = swarm.last()
     if member.previous == NO_START:
@@ -82,14 +82,14 @@ def average(swarm, member: Member, deltas: Mapping[str, torch.Tensor], *, expect
     item = Contribution(member, {VectorName(name): delta for name, delta in deltas.items()})
     body, tried, brought = None, [], {name: digest(delta) for name, delta in item.deltas.items()}
     for _ in range(ATTEMPTS):
-        result = swarm.average(item, expected=expected, starts_at=starts_at)
+        result = swarm.average(item, expected=expected, closes_from=closes_from)
         means = {name: mean.clone() for name, mean in result.means.items()}
         digests = {name: digest(mean) for name, mean in means.items()}
         tried.append((result, means, digests))
         body = swarm.decide(result, digests, swarm.now() + 1.0)
         if body is not None or swarm.last().digest != start.digest:
             break
-        starts_at = swarm.now()
+        closes_from = swarm.now()
     assert {name: digest(delta) for name, delta in item.deltas.items()} == brought, "contributions stay as they were"
     certified = {VectorName.of_slot(slot): state.digest for slot, state in enumerate(body.slots)} if body else {}
     certified |= {SHARED: body.shared} if body else {}

@@ -155,8 +155,8 @@ def contribution(
 
 def begin_average(peers, contributions, *, expected: int, meeting_seconds: float = MEETING_SECONDS) -> None:
     for peer, item in zip(peers, contributions, strict=True):
-        starts_at = time.time() + meeting_seconds
-        peer.begin("average", item.member, with_arrays(item.deltas), expected=expected, starts_at=starts_at)
+        closes_from = time.time() + meeting_seconds
+        peer.begin("average", item.member, with_arrays(item.deltas), expected=expected, closes_from=closes_from)
 
 
 def finish_in_turn(peers: Iterable[PeerProcess], timeout: float) -> Iterator[tuple[PeerProcess, RoundResult]]:

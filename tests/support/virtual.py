@@ -85,9 +85,9 @@ class HiddenSwarm(MemorySwarm):
         super().__init__(hub, peer_id)
         self._hidden = frozenset(hidden) - {peer_id}
 
-    def average(self, contribution: Contribution, *, expected: int, starts_at: float) -> RoundResult:
+    def average(self, contribution: Contribution, *, expected: int, closes_from: float) -> RoundResult:
         member = contribution.member.model_copy(update={"calls_only": True})
-        return super().average(replace(contribution, member=member), expected=expected, starts_at=starts_at)
+        return super().average(replace(contribution, member=member), expected=expected, closes_from=closes_from)
 
     def inventory(self, peers: Sequence[str]) -> Mapping[str, Mapping[str, Version]]:
         return super().inventory([peer for peer in peers if peer not in self._hidden])

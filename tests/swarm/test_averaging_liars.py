@@ -71,7 +71,9 @@ def test_whoever_sends_a_hundred_times_too_much_is_out_within_two_rounds(five, s
 
         def run(place, items=items, simulated=simulated):
             item = items[place]
-            simulated[place] = peer_server.average(virtual[place], item.member, item.deltas, expected=5, starts_at=0.0)
+            simulated[place] = peer_server.average(
+                virtual[place], item.member, item.deltas, expected=5, closes_from=0.0
+            )
 
         hub.clock.run([partial(run, place) for place in range(5)])
         mean, true = real[0].committed["shared"], honest_mean(items)

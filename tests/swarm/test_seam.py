@@ -47,7 +47,7 @@ def meet(hub, swarms, contributions, *, expected, late=()):
         item = contributions[i]
         if i in late:
             swarms[i].wait(LATE_SECONDS)
-        results[i] = peer_server.average(swarms[i], item.member, item.deltas, expected=expected, starts_at=0.0)
+        results[i] = peer_server.average(swarms[i], item.member, item.deltas, expected=expected, closes_from=0.0)
 
     hub.clock.run([partial(run, i) for i in range(len(swarms))])
     return results

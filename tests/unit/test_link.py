@@ -12,12 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spes_p2p.cli import load_settings
+from spes_p2p.commands import invite
 from spes_p2p.commands.join import as_peer
 from spes_p2p.config import MAX_ADDRESSES, JoinLink
-from spes_p2p.config.commands import JoinConfig
+from spes_p2p.config.commands import InviteConfig, JoinConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer.output_dir import check_output
-from spes_p2p.swarm.p2p.identity import hashed_peer_id
+from spes_p2p.swarm.invites import GuestList, show
+from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
 
 FOUNDER, OTHER = hashed_peer_id(b"founder"), hashed_peer_id(b"other")
 ADDRESSES = (f"/ip4/203.0.113.7/tcp/4001/p2p/{FOUNDER}", f"/dns4/peer.example.org/tcp/4001/p2p/{OTHER}")
@@ -126,3 +128,21 @@ def test_the_same_command_again_goes_on_where_it_was_interrupted(
     again = as_peer(load_settings(JoinConfig, [LINK.encode(), "--output", "killed"]))
     assert again.overwrite and not again.resume, "its first start was killed while it tokenised"
     check_output(again.output, resume=again.resume, overwrite=again.overwrite)
+
+
+def test_a_link_with_an_invite_lets_one_word_join_a_closed_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    key = Identity(tmp_path / "identity.key")
+    link = LINK.model_copy(update={"founder": key.peer_id})
+    flags = ["--run-id", "my-run", "--identity", str(tmp_path / "identity.key"), "--count", "2"]
+    assert invite.main(load_settings(InviteConfig, [*flags, "--link", link.encode()])) == 0
+    one, another = (as_peer(load_settings(JoinConfig, [word])) for word in capsys.readouterr().out.split())
+    guests = GuestList("my-run", key.peer_id, key.public_key.decode())
+    for peer in (one, another):
+        assert (peer.run_name, peer.founder, tuple(peer.initial_peers)) == ("my-run", key.peer_id, ADDRESSES)
+        guests.check(OTHER, show(peer.invite or "", "my-run", OTHER), now=0.0)
+    assert one.invite != another.invite
+    for foreign in (LINK, link.model_copy(update={"run_id": "another"})):
+        with pytest.raises(ConfigError, match="--link is of"):
+            invite.main(load_settings(InviteConfig, [*flags, "--link", foreign.encode()]))

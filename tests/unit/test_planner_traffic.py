@@ -74,7 +74,7 @@ def test_a_round_moves_what_simulated_peers_move(
     slot=st.integers(1, 10**10),
 )
 def test_equal_links_take_the_physical_bound(peers: int, slots: int, shared: int, slot: int) -> None:
-    """`[2 S (N - 1) + X (N - 1) + X (h - 1)] / (N r)`, where every slot has at least one holder (facts: wan 2)."""
+    """`[2 S (N - 1) + X (N - 1) + X (h - 1)] / (N r)`, where every slot has at least one holder."""
     size = ModelSize(shared, slot, 64)
     if peers * slots < 64 or peers == 1:
         return

@@ -135,7 +135,7 @@ class SparseAverager(DecentralizedAverager):
         expected: int,
         least: int,
         num_known: int = 0,
-        starts_at: float,
+        closes_from: float,
         is_redone: bool = False,
     ) -> Attempt:
         """Meet and average once.
@@ -148,7 +148,7 @@ class SparseAverager(DecentralizedAverager):
             expected: Group size at which the roster is complete.
             least: Smallest size of a roster.
             num_known: Voters and candidates among the expected.
-            starts_at: DHT time from which the roster may be closed without the rest.
+            closes_from: DHT time from which the roster may be closed without the rest.
             is_redone: Meet only the members that were not lost in the last attempt.
 
         Returns:
@@ -158,7 +158,7 @@ class SparseAverager(DecentralizedAverager):
         self.buffers.take(member.slots, encoded)
         self._outer_pipe.send(("_prepare", [is_redone, least, num_known, last], {}))
         began = get_dht_time()
-        scheduled = max(starts_at, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
+        scheduled = max(closes_from, get_dht_time()) + self.matchmaking_kwargs["min_matchmaking_time"]
         timeout = scheduled - get_dht_time() + self.matchmaking_kwargs["min_matchmaking_time"]
         control = self.step(
             gather=[expected, member.model_dump_json()],

@@ -21,7 +21,7 @@ from spes_p2p.errors import ExchangeError
 from spes_p2p.swarm.roster import Roster
 
 MESSAGE_BYTES = 2**17
-"""Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB (facts: wan 4)."""
+"""Parts travel together up to this size; hivemind's streams cost twice the CPU beyond 256 KiB."""
 MIN_SENDERS = 5
 """Senders below which an outlier cannot be told from the others."""
 MAX_TIMES_MEDIAN = 4.0
@@ -64,7 +64,7 @@ def reduced_shares(uplinks: Sequence[float]) -> list[float]:
     """Return the share of a vector that each of n members reduces, so that all uplinks finish at the same time.
 
     A member that reduces the share f of a vector of size S sends `S (1 - f)` as a member and `S f (n - 1)` as a
-    reducer. The shares level `(1 + f (n - 2)) / u`; a member that is too slow for that reduces nothing. Facts: wan 2.
+    reducer. The shares level `(1 + f (n - 2)) / u`; a member that is too slow for that reduces nothing.
 
     Args:
         uplinks: Each member's u, in any unit; 0 for members that reduce nothing, which must not be all.

@@ -66,7 +66,7 @@ class Laboratory:
 
         def run(place):
             swarm = self.swarms[place]
-            result = results[place] = swarm.average(items[place], expected=count, starts_at=0.0)
+            result = results[place] = swarm.average(items[place], expected=count, closes_from=0.0)
             if result.means:
                 digests = {name: digest(mean) for name, mean in result.means.items()}
                 assert swarm.decide(result, digests, 0.0) is not None

@@ -137,7 +137,7 @@ def test_only_those_that_have_met_redo_a_round_and_all_meet_for_a_new_one():
         contribution = Contribution(roster[0], {})
         for _ in range(tries):
             with contextlib.suppress(AttributeError):  # what comes after the meeting has no network here
-                HivemindSwarm.average(swarm, contribution, expected=2, starts_at=0.0)
+                HivemindSwarm.average(swarm, contribution, expected=2, closes_from=0.0)
     assert redone == [False, True, True, False, False]
 
 

@@ -144,7 +144,7 @@ def test_only_bytes_that_were_fetched_are_counted(swarms):
 
 
 def test_a_peer_that_meets_no_other_gets_no_roster_in_time(swarms):
-    result = swarms[0].average(contribution(swarms[0], torch.ones(2)), expected=3, starts_at=0.0)
+    result = swarms[0].average(contribution(swarms[0], torch.ones(2)), expected=3, closes_from=0.0)
     assert not result.means and not result.roster and "no roster" in result.dropped["shared"]
 
 
@@ -153,7 +153,7 @@ def test_a_late_starter_is_waited_for_until_all_are_there(hub, swarms):
         hub,
         *(
             lambda swarm=swarm, i=i: swarm.average(
-                contribution(swarm, torch.full((2,), float(i)), tokens=i), expected=3, starts_at=0.0
+                contribution(swarm, torch.full((2,), float(i)), tokens=i), expected=3, closes_from=0.0
             )
             for i, swarm in enumerate(swarms)
         ),
@@ -168,7 +168,7 @@ def average_at_once(hub, swarms, deltas, tokens=5):
         hub,
         *(
             lambda swarm=swarm, delta=delta: swarm.average(
-                contribution(swarm, delta, tokens=tokens), expected=len(swarms), starts_at=0.0
+                contribution(swarm, delta, tokens=tokens), expected=len(swarms), closes_from=0.0
             )
             for swarm, delta in zip(swarms, deltas, strict=True)
         ),
@@ -272,10 +272,10 @@ def test_voters_that_vanish_are_left_behind_after_a_time_and_not_before(hub, vot
     """Two of three are gone: the one that is left is no majority."""
     left, began = voters[0], hub.clock.now()
     left.announce(claim(left))
-    result = left.average(contribution(left, torch.ones(2)), expected=1, starts_at=0.0)
+    result = left.average(contribution(left, torch.ones(2)), expected=1, closes_from=0.0)
     (body,) = at_once(hub, lambda: left.decide(result, {VectorName("shared"): "a" * 64}, 77.0))
     if body is None:
-        result = left.average(contribution(left, torch.ones(2)), expected=1, starts_at=0.0)
+        result = left.average(contribution(left, torch.ones(2)), expected=1, closes_from=0.0)
         (body,) = at_once(hub, lambda: left.decide(result, {VectorName("shared"): "a" * 64}, 77.0))
     assert hub.clock.now() >= began + 600.0
     assert set(body.shrunk) == {voters[1].peer_id, voters[2].peer_id} and body.voters == (left.peer_id,)

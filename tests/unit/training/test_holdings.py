@@ -162,7 +162,7 @@ def test_a_peer_that_missed_a_certificate_takes_over_what_it_names(hub):
     sync = Synchroniser(late.swarm, tiny_run(), held=late.held, anchors=late.anchors, layout=None)
     sync.round = 13
     late.anchors.set(SHARED, late.swarm.mapped(SHARED))
-    sync.synchronise(RoundWork({}, 0, 1.0, 0.0), starts_at=0.0)
+    sync.synchronise(RoundWork({}, 0, 1.0, 0.0), closes_from=0.0)
     assert sync.round == 14 and late.swarm.load(SHARED)[0].item() == 14.0
 
 
@@ -452,7 +452,7 @@ def test_no_peer_goes_on_from_another_version_of_a_slot_than_the_certified_one()
         member.swarm.enter(member.anchors.vectors())
 
     for round, version in ((14, (13, 13.0)), (15, (15, 14.0))):
-        hub.clock.run([lambda sync=sync: sync.synchronise(trained_by(sync), starts_at=0.0) for sync in syncs])
+        hub.clock.run([lambda sync=sync: sync.synchronise(trained_by(sync), closes_from=0.0) for sync in syncs])
         assert {sync.round for sync in syncs} == {round}
         assert {(m.swarm.versions()["slot-0"].round, m.swarm.load("slot-0")[0].item()) for m in members} == {version}
 

@@ -78,9 +78,9 @@ def slow_down(peer: VirtualPeer, wait: Callable[[], object]) -> None:
     """Let every synchronisation of a peer's begin with a wait."""
     synchronise = peer.sync.synchronise
 
-    def slow(trained: RoundWork, *, starts_at: float) -> StateUpdate:
+    def slow(trained: RoundWork, *, closes_from: float) -> StateUpdate:
         wait()
-        return synchronise(trained, starts_at=starts_at)
+        return synchronise(trained, closes_from=closes_from)
 
     peer.sync.synchronise = slow  # type: ignore[method-assign]
 
@@ -306,7 +306,7 @@ def script(peer: VirtualPeer, *outcomes: Callable[[RoundWork], StateUpdate]) -> 
     brought: list[RoundWork] = []
     left = list(outcomes)
 
-    def synchronise(trained: RoundWork, *, starts_at: float) -> StateUpdate:
+    def synchronise(trained: RoundWork, *, closes_from: float) -> StateUpdate:
         brought.append(trained)
         if not left:
             raise Stop

@@ -201,7 +201,7 @@ def test_a_peer_that_has_caught_up_trains_until_the_round_of_the_others_ends(mon
     certify(peer.swarm._hub, 2, peer.swarm.versions().values())
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
     monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: ({}, ends_at))
-    update = peer.sync.synchronise(IDLE, starts_at=0.0)
+    update = peer.sync.synchronise(IDLE, closes_from=0.0)
     assert update.ends_at == ends_at and peer.sync.round == 2
 
 
@@ -261,7 +261,7 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: RoundResult(dropped=dropped))
     monkeypatch.setattr(peer.swarm, "decide", lambda *_: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
-    peer.sync.synchronise(RoundWork({}, 64, 100.0, 1.0), starts_at=0.0)
+    peer.sync.synchronise(RoundWork({}, 64, 100.0, 1.0), closes_from=0.0)
     round = peer.sync.round + 1
     monkeypatch.setattr(peer.swarm, "pull", lambda *_, **__: dict.fromkeys(slots, "no peer has it"))
     peer.sync.held._pull(FetchPlan({slot: ["peer"] for slot in slots}), 1)
@@ -280,7 +280,7 @@ def test_an_attempt_without_a_certificate_is_followed_by_another_and_a_round_is_
     monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer.swarm.peer_id})
     monkeypatch.setattr(peer.sync, "_await_steps", lambda **_: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)  # it has left its run
-    update = peer.sync.synchronise(work, starts_at=0.0)
+    update = peer.sync.synchronise(work, closes_from=0.0)
     assert len(attempts) == ATTEMPTS and all(SHARED in result.means for result in attempts)
     assert peer.sync.round == 3 and peer.swarm.versions() == before and not peer.swarm.residuals()
     assert all(torch.equal(update.vectors[name], peer.anchors.weights(name)) for name in peer.anchors.names)
@@ -301,7 +301,7 @@ def test_a_lone_peer_that_lacks_its_own_certified_version_goes_on_from_the_one_b
     monkeypatch.setattr(sync.held, "expected", lambda claims: {peer.swarm.peer_id})
     monkeypatch.setattr(sync, "_await_steps", lambda **_: None)
     monkeypatch.setattr(peer.swarm, "wait", lambda seconds: False)
-    sync.synchronise(RoundWork({SHARED: peer.anchors.weights(SHARED) + 1}, 64, 100.0, 1.0), starts_at=0.0)
+    sync.synchronise(RoundWork({SHARED: peer.anchors.weights(SHARED) + 1}, 64, 100.0, 1.0), closes_from=0.0)
     assert sync.round == lost.round
 
 
