@@ -22,9 +22,9 @@ from spes_p2p.planner.size import run_size
 from spes_p2p.presentation import say
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.manifest import fetch_manifest, guest_list
+from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import ListenConfig, Node
-from spes_p2p.swarm.roster import SHARED
 from spes_p2p.training.anchors import Anchors
 
 log = logging.getLogger(__name__)

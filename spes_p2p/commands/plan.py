@@ -27,7 +27,7 @@ from spes_p2p.planner.tables import memory_lines, model_lines, start_lines, time
 from spes_p2p.planner.traffic import newcomer_bytes, of_moments_round, round_traffic
 from spes_p2p.presentation import say
 
-ANY_MEMORY = 2**62
+ANY_MEMORY = 2**60
 """Stands for the bytes of a GPU of unknown memory."""
 
 

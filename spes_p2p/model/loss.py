@@ -79,7 +79,7 @@ def balance_loss(
         counts_BE = probs_BSE.new_zeros(num_sequences, num_experts).scatter_add_(1, chosen_BX, counted_BX)
         if routed_E is not None:
             routed_E += counts_BE.sum(dim=0).to(routed_E.dtype)
-        if claimed:
+        if claimed and claimed_factor != 1.0:
             counts_BE[:, list(claimed)] *= claimed_factor
         if learned_BS is None:
             share_BE = counts_BE / (num_tokens * top_k)

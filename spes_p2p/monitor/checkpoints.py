@@ -107,7 +107,7 @@ class Uploads:
                 return
             try:
                 kept = self._upload(*wanted)
-            except (OSError, SpesError) as error:
+            except Exception as error:  # noqa: BLE001 - a store may answer anything, and `finish` waits for this thread
                 self._failed(wanted[1], error)
             else:
                 with self._changed:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -31,6 +30,7 @@ from spes_p2p.swarm.names import SHARED, VectorName, by_reason
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.build import WholeModel
+from spes_p2p.training.round_work import ThreadTask
 
 log = logging.getLogger(__name__)
 
@@ -373,7 +373,7 @@ class Watch:
             return
         number = self.view.published if self._archived >= 0 else 0
         holders, peers = holders_and_peers(self.view)
-        self._job = _in_thread(lambda: self._take(number, holders, peers))
+        self._job = ThreadTask(lambda: self._take(number, holders, peers), "archive")
 
     def _is_due(self) -> bool:
         last, published, every = self._archived, self.view.published, self._evaluate_every
@@ -409,17 +409,3 @@ class Watch:
             self.view = self.view.evaluated(number, held_out.loss, samples, held_out.sources)
             self._show(self.view)
         return self._archived
-
-
-def _in_thread(work: Callable[[], _Taken]) -> Future[_Taken]:
-    """Run `work` in a daemon thread: unlike an executor's, it does not hold up an interrupted process."""
-    future: Future[_Taken] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by `Future.result`
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="archive", daemon=True).start()
-    return future

@@ -53,6 +53,7 @@ from spes_p2p.swarm.manifest import (
     publish_manifest,
     read_manifest,
 )
+from spes_p2p.swarm.names import SHARED
 from spes_p2p.swarm.p2p import peerstore
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.lan import check_lan, told_on_lan
@@ -60,7 +61,6 @@ from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, LOOPBACK, ListenConfig, Nod
 from spes_p2p.swarm.p2p.peerstore import Peerstore
 from spes_p2p.swarm.p2p.port_map import mapped_port
 from spes_p2p.swarm.records import MAX_CLAIMED, Claim
-from spes_p2p.swarm.roster import SHARED
 from spes_p2p.swarm.votes import BallotFile
 from spes_p2p.training.anchors import Anchors
 from spes_p2p.training.checkpoint import Found, recover
@@ -420,6 +420,8 @@ def _enter(
     log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
     _say_cost(swarm, size, num_slots, setup, config)
     addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
+    if not addresses:
+        raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
     data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
     if run.data.mixture:

@@ -92,6 +92,8 @@ class PeerPage:
             except (OSError, RuntimeError, psutil.Error) as error:
                 # The peer's own death shows elsewhere; a page that has lost its swarm shows what it had.
                 log.debug("the page cannot read the swarm's records: %r", error)
+            except Exception:  # a bug here must not stop the page for good
+                log.exception("the page could not be brought up to date")
 
     def _look(self) -> None:
         own_id = self._swarm.peer_id

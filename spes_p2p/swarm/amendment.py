@@ -406,7 +406,8 @@ class Amendments:
             if peers := self._peers():
                 failed = pull_document(self.swarm, AMENDMENT, peers, self._manifest.founder, digest=named.digest)
                 failure = failed or failure
-                continue
+                if not failed:
+                    continue
             if self.swarm.wait(RETRY_SECONDS):
                 break
         raise AbsentError(

@@ -146,7 +146,7 @@ class Body(Document):
         """Votes that certify a successor: more than half of this body's voters."""
         return len(self.voters) // 2 + 1
 
-    @property
+    @cached_property
     def known(self) -> frozenset[str]:
         """Voters and candidates; each other peer is a stranger."""
         return frozenset((*self.voters, *self.candidates))

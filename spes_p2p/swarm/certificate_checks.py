@@ -67,6 +67,8 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
     body, vote = proposal.body, proposal.vote
     if vote.peer_id != last.proposer(proposal.attempt):  # guard: proposer-turn
         return f"{vote.peer_id} does not propose in attempt {proposal.attempt}"
+    if not vote.is_signed(keys):  # before what takes long: anybody may name the proposer
+        return f"{vote.peer_id} has not signed its {vote.kind}"
     if vote.model_copy(update={"signature": ""}) != vote_for(body, proposal.attempt, vote.peer_id):
         return "the proposer's vote is for something else"
     if reason := check_body(proposal, last, min_peers) or check_amendment(body.amendment, last):
@@ -77,7 +79,7 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
         missed = 0 if peer in {member.peer_id for member in body.members} else last.absent.get(peer, 0) + 1
         if missed < ABSENT_ROUNDS:  # guard: absent-first
             return f"{peer} was removed after missing {missed} rosters"
-    for statement in (vote, *proposal.confirmations, *proposal.give_ups, *proposal.goodbyes):
+    for statement in (*proposal.confirmations, *proposal.give_ups, *proposal.goodbyes):
         if not statement.is_signed(keys):
             return f"{statement.peer_id} has not signed its {statement.kind}"
     if not all(proof.convicts(keys) for proof in proposal.proofs):  # guard: false-proof

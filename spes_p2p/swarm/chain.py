@@ -180,10 +180,14 @@ class ChainFile:
     def save(self, chain: Chain) -> None:
         """Write a chain that has grown by one certificate, or has changed; durable when this returns."""
         if self._num_lines and len(chain) == self._num_lines + 1:
-            with self._path.open("ab") as stream:
-                stream.write(self._line(chain.certificates[-1]))
-                stream.flush()
-                sync(self._path)
+            try:
+                with self._path.open("ab") as stream:
+                    stream.write(self._line(chain.certificates[-1]))
+                    stream.flush()
+                    sync(self._path)
+            except OSError:  # a full disk: the line may be torn, so the next one must not follow it  # guard: torn-line
+                self._num_lines = 0
+                raise
             self._num_lines += 1
         else:
             self._rewrite(chain.certificates)

@@ -11,7 +11,7 @@ from spes_p2p.swarm.roster import Member
 
 FALLBACK_TOKENS_PER_SECOND = 1.0
 MAX_TIMES_MEDIAN = 4.0
-"""Largest speed that counts, in medians of the stated speeds; as for tokens in `averaging/audit.py`."""
+"""Largest speed that counts, in medians of the stated speeds; as for tokens in `averaging/partition.py`."""
 REMEMBERED = 16
 """Durations that a timeout adapts to."""
 SPREADS = 8.0

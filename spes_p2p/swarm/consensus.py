@@ -64,7 +64,8 @@ MAX_UNSENT = 32
 MAX_RECEIVING = 64
 MAX_RECEIVING_OTHERS = 16
 MAX_RECEIVING_EACH = 4
-"""Messages that are read at the same time: of all voters, of all others, and of one peer. More wait for their turn."""
+"""Messages that are read, or wait for the decider, at the same time: of all voters and of all others; and of one peer,
+while they are read. More wait for their turn."""
 MAX_ASKED_AT_ONCE = 2
 """Peers that are asked when records tell of certificates that are missing here."""
 MAX_ASKED = 8
@@ -182,9 +183,12 @@ class Consensus:
         self._receiving: Counter[str] = Counter()
         self._turns = {True: asyncio.Semaphore(MAX_RECEIVING), False: asyncio.Semaphore(MAX_RECEIVING_OTHERS)}
         """Turns to be read, of voters and of others."""
-        self._answered: set[str] = set()
+        self._unanswered: set[str] = set()
+        """Peers that were asked, and have not said yet that they know no more."""
         self._changed = threading.Condition(threading.RLock())
-        """Held while the decider runs; notified after that."""
+        """Held while the decider runs, which may write to the disk; notified after that."""
+        self._queued = threading.Condition()
+        """Held to change `_due`, for a moment only: the node's thread must not wait for the decider."""
         self._due: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._is_closed = False
@@ -197,7 +201,6 @@ class Consensus:
             rules,
             ballots.load(self.now(), is_new=is_new),
             ballots.save,
-            on_attempt=lambda attempt: None,
             on_certificate=lambda certificate: self._save(),
         )
         self._hold_keys()
@@ -214,6 +217,8 @@ class Consensus:
             self._is_closed = True
             self._decider.close()
             self._changed.notify_all()
+        with self._queued:
+            self._queued.notify_all()
 
     def _save(self) -> None:
         self._hold_keys()
@@ -330,8 +335,8 @@ class Consensus:
         deadline = time.monotonic() + seconds
         with self._changed:
             while not self._is_closed:
-                self._answered.clear()
                 asked = sorted(set(self._peers()) - {self.peer_id})[:MAX_ASKED]
+                self._unanswered = set(asked)
                 for peer in asked:
                     self._decider.ask(peer)
                 known = self.last().digest
@@ -348,7 +353,7 @@ class Consensus:
     def _is_told(self, asked: Collection[str], enough: int, known: str) -> bool:
         """Tell whether there is news, or enough of those asked have no more to tell."""
         is_new = self.last().digest != known
-        return is_new or len(self._answered.intersection(asked)) >= enough or self._is_closed
+        return is_new or len(set(asked) - self._unanswered) >= enough or self._is_closed
 
     def cut(self, round: int) -> None:
         """Forget all certificates after a round, because the user has chosen to go back to it."""
@@ -369,33 +374,39 @@ class Consensus:
         return {self.peer_id, *self._peers(), *self.last().voters}
 
     def later(self, seconds: float, action: Callable[[], None]) -> None:
-        with self._changed:
+        with self._queued:
             heapq.heappush(self._due, (time.monotonic() + seconds, next(self._order), action))
-            self._changed.notify_all()
+            self._queued.notify_all()
 
     def _run(self) -> None:
-        while True:
+        while (action := self._next()) is not None:
             with self._changed:
                 if self._is_closed:
                     return
-                wait = self._due[0][0] - time.monotonic() if self._due else None
-                if wait is None or wait > 0:
-                    self._changed.wait(wait)
-                    continue
-                _, _, action = heapq.heappop(self._due)
                 try:
                     action()
                 except Exception:  # one bad message, or a full disk, must not end the thread: the vote is lost
                     log.exception("a consensus action failed; going on with the next message")
                 self._changed.notify_all()
 
+    def _next(self) -> Callable[[], None] | None:
+        """Wait for the next action that is due; None once this peer takes no further part."""
+        with self._queued:
+            while not self._is_closed:
+                wait = self._due[0][0] - time.monotonic() if self._due else None
+                if wait is not None and wait <= 0:
+                    return heapq.heappop(self._due)[2]
+                self._queued.wait(wait)
+        return None
+
     def send(self, peer: str, message: Message) -> None:
         if peer == self.peer_id:
             self.later(0.0, lambda: self._decider.receive(peer, message))
             return
         message = _shortened(message)
-        new = signers(message) - self._told[peer]
-        self._told[peer] |= new
+        told = self._told[peer] if self._is_known(peer) else set()  # of strangers nothing is kept: they are free
+        new = signers(message) - told
+        told |= new
         keys = tuple(key for owner in sorted(new) if (key := self._keys.public_key(owner)))
         self._node.notify(partial(self._send, peer, encoded(message, keys)))
 
@@ -405,6 +416,8 @@ class Consensus:
             self._sending[peer] += 1
             task = asyncio.get_running_loop().create_task(self._deliver(peer, data))
             task.add_done_callback(lambda _: self._sent(peer))
+        else:
+            self._lost(peer, "too many are on their way to it")
 
     def _sent(self, peer: str) -> None:
         self._sending[peer] -= 1
@@ -419,8 +432,11 @@ class Consensus:
                     await channel.send(TEXT, data)
                     await channel.wait_for_hang_up()
         except Exception as error:  # noqa: BLE001 - the peer is gone, or runs another version: the message is lost
-            self._told.pop(peer, None)
-            log.debug("a message to %s was lost: %r", peer[-6:], error)
+            self._lost(peer, repr(error))
+
+    def _lost(self, peer: str, why: str) -> None:
+        self._told.pop(peer, None)  # it may lack the keys that this message had
+        log.debug("a message to %s was lost: %s", peer[-6:], why)
 
     async def _receive(self, info: StreamInfo, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         peer, channel = info.peer_id.to_base58(), Channel(reader, writer, SEND_SECONDS)
@@ -429,13 +445,14 @@ class Consensus:
                 return
             self._receiving[peer] += 1
             try:
-                is_voter = peer in self.last().voters  # guard: voters-turns
-                async with asyncio.timeout(SEND_SECONDS), self._turns[is_voter]:
+                turns = self._turns[peer in self.last().voters]  # guard: voters-turns
+                async with asyncio.timeout(SEND_SECONDS), contextlib.AsyncExitStack() as turn:
+                    await turn.enter_async_context(turns)
                     most = MAX_MESSAGE_BYTES if self._is_known(peer) else MAX_QUIET_BYTES
                     envelope = Envelope.unpack(await channel.receive_text(most), most)
-                message = envelope.message
-                keys = [key.encode() for key in envelope.keys]
-                self.later(0.0, lambda: self._take(peer, keys, message))
+                    message = envelope.message
+                    turn.pop_all()  # guard: bounded-queue
+                    self.later(0.0, partial(self._take_turn, turns, peer, envelope.keys, message))
             except (SpesError, TimeoutError) as error:
                 log.info("dropped a message of %s: %s", peer[-6:], error)
             finally:
@@ -445,6 +462,13 @@ class Consensus:
 
     def _is_known(self, peer: str) -> bool:
         return not self.last().is_stranger(peer) or peer in self._peers()
+
+    def _take_turn(self, turns: asyncio.Semaphore, peer: str, keys: Sequence[str], message: Message) -> None:
+        """Take a message, and let the next one be read: so no more wait for the decider than there are turns."""
+        try:
+            self._take(peer, [key.encode() for key in keys], message)
+        finally:
+            self._node.notify(turns.release)
 
     def _take(self, peer: str, keys: Sequence[bytes], message: Message) -> None:
         needed = signers(message)
@@ -458,7 +482,7 @@ class Consensus:
             self._told.pop(peer, None)  # it may have forgotten all keys
         self._decider.receive(peer, message)
         if isinstance(message, Certificates) and not self._has(message.certificates):
-            self._answered.add(peer)
+            self._unanswered.discard(peer)
 
     def _has(self, certificates: Sequence[Certificate]) -> bool:
         """Tell whether this peer follows certificates that it was sent: their sender may know more."""

@@ -84,8 +84,7 @@ class Decider:
         rules: The run's numbers.
         ballot: This peer's promises made by an earlier process; None for a new identity.
         save: Writes a ballot to disk; returns when it is durable.
-        on_attempt: Told that attempt 1 or a later one at the open round begins: average anew with the peers that are
-            there, and report by `averaged`, whatever came of it. Attempt 0 begins when the round's training ends.
+        on_attempt: Told that attempt 1 or a later one begins: average anew, and report by `averaged`.
         on_certificate: Told of each certificate that this peer follows. It must be durable on return, and replaces
             those of its round and later; otherwise a restarted voter may vote in a round that it has seen certified.
     """
@@ -99,7 +98,7 @@ class Decider:
         ballot: Ballot | None,
         save: Callable[[Ballot], None],
         *,
-        on_attempt: Callable[[int], None],
+        on_attempt: Callable[[int], None] = lambda attempt: None,
         on_certificate: Callable[[Certificate], None],
     ) -> None:
         self._keys = keys
@@ -384,7 +383,8 @@ class Decider:
         proposal, last = self._offered, self.chain.last
         if proposal is None or (vote.attempt, vote.body) != (proposal.attempt, proposal.body.digest):
             return
-        if vote.peer_id in self._votes or vote.peer_id not in last.voters:
+        counted = set(last.voters) - {*proposal.body.shrunk}  # guard: shrunk-vote
+        if vote.peer_id in self._votes or vote.peer_id not in counted:
             return
         if not vote.is_signed(self._keys):  # guard: counted-vote
             return

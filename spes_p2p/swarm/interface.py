@@ -77,7 +77,7 @@ class Swarm(Protocol):
         """Return the unexpired records of a kind, by peer id."""
 
     def wait(self, seconds: float) -> bool:
-        """Wait for other peers' records to change; return True, at once, when the swarm is closed."""
+        """Wait so long, or less where other peers' records change; return True, at once, when the swarm is closed."""
 
     def last(self) -> Body:
         """Return the body of the last certificate that this peer knows: of the run's genesis at first."""

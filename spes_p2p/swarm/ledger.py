@@ -8,7 +8,7 @@ trained, or not committed, stay free, and are dealt first in the next round.
 With `round.overlap` a peer deals its next range while the last round is not certified yet. So there are two streams of
 draws, for even and for odd rounds: the ledger of a round's stream has not changed since the round before the last.
 
-All arithmetic is of integers: peers must agree to the bit.
+Peers must agree to the bit: all arithmetic is of integers, or of products that every machine rounds alike.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -25,7 +26,7 @@ from spes_p2p.fs import link_file, sync
 from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Swarm
-from spes_p2p.swarm.roster import SHARED
+from spes_p2p.swarm.names import SHARED
 
 log = logging.getLogger(__name__)
 
@@ -234,8 +235,9 @@ class PeerCheckpoint:
         self._is_failing = True
         reason = f"{error.strerror or error}"
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
-            reason += f": it takes {num_bytes} bytes, {free} are free, {max(0, num_bytes - free)} are missing"
+            with contextlib.suppress(OSError):  # the folder may just have been deleted
+                free = shutil.disk_usage(self._directory if self._directory.exists() else self._directory.parent).free
+                reason += f": it takes {num_bytes} bytes, {free} are free, {max(0, num_bytes - free)} are missing"
         log.error(
             "cannot write checkpoint %s: %s; make room or mend the disk. Training goes on, %s, each round tries again",
             *(draft.with_suffix(""), reason, f"{self._newest} is kept" if self._newest else "without one"),

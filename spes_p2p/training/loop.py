@@ -450,8 +450,14 @@ class TrainingLoop:
         return lr, start + (1.0 - start) * risen
 
     def _rescue_orphans(self) -> None:
-        update = self._sync.rescue_orphans() if self._sync is not None else None
-        if self._group.from_leader(lambda: update is not None):
+        update: StateUpdate | None = None
+
+        def rescue() -> bool:
+            nonlocal update
+            update = self._sync.rescue_orphans() if self._sync is not None else None
+            return update is not None
+
+        if self._group.from_leader(rescue):
             ends_at = self._round_ends
             self._load(self._lead(lambda sync: update or StateUpdate(())))
             self._round_ends = ends_at

@@ -193,8 +193,8 @@ class LossGate:
         if sync is not None:
             try:
                 vectors = {name: sync.held.load(name, before=before)}
-            except ExchangeError:
-                log.info("%s has no version before its newest; it stays", name)
+            except ExchangeError as error:
+                log.info("%s stays as it is: %s", name, error)
         found = self._group.from_leader(lambda: bool(vectors))
         if found:
             self._trainer.load(vectors if sync is not None else None)

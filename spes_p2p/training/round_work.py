@@ -208,15 +208,16 @@ class Task(Future[T]):
 
 
 class ThreadTask(Task[T]):
-    """A task in a daemon thread, so that an interrupted peer does not stay for its deadlines.
+    """A task in a daemon thread, so that an interrupted process does not stay for its deadlines.
 
     Args:
-        work: What to do. It must touch neither the model nor a device: training uses both.
+        work: What to do. Beside training it must touch neither the model nor a device: training uses both.
+        name: The thread's name.
     """
 
-    def __init__(self, work: Callable[[], T]) -> None:
+    def __init__(self, work: Callable[[], T], name: str = "synchronisation") -> None:
         super().__init__()
-        threading.Thread(target=self._run, args=(work,), name="synchronisation", daemon=True).start()
+        threading.Thread(target=self._run, args=(work,), name=name, daemon=True).start()
 
     def _run(self, work: Callable[[], T]) -> None:
         try:

@@ -234,7 +234,7 @@ class Trainer:
         Args:
             measures: If False, only warm up, and return zeros.
         """
-        state = self.data.state_dict()
+        state, routed_E = self.data.state_dict(), self._loss.routed_E
         per_second = 0.0, 0.0
         for _ in range(1 + CALIBRATION_PASSES if measures else 1):
             started = self._group.from_leader(self.clock)
@@ -246,6 +246,7 @@ class Trainer:
                 break
         self.optimizer.zero_grad()
         self.data.load_state_dict(state)
+        self._loss.routed_E = routed_E
         return per_second if measures else (0.0, 0.0)
 
     def loss_on(self, tokens_BT1: LongTensor) -> float:

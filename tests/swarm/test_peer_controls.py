@@ -109,7 +109,7 @@ class Teller:
             self.story.peers[name].wait_for(r"round \d+: 3 peers")
         self.pause(lambda: self.newest("a") >= self.story.paused[-1][0] + 3)
         self.pause(self.is_handed_over)
-        self.story.complaints = [m for name in "ab" for m in self.story.peers[name].matches("keeping the old version")]
+        self.story.complaints = [m for name in "ab" for m in self.story.peers[name].matches("could not fetch")]
         self.end()
 
     def pause(self, is_over: Callable[[], object]) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from peer_processes import Commands, commands_in, write_corpus, write_settings
+from peer_processes import Commands, commands_in, free_port, write_corpus, write_settings
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.join import as_peer
@@ -126,6 +126,16 @@ def test_an_announced_address_names_its_peer_once(tmp_path: Path, names_peer: bo
     node = Node(identity, "run", listen=ListenConfig(announce=(announced + (peer if names_peer else ""),)))
     try:
         assert node.contacts() == (announced + peer,) and node.port == 4001
+    finally:
+        node.close()
+
+
+def test_a_peer_starts_again_at_the_port_that_its_router_forwards_to(tmp_path: Path) -> None:
+    port = free_port()
+    announced = ("/ip4/203.0.113.7/tcp/4001",)
+    node = Node(Identity(tmp_path / "key"), "run", listen=ListenConfig(port=port, announce=announced))
+    try:
+        assert node.port == port
     finally:
         node.close()
 

@@ -100,7 +100,7 @@ class BusyError(ExchangeError):
     """The peer is busy; it may be asked again later."""
 
 
-class AbsentError(ExchangeError):
+class LackingError(ExchangeError):
     """The peer does not have the version, or not yet."""
 
 
@@ -177,7 +177,7 @@ class Fetch:
         """Fetch what is missing from one peer.
 
         Raises:
-            ExchangeError: `BusyError`, `AbsentError`, `DisconnectedError`, or what the peer did wrong.
+            ExchangeError: `BusyError`, `LackingError`, `DisconnectedError`, or what the peer did wrong.
             TimeoutError: the peer was silent for too long.
             RecordError: the offered version is not what its author signed.
         """
@@ -213,7 +213,7 @@ class Fetch:
         if answer.state == "busy":
             raise BusyError("is busy")
         if answer.state in ("absent", "refused"):
-            kind = AbsentError if answer.state == "absent" else ExchangeError
+            kind = LackingError if answer.state == "absent" else ExchangeError
             raise kind(f"has no version of round {self.wanted.min_round} ({answer.state})")
         version = Version.verify(answer.version, self._exchange.run_id)
         self.wanted.check(version)
@@ -427,7 +427,7 @@ class Pull:
                 self._exchange.backoff.record_busy(candidate.peer, now)
             elif isinstance(error, DisconnectedError) and candidate.num_disconnects < MAX_DISCONNECTS:
                 candidate.retry_at = now + RECONNECT_SECONDS
-            elif isinstance(error, AbsentError) and self._may_fetch_it_first(candidate):
+            elif isinstance(error, LackingError) and self._may_fetch_it_first(candidate):
                 candidate.retry_at = now + OFFER_SECONDS
             else:
                 self._exclude({candidate.peer})

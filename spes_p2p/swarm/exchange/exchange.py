@@ -9,10 +9,10 @@ import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ from spes_p2p.swarm.names import AnyName, VectorName
 from spes_p2p.swarm.p2p.node import Node
 from spes_p2p.swarm.p2p.rate_limit import RateLimit
 
+T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 CHUNK_SECONDS = 20.0
@@ -363,13 +364,8 @@ class Exchange:
         async def ask_all() -> list[dict[str, Version] | BaseException]:
             return await asyncio.gather(*(self._ask(peer) for peer in peers), return_exceptions=True)
 
-        try:
-            answers = self._node.run(ask_all(), 2 * INVENTORY_SECONDS)
-        except TimeoutError:
-            log.warning("no peer listed its versions in time; this machine may have stood still")
-            return {}
         found: dict[str, dict[str, Version]] = {}
-        for peer, answer in zip(peers, answers, strict=True):
+        for peer, answer in zip(peers, self._answers(ask_all(), len(peers)), strict=True):
             if isinstance(answer, BaseException):
                 log.debug("no inventory from %s: %r", peer[-6:], answer)
             else:
@@ -404,8 +400,16 @@ class Exchange:
         async def ask_all() -> list[Version | BaseException]:
             return await asyncio.gather(*map(ask_one, peers), return_exceptions=True)
 
-        found = zip(peers, self._node.run(ask_all(), 2 * INVENTORY_SECONDS), strict=True)
+        found = zip(peers, self._answers(ask_all(), len(peers)), strict=True)
         return {peer: version for peer, version in found if isinstance(version, Version) and version.name == name}
+
+    def _answers(self, asking: Coroutine[Any, Any, list[T]], count: int) -> list[T] | list[TimeoutError]:
+        """Return what so many peers answer, within a time."""
+        try:
+            return self._node.run(asking, 2 * INVENTORY_SECONDS)
+        except TimeoutError as error:
+            log.warning("no peer listed its versions in time; this machine may have stood still")
+            return [error] * count
 
     def pull(
         self,

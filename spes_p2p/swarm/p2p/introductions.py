@@ -419,7 +419,11 @@ class DialBack:
         async def ask_all() -> list[_Called]:
             return await asyncio.gather(*(self._ask(peer, question) for peer in peers[:MAX_CALLERS]))
 
-        answers = self._node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
+        try:
+            answers = self._node.run(ask_all(), 2 * CALLED_BACK_SECONDS)
+        except TimeoutError:
+            log.warning("no peer said in time whether it can call this one; this machine may have stood still")
+            answers = []
         named = Counter(answer.host for answer in answers if answer.is_reached and answer.host)
         self.hosts = [host for host, _ in named.most_common()]
         reached = [answer.is_reached for answer in answers]

@@ -92,9 +92,12 @@ class Watchdog:
         if self.averager is not None and not self.averager.is_alive():  # guard: averager-death
             return "this peer's averager process has died"
         try:
-            self._num_silent = 0 if self._node.p2pd_answers(INTERVAL_SECONDS) else self._num_silent + 1
+            answers = self._node.p2pd_answers(INTERVAL_SECONDS)
         except TimeoutError:  # this machine stood still, which says nothing of p2pd
             return ""
+        except (OSError, EOFError, ControlFailure, P2PDaemonError):  # it may be about to die
+            answers = False
+        self._num_silent = 0 if answers else self._num_silent + 1
         return "p2pd does not answer any more" if self._num_silent >= MAX_SILENT_CHECKS else ""  # guard: daemon-silence
 
     def _reconnect(self) -> None:

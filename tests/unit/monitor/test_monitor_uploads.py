@@ -193,11 +193,12 @@ class Failing:
         self.is_mended = False
         self.attempts = threading.Semaphore(0)
         self.rounds: list[int] = []
+        self.failure: Exception = StoreError("no route to the store")
 
     def upload(self, folder: Path, checkpoint: CheckpointManifest, wait: Callable[[int], None]) -> Uploaded:
         self.attempts.release()
         if not self.is_mended:
-            raise StoreError("no route to the store")
+            raise self.failure
         self.rounds.append(checkpoint.round)
         return Uploaded(1, 0)
 
@@ -245,8 +246,11 @@ def test_the_best_checkpoint_is_uploaded_once_though_the_store_keeps_a_better_on
     uploads.close()
 
 
-def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    uploads = Uploads("there", Failing, keep_last=2, retry_seconds=0.01)
+@pytest.mark.parametrize("failure", [StoreError("no route to the store"), KeyError("ETag")])
+def test_the_end_of_a_run_does_not_wait_for_ever(tmp_path: Path, failure: Exception) -> None:
+    failing = Failing()
+    failing.failure = failure
+    uploads = Uploads("there", lambda: failing, keep_last=2, retry_seconds=0.01)
     uploads.start((tmp_path / "a", checkpoint(tmp_path / "a")))
     assert not uploads.finish()
     uploads.close()

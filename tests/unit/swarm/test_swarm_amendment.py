@@ -338,6 +338,11 @@ def test_a_peer_that_lacks_the_document_fetches_it_and_does_not_train_without(fo
     amendments = Amendments(swarm, manifest)
     with pytest.raises(JoinError, match="no peer sent amendment 1"):
         amendments.look()
+    swarm.elsewhere = signed(founder, manifest, settings(round={"total": 30}))  # peers that have another one only
+    swarm.waits = 0
+    with pytest.raises(JoinError, match="no peer sent amendment 1"):
+        amendments.look()
+    assert swarm.waits == 3, "it waits before it asks again"
     swarm.elsewhere = found
     new = amendments.look()
     assert new is not None and new.round.total == 20

@@ -10,7 +10,17 @@ import pytest
 from benchmarks import history_nodes
 from benchmarks.history_nodes import NUM_SLOTS, Idle, Liar, Node, Twice, World
 from spes_p2p.errors import ConfigError
-from spes_p2p.swarm.certificate import Certificates, Confirmation, GivenUp, Goodbye, Proposal, Question, Vote, genesis
+from spes_p2p.swarm.certificate import (
+    Certificates,
+    Confirmation,
+    GivenUp,
+    Goodbye,
+    Proposal,
+    Question,
+    Vote,
+    genesis,
+    vote_for,
+)
 from spes_p2p.swarm.certificate_checks import check_skip
 from spes_p2p.swarm.chain import Chain, ChainFile
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
@@ -192,6 +202,29 @@ def test_votes_without_a_signature_certify_nothing(seed):
     world = swarm(seed, 4, {PEERS[2]: FalseVotes, PEERS[3]: FalseVotes})
     world.run(200)
     assert {body.round for body in world.certified.values()} == {1}
+
+
+def test_votes_of_those_that_the_others_go_on_without_do_not_stop_the_certificate(seed):
+    """Counted, they made one that no peer follows, and the last true vote came too late for another."""
+    world = swarm(seed)
+    world.run(60)
+    for peer in PEERS[2:4]:
+        world.nodes[peer].is_dead = True
+        world.nodes[peer].crash(0.0)
+
+    def offered():
+        proposals = {peer: world.nodes[peer].decider._offered for peer in PEERS[:2]}
+        return {peer: each for peer, each in proposals.items() if each is not None and each.body.shrunk}
+
+    world.run(3000, offered)
+    [(proposer, proposal)] = offered().items()
+    assert set(proposal.body.shrunk) == set(PEERS[2:4])
+    for peer in PEERS[2:4]:
+        vote = vote_for(proposal.body, proposal.attempt, peer).signed(world.nodes[peer].keys)
+        world.nodes[proposer].decider.receive(peer, vote)
+    world.run(world.now + history_nodes.RULES.attempt_seconds / 2)
+    [certificate] = [each for each in world.nodes[proposer].chain if each.body.digest == proposal.body.digest]
+    assert set(certificate.signatures) == set(PEERS[:2])
 
 
 def test_a_goodbye_in_another_peers_name_removes_no_voter_and_stops_no_proposal(seed):
@@ -481,7 +514,8 @@ def test_nothing_is_skipped_for_a_single_certificate(seed):
     assert node.decider.chain.last == newest.body
 
 
-def test_a_chain_that_a_full_disk_refused_twice_is_written_again(tmp_path, seed):
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_chain_that_a_full_disk_refused_is_written_again(tmp_path, seed, times):
     """The next certificate was added behind a torn line, and the peer could not start again."""
     world, path = swarm(seed), tmp_path / "chain"
     chain, keys = world.nodes[PEERS[0]].decider.chain, IdentityKeys(Identity(tmp_path / "key"))
@@ -496,14 +530,13 @@ def test_a_chain_that_a_full_disk_refused_twice_is_written_again(tmp_path, seed)
     unlimited, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 100, unlimited[1]))
     try:
-        for _ in range(2):
+        for _ in range(times):
             grow()
             with pytest.raises(OSError, match="File too large"):
                 file.save(chain)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
         signal.signal(signal.SIGXFSZ, handler)
-    grow()
     file.save(chain)
     assert ChainFile(path, START, keys).load().certificates == chain.certificates
 

@@ -268,7 +268,7 @@ def test_a_trouble_of_many_vectors_is_one_line_of_the_log(monkeypatch, caplog):
     assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
         f"round {round}: dropped shared, slot-0, slot-1: lost a peer",
         f"round {round}: dropped slot-2: NaN",
-        "keeping the old version of slot-0, slot-1, slot-2: no peer has it",
+        "could not fetch slot-0, slot-1, slot-2: no peer has it",
     ]
 
 
