@@ -215,7 +215,8 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     overwrite: bool = False
     """Delete the contents of `output` and start anew."""
     alone: bool = False
-    """Train on at once when all others have vanished. By default a peer waits for `round.shrink_seconds`."""
+    """Train on when all others have vanished, as soon as their leases have run out. By default a peer waits for
+    `round.shrink_seconds`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
     yes: bool = False

@@ -107,7 +107,9 @@ class Uploads:
                 return
             try:
                 kept = self._upload(*wanted)
-            except Exception as error:  # noqa: BLE001 - a store may answer anything, and `finish` waits for this thread
+            except Exception as error:  # a store may answer anything, and `finish` waits for this thread
+                if not isinstance(error, OSError | SpesError):
+                    log.exception("%s has sent what no store should", self._place)
                 self._failed(wanted[1], error)
             else:
                 with self._changed:

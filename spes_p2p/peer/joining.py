@@ -398,6 +398,9 @@ def _enter(
     guests = guest_list(swarm, manifest, config.invite or "")
     if guests is not None and not guests.shown and swarm.peer_id != manifest.founder:
         raise JoinError(f"run {manifest.run_id!r} takes only invited peers; ask {manifest.founder} for an --invite")
+    addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
+    if not addresses:
+        raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     if not founds:
         check_alone(swarm, config.output, run.round.heartbeat_seconds)
     if run.adapter is not None:
@@ -419,9 +422,6 @@ def _enter(
         log.info("other peers can open a connection to it")
     log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
     _say_cost(swarm, size, num_slots, setup, config)
-    addresses = [*swarm.node.contacts()[:1], *swarm.node.known_addresses()][:MAX_ADDRESSES]
-    if not addresses:
-        raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
     data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
     if run.data.mixture:

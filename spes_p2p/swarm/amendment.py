@@ -405,9 +405,9 @@ class Amendments:
                 failure = str(error)
             if peers := self._peers():
                 failed = pull_document(self.swarm, AMENDMENT, peers, self._manifest.founder, digest=named.digest)
-                failure = failed or failure
                 if not failed:
-                    continue
+                    return self.swarm.load_document(AMENDMENT, named.digest)
+                failure = failed
             if self.swarm.wait(RETRY_SECONDS):
                 break
         raise AbsentError(

@@ -67,7 +67,7 @@ def check_proposal(proposal: Proposal, last: Body, keys: Keys, min_peers: int) -
     body, vote = proposal.body, proposal.vote
     if vote.peer_id != last.proposer(proposal.attempt):  # guard: proposer-turn
         return f"{vote.peer_id} does not propose in attempt {proposal.attempt}"
-    if not vote.is_signed(keys):  # before what takes long: anybody may name the proposer
+    if not vote.is_signed(keys):  # before what takes long: anybody may name the proposer  # guard: signed-first
         return f"{vote.peer_id} has not signed its {vote.kind}"
     if vote.model_copy(update={"signature": ""}) != vote_for(body, proposal.attempt, vote.peer_id):
         return "the proposer's vote is for something else"

@@ -404,7 +404,7 @@ class Consensus:
             self.later(0.0, lambda: self._decider.receive(peer, message))
             return
         message = _shortened(message)
-        told = self._told[peer] if self._is_known(peer) else set()  # of strangers nothing is kept: they are free
+        told = set() if self.last().is_stranger(peer) else self._told[peer]  # strangers cost nothing, and are many
         new = signers(message) - told
         told |= new
         keys = tuple(key for owner in sorted(new) if (key := self._keys.public_key(owner)))

@@ -45,12 +45,10 @@ from spes_p2p.swarm.certificate_checks import newest_amendment, newest_voted
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
-from spes_p2p.swarm.votes import Ballot, Own, Refusal, Rules, Statements, Voter
+from spes_p2p.swarm.votes import WATCHED_ROUNDS, Ballot, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
 
-WATCHED_ROUNDS = 8
-"""Rounds back of which contradictory statements are looked for."""
 MAX_SLOWER = 20
 """Largest multiple of an attempt's time that a later attempt is given."""
 
@@ -106,7 +104,7 @@ class Decider:
         self._rules = rules
         self._on_attempt = on_attempt
         self._on_certificate = on_certificate
-        self._statements = Statements(WATCHED_ROUNDS)
+        self._statements = Statements()
         self._goodbyes: dict[str, Goodbye] = {}
         self._num_asked = 0
         self._started_at = network.now()
@@ -383,12 +381,13 @@ class Decider:
         proposal, last = self._offered, self.chain.last
         if proposal is None or (vote.attempt, vote.body) != (proposal.attempt, proposal.body.digest):
             return
-        counted = set(last.voters) - {*proposal.body.shrunk}  # guard: shrunk-vote
-        if vote.peer_id in self._votes or vote.peer_id not in counted:
+        if vote.peer_id in self._votes or vote.peer_id not in last.voters:
             return
         if not vote.is_signed(self._keys):  # guard: counted-vote
             return
         self._watch(vote)
+        if vote.peer_id in proposal.body.shrunk:  # guard: shrunk-vote
+            return
         self._votes[vote.peer_id] = vote.signature
         if len(self._votes) == required_votes(last, proposal.body):
             certificate = Certificate(

@@ -146,7 +146,7 @@ class Membership:
             self._said_lost_at = now
             log.warning(
                 "the swarm is out of reach since %.0f s; keeping round %d, trying %d known addresses; a voter goes on "
-                "alone in %.0f s (at once: start again with --resume --alone)",
+                "alone in %.0f s (sooner: start again with --resume --alone)",
                 *(max(now - began, self._watchdog.seconds_alone), round, self._node.num_addresses()),
                 max(0.0, began + seconds - now),
             )

@@ -41,6 +41,8 @@ from spes_p2p.swarm.records import Count, Digest, Seconds
 
 log = logging.getLogger(__name__)
 
+WATCHED_ROUNDS = 8
+"""Rounds back of which contradictory statements are looked for."""
 MAX_KEPT = 64
 """Statements of one peer about one round that are kept."""
 MAX_WRITE_SECONDS = 60.0
@@ -443,7 +445,7 @@ def barred(ballot: Ballot, now: float) -> Ballot:
 class Statements:
     """The voters' votes and give-ups that a peer has seen of the last rounds, and the proofs that follow from them."""
 
-    def __init__(self, rounds: int = 8) -> None:
+    def __init__(self, rounds: int = WATCHED_ROUNDS) -> None:
         self._rounds = rounds
         self._seen: dict[int, dict[str, dict[bytes, Vote | GiveUp]]] = {}
 

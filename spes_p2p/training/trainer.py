@@ -234,7 +234,8 @@ class Trainer:
         Args:
             measures: If False, only warm up, and return zeros.
         """
-        state, routed_E = self.data.state_dict(), self._loss.routed_E
+        state = self.data.state_dict()
+        routed_E, self._loss.routed_E = self._loss.routed_E, None
         per_second = 0.0, 0.0
         for _ in range(1 + CALIBRATION_PASSES if measures else 1):
             started = self._group.from_leader(self.clock)

@@ -183,6 +183,21 @@ def test_a_stranger_is_cut_off_when_a_round_begins_and_goes_on_where_it_was(trio
     assert puller.exchange.bytes_in - before == bundle.nbytes
 
 
+def test_a_machine_that_stood_still_has_heard_of_no_versions(trio, monkeypatch):
+    """All deadlines have passed when it goes on; it asks again later."""
+    honest, _, puller = trio
+    honest.publish(1, {"slot-5": flat(5)})
+    peers = [honest.peer_id]
+    assert "slot-5" in puller.exchange.inventory(peers)[honest.peer_id] and puller.exchange.offers("slot-5", peers)
+
+    def late(work, seconds):
+        work.close()
+        raise TimeoutError
+
+    monkeypatch.setattr(puller.exchange._node, "run", late)
+    assert puller.exchange.inventory(peers) == puller.exchange.offers("slot-5", peers) == {}
+
+
 def test_only_so_many_are_served_at_once_and_others_are_told_so(trio, monkeypatch, seed):
     honest, _, puller = trio
     monkeypatch.setattr(exchange, "QUEUE_SECONDS", 0.05)

@@ -452,8 +452,10 @@ class Node:
     @property
     def port(self) -> int:
         """The TCP port listened on; an announced one, if that is all that is known; 0 in client mode."""
-        if self.client_mode or self._listen.port:  # a router may forward another port to the one listened on
-            return 0 if self.client_mode else self._listen.port
+        if self.client_mode:
+            return 0
+        if self._listen.port:  # a router may forward another port to it, which is the announced one
+            return self._listen.port
         ports = [int(Multiaddr(address)["tcp"]) for address in self.addresses() if "/tcp/" in address]
         return ports[0] if ports else 0
 

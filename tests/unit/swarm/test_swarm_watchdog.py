@@ -75,6 +75,18 @@ def test_a_machine_that_stood_still_does_not_end_the_checks():
     assert dog.check() == ""
 
 
+def test_a_p2pd_that_cannot_be_asked_counts_as_silent():
+    """What it sent was no answer: that ended the watchdog's thread."""
+
+    def answers(seconds):
+        raise ValueError("not a varint")
+
+    dog = watchdog()
+    dog._node.p2pd_answers = answers
+    looks = [dog.check() for _ in range(MAX_SILENT_CHECKS)]
+    assert looks[:-1] == [""] * (MAX_SILENT_CHECKS - 1) and "does not answer" in looks[-1]
+
+
 def test_a_p2pd_that_does_not_answer_is_dead_after_some_looks_and_not_at_the_first():
     silent = watchdog(answers=False)
     looks = [silent.check() for _ in range(MAX_SILENT_CHECKS)]

@@ -225,6 +225,8 @@ def test_calibrating_leaves_model_and_data_order_as_they_were(seed):
     assert 0 < tokens_per_second == all_per_second and measured.calibrate(measures=False) == (0, 0)
     assert measured.step(1e-2) == plain.step(1e-2)
     assert all(torch.equal(state(measured)[name], tensor) for name, tensor in state(plain).items())
+    measured.calibrate()
+    assert measured.routed_tokens() == plain.routed_tokens(), "of what was trained"
 
 
 def test_the_speed_in_sequences_counts_what_is_not_learned(seed):
