@@ -215,7 +215,7 @@ class VolunteerConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     overwrite: bool = False
     """Delete the contents of `output` and start anew."""
     alone: bool = False
-    """Train on when all others have vanished, as soon as their leases have run out. By default a peer waits for
+    """Train on when all others have vanished. It begins once their leases have run out, by default after
     `round.shrink_seconds`."""
     max_slots: PositiveInt | Literal["auto"] = "auto"
     """Largest number of expert slots to claim. `auto`: as many as this machine's free memory allows."""
