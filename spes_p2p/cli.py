@@ -173,7 +173,7 @@ def read_yaml(path: Path, name: str) -> dict[Any, Any]:
         raise ConfigError(f"{name} {path} {error}") from error
     except OSError as error:
         raise ConfigError(f"cannot read {name} {path}: {error.strerror}; name an existing YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that does not exist
         raise ConfigError(f"{name} {path} is not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{name} {path} holds {type(content).__name__}, not settings; see configs/ for examples")
@@ -401,10 +401,15 @@ class OncePerMinute(logging.Filter):
         super().__init__()
         self._clock = clock
         self._said: dict[tuple[str, str], tuple[float, int]] = {}
+        self._lock = threading.Lock()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno != logging.WARNING:
             return True
+        with self._lock:
+            return self._passes(record)
+
+    def _passes(self, record: logging.LogRecord) -> bool:
         now, key = self._clock(), (record.name, record.getMessage())
         said, num_held_back = self._said.get(key, (-math.inf, 0))
         if now - said < REPEAT_SECONDS:

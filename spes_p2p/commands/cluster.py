@@ -83,9 +83,10 @@ def as_peer(config: ClusterConfig, output: Path) -> PeerConfig:
     """
     given = config.model_fields_set & PeerConfig.model_fields.keys() - {"run"}
     chosen = {name: getattr(config, name) for name in given}
-    resume = not config.overwrite and can_resume(output)
+    overwrite = config.overwrite and not int(os.environ.get("SLURM_RESTART_COUNT") or 0)  # a requeued job goes on
+    resume = not overwrite and can_resume(output)
     is_cut_off = not resume and output.is_dir() and any(output.iterdir())  # its start was killed before it was kept
-    kept = {"output": output, "resume": resume, "overwrite": config.overwrite or is_cut_off}
+    kept = {"output": output, "resume": resume, "overwrite": overwrite or is_cut_off}
     peer = PeerConfig(**chosen | kept | {"yes": True})  # the run is this user's own
     return peer.model_copy(update={"run": config.run})  # as it was given: a new one would not tell what was left out
 

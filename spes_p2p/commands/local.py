@@ -30,6 +30,7 @@ from spes_p2p.data.packing import held_out_by_source, train_sources
 from spes_p2p.data.remote import url_of, with_fetched
 from spes_p2p.data.tokenizer import resolve_tokenizer
 from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.fs import write_atomic
 from spes_p2p.monitor.events import METRICS_FILE, read_events
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer import life
@@ -231,7 +232,7 @@ def main(config: ExperimentConfig) -> int:
     try:
         _prepare_corpus(config)
         if config.overwrite and config.output.exists():
-            shutil.rmtree(config.output)
+            shutil.rmtree(config.output.resolve())  # also of a link to a folder on another disk
         return Experiment(config, slots, forks).run()
     finally:
         for fork in forks:
@@ -249,7 +250,10 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     if not (file := config.output / RUN_FILE).is_file():
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume")
     kept = read_yaml(file, "--output")
-    run = RunConfig.model_validate(kept.pop("run"))
+    try:
+        run = RunConfig.model_validate(kept.pop("run", None))
+    except ValidationError as error:
+        raise ConfigError(f"{file} is damaged, or of another version; start anew with --overwrite") from error
     from_file = [] if "config" in config.model_fields_set else [_run_in(config.config)]  # not of the user's choice
     check_kept_settings(config.run, [*from_file, run], config.output / "peer-0", spared=("round.min_peers",))
     own = {name: [Path(path) for path in kept.pop(name, [])] for name in OWN_PATHS}
@@ -316,7 +320,8 @@ class Experiment:
         if not self._config.resume:
             settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
             settings |= {"max_slots": self._max_slots} | _chosen(self._config)
-            (out / RUN_FILE).write_text(yaml.safe_dump(settings, sort_keys=False))
+            with write_atomic(out / RUN_FILE) as stream:
+                stream.write(yaml.safe_dump(settings, sort_keys=False).encode())
         leaves_model = True
         try:
             link = self._start()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from spes_p2p.cli import explain
 from spes_p2p.config import DataConfig
 from spes_p2p.config.commands import TokenizeConfig
 from spes_p2p.data.shards import ShardManifest
@@ -59,7 +61,10 @@ def _tokenizer(config: TokenizeConfig, files: list[Path]) -> tuple[bytes, int]:
     """Return the tokenizer's bytes and its entries."""
     from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes  # slow to import
 
-    data = DataConfig(source="files", text_field=config.text_field, tokenizer=config.tokenizer)
+    try:
+        data = DataConfig(source="files", text_field=config.text_field, tokenizer=config.tokenizer)
+    except ValidationError as error:
+        raise ConfigError(explain(error)) from error
     tokenizer = resolve_tokenizer(data, files, config.cache)
     return tokenizer_bytes(tokenizer), len(tokenizer)
 

@@ -6,6 +6,7 @@ Sources of the layouts: the writers' own code, and the fixtures that they wrote 
 
 from __future__ import annotations
 
+import errno
 import json
 import mmap
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def open_shards(path: Path, vocab_size: int, cache: Path) -> list[Shard]:
             return [_megatron(path)]
         return _mds(path, cache)
     except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):  # the cache's disk
+            raise
         raise DataError(f"cannot read {error.filename or path}: {error.strerror}; check the file") from error
 
 

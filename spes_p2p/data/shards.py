@@ -366,8 +366,8 @@ class TokenShards:
         """Return a file's SHA-256, which is remembered as long as the file does not change."""
         state = ":".join(map(str, (path.resolve(), *file_state(path))))
         memory = cache_folder(self._cache, "digests") / hashlib.sha256(state.encode()).hexdigest()[:32]
-        if memory.exists():
-            return memory.read_text()
+        if memory.exists() and len(known := memory.read_text()) == 64:  # else a power cut has emptied it
+            return known
         digest = digest_of_file(path)
         with write_atomic(memory, durable=False) as target:
             target.write(digest.encode())

@@ -71,11 +71,13 @@ def load_tokenizer(directory_or_name: str | Path) -> PreTrainedTokenizerBase:
         DataError: it does not exist, the hub cannot be reached, or it lacks an end-of-text token or has holes in its
             ids.
     """
-    if (payload := _document_at(Path(directory_or_name))) is not None:
-        return _decode(payload, str(directory_or_name))
     try:
+        if (payload := _document_at(Path(directory_or_name))) is not None:
+            return _decode(payload, str(directory_or_name))
         tokenizer = AutoTokenizer.from_pretrained(str(directory_or_name), trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+    except DataError:
+        raise
+    except Exception as error:  # tokenizers raises bare ones
         raise DataError(
             f"cannot load tokenizer {str(directory_or_name)!r}: {one_line(error)}; "
             f"name a folder with a tokenizer.json, or a tokenizer on the hub (data.tokenizer)"

@@ -32,6 +32,7 @@ from spes_p2p.peer.page import PeerPage, shown
 from spes_p2p.peer.termination import Termination
 from spes_p2p.swarm.amendment import Amendments
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
+from spes_p2p.swarm.manifest import TOKENIZER, Manifest
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Archived
 from spes_p2p.training.anchors import start_digests
@@ -159,7 +160,7 @@ def _train(
         if admission is None:  # the leader has found the run finished
             return
         run, vocab_size = admission.run, admission.manifest.vocab_size
-        text, probe_BT1 = _source(config, run, vocab_size)
+        text, probe_BT1 = _source(config, run, admission.manifest)
         base = stored_base(config.output / "versions", admission.manifest)
         trainer = build_trainer(run, vocab_size, text(admission.data_seed), group, machine=config, base=base)
         keep_output()
@@ -226,9 +227,9 @@ def _initial(
     return partial(build_initial, run, vocab_size, sync.anchors, trainer.layouts)
 
 
-def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callable[[int], TokenSource], LongTensor]:
+def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Callable[[int], TokenSource], LongTensor]:
     """Return what makes the training data of a seed, and the sequences that the loss gate measures."""
-    tokenizer = _tokenizer(config, vocab_size, run.data.chat_template or "")
+    tokenizer = _tokenizer(config, manifest, run.data.chat_template or "")
     corpus = with_fetched(config.corpus(run.data), config.cache.expanduser())
     source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
     probe_BT1 = probe_windows(run.data, tokenizer, MAX_PROBE_PARTS * probe_sequences(run.data.sequence_length))
@@ -237,12 +238,12 @@ def _source(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[Callab
     return source, probe_BT1 if probe_BT1 is not None else public_text(source, run.data.sequence_length)
 
 
-def _tokenizer(config: PeerConfig, vocab_size: int, template: str) -> ConfinedTokenizer:
+def _tokenizer(config: PeerConfig, manifest: Manifest, template: str) -> ConfinedTokenizer:
     """Rebuild the run's tokenizer from the version that this machine has verified."""
-    found = sorted((config.output / "versions").glob("tokenizer.*.bin"))
-    if not found:
-        raise DataError(f"no tokenizer in {config.output / 'versions'}; join again with --overwrite")
-    return ConfinedTokenizer(found[0].read_bytes(), config.output / "tokenizer", vocab_size, template)
+    file = config.output / "versions" / f"{TOKENIZER}.{manifest.tokenizer_digest}.bin"
+    if not file.is_file():
+        raise DataError(f"there is no {file}; join again with --overwrite")
+    return ConfinedTokenizer(file.read_bytes(), config.output / "tokenizer", manifest.vocab_size, template)
 
 
 def _synchroniser(

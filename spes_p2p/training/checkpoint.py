@@ -422,6 +422,10 @@ def rollback_alone(
         return
     newest = swarm.versions()[SHARED].round if SHARED in swarm.versions() else saved
     is_certified = swarm.last().round > saved
+    if is_certified:  # others' work in a round cannot be made again
+        bodies = [swarm.certified(round) for round in range(saved + 1, swarm.last().round + 1)]
+        makers = {member.peer_id for body in bodies if body is not None for member in body.members}
+        is_repeatable = is_repeatable and None not in bodies and makers <= {swarm.peer_id}
     if newest - saved > MAX_ROLLBACK_ROUNDS or (newest > saved and is_certified and not is_repeatable):
         log.warning("the checkpoint is of round %d only; round %d goes on with its moments and data", saved, newest)
         return

@@ -31,6 +31,8 @@ LEADER_TIMEOUT = datetime.timedelta(weeks=52)
 died is noticed at once: its connections break, and `torchrun` ends the other ranks."""
 
 
+SHARED_AT_ONCE = 2**26
+"""Elements of a vector that go to the other ranks at once."""
 NVIDIA_DRIVER = "/proc/driver/nvidia/version"
 """Exists where NVIDIA's driver is loaded."""
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
@@ -177,9 +179,13 @@ class ProcessGroup:
             return flat.numel(), flat.dtype
 
         numel, dtype = self.from_leader(shape)
-        on_device = (flat if self.is_leader else torch.empty(numel, dtype=dtype)).to(self.device)
-        dist.broadcast(on_device, src=0)
-        return on_device.cpu()
+        flat = flat if self.is_leader else torch.empty(numel, dtype=dtype)
+        for piece in flat.split(SHARED_AT_ONCE):  # a GPU that holds a shard of the model may lack room for all of it
+            on_device = piece.to(self.device)
+            dist.broadcast(on_device, src=0)
+            if not self.is_leader:
+                piece.copy_(on_device)
+        return flat
 
     def mean(self, value: float) -> float:
         """Return the mean of a number over ranks."""

@@ -381,10 +381,16 @@ class HeldSlots:
         """Return the anchors that deltas may start from: certified, or of a vector whose certified version is lost."""
         return [name for name in self._anchors.names if self.is_certified(name) or name in self.lost]
 
+    @property
+    def is_astray(self) -> bool:
+        """Whether this peer's model is not the certified one: it is behind, or its branch of a fork was given up."""
+        return SHARED in self._anchors.names and SHARED not in self.usable()
+
     def _plan(self, names: Sequence[VectorName], offers: Having) -> FetchPlan:
         """Return what to fetch of these vectors; remember which ones no peer has any more."""
         me, last = self._swarm.peer_id, self._swarm.last()
-        counted = len(known_peers(last) - {me})
+        known = known_peers(last) - {me}
+        num_answers = len(offers.keys() & known)
         wanted: dict[VectorName, list[str]] = {}
         digests: dict[VectorName, str] = {}
         lost = set(self.lost)
@@ -392,7 +398,7 @@ class HeldSlots:
             certified = [peer for peer, offered in offers.items() if self._is_wanted(name, offered.get(name))]
             if certified:
                 lost.discard(name)
-            elif not name.is_moments and 2 * len(offers) >= counted:  # guard: lost-version
+            elif not name.is_moments and 2 * num_answers >= len(known):  # guard: lost-version
                 lost.add(name)  # the newest other version goes on
             having = certified or [peer for peer, offered in offers.items() if name in lost and name in offered]
             states = Counter((offers[peer][name].round, offers[peer][name].digest) for peer in having)

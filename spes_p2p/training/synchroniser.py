@@ -117,6 +117,7 @@ class Synchroniser:
         Raises:
             AbsentError: the swarm's state could not be fetched.
         """
+        received = self.swarm.traffic()[0]
         self.held.announce("joining")
         self._wait_for_peers(self._run.round.min_peers)
         self.swarm.catch_up()
@@ -132,7 +133,7 @@ class Synchroniser:
         self.round = self.held.model_round()
         self.anchors.set(SHARED, self.swarm.mapped(SHARED))
         self.held.rebalance(self.round)
-        log.info("entered the run at round %d: fetched %.1f MB", self.round, self.swarm.traffic()[0] / 1e6)
+        log.info("entered the run at round %d: fetched %.1f MB", self.round, (self.swarm.traffic()[0] - received) / 1e6)
         self._announce(0.0)
         self._expected_since = self.swarm.now()
         versions = self.swarm.versions()
@@ -284,7 +285,7 @@ class Synchroniser:
             ends_at = body.ends_at
         else:
             self.swarm.settle(result, ())
-            if self.swarm.last().round > self.round and len(expected) > 1:
+            if len(expected) > 1 and (self.swarm.last().round > self.round or self.held.is_astray):
                 log.warning("round %d: the others have decided it without this peer; catching up", self.round + 1)
                 vectors = self._catch_up(work.routed)
                 if not self._run.round.overlap:  # with overlap, training goes on meanwhile
@@ -322,7 +323,7 @@ class Synchroniser:
         contribution = self._contribution(work, began)
         body: Body | None = None
         while body is None and len(tried) < ATTEMPTS and not self.swarm.wait(0.0):
-            if self.swarm.last().round > self.round and expected > 1:
+            if expected > 1 and (self.swarm.last().round > self.round or self.held.is_astray):
                 break
             # Another peer's fault drops groups; it raises nothing.
             result = self.swarm.average(contribution, expected=expected, closes_from=closes_from)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -207,7 +208,7 @@ class Trainer:
         """
         tokens_BT1 = self.data.next_batch(self._train.batch_size)
         loss = self._backward(tokens_BT1, claimed_factor)
-        norm = self.optimizer.step(lr)
+        norm = self.optimizer.step(lr) if num_targets(tokens_BT1) else math.nan  # decay alone is no step
         self.optimizer.zero_grad()
         self.steps += 1
         trained = num_targets(tokens_BT1) if math.isfinite(norm) else 0
@@ -253,8 +254,11 @@ class Trainer:
     def loss_on(self, tokens_BT1: LongTensor) -> float:
         """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training; on all ranks."""
         routed_E, self._loss.routed_E = self._loss.routed_E, None
+        parts = [part for part in tokens_BT1.split(self._micro) if num_targets(part)]
         with torch.no_grad():
-            loss = self._loss(tokens_BT1.to(self._group.device)).cross_entropy.item()
+            losses = [self._loss(part.to(self._group.device)).cross_entropy.item() for part in parts]
+        counts = [num_targets(part) for part in parts]
+        loss = losses[0] if len(parts) == 1 else math.fsum(map(operator.mul, losses, counts)) / max(sum(counts), 1)
         self._sharding.reset(self._loss)
         self._loss.routed_E = routed_E
         return loss

@@ -146,6 +146,7 @@ def test_what_does_not_fit_is_one_line_with_the_remedy_and_changes_nothing(tmp_p
         ("wish: run\nwish: pause", "sets 'wish' on line 1 and again on line 2"),
         ("- pause", "holds list, not settings"),
         ("{", "is not valid YAML"),
+        ("until: 2026-02-30", "is not valid YAML"),
         ("wish: !!python/object:os.system x", "is not valid YAML"),
     ],
 )

@@ -111,6 +111,19 @@ def test_files_of_the_founders_mean_a_run_on_files_unless_it_chooses_otherwise(
         assert config.run is not None and _on_files(config, config.run).data.source == source
 
 
+def test_a_job_that_its_cluster_starts_again_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is started with the same words: each time it deleted what it had trained."""
+    words = ["--run-id", "r", "--overwrite", "--shared", str(tmp_path)]
+    (tmp_path / "node" / "checkpoint").mkdir(parents=True)
+    config = load_settings(ClusterConfig, words)
+    first = cluster.as_peer(config, tmp_path / "node")
+    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    again = cluster.as_peer(config, tmp_path / "node")
+    assert (first.resume, first.overwrite, again.resume, again.overwrite) == (False, True, True, False)
+
+
 def test_a_resumed_peer_listens_on_the_port_of_its_last_start_if_it_is_free(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

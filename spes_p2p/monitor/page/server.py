@@ -338,6 +338,8 @@ def _listen(place: Place, kept: Path) -> socket.socket:
             family, _, _, _, address = socket.getaddrinfo(place.host, port, type=socket.SOCK_STREAM)[0]
             takes_both = place.host == "::" and socket.has_dualstack_ipv6()
             return socket.create_server(address[:2], family=family, backlog=MAX_VIEWERS, dualstack_ipv6=takes_both)
+        except UnicodeError as error:
+            raise ConfigError(f"{place.host!r} is no name of a host; choose another --page") from error
         except OSError as error:
             failure = error
     reason = os.strerror(failure.errno) if failure.errno and failure.errno > 0 else failure.strerror

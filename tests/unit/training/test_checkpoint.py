@@ -272,10 +272,16 @@ def test_a_damaged_index_is_begun_anew_from_the_checkpoint(disk, damage):
 class Company:
     """A swarm as far as it matters here: a store of one's own, and what others say they have."""
 
-    def __init__(self, store: VersionStore, others: dict[str, dict[str, Version]], certified: int = 0) -> None:
+    peer_id = "me"
+
+    def __init__(
+        self, store: VersionStore, others: dict[str, dict[str, Version]], certified: int = 0, makers: str = "me"
+    ) -> None:
         self._store, self._others = store, others
         self.versions, self.rollback = store.newest, store.restore
         self.last = lambda: SimpleNamespace(round=certified)
+        members = [SimpleNamespace(peer_id=peer) for peer in makers.split()]
+        self.certified = lambda round: SimpleNamespace(members=members)
 
     def inventory(self, peers):
         return {peer: self._others[peer] for peer in peers}
@@ -304,14 +310,19 @@ def test_a_round_that_was_not_saved_is_made_again_where_nobody_else_has_it(
         again.read(name)
 
 
-@pytest.mark.parametrize(("certified", "is_repeatable", "expected"), [(3, True, 1), (3, False, 3), (1, False, 1)])
-def test_a_certified_round_is_made_again_only_where_it_ends_in_the_same_bits(disk, certified, is_repeatable, expected):
-    """A lone peer whose rounds end by the clock never committed again: its certificate names other bits."""
+@pytest.mark.parametrize(
+    ("certified", "makers", "is_repeatable", "expected"),
+    [(3, "me", True, 1), (3, "me", False, 3), (1, "me", False, 1), (3, "me another", True, 3)],
+)
+def test_a_certified_round_is_made_again_only_where_it_ends_in_the_same_bits(
+    disk, certified, makers, is_repeatable, expected
+):
+    """A lone peer whose rounds end by the clock, or had other members, never committed again: the bits differ."""
     disk.save(1)
     disk.publish(2)
     disk.publish(3)
     store, found = recover(disk.folder, "run")
-    rollback_alone(Company(store, {}, certified), [], found.files, is_repeatable=is_repeatable)
+    rollback_alone(Company(store, {}, certified, makers), [], found.files, is_repeatable=is_repeatable)
     assert {version.round for version in store.newest().values()} == {expected}
 
 

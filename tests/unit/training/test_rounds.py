@@ -205,6 +205,20 @@ def test_a_peer_that_has_caught_up_trains_until_the_round_of_the_others_ends(mon
     assert update.ends_at == ends_at and peer.sync.round == 2
 
 
+def test_a_peer_whose_branch_was_given_up_catches_up_though_the_other_is_no_longer(monkeypatch):
+    """It went to average without `shared`, and ended with a traceback."""
+    peer = run_virtual(tiny_run(round=BY_THE_CLOCK), num_peers=2, max_slots=2)[0]
+    bodies, caught_up = peer.swarm._hub.bodies, list[object]()
+    bodies[-1] = bodies[-1].model_copy(update={"shared": digest(b"of the other branch")})
+    assert peer.swarm.last().round == peer.sync.round and peer.sync.held.is_astray
+    monkeypatch.setattr(peer.sync.held, "expected", lambda claims: {peer_id(0), peer_id(1)})
+    monkeypatch.setattr(peer.sync, "_catch_up", lambda routed: caught_up.append(routed) or StoredVectors())
+    monkeypatch.setattr(peer.sync, "_rejoin", lambda routed: (StoredVectors(), None))
+    monkeypatch.setattr(peer.swarm, "average", lambda *_, **__: pytest.fail("it has nothing to average"))
+    peer.sync.synchronise(IDLE, closes_from=0.0)
+    assert len(caught_up) == 1
+
+
 @pytest.mark.parametrize("overlap", [0, 1])
 def test_a_peer_reports_each_round_that_it_commits_also_the_one_that_it_meets_the_others_in(overlap, monkeypatch):
     """Two train by the clock; a third comes before their records reach it, and meets them at the end of a round."""
