@@ -35,7 +35,7 @@ from spes_p2p.monitor.events import METRICS_FILE, read_events
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.peer import life
 from spes_p2p.peer.joining import ADDRESS_FILE, LINK_FILE
-from spes_p2p.peer.output_dir import can_resume, check_output
+from spes_p2p.peer.output_dir import can_resume, check_output, delete
 from spes_p2p.presentation import say
 from spes_p2p.swarm.amendment import check_kept_settings
 from spes_p2p.swarm.hivemind_fixes.processes import die_with_parent
@@ -232,7 +232,7 @@ def main(config: ExperimentConfig) -> int:
     try:
         _prepare_corpus(config)
         if config.overwrite and config.output.exists():
-            shutil.rmtree(config.output.resolve())  # also of a link to a folder on another disk
+            delete(list(config.output.iterdir()))  # the folder may be a mount point, or a link to another disk
         return Experiment(config, slots, forks).run()
     finally:
         for fork in forks:

@@ -107,9 +107,7 @@ class Uploads:
                 return
             try:
                 kept = self._upload(*wanted)
-            except Exception as error:  # a store may answer anything, and `finish` waits for this thread
-                if not isinstance(error, OSError | SpesError):
-                    log.exception("%s has sent what no store should", self._place)
+            except Exception as error:  # noqa: BLE001 - a store may answer anything, and `finish` waits for this thread
                 self._failed(wanted[1], error)
             else:
                 with self._changed:
@@ -145,6 +143,7 @@ class Uploads:
             log.warning(
                 "cannot upload round %d to %s: %s; the watch goes on, and the newest checkpoint is tried every %.0f s",
                 *(checkpoint.round, self._place, error, self._retry_seconds),
+                exc_info=None if isinstance(error, OSError | SpesError) else error,  # a bug, or a strange store
             )
         self._is_failing = True
         with self._changed:

@@ -285,7 +285,7 @@ class Synchroniser:
             ends_at = body.ends_at
         else:
             self.swarm.settle(result, ())
-            if len(expected) > 1 and (self.swarm.last().round > self.round or self.held.is_astray):
+            if self._is_behind(len(expected)):
                 log.warning("round %d: the others have decided it without this peer; catching up", self.round + 1)
                 vectors = self._catch_up(work.routed)
                 if not self._run.round.overlap:  # with overlap, training goes on meanwhile
@@ -310,6 +310,10 @@ class Synchroniser:
             self._synced.append(min(self.swarm.now() - began, 3600.0))
         return StateUpdate(self.held.slots, vectors, ends_at)
 
+    def _is_behind(self, expected: int) -> bool:
+        """Tell whether others of so many peers have gone on from another model than this peer's."""
+        return expected > 1 and (self.swarm.last().round > self.round or self.held.is_astray)
+
     def _decide(
         self, work: RoundWork, began: float, expected: int, closes_from: float
     ) -> tuple[RoundResult, Staged, Body | None]:
@@ -323,7 +327,7 @@ class Synchroniser:
         contribution = self._contribution(work, began)
         body: Body | None = None
         while body is None and len(tried) < ATTEMPTS and not self.swarm.wait(0.0):
-            if expected > 1 and (self.swarm.last().round > self.round or self.held.is_astray):
+            if self._is_behind(expected):
                 break
             # Another peer's fault drops groups; it raises nothing.
             result = self.swarm.average(contribution, expected=expected, closes_from=closes_from)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import operator
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -208,11 +207,11 @@ class Trainer:
         """
         tokens_BT1 = self.data.next_batch(self._train.batch_size)
         loss = self._backward(tokens_BT1, claimed_factor)
-        norm = self.optimizer.step(lr) if num_targets(tokens_BT1) else math.nan  # decay alone is no step
+        targets = num_targets(tokens_BT1)
+        is_stepped = targets > 0 and math.isfinite(self.optimizer.step(lr))  # decay alone is no step
         self.optimizer.zero_grad()
         self.steps += 1
-        trained = num_targets(tokens_BT1) if math.isfinite(norm) else 0
-        return Step(loss=self._group.mean(loss), tokens=trained)
+        return Step(loss=self._group.mean(loss), tokens=targets if is_stepped else 0)
 
     def _backward(self, tokens_BT1: Tensor, claimed_factor: float) -> float:
         """Accumulate the batch's mean gradient; return this rank's share of its mean cross entropy."""
@@ -254,11 +253,12 @@ class Trainer:
     def loss_on(self, tokens_BT1: LongTensor) -> float:
         """Return the mean cross entropy of sequences `[B, T + 1]`, nats per token, without training; on all ranks."""
         routed_E, self._loss.routed_E = self._loss.routed_E, None
-        parts = [part for part in tokens_BT1.split(self._micro) if num_targets(part)]
+        parts = [(part, count) for part in tokens_BT1.split(self._micro) if (count := num_targets(part))]
+        total = sum(count for _, count in parts)
         with torch.no_grad():
-            losses = [self._loss(part.to(self._group.device)).cross_entropy.item() for part in parts]
-        counts = [num_targets(part) for part in parts]
-        loss = losses[0] if len(parts) == 1 else math.fsum(map(operator.mul, losses, counts)) / max(sum(counts), 1)
+            loss = math.fsum(
+                self._loss(part.to(self._group.device)).cross_entropy.item() * (count / total) for part, count in parts
+            )
         self._sharding.reset(self._loss)
         self._loss.routed_E = routed_E
         return loss
