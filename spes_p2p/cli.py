@@ -7,6 +7,7 @@ import atexit
 import difflib
 import errno
 import importlib
+import json
 import logging
 import math
 import os
@@ -96,9 +97,16 @@ def _did_you_mean(cls: type[BaseModel], argv: Sequence[str]) -> str:
 
 
 def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
-    """Return `--text a b` as `--text a --text b`, which is how pydantic-settings takes lists."""
+    """Return `--text a b` as `--text a --text b`, which is how pydantic-settings takes lists.
+
+    It splits a value at commas. A path is one value, unless it is a list in JSON.
+    """
     fields = cls.model_fields.items()
-    lists = {f"--{name.replace('_', '-')}" for name, field in fields if get_origin(field.annotation) is list}
+    lists = {
+        f"--{name.replace('_', '-')}": get_args(field.annotation) == (Path,)
+        for name, field in fields
+        if get_origin(field.annotation) is list
+    }
     words: list[str] = []
     flag, is_first = "", True
     for word in argv:
@@ -107,6 +115,8 @@ def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
         elif flag in lists:
             words += [] if is_first else [flag]
             is_first = False
+            if lists[flag] and "," in word and not word.startswith("["):
+                word = json.dumps(word, ensure_ascii=False)
         words.append(word)
     return words
 

@@ -31,8 +31,8 @@ MAX_ROUND_SECONDS = 1e6
 WEIGHT_CAP = 4
 """A report's weight is at most this many times the round's median tokens."""
 KEPT_ROUNDS = 8
-"""Newest rounds whose reports a view keeps while it is folded; of older rounds it keeps the summaries. A page is open
-for weeks in the process that trains, and a report takes 3 KB."""
+"""Newest rounds whose reports a view keeps while it is folded; of older rounds it keeps the summaries. Rounds further
+ahead are a liar's. A page is open for weeks in the process that trains, and a report takes 3 KB."""
 SYNCHRONISING = ("matchmaking", "averaging", "exchange")
 PHASES = ("train", *SYNCHRONISING, "other")
 
@@ -269,7 +269,8 @@ def fold(view: SwarmView, snapshot: Snapshot) -> SwarmView:
     changed = {*(number for number, _ in new), *range(view.published + 1, published + 1)}
     folded = replace(view, now=snapshot.now, published=published, peers=peers, reports=reports)
     folded = _with_known_rounds(folded, view, changed)
-    newest_rounds = {key: report for key, report in reports.items() if key[0] > published - KEPT_ROUNDS}
+    near = range(published - KEPT_ROUNDS + 1, published + KEPT_ROUNDS + 1)  # guard: future-reports
+    newest_rounds = {key: report for key, report in reports.items() if key[0] in near}
     if len(newest_rounds) == len(reports):
         return folded
     return _with_known_rounds(replace(folded, reports=newest_rounds), folded, ())

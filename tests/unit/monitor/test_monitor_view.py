@@ -65,6 +65,15 @@ def test_a_view_that_is_open_for_weeks_keeps_the_reports_of_the_last_rounds_alon
     assert view.peers[peer_id(2)].report == early
 
 
+def test_reports_of_rounds_far_ahead_do_not_pile_up() -> None:
+    """A member can sign a report of another future round every few seconds, for days."""
+    view, claims = replace(empty_view(), total_rounds=1000), [claim(index) for index in range(4)]
+    honest = [report(index, 3) for index in range(1, 4)]
+    for number in range(4, 200):
+        view = fold(view, snapshot(float(number), claims, [report(0, number), *honest], dict.fromkeys(range(1, 4), 3)))
+    assert len(view.reports) <= len(honest) + KEPT_ROUNDS
+
+
 @given(st.lists(st.integers(0, TOTAL_ROUNDS), min_size=1, max_size=9), st.data())
 def test_liars_in_the_minority_move_no_round(honest: list[int], data: st.DataObject) -> None:
     """However few or many they are, as long as they are fewer."""
