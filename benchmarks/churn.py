@@ -24,7 +24,7 @@ from spes_p2p.sim.sweep.results import Point, RunResult, stored_runs
 from spes_p2p.sim.sweep.settings import load_sweep
 
 SWEEP, RESULTS = Path("configs/churn.yaml"), Path("benchmarks/results/churn")
-PAGE = Path("docs/one_round.md")
+PAGE = Path("docs/membership.md")
 UNDISTURBED, CHURN = "undisturbed", "churn"
 MIN_REPLACED, MIN_COMMITTED, MAX_WORSE = 30.0, 95.0, 1.0
 """Per cent."""
@@ -41,7 +41,7 @@ class ChurnBenchmarkConfig(CommandConfig):
     results: Path = RESULTS
     """Its output."""
     write: bool = False
-    """Put the table into docs/one_round.md."""
+    """Put the table into docs/membership.md."""
 
 
 def main(config: ChurnBenchmarkConfig) -> int:

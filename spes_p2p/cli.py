@@ -99,26 +99,33 @@ def _did_you_mean(cls: type[BaseModel], argv: Sequence[str]) -> str:
 def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
     """Return `--text a b` as `--text a --text b`, which is how pydantic-settings takes lists.
 
-    It splits a value at commas. A path is one value, unless it is a list in JSON.
+    It splits a value at commas, which must not split a path.
     """
     fields = cls.model_fields.items()
-    lists = {
-        f"--{name.replace('_', '-')}": get_args(field.annotation) == (Path,)
+    kinds = {
+        f"--{name.replace('_', '-')}": get_args(field.annotation)
         for name, field in fields
         if get_origin(field.annotation) is list
     }
+    paths = {flag for flag, kind in kinds.items() if kind == (Path,)}
     words: list[str] = []
     flag, is_first = "", True
     for word in argv:
         if word.startswith("--"):
+            name, equals, value = word.partition("=")
             flag, is_first = word, True
-        elif flag in lists:
+            word = f"{name}={_unsplit(value)}" if equals and name in paths else word
+        elif flag in kinds:
             words += [] if is_first else [flag]
             is_first = False
-            if lists[flag] and "," in word and not word.startswith("["):
-                word = json.dumps(word, ensure_ascii=False)
+            word = _unsplit(word) if flag in paths else word
         words.append(word)
     return words
+
+
+def _unsplit(path: str) -> str:
+    """Return a path with a comma in quotes; a JSON list of paths as it is."""
+    return json.dumps(path, ensure_ascii=False) if "," in path and not path.startswith("[") else path
 
 
 def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:

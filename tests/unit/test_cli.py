@@ -119,8 +119,9 @@ def test_a_list_takes_several_words_or_several_flags(words):
     assert peer.text == [Path("a"), Path("b")] and peer.port == 5
 
 
-def test_a_path_with_a_comma_is_one_path():
-    peer = load_settings(PeerConfig, ["--run-id", "r", "--text", "books, old/ä.txt", "b", "--initial-peers", "/x,/y"])
+@pytest.mark.parametrize("words", [["--text", "books, old/ä.txt", "b"], ["--text=books, old/ä.txt", "--text=b"]])
+def test_a_path_with_a_comma_is_one_path(words):
+    peer = load_settings(PeerConfig, ["--run-id", "r", *words, "--initial-peers", "/x,/y"])
     assert peer.text == [Path("books, old/ä.txt"), Path("b")] and peer.initial_peers == ["/x", "/y"]
 
 

@@ -223,3 +223,21 @@ def test_gradients_of_two_bytes_are_offered_where_they_alone_fit(capsys: pytest.
 def test_what_no_peer_could_start_with_is_not_planned(flags: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         main(load_settings(PlanConfig, [*LOCAL, *flags]))
+
+
+def test_the_page_says_what_a_volunteer_can_train(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "planning.md").read_text()
+    rows = re.findall(r"^\| (\w+), \d+ \|([\d |]+)\|$", page.split("**What a volunteer can train**")[1], re.MULTILINE)
+    assert [name for name, _ in rows] == ["home_1b", "home_7b", "spes_1b", "spes_2b", "spes_7b", "spes_9b"]
+    lean = ["--storage", "nf4", "--inner-optimizer", "adamw8bit", "--activation-checkpointing"]
+    for name, cells in rows:
+        flags = ["--config", str(ROOT / "configs" / f"{name}.yaml"), "--slots", "auto", "--micro-batch-size", "1"]
+        flags += lean if name.startswith("spes") else []
+        machines = [(device, size) for device in ("cuda", "cpu") for size in ("16", "24", "48")]
+        for (device, size), cell in zip(machines, cells.split("|"), strict=True):
+            try:
+                text = planned(capsys, *flags, "--device", device, "--memory-gb", size)
+            except ConfigError as error:
+                assert int(cell) == 0 and "training 1 slot needs" in str(error)
+            else:
+                assert int(cell) == int(re.search(r"can train (\d+) of", text)[1])
