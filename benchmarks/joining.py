@@ -145,8 +145,8 @@ def map_table(sweep: Sweep, results: Results, cells: Map) -> str:
         ends = [f"{results[name, sweep.seeds[0]].loss:.3f}" for name in (gap.solo, gap.centralised)]
         for steps, row in cells[gap.name].items():
             lines.append((gap.name, *ends, str(steps), *(_cell(row.get(holders)) for holders in HOLDERS)))
-    holders = (f"gap closed: {holders}" for holders in HOLDERS.values())
-    return markdown_table(("batch of a peer", "loss: alone", "loss: one process", "steps a round", *holders), lines)
+    gaps = (f"gap closed: {title}" for title in HOLDERS.values())
+    return markdown_table(("batch of a peer", "loss: alone", "loss: one process", "steps a round", *gaps), lines)
 
 
 def _cell(shares: Spread | None) -> str:
