@@ -343,7 +343,7 @@ def newcomer_rows(work: Path) -> Iterator[Row]:
         yield Row("- its peak, all processes", gigabytes(newcomer) + (f"; {failure}" if failure else ""), "", None)
         yield _planned("- that", [newcomer], _plan(settings, 1, *machine))
         yield _planned("- the founder, with 4 slots", [founder], _plan(settings, 4))
-        yield Row("- its versions on disk after three rounds", f"{disk / 1e6:.0f} MB", "", None)
+        yield Row("- the newcomer's versions on disk after three rounds", f"{disk / 1e6:.0f} MB", "", None)
         rounds = SPENT.findall(founder.log.read_text(errors="replace"))  # of two peers; the founder waits for no steps
         seconds = statistics.median(sum(map(float, besides)) for _, *besides in rounds) if rounds else math.inf
         figure, is_met = f"{seconds:.1f} s", seconds <= MAX_ROUND_SECONDS

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 import shutil
 import signal
 import zlib
+from collections.abc import Iterator
 
 # Before anything imports torch or transformers, which read these once.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -36,6 +38,16 @@ def is_commit_lane(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("commit" if is_commit_lane(config) else "full")
+
+
+@pytest.fixture(autouse=True)
+def levels_of_loggers() -> Iterator[None]:
+    """Return to each logger the level that it had: a command that a test runs in this process sets its own."""
+    loggers = [logging.getLogger(name) for name in ("", "spes_p2p", "hivemind")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture

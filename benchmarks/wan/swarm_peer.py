@@ -26,14 +26,13 @@ from spes_p2p.swarm.certificate import genesis
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.interface import Contribution, RoundResult
 from spes_p2p.swarm.names import SHARED, VectorName
-from spes_p2p.swarm.p2p.identity import Identity, hashed_peer_id
+from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.node import EVERY_INTERFACE, ListenConfig, Node
 from spes_p2p.swarm.records import MAX_SLOTS, Claim
 from spes_p2p.swarm.roster import Member
 from spes_p2p.training.fetch_plan import plan_fetch, preferred
 
 RUN_ID = "network"
-FOUNDER = hashed_peer_id(b"network")
 ROUNDS = RoundConfig(averaging_seconds=120.0, exchange_seconds=120.0)
 MEETING_SECONDS = 30.0
 """Time for all peers to arrive; a complete group does not wait for it."""
@@ -101,8 +100,10 @@ class SwarmPeer:
         self._swarm = HivemindSwarm(node, directory / "versions", uplink_mbit=uplink_mbit)
         segments = {kind: (Segment(numel, getattr(codecs, NAMES[kind])),) for kind, numel in self._numels.items()}
         vectors = Vectors(self._numels, segments, _advance, codecs.keyframe_rounds)
-        # All rounds start from here: the benchmark averages and exchanges, and certifies nothing.
-        start = genesis(RUN_ID, FOUNDER, "0" * 64, MAX_SLOTS)
+        # All rounds start from here: the benchmark averages and exchanges, and certifies nothing. The founder is a
+        # member, because a group without enough voters waits for them until its time is up.
+        founder = initial_peers[0].rpartition("/p2p/")[2] if initial_peers else self._swarm.peer_id
+        start = genesis(RUN_ID, founder, "0" * 64, MAX_SLOTS)
         self._swarm.enter(ROUNDS, vectors, start, max_slots=len(slots))
         if slots:  # a peer with a claim is a member, and is served before newcomers
             me = self._swarm.peer_id

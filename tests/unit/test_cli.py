@@ -7,11 +7,14 @@ import json
 import logging
 import os
 import pty
+import re
 import resource
+import shlex
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,8 @@ from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_
 from spes_p2p.config import PeerConfig, RunConfig, commands
 from spes_p2p.config.commands import ExperimentConfig, HealthConfig, PlanConfig
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
+
+ROOT = Path(__file__).parents[2]
 
 INTERRUPTED_WHILE_FORKING = """
 import os, signal, subprocess, sys, threading
@@ -541,3 +546,20 @@ def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):
     assert first.startswith(b"loading PyTorch"), first
     assert shown.returncode == 1, "it has not joined yet"
     assert b"loading" not in subprocess.run(words, capture_output=True).stderr
+
+
+def commands_of_pages() -> list[str]:
+    """Return the `spes` commands of the pages' code blocks, without comments, each on one line."""
+    pages = [page.read_text() for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))]
+    blocks = [block for page in pages for block in re.findall(r"^```[a-z]*\n(.*?)^```", page, re.M | re.S)]
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    return [match[1] for line in lines if (match := re.match(r"(?:\$ )?spes (.*?)(?:\s+#.*)?$", line))]
+
+
+@pytest.mark.parametrize("command", commands_of_pages())
+def test_commands_of_the_pages_have_known_flags_and_files(command: str) -> None:
+    name, *words = shlex.split(command)
+    known = {name for flag in all_flags(getattr(commands, COMMANDS[name][0])) for name in flag.names}
+    assert {word.split("=")[0] for word in words if word.startswith("--")} <= known
+    assert not any(word == "spes" and after in COMMANDS for word, after in pairwise(words))  # two on one line
+    assert all((ROOT / word).is_file() for word in words if word.startswith("configs/"))
