@@ -179,7 +179,7 @@ class Peer:
 
 
 def _trainer(config: CheckpointingConfig) -> Trainer:
-    run, cache = config.run, config.cache.expanduser()
+    run, cache = config.run, config.cache
     tokenizer = resolve_tokenizer(run.data, (), cache)
     data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
     trainer = build_trainer(run, len(tokenizer), data, ProcessGroup("cpu"))

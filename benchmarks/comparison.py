@@ -105,7 +105,7 @@ def main(config: BenchmarkConfig) -> int:
 def _planned(flags: tuple[str, ...]) -> Subject:
     """Return what the experiment will be, before it has run."""
     experiment = load_settings(ExperimentConfig, ["--config", str(ROOT / "configs/local_experiment.yaml"), *flags])
-    return Subject(run=experiment.run, peers=experiment.peers, cache=experiment.cache.expanduser())
+    return Subject(run=experiment.run, peers=experiment.peers, cache=experiment.cache)
 
 
 def read_swarm(directory: Path) -> Swarm:

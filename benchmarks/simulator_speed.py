@@ -106,7 +106,7 @@ def main(config: SpeedConfig) -> int:
 
 
 def _trainer(config: SpeedConfig, run: RunConfig) -> Trainer:
-    cache = config.cache.expanduser()
+    cache = config.cache
     tokenizer = resolve_tokenizer(run.data, (), cache)
     data = train_sources(run.data, tokenizer, paths=(), cache=cache)(0)
     model = build_slot_model(

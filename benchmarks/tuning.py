@@ -426,7 +426,7 @@ def _pretrained(folder: Path, kind: str, config: TuningConfig, steps: int = 400)
     data = DataConfig(sequence_length=SEQUENCE, vocab_size=VOCAB)
     shape = {"hidden_size": 96, "num_layers": 3, "num_heads": 4, "num_kv_heads": 4, **BASES[kind]}
     train = TrainConfig(batch_size=16, lr=3e-3)
-    tokenizer = resolve_tokenizer(data, [], config.cache.expanduser())
+    tokenizer = resolve_tokenizer(data, [], config.cache)
     model = build_slot_model(
         ModelConfig.model_validate(shape),
         vocab_size=len(tokenizer),
@@ -435,7 +435,7 @@ def _pretrained(folder: Path, kind: str, config: TuningConfig, steps: int = 400)
         claimed=range(shape["num_experts"]),
         storage="fp32",
     )
-    source = train_sources(data, tokenizer, paths=[], cache=config.cache.expanduser())(0)
+    source = train_sources(data, tokenizer, paths=[], cache=config.cache)(0)
     trainer = Trainer(model, train, source, ProcessGroup("cpu"))
     for step in range(steps):
         trainer.step(3e-3 * min(1.0, (step + 1) / 40) * (1 - 0.9 * step / steps))

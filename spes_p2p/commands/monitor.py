@@ -77,7 +77,7 @@ def own_output(settings: MonitorConfig) -> Iterator[Path]:
         ConfigError: it holds an earlier monitor's results and neither resume nor overwrite is set, another monitor
             writes there, or it cannot be written.
     """
-    output = settings.output.expanduser()
+    output = settings.output
     results, curves = [output / name for name in RESULTS], output / TENSORBOARD_DIRECTORY
     with contextlib.ExitStack() as stack:
         try:
@@ -376,7 +376,7 @@ def _held_out(
                 f"with --data, whose held-out part it evaluates on, or pass --held-out-sequences 0"
             )
         return lambda: {"": _probe(settings, manifest, tokenizer)}
-    corpus, cache = settings.corpus(run.data), settings.cache.expanduser()
+    corpus, cache = settings.corpus(run.data), settings.cache
     return lambda: held_out_by_source(
         with_fetched(corpus, cache),
         tokenizer,

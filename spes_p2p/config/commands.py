@@ -440,17 +440,14 @@ class UpcycleConfig(CommandConfig, UpcycleSettings):
 
 
 def _folder(value: object) -> Path:
-    """Return a path with `~` expanded.
+    """Return a folder's path.
 
     Raises:
-        ValueError: it is empty, or the home folder does not exist.
+        ValueError: it is empty.
     """
     if not str(value):
         raise ValueError("--output is empty; name a folder")
-    try:
-        return Path(str(value)).expanduser()
-    except RuntimeError as error:
-        raise ValueError(f"--output {value}: there is no such home folder; name another") from error
+    return Path(str(value))
 
 
 class SimulateConfig(CommandConfig):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Storage
 from spes_p2p.config.data import DataConfig
-from spes_p2p.config.run import OptimizerName, RunConfig, TrainConfig
+from spes_p2p.config.run import ModelConfig, OptimizerName, RunConfig, TrainConfig
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
@@ -49,6 +49,7 @@ def shipped(name: str) -> Path:
 
 def find_config(path: Path) -> Path:
     """Return `path`, or, if no such file exists, the file of that name that comes with the program."""
+    path = Path(os.path.expanduser(path))
     packaged = shipped(path.stem)
     is_named = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml")
     return packaged if is_named and not path.exists() and packaged.is_file() else path
@@ -77,6 +78,22 @@ class CommandConfig(BaseSettings):
     """Finds the YAML file that `--config` names."""
     foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(hints)
     """Says what a key of SPES is called here."""
+
+    @field_validator("*")
+    @classmethod
+    def _at_home(cls, value: Any, info: ValidationInfo) -> Any:
+        """Return paths with `~` expanded, which shells leave in `--output=~/run`.
+
+        Raises:
+            ValueError: there is no such home folder.
+        """
+        try:
+            if isinstance(value, list):
+                return [each.expanduser() if isinstance(each, Path) else each for each in value]
+            return value.expanduser() if isinstance(value, Path) else value
+        except RuntimeError as error:
+            flag = f"--{(info.field_name or '').replace('_', '-')}"
+            raise ValueError(f"{flag} {value}: there is no such home folder; name another") from error
 
     @classmethod
     def settings_customise_sources(
@@ -290,7 +307,7 @@ class PeerConfig(VolunteerConfig, NamedRun):
     @property
     def adapter_folder(self) -> Path | None:
         """The folder of the adapter that the run goes on from, if it does."""
-        return None if self.adapter is None or self.adapter == Path("lora") else self.adapter.expanduser()
+        return None if self.adapter == Path("lora") else self.adapter
 
 
 EIGHT_BIT: tuple[OptimizerName, ...] = ("adamw8bit", "lion8bit")
@@ -315,9 +332,10 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"leave it out (only adamw and adamw8bit stand in for each other)"
         )
     if run.kept_form is not None and machine.storage not in (None, run.kept_form):  # guard: kept-storage
+        checkpoint = ", or name the checkpoint that the run trains (--from)" if run.model == ModelConfig() else ""
         raise ConfigError(
             f"storage={machine.storage} is not the form in which this run's slots travel, frozen_storage="
-            f"{run.kept_form}; leave it out"
+            f"{run.kept_form}; leave it out{checkpoint}"
         )
     if machine.refresh_slots is not None and run.merge.alpha:
         raise ConfigError(

@@ -230,8 +230,8 @@ def _initial(
 def _source(config: PeerConfig, run: RunConfig, manifest: Manifest) -> tuple[Callable[[int], TokenSource], LongTensor]:
     """Return what makes the training data of a seed, and the sequences that the loss gate measures."""
     tokenizer = _tokenizer(config, manifest, run.data.chat_template or "")
-    corpus = with_fetched(config.corpus(run.data), config.cache.expanduser())
-    source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache.expanduser())
+    corpus = with_fetched(config.corpus(run.data), config.cache)
+    source = train_sources(corpus, tokenizer, paths=config.text, cache=config.cache)
     probe_BT1 = probe_windows(run.data, tokenizer, MAX_PROBE_PARTS * probe_sequences(run.data.sequence_length))
     if run.data.source != "hub":
         tokenizer.close()  # all text is tokenised now

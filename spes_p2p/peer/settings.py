@@ -44,7 +44,7 @@ LINKED_PEERS = 8
 def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, PreTrainedTokenizerBase]:
     """Resolve a new run's tokenizer; shapes must fit and the corpus be readable before anything else happens."""
     run = _on_files(config, run)
-    cache = config.cache.expanduser()
+    cache = config.cache
     source, hub_name = (None, None) if config.start_from is None else checkpoint_folder(config.start_from)
     if source is not None:
         run = over_checkpoint(run, source).model_copy(update={"adapter": _adapter(config, run, hub_name)})

@@ -548,6 +548,17 @@ def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):
     assert b"loading" not in subprocess.run(words, capture_output=True).stderr
 
 
+def test_paths_begin_at_home_where_the_shell_left_the_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "peer.yaml").write_text("identity: ~/key\n")
+    words = ["--run-id", "r", "--config=~/peer.yaml", "--output=~/run", "--text", "~/a", "~/b"]
+    config = load_settings(PeerConfig, words)
+    assert (config.output, config.identity) == (tmp_path / "run", tmp_path / "key")
+    assert config.text == [tmp_path / "a", tmp_path / "b"] and config.cache == tmp_path / ".cache" / "spes_p2p"
+    with pytest.raises(ConfigError, match="--output ~no-such-user/run: there is no such home folder; name another"):
+        load_settings(PeerConfig, ["--run-id", "r", "--output=~no-such-user/run"])
+
+
 def commands_of_pages() -> list[str]:
     """Return the `spes` commands of the pages' code blocks, without comments, each on one line."""
     pages = [page.read_text() for page in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md"))]

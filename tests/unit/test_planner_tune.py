@@ -77,6 +77,11 @@ def test_a_plan_of_adapters_needs_their_base(tmp_path: Path) -> None:
         main(load_settings(PlanConfig, [*words, "--from", source, "--run.model.num-layers", "3"]))
 
 
+def test_a_plan_of_settings_for_a_checkpoint_asks_for_it() -> None:
+    with pytest.raises(ConfigError, match=r"or name the checkpoint that the run trains \(--from\)"):
+        main(load_settings(PlanConfig, ["--config", str(CONFIGS / "tune_1b.yaml")]))
+
+
 def test_a_plan_has_sequences_no_longer_than_its_checkpoint_allows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
