@@ -20,7 +20,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from urllib.parse import urlsplit
 
 from aiohttp import web
@@ -37,6 +37,8 @@ PAGE_FILE = "page"
 """In an output directory: the address of the page."""
 LOOPBACK_HOST = "127.0.0.1"
 MAX_VIEWERS = 200
+MAX_CONNECTIONS = 2 * MAX_VIEWERS
+"""Open at once: a peer's page must leave it the files and sockets that it trains with."""
 MAX_WAITING = 4
 """Messages kept for a viewer that reads slowly; then it is sent the whole state anew."""
 ALIVE_SECONDS = 15.0
@@ -155,6 +157,8 @@ class Page:
         self._shown: Sections = {}
         self._whole: bytes | None = None
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
+        self._asked: set[object] = set()
+        """Connections that have brought a request."""
         self._files = {path: (static(name), kind) for path, (name, kind) in FILES.items()}
         self._zipped = {path: gzip.compress(data, 6, mtime=0) for path, (data, _) in self._files.items()}
         self._loop = asyncio.SelectorEventLoop()
@@ -217,16 +221,24 @@ class Page:
             self._verbs.add_to(app)
         runner = web.AppRunner(app, handle_signals=False, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
-        await web.SockSite(runner, self._socket).start()
+        web_server = runner.server
+        assert web_server is not None
+        listening = await self._loop.create_server(lambda: _Door(web_server), sock=self._socket)
         self._ready.set()
+        silent: set[web.RequestHandler] = set()
         while not self._stop.is_set():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stop.wait(), ALIVE_SECONDS)
+            is_open = set(web_server.connections)
+            for connection in is_open & silent - self._asked:  # guard: page-silence
+                connection.force_close()
+            silent, self._asked = is_open - self._asked, self._asked & is_open
             for viewer in self._viewers:
                 if viewer.empty() and not self._stop.is_set():
                     _hand(viewer, b": alive\n\n")  # a write finds out which viewers have gone
         for viewer in self._viewers:
             _hand(viewer, None)
+        listening.close()
         await runner.cleanup()
 
     @web.middleware
@@ -234,6 +246,7 @@ class Page:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         """Refuse what no page of ours asks."""
+        self._asked.add(request.protocol)
         host, origin = request.headers.get("Host", ""), request.headers.get("Origin")
         if not self._place.accepts(host):  # guard: page-host
             return web.Response(status=421, text="this page has another name\n")
@@ -315,6 +328,21 @@ class Page:
         if self._whole is None:
             self._whole = _message("whole", self._shown)
         return self._whole
+
+
+class _Door(asyncio.Protocol):
+    """Hands a new connection to the server, or closes it where there are too many."""
+
+    def __init__(self, web_server: web.Server) -> None:
+        self._web_server = web_server
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        if len(self._web_server.connections) >= MAX_CONNECTIONS:  # guard: page-connections
+            transport.close()
+            return
+        handler = self._web_server()
+        cast(asyncio.Transport, transport).set_protocol(handler)
+        handler.connection_made(transport)
 
 
 def check_place(where: str) -> None:

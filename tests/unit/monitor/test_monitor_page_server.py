@@ -10,6 +10,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -291,6 +292,31 @@ def test_no_more_viewers_than_there_is_room_for(tmp_path: Path, monkeypatch: pyt
         return viewers
 
     asyncio.run(fill())
+    page.close()
+
+
+def test_connections_beyond_the_most_are_closed(page: Page, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "MAX_CONNECTIONS", 2)
+    place = ("127.0.0.1", port_of(page))
+    with ExitStack() as opened:
+        for _ in range(2):
+            opened.enter_context(socket.create_connection(place))
+        one_more = opened.enter_context(socket.create_connection(place, timeout=server.ALIVE_SECONDS / 2))
+        assert one_more.recv(1) == b""
+
+
+def test_a_connection_that_brings_no_request_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "ALIVE_SECONDS", 2.0)
+    page = Page("127.0.0.1", state(), tmp_path)
+    place = ("127.0.0.1", port_of(page))
+    browser = http.client.HTTPConnection(*place, timeout=20)
+    browser.request("GET", "/")
+    browser.getresponse().read()
+    with socket.create_connection(place, timeout=20) as silent:
+        assert silent.recv(1) == b""
+    browser.request("GET", "/")
+    assert browser.getresponse().status == 200, "one that has brought a request may be idle"
+    browser.close()
     page.close()
 
 
