@@ -160,6 +160,7 @@ def summary_rows(document: Mapping[str, Any]) -> Iterator[Row]:
     rounds = [_rounds(runs[f"{kind} {seed}"]) for kind in EXCLUDABLE for seed in seeds[kind]]
     most = max((math.inf if count is None else count for count in rounds), default=math.inf)
     what = f"rounds in which an attacker took part before it was left out, the most in {len(rounds)} runs"
+    what += f" of the {len(EXCLUDABLE)} attacks that bring what no honest peer would"
     yield Row(what, f"{most:g}", f"<= {MAX_ROUNDS}", most <= MAX_ROUNDS)
     rest = ", ".join(kind for kind in worse if kind not in EXCLUDABLE)
     yield Row("- attacks that pass for work, or for absence, and are found late or never", rest)
