@@ -363,13 +363,15 @@ def operations() -> Iterable[Any]:
 
 
 def four_bits() -> Iterable[Any]:
-    """Yield what bitsandbytes makes of nf4."""
+    """Yield what bitsandbytes decodes from nf4; the program encodes it itself."""
     import torch
-    from bitsandbytes import functional
 
-    values = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
-    packed, state = functional.quantize_4bit(values, blocksize=64, quant_type="nf4")
-    yield from (packed, state.absmax, functional.dequantize_4bit(packed, state))
+    from spes_p2p.model.frozen import Nf4
+
+    packed = torch.arange(256, dtype=torch.uint8).repeat(2)
+    scales = torch.rand(len(packed) // 32, generator=torch.Generator().manual_seed(0))
+    for dtype in (torch.float32, torch.bfloat16):
+        yield Nf4(packed, scales, (len(scales), 64)).dense(dtype).float()
 
 
 # ---------------------------------------------------------------------- a process whose arithmetic is pinned
