@@ -509,7 +509,7 @@ def entry_point(
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)
     except Exception as error:
-        if (reason := full_disk(error)) is None:
+        if (reason := full_disk(error) or _denied(error)) is None:
             raise
         print(f"error: {reason}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
@@ -541,6 +541,13 @@ def full_disk(error: BaseException | None) -> str | None:
             where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
             return f"no space left on the disk{where}; make room there, and start again with --resume"
         error = error.__cause__ or error.__context__
+    return None
+
+
+def _denied(error: Exception) -> str | None:
+    """Return what to do about a path that this user may not use, in one line; None if that is not the error."""
+    if isinstance(error, PermissionError) and error.filename:
+        return f"no permission for {printable(error.filename)}; name another path, or change its owner or mode"
     return None
 
 

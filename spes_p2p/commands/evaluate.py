@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -35,6 +36,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 INSTALL = "pip install 'spes-p2p[all]', or ./scripts/setup.sh all in a checkout"
 BOOTSTRAP_SAMPLES = 1000
 """Samples for standard errors of perplexities; lm-eval's 100,000 take longer than a small evaluation itself."""
+SEQUENCE_LENGTH = 256
 TEXT_BATCH = 8
 
 
@@ -323,7 +325,8 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
     rows: list[Metric] = []
     if is_first and (config.text or not groups):
         batch_size = TEXT_BATCH if config.batch_size == "auto" else config.batch_size
-        batches = text_batches(tokenizer, config.text, config.sequence_length, batch_size, config.limit)
+        length = _sequence_length(model, config.sequence_length)
+        batches = text_batches(tokenizer, config.text, length, batch_size, config.limit)
         rows += text_metrics(model, batches, "text" if config.text else "embedded held-out")
         _write(rows, config)
     for group in groups:
@@ -331,6 +334,19 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
         if is_first:
             _write(rows, config)
     return rows
+
+
+def _sequence_length(model: nn.Module, chosen: int | None) -> int:
+    """Return the tokens of a sequence of text.
+
+    Raises:
+        ConfigError: more are chosen than the checkpoint allows.
+    """
+    shape: Any = model.config
+    most = int(getattr(shape.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
+    if chosen is not None and chosen > most:
+        raise ConfigError(f"--sequence-length={chosen}: the checkpoint allows {most} tokens; lower it")
+    return chosen or min(SEQUENCE_LENGTH, most)
 
 
 def _write(rows: Sequence[Metric], config: EvaluateConfig) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, RunConfig, check_machine
+from spes_p2p.config import AdapterConfig, DataConfig, KeptRounds, ModelConfig, RunConfig, check_machine
 from spes_p2p.config.commands import PlanConfig
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.model.start import over_checkpoint
@@ -60,6 +60,8 @@ def main(config: PlanConfig) -> int:
         *start_lines(base + newcomer_bytes(size, claimed, setup), disk_bytes(size, claimed, kept, setup), kept),
         *time_lines(run, (traffic, fullest), num_peers, links, config.tokens_per_second),
     ]
+    if run.model == ModelConfig():
+        lines.insert(0, "the default model, since the settings name none; --from names a checkpoint")
     say("\n".join(lines))
     is_limited = config.memory_gb or config.host_memory_gb
     if is_limited and not fits(size, claimed, setup, memory, host):

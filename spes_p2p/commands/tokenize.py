@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -78,5 +79,5 @@ def _summary(manifest: ShardManifest, path: Path) -> str:
         lines.append(f"left out {len(manifest.skipped)} files: {manifest.skipped[0].reason}")
     if skipped_rows := sum(source.skipped_rows for source in manifest.sources):
         lines.append(f"left out {skipped_rows:,} rows")
-    lines.append(f"train on them: spes local --data {path}")
+    lines.append(f"train on them: spes local --data {shlex.quote(str(path))}")
     return "\n".join(lines)

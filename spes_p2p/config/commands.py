@@ -339,8 +339,8 @@ class EvaluateConfig(CommandConfig):
     """Sequences, or requests of a task, per forward pass. `auto`: as many requests as fit, up to 64."""
     precision: Literal["fp32", "bf16"] | None = None
     """Precision of the model; by default as the checkpoint is stored."""
-    sequence_length: PositiveInt = 256
-    """Tokens per sequence of text."""
+    sequence_length: PositiveInt | None = None
+    """Tokens per sequence of text; by default 256, or as many as the checkpoint allows if these are fewer."""
     limit: PositiveInt | None = None
     """Largest number of sequences of text, and of documents per task."""
     json_file: Path | None = Field(default=None, alias="json")

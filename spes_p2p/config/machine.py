@@ -332,10 +332,10 @@ def check_machine(run: RunConfig, machine: MachineConfig, num_ranks: int = 1) ->
             f"leave it out (only adamw and adamw8bit stand in for each other)"
         )
     if run.kept_form is not None and machine.storage not in (None, run.kept_form):  # guard: kept-storage
-        checkpoint = ", or name the checkpoint that the run trains (--from)" if run.model == ModelConfig() else ""
+        checkpoint = "name the checkpoint that the run trains (--from), or " if run.model == ModelConfig() else ""
         raise ConfigError(
             f"storage={machine.storage} is not the form in which this run's slots travel, frozen_storage="
-            f"{run.kept_form}; leave it out{checkpoint}"
+            f"{run.kept_form}; {checkpoint}leave it out"
         )
     if machine.refresh_slots is not None and run.merge.alpha:
         raise ConfigError(

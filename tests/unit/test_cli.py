@@ -480,6 +480,14 @@ def test_any_other_error_of_the_system_is_not_taken_for_a_full_disk(restored_sig
         entry_point(PeerConfig, raiser(PermissionError(errno.EACCES, "denied")), ["--run-id", "r"])
 
 
+def test_a_path_without_permission_is_one_line_with_the_remedy(capsys, restored_signals):
+    with pytest.raises(SystemExit) as ended:
+        entry_point(PeerConfig, raiser(PermissionError(errno.EACCES, "denied", "/other/key")), ["--run-id", "r"])
+    assert ended.value.code == 2
+    said = "error: no permission for /other/key; name another path, or change its owner or mode\n"
+    assert capsys.readouterr().err == said
+
+
 def test_a_really_full_disk_ends_in_one_line(capsys, restored_signals):
     def main(config: PeerConfig) -> int:
         Path("/dev/full").write_bytes(b"a checkpoint")

@@ -114,6 +114,16 @@ def test_without_text_the_embedded_held_out_part_is_evaluated(checkpoint):
     assert "embedded held-out  loss" in evaluate.table(rows)
 
 
+def test_a_sequence_has_no_more_tokens_than_the_checkpoint_allows(checkpoint, tmp_path):
+    short = tmp_path / "short"
+    shutil.copytree(checkpoint, short)
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 16}))
+    assert evaluate.evaluate(evaluate.EvaluateConfig(checkpoint=short, limit=5))[2].value == 5 * 16
+    with pytest.raises(ConfigError, match="--sequence-length=17: the checkpoint allows 16 tokens; lower it"):
+        evaluate.evaluate(evaluate.EvaluateConfig(checkpoint=short, sequence_length=17))
+
+
 @needs_lm_eval
 def test_the_limit_bounds_the_documents_of_a_task(checkpoint, task_path):
     model, tokenizer = evaluate.load_checkpoint(checkpoint)

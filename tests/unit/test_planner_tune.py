@@ -78,7 +78,7 @@ def test_a_plan_of_adapters_needs_their_base(tmp_path: Path) -> None:
 
 
 def test_a_plan_of_settings_for_a_checkpoint_asks_for_it() -> None:
-    with pytest.raises(ConfigError, match=r"or name the checkpoint that the run trains \(--from\)"):
+    with pytest.raises(ConfigError, match=r"; name the checkpoint that the run trains \(--from\), or leave it out"):
         main(load_settings(PlanConfig, ["--config", str(CONFIGS / "tune_1b.yaml")]))
 
 
