@@ -42,7 +42,7 @@ def main(config: AmendConfig) -> int:
         ConfigError: the change is not possible, or the identity is not the founder's.
         DataError: the folder is no peer's.
     """
-    folder = config.folder.expanduser()
+    folder = config.folder
     source = ModelFolder(folder)
     manifest, founder = source.manifest, _founder(config, folder, source.manifest)
     last = ChainFile(folder / CONSENSUS / CERTIFICATES, manifest.genesis(), IdentityKeys(founder)).load().last

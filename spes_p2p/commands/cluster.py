@@ -45,7 +45,7 @@ def main(config: ClusterConfig) -> int:
     """Run this node's peer to the end of its run; return the exit code."""
     environment = dict(os.environ)
     place = place_of(environment, on_gpu=config.device != "cpu")
-    folder = Rendezvous(config.shared.expanduser(), config.run_name, place.name)
+    folder = Rendezvous(config.shared, config.run_name, place.name)
     output = config.output or folder.path / f"node-{place.name}"
     peer = as_peer(config, output)
     forget_launcher()

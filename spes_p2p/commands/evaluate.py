@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -313,15 +312,15 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
         ConfigError, DataError: as the functions above.
     """
     for path in config.text:
-        if not path.expanduser().exists():  # before a large model is loaded
+        if not path.exists():  # before a large model is loaded
             raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
-        if file is not None and not _is_writable(file.expanduser()):
+        if file is not None and not _is_writable(file):
             raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")
     groups = task_groups(config.tasks, config.suite, config.task_path, config.num_fewshot)
     accelerator = join_ranks()
     device, is_first = (None, True) if accelerator is None else (accelerator.device, accelerator.process_index == 0)
-    model, tokenizer = load_checkpoint(config.checkpoint.expanduser(), config.precision, device)
+    model, tokenizer = load_checkpoint(config.checkpoint, config.precision, device)
     rows: list[Metric] = []
     if is_first and (config.text or not groups):
         batch_size = TEXT_BATCH if config.batch_size == "auto" else config.batch_size
@@ -343,10 +342,10 @@ def _sequence_length(model: nn.Module, chosen: int | None) -> int:
         ConfigError: more are chosen than the checkpoint allows.
     """
     shape: Any = model.config
-    most = int(getattr(shape.get_text_config(), "max_position_embeddings", None) or sys.maxsize)
-    if chosen is not None and chosen > most:
+    most: int | None = getattr(shape.get_text_config(), "max_position_embeddings", None)
+    if chosen is not None and most is not None and chosen > most:
         raise ConfigError(f"--sequence-length={chosen}: the checkpoint allows {most} tokens; lower it")
-    return chosen or min(SEQUENCE_LENGTH, most)
+    return chosen or min(SEQUENCE_LENGTH, most or SEQUENCE_LENGTH)
 
 
 def _write(rows: Sequence[Metric], config: EvaluateConfig) -> None:
@@ -409,7 +408,6 @@ def _is_writable(file: Path) -> bool:
 
 
 def _write_file(text: str, file: Path, flag: str) -> None:
-    file = file.expanduser()
     try:
         if _is_written_in_place(file):
             file.write_text(text, encoding="utf-8")

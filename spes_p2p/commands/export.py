@@ -57,7 +57,7 @@ def main(config: ExportConfig) -> int:
         return _download(config, source)
     if run_id is None:
         folder = Path(source or "").expanduser()
-        output = (config.output or folder / "model").expanduser()
+        output = config.output or folder / "model"
         exported = export(
             folder,
             output,
@@ -73,7 +73,7 @@ def main(config: ExportConfig) -> int:
             raise ConfigError(f"peers pass on their newest round only; drop --round {config.round}, or export a folder")
         if config.merged:
             raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
-        output = config.output.expanduser()
+        output = config.output
         exported = _export_swarm(run_id, initial_peers, output, overwrite=config.overwrite, yes=config.yes)
     say(f"wrote {output}: {exported}")
     return 0
@@ -85,7 +85,7 @@ def _download(config: ExportConfig, place: str) -> int:
         raise ConfigError(f"{place} has no folder here; name one with --output")
     if config.merged:
         raise ConfigError("--merged needs the base that a peer's folder has; export a folder, or drop --merged")
-    output = config.output.expanduser().resolve()
+    output = config.output.resolve()
     check_free(output, overwrite=config.overwrite)
     found = StoredCheckpoints(open_store(place), place).download(config.round, output, overwrite=config.overwrite)
     say(f"wrote {output}: round {found.round} of run {found.run_id!r}, {found.num_bytes / 1e6:.1f} MB")

@@ -287,7 +287,7 @@ def _with_data(config: ExperimentConfig) -> ExperimentConfig:
 
 def _prepare_corpus(config: ExperimentConfig) -> None:
     """Train the tokenizer and tokenise once, before N peers would; nothing is written yet if the corpus is bad."""
-    cache = config.cache.expanduser()
+    cache = config.cache
     data = with_fetched(config.corpus(config.run.data), cache)
     tokenizer = resolve_tokenizer(data, config.text, cache)
     data = founding(data, tokenizer)

@@ -61,7 +61,7 @@ def main(config: PlanConfig) -> int:
         *time_lines(run, (traffic, fullest), num_peers, links, config.tokens_per_second),
     ]
     if run.model == ModelConfig():
-        lines.insert(0, "the default model, since the settings name none; --from names a checkpoint")
+        lines.insert(0, "the default model: neither run.model nor --from names another")
     say("\n".join(lines))
     is_limited = config.memory_gb or config.host_memory_gb
     if is_limited and not fits(size, claimed, setup, memory, host):
@@ -84,7 +84,7 @@ def _run(config: PlanConfig) -> tuple[RunConfig, int]:
             raise ConfigError("adapters need a base: name a checkpoint with --from, or drop --adapter and run.adapter")
         return run, vocabulary(run.data)
     adapter = run.adapter or (None if config.adapter is None else AdapterConfig())
-    run = over_checkpoint(run, source.expanduser()).model_copy(update={"adapter": adapter})
+    run = over_checkpoint(run, source).model_copy(update={"adapter": adapter})
     assert run.model.start is not None
     return run, run.model.start.vocab_size
 

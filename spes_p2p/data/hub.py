@@ -226,12 +226,12 @@ def checkpoint_folder(source: Path) -> tuple[Path, str | None]:
         DataError: the hub cannot be reached, or has no such checkpoint for everyone.
     """
     found = _CHECKPOINT.fullmatch(str(source))
-    if source.expanduser().exists() or found is None:
-        if "@" in source.name and not source.expanduser().exists():
+    if source.exists() or found is None:
+        if "@" in source.name and not source.exists():
             raise DataError(
                 f"{source} names no commit; give --from owner/name@COMMIT with all 40 digits of its hash, or owner/name"
             )
-        return source.expanduser(), None
+        return source, None
     from huggingface_hub import HfApi, snapshot_download
 
     name, commit = found[1], found[2]

@@ -365,13 +365,13 @@ def operations() -> Iterable[Any]:
 def four_bits() -> Iterable[Any]:
     """Yield what bitsandbytes decodes from nf4; the program encodes it itself."""
     import torch
-
-    from spes_p2p.model.frozen import Nf4
+    from bitsandbytes import functional
 
     packed = torch.arange(256, dtype=torch.uint8).repeat(2)
-    scales = torch.rand(len(packed) // 32, generator=torch.Generator().manual_seed(0))
+    scales, code = torch.rand(16, generator=torch.Generator().manual_seed(0)), functional.get_4bit_type("nf4", "cpu")
     for dtype in (torch.float32, torch.bfloat16):
-        yield Nf4(packed, scales, (len(scales), 64)).dense(dtype).float()
+        state = functional.QuantState(scales, torch.Size((16, 64)), code, blocksize=64, quant_type="nf4", dtype=dtype)
+        yield functional.dequantize_4bit(packed.view(-1, 1), state).float()
 
 
 # ---------------------------------------------------------------------- a process whose arithmetic is pinned

@@ -157,7 +157,7 @@ class Page:
         self._shown: Sections = {}
         self._whole: bytes | None = None
         self._viewers: set[asyncio.Queue[bytes | None]] = set()
-        self._asked: set[object] = set()
+        self._asked: set[web.RequestHandler] = set()
         """Connections that have brought a request."""
         self._files = {path: (static(name), kind) for path, (name, kind) in FILES.items()}
         self._zipped = {path: gzip.compress(data, 6, mtime=0) for path, (data, _) in self._files.items()}
