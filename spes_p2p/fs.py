@@ -64,7 +64,12 @@ def make_once(done: Path, lock: Path, make: Callable[[], None]) -> None:
 
 
 def visible_files(folder: Path) -> list[Path]:
-    """Return a folder's files in sorted order, without hidden files and those of hidden folders."""
+    """Return a folder's files in sorted order, without hidden files and those of hidden folders.
+
+    Raises:
+        PermissionError: this user may not list the folder.
+    """
+    os.scandir(folder).close()  # `rglob` finds nothing in such a folder
     found = (file for file in folder.rglob("*") if file.is_file())
     return sorted(file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts))
 

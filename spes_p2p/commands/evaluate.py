@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -97,7 +98,10 @@ def load_checkpoint(
         DataError: no checkpoint there, a damaged one, or one without a tokenizer.
     """
     if not (directory / "config.json").is_file():
-        raise DataError(f"{directory} is no checkpoint (no config.json); name a folder written by save_pretrained")
+        remedy = "name a folder written by save_pretrained"
+        if (directory / "versions").is_dir():
+            remedy = f"spes export {shlex.quote(str(directory))} makes one of a peer's folder"
+        raise DataError(f"{directory} is no checkpoint (no config.json); {remedy}")
     dtype = DTYPES[precision] if precision is not None else "auto"
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(

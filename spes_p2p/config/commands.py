@@ -31,6 +31,7 @@ from spes_p2p.config.machine import (
     shipped,
 )
 from spes_p2p.config.run import RunConfig
+from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}(@[1-9A-HJ-NP-Za-km-z]{40,64})?")
@@ -60,10 +61,16 @@ UploadPlace = Annotated[str, Field(min_length=1, max_length=1000), AfterValidato
 CtlVerb = Literal["status", "link", "pause", "resume", "finish", "leave", "set", "rules"]
 
 
+def _join_hint(key: str, value: object) -> str:
+    """Say of a setting of the run that its founder has made it."""
+    return "the run's founder has chosen its settings" if key == "run" or key.startswith("run.") else hints(key, value)
+
+
 class JoinConfig(VolunteerConfig):
     """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
 
     model_config = SettingsConfigDict(cli_prog_name="spes join")
+    foreign_hint = staticmethod(_join_hint)
 
     link: CliPositionalArg[str]
     """The run's link, one word that begins with `spes:`; every peer prints it. With --lan, the run's name will do, of

@@ -48,7 +48,7 @@ def over_checkpoint(run: RunConfig, source: Path) -> RunConfig:
         DataError: the checkpoint cannot be read.
     """
     if run.model != ModelConfig():
-        raise ConfigError("the checkpoint gives the model's shape; drop --run.model.*, or --from")
+        raise ConfigError("the checkpoint gives the model's shape; drop run.model, or --from")
     data, model = run.data, model_of(source)
     assert model.start is not None
     if "sequence_length" not in data.model_fields_set:

@@ -28,6 +28,7 @@ from spes_p2p.config import (
     PeerConfig,
     RunConfig,
 )
+from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
 from spes_p2p.peer.base import obtain_base, own_copy
@@ -403,6 +404,7 @@ def _enter(
         raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     if not founds:
         check_alone(swarm, config.output, run.round.heartbeat_seconds)
+    _check_text(config, run)
     if run.adapter is not None:
         obtain_base(swarm, manifest, own_copy(config.start_from))
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)
@@ -441,6 +443,17 @@ def _enter(
     amendments = Amendments(swarm, manifest, config.output / FILE)
     amendments.look()
     return swarm, Admission(manifest, amendments.run, max_slots, data_seed, found), amendments
+
+
+def _check_text(config: PeerConfig, run: RunConfig) -> None:
+    """Refuse text that is not there before others see a claim that no peer will train.
+
+    Raises:
+        ConfigError, DataError: the run trains on files and none is named, or a path does not exist or holds no file.
+    """
+    data = config.corpus(run.data)
+    if data.source == "files" and not (data.paths or data.fingerprint or data.mixture):
+        corpus_bytes(data, config.text)
 
 
 def _max_slots(config: PeerConfig, size: ModelSize, setup: Setup) -> int:

@@ -322,7 +322,9 @@ def test_a_joiners_bad_input_shows_once_the_run_is_known_and_nothing_stays_writt
     bad, value, remedy = JOINERS_BAD[name]
     words = ["--run-id", "live", "--initial-peers", world.live]
     words += [world.folder / word if Path(word).suffix else word for word in bad]
-    assert_refused(world.start(*words).end(SECONDS), value, remedy, logs=r"spes_p2p\.")
+    ended = world.start(*words).end(SECONDS)
+    assert_refused(ended, value, remedy, logs=r"spes_p2p\.")
+    assert "this peer is" not in ended.stderr, "others have seen its claim"
     assert not world.output.exists()
 
 

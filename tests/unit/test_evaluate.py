@@ -156,6 +156,12 @@ def test_a_mistake_is_one_line_and_exit_code_2(checkpoint, task_path, tmp_path, 
     assert "Traceback" not in done.stderr and done.stdout == ""
 
 
+def test_of_a_peers_folder_it_is_told_how_to_make_a_checkpoint(tmp_path):
+    (tmp_path / "versions").mkdir()
+    with pytest.raises(DataError, match="spes export .* makes one of a peer's folder"):
+        evaluate.load_checkpoint(tmp_path)
+
+
 def test_a_checkpoint_that_lacks_a_tensor_is_refused_and_not_measured_with_a_random_one(checkpoint, tmp_path):
     shutil.copytree(checkpoint, tmp_path / "torn")
     tensors = load_file(checkpoint / "model.safetensors")

@@ -233,7 +233,7 @@ ADAPTERS: dict[str, tuple[Callable[[World], list[Any]], str]] = {
         lambda w: ["lora", "--run.data.sequence-length", "65"],
         r"data.sequence_length=65 exceeds the 64 positions of the checkpoint; set it to that or less",
     ),
-    "a shape besides": (lambda w: ["lora", "--run.model.hidden-size", "32"], r"drop --run.model.\*, or --from"),
+    "a shape besides": (lambda w: ["lora", "--run.model.hidden-size", "32"], "drop run.model, or --from"),
 }
 # All flags of the founder.
 DATA: dict[str, tuple[Callable[[World], list[Any]], str]] = {
