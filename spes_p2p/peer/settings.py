@@ -8,7 +8,7 @@ import math
 
 from transformers import PreTrainedTokenizerBase
 
-from spes_p2p.config import AdapterConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.config import AdapterConfig, PeerConfig, RoundConfig, RunConfig, check_machine
 from spes_p2p.data.conversations import founding, num_tokens
 from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_sources
@@ -77,7 +77,29 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
 
 
 def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
-    """Return a run whose rounds are long enough for peers with the founder's uplink, unless it sets their length.
+    """Return a run that suits peers with the founder's uplink: its rounds are long enough, and a new model's peers send
+    little where that makes rounds shorter. What the founder has set stays.
+    """
+    rounds, moved = _link_rounds(config, run, vocab_size)
+    if config.uplink_mbit is None:
+        if config.host is None and run.round.mode == "tokens" and "min_seconds" not in run.round.model_fields_set:
+            log.info("%s; --uplink-mbit makes rounds long enough for peers with so slow a link", moved)
+        return run
+    if rounds.min_seconds > run.round.min_seconds and config.start_from is None:
+        run = _lean(run)
+        rounds, moved = _link_rounds(config, run, vocab_size)
+    if rounds.min_seconds > run.round.min_seconds:
+        log.info(
+            "%s; full rounds train for %.0f s at least (--run.round.min-seconds chooses otherwise)",
+            *(moved, rounds.min_seconds),
+        )
+        if rounds.growing:
+            log.info("the first %d rounds are shorter, and grow (--run.round.growing)", rounds.growing)
+    return run.model_copy(update={"round": rounds})
+
+
+def _link_rounds(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[RoundConfig, str]:
+    """Return the rounds that the founder's uplink asks for, and in words what one moves.
 
     The peers to come are not known: rounds suit LINKED_PEERS of them, or more where the run waits for more, that hold
     as many slots as the founder, or share them if its memory decides.
@@ -89,21 +111,27 @@ def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:
     traffic = round_traffic(size, claimed, num_peers, setup)
     moved = f"a round of {num_peers} peers moves {size_text(traffic.total)} each way"
     if (uplink := config.uplink_mbit) is None:
-        if config.host is None and run.round.mode == "tokens" and "min_seconds" not in run.round.model_fields_set:
-            log.info("%s; --uplink-mbit makes rounds long enough for peers with so slow a link", moved)
-        return run
+        return run.round, moved
     least = transfer_seconds(traffic, uplink, uplink)
     longest = transfer_seconds(round_traffic(size, claimed, num_peers, of_moments_round(setup)), uplink, uplink)
     rounds = rounds_for_links(run, least, longest, is_trained=config.start_from is not None)
-    if rounds.min_seconds > run.round.min_seconds:
-        log.info(
-            "%s, in %.0f s at %g Mbit/s; full rounds train for %.0f s at least (--run.round.min-seconds chooses "
-            "otherwise)",
-            *(moved, least.total, uplink, rounds.min_seconds),
-        )
-        if rounds.growing:
-            log.info("the first %d rounds are shorter, and grow (--run.round.growing)", rounds.growing)
-    return run.model_copy(update={"round": rounds})
+    return rounds, f"{moved}, in {least.total:.0f} s at {uplink:g} Mbit/s"
+
+
+def _lean(run: RunConfig) -> RunConfig:
+    """Return a run whose peers send a fraction of what they do by default, in what its founder has left open.
+
+    More frequent rounds learn more; what few bits and unshared moments cost is within the noise (docs/convergence.md).
+    """
+    codecs = {name: "int4" for name in ("shared", "slots") if name not in run.codecs.model_fields_set}
+    moments = {"moments": "local"} if "moments" not in run.outer.model_fields_set else {}
+    if codecs or moments:
+        chosen = [f"codecs.{name}={value}" for name, value in codecs.items()]
+        chosen += [f"outer.{name}={value}" for name, value in moments.items()]
+        log.info("for short rounds at this uplink: %s (--run.* chooses otherwise)", ", ".join(chosen))
+    return run.model_copy(
+        update={"codecs": run.codecs.model_copy(update=codecs), "outer": run.outer.model_copy(update=moments)}
+    )
 
 
 def _suited(run: RunConfig, num_tokens: tuple[int, int] | None) -> RunConfig:

@@ -164,6 +164,10 @@ def time_lines(
     if training < TRAINING_SHARE * lasting:
         longer = _longer_rounds(run, tokens_per_second, least_training_seconds(run, least))
         yield f"  {f'- rounds that train {TRAINING_SHARE:.0%} of their time':<48}{'':>10}   {longer}"
+    step_tokens = run.train.batch_size * run.data.sequence_length
+    steps = training * tokens_per_second / step_tokens
+    in_run = f"{steps * run.round.full_rounds(run.round.total):.0f} in the run, of {step_tokens:,} tokens each"
+    yield f"  {'steps of a round':<48}{steps:>10.0f}   {in_run}"
 
 
 def _longer_rounds(run: RunConfig, tokens_per_second: float, seconds: float) -> str:

@@ -11,12 +11,12 @@ import torch
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands import cluster
-from spes_p2p.config import ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import CodecConfig, ModelConfig, OuterConfig, PeerConfig, RunConfig
 from spes_p2p.config.commands import ClusterConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
 from spes_p2p.peer.joining import ADDRESS_FILE, listen_port
-from spes_p2p.peer.settings import _for_link, _on_files, _suited, check_choices
+from spes_p2p.peer.settings import _for_link, _link_rounds, _on_files, _suited, check_choices
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
 from spes_p2p.planner.size import free_gpu_bytes, model_size
 from spes_p2p.swarm.records import MAX_CLAIMED
@@ -165,3 +165,32 @@ def test_a_founders_uplink_decides_how_long_rounds_are(
     assert config.run is not None
     rounds = _for_link(config, config.run, config.run.data.vocab_size).round
     assert least <= rounds.min_seconds < 1.25 * least and (said in caplog.text if said else not caplog.text)
+
+
+@pytest.mark.parametrize(
+    ("words", "codecs", "moments"),
+    [
+        (["--uplink-mbit", "5"], ("int4", "int4"), "local"),
+        (["--uplink-mbit", "5", "--run.codecs.shared", "int8"], ("int8", "int4"), "local"),
+        (["--uplink-mbit", "5", "--run.outer.moments", "second"], ("int4", "int4"), "second"),
+        (["--uplink-mbit", "5", "--run.round.min-seconds", "9"], ("fp32", "fp32"), "both"),
+        (["--uplink-mbit", "100000"], ("fp32", "fp32"), "both"),
+        (["--uplink-mbit", "5", "--from", "model"], ("fp32", "fp32"), "both"),
+        ([], ("fp32", "fp32"), "both"),
+    ],
+    ids=["slow", "bits chosen", "moments chosen", "rounds chosen", "fast", "trained", "not told"],
+)
+def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_otherwise(
+    words: list[str], codecs: tuple[str, str], moments: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    config = load_settings(PeerConfig, ["--run-id", "r", *words])
+    before = config.run or RunConfig()
+    run = _for_link(config, before, 4096)
+    assert (run.codecs.shared, run.codecs.slots, run.outer.moments) == (*codecs, moments)
+    is_lean = "int4" in codecs
+    assert ("for short rounds at this uplink" in caplog.text) == is_lean
+    if is_lean:
+        link_alone = run.model_copy(update={"codecs": CodecConfig(), "outer": OuterConfig(), "round": before.round})
+        longer, _ = _link_rounds(config, link_alone, 4096)
+        assert 5 < run.round.min_seconds < longer.min_seconds / 2

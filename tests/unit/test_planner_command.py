@@ -100,6 +100,13 @@ def test_says_how_long_rounds_must_be_for_the_links(capsys: pytest.CaptureFixtur
     assert ("longer than the longest round" in slow) == ("steps" not in rounds)
 
 
+def test_says_how_many_steps_a_peer_makes(capsys: pytest.CaptureFixture[str]) -> None:
+    link = ["--slots", "8", "--peers", "4", "--uplink-mbit", "400", "--tokens-per-second", "700"]
+    link += ["--run.round.mode", "steps", "--run.round.steps", "50", "--run.train.batch-size", "8"]
+    text = planned(capsys, *SEVEN, *link, "--run.round.total", "30", "--run.data.sequence-length", "1024")
+    assert re.search(r"steps of a round +50   1500 in the run, of 8,192 tokens each", text)
+
+
 def test_a_round_is_held_against_spess_star(capsys: pytest.CaptureFixture[str]) -> None:
     flags = [*SEVEN, "--slots", "8", "--peers", "4", "--run.codecs.shared", "int4", "--run.codecs.slots", "int4"]
     text = planned(capsys, *flags)
