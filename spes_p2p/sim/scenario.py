@@ -120,6 +120,9 @@ class Scenario(Frozen):
     """Half of the run's held-out documents: one half to report, the other to choose settings by."""
     text: list[Path] = []
     """Files and folders of the data source `files`."""
+    peer_text: list[list[Path]] = []
+    """Files and folders that each peer trains on, of the same kind; by default all train on `text`. A document keeps
+    its part in the split if its name does, which is its path in the folder that is given."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device on which all peers train."""
     threads: PositiveInt | None = None
@@ -148,7 +151,7 @@ class Scenario(Frozen):
 
     @model_validator(mode="after")
     def _check_peers(self) -> Scenario:
-        for name in ("max_slots", "speeds", "starts", "peer_ids", "data_seeds", "slots"):
+        for name in ("max_slots", "speeds", "starts", "peer_ids", "data_seeds", "slots", "peer_text"):
             value = getattr(self, name)
             if isinstance(value, list) and value and len(value) != self.peers:
                 raise ValueError(f"{name} lists {len(value)} peers, peers={self.peers}; list one value for each")

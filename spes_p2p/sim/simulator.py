@@ -343,8 +343,9 @@ class _Simulation:
             assert scenario.start_from is not None
             model = outline(self._run.model, self._vocab_size, self._run.data.sequence_length)
             self._base = StartWeights(scenario.start_from, model, ExitStack())
-        self._source = train_sources(self._run.data, tokenizer, paths=scenario.text, cache=cache)
-        self._probe_BT1 = public_text(self._source, self._run.data.sequence_length)
+        texts = scenario.peer_text or [scenario.text]
+        sources = [train_sources(self._run.data, tokenizer, paths=paths, cache=cache) for paths in texts]
+        self._texts = [(source, public_text(source, self._run.data.sequence_length)) for source in sources]
         self._clock = VirtualClock()
         self._hub = MemoryHub(
             scenario.run_id,
@@ -437,11 +438,12 @@ class _Simulation:
 
     def _take_part(self, index: int) -> None:
         scenario = self._scenario
+        source, probe_BT1 = self._texts[index if scenario.peer_text else 0]
         peer = self._peers[index] = VirtualPeer(
             self._run,
             self._swarms[index],
-            self._source(scenario.data_seeds[index] if scenario.data_seeds else 10_000 * scenario.seed + index),
-            self._probe_BT1,
+            source(scenario.data_seeds[index] if scenario.data_seeds else 10_000 * scenario.seed + index),
+            probe_BT1,
             VirtualMachine(_of(scenario.max_slots, index), _of(scenario.speeds, index), scenario.device),
             vocab_size=self._vocab_size,
             base=self._base,

@@ -308,6 +308,21 @@ def test_settings_are_chosen_on_other_text_than_is_reported(
     assert reported.evaluations[-1].loss != tuning.evaluations[-1].loss
 
 
+def test_each_peer_can_have_its_own_text(
+    folder: Path, tmp_path: Path, plain: tuple[SimulationResult, list[Evaluation]]
+) -> None:
+    """One peer's own text is half of that of all: its deltas differ, and what is measured does not."""
+    reported, _ = plain
+    lines = (folder / "corpus.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "corpus.jsonl").write_text("".join(lines[: len(lines) // 2]))
+    everywhere, half = [folder / "corpus.jsonl"], [tmp_path / "corpus.jsonl"]
+    assert run(folder, peer_text=[everywhere] * 3).digests == reported.digests
+    apart = run(folder, peer_text=[everywhere, everywhere, half])
+    assert apart.digests[1] != reported.digests[1]
+    assert apart.evaluations[-1].tokens_per_peer == reported.evaluations[-1].tokens_per_peer
+    assert abs(apart.evaluations[-1].loss - reported.evaluations[-1].loss) < 0.2
+
+
 def test_an_exception_in_a_callback_ends_the_simulation_and_all_threads(folder: Path) -> None:
     def fail(_: Any) -> None:
         raise ConfigError("mine")
@@ -344,6 +359,7 @@ def test_a_scenario_survives_json(folder: Path) -> None:
         ({"slots": [[0, 0], [1], [2]]}, "list each once"),
         ({"slots": [[9], [1], [2]]}, "up to 3"),
         ({"speed": 3}, "speed"),
+        ({"peer_text": [["a"], ["b"]]}, "peer_text lists 2 peers, peers=3"),
         ({"peer_ids": [IDS[0]]}, "peer_ids lists 1 peers, peers=3"),
         ({"peer_ids": [IDS[0], IDS[1], IDS[0]]}, f"peer_ids holds {IDS[0]} twice; give every peer its own"),
         ({"peer_ids": [*IDS[:2], "peer-3"]}, "peer_ids holds 'peer-3', which is no peer id"),
