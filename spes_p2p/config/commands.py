@@ -6,7 +6,7 @@ Flags are read before anything heavy is imported, so this module imports neither
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -70,7 +70,7 @@ class JoinConfig(VolunteerConfig):
     """Join the run that a link names, and train it. Repeat the command to go on after an interruption."""
 
     model_config = SettingsConfigDict(cli_prog_name="spes join")
-    foreign_hint = staticmethod(_join_hint)
+    foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(_join_hint)
 
     link: CliPositionalArg[str]
     """The run's link, one word that begins with `spes:`; every peer prints it. With --lan, the run's name will do, of

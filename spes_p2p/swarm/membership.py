@@ -53,7 +53,7 @@ class Membership:
         self._renewed: dict[type[Record], Record] = {}
         self._renewing = threading.Lock()
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
-        self._not_stored: frozenset[type[Record]] = frozenset()
+        self._not_stored = dict[type[Record], int]()
         self._heartbeat = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
 
     def start(self, rounds: RoundConfig, beat: Callable[[], None] = lambda: None) -> None:
@@ -155,9 +155,9 @@ class Membership:
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:
             is_stored = self._node.store(record, lifetime_seconds)
-            if not is_stored and self.live_peers and not self._not_stored:
-                log.warning("no peer stored our %s record; records are renewed until one does", record.kind)
-            self._not_stored = self._not_stored - {type(record)} if is_stored else self._not_stored | {type(record)}
+            times = self._not_stored[type(record)] = 0 if is_stored else self._not_stored.get(type(record), 0) + 1
+            if times == 2 and self.live_peers:  # while peers find each other, the first attempt may fail
+                log.warning("no peer stored our %s record, twice in a row; it is renewed until one does", record.kind)
         except OSError:
             log.warning("the DHT took too long to store our %s record; it is renewed with the heartbeat", record.kind)
 

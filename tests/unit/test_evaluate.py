@@ -158,7 +158,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(checkpoint, task_path, tmp_path, 
 
 def test_of_a_peers_folder_it_is_told_how_to_make_a_checkpoint(tmp_path):
     (tmp_path / "versions").mkdir()
-    with pytest.raises(DataError, match="spes export .* makes one of a peer's folder"):
+    with pytest.raises(DataError, match=r"spes export .* makes one of a peer's folder"):
         evaluate.load_checkpoint(tmp_path)
 
 
