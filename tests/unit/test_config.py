@@ -57,6 +57,7 @@ def test_a_shipped_sweep_is_made_of_scenarios_that_say_what_it_says(path):
         for seed in content["seeds"]:
             loaded = sweep.variants[name].scenarios[seed]
             scenario = loaded.model_dump() | {"text": list(map(str, loaded.text))}
+            scenario["peer_text"] = [list(map(str, paths)) for paths in loaded.peer_text]
             scenario["events"] = [event.model_dump(exclude_unset=True) for event in loaded.events]
             assert scenario["seed"] == scenario["run"]["seed"] == seed
             wanted = flat(content["base"]) | {key: v for key, v in flat(settings or {}).items() if key != "title"}
