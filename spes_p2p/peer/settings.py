@@ -121,10 +121,13 @@ def _link_rounds(config: PeerConfig, run: RunConfig, vocab_size: int) -> tuple[R
 def _lean(run: RunConfig) -> RunConfig:
     """Return a run whose peers send a fraction of what they do by default, in what its founder has left open.
 
-    More frequent rounds learn more; what few bits and unshared moments cost is within the noise (docs/convergence.md).
+    More frequent rounds learn more, and what few bits and unshared moments cost is about the noise of a run
+    (docs/convergence.md), but for Muon's momentum.
     """
-    codecs = {name: "int4" for name in ("shared", "slots") if name not in run.codecs.model_fields_set}
-    moments = {"moments": "local"} if "moments" not in run.outer.model_fields_set else {}
+    few_bits = {"shared": "int4", "slots": "int4", "moments": "int8"}
+    codecs = {name: codec for name, codec in few_bits.items() if name not in run.codecs.model_fields_set}
+    is_chosen = "moments" in run.outer.model_fields_set or run.train.optimizer == "muon"  # which gains by its momentum
+    moments = {} if is_chosen else {"moments": "local"}
     if codecs or moments:
         chosen = [f"codecs.{name}={value}" for name, value in codecs.items()]
         chosen += [f"outer.{name}={value}" for name, value in moments.items()]

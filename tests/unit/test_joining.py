@@ -173,12 +173,13 @@ def test_a_founders_uplink_decides_how_long_rounds_are(
         (["--uplink-mbit", "5"], ("int4", "int4"), "local"),
         (["--uplink-mbit", "5", "--run.codecs.shared", "int8"], ("int8", "int4"), "local"),
         (["--uplink-mbit", "5", "--run.outer.moments", "second"], ("int4", "int4"), "second"),
+        (["--uplink-mbit", "5", "--run.train.optimizer", "muon"], ("int4", "int4"), "both"),
         (["--uplink-mbit", "5", "--run.round.min-seconds", "9"], ("fp32", "fp32"), "both"),
         (["--uplink-mbit", "100000"], ("fp32", "fp32"), "both"),
         (["--uplink-mbit", "5", "--from", "model"], ("fp32", "fp32"), "both"),
         ([], ("fp32", "fp32"), "both"),
     ],
-    ids=["slow", "bits chosen", "moments chosen", "rounds chosen", "fast", "trained", "not told"],
+    ids=["slow", "bits chosen", "moments chosen", "muon", "rounds chosen", "fast", "trained", "not told"],
 )
 def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_otherwise(
     words: list[str], codecs: tuple[str, str], moments: str, caplog: pytest.LogCaptureFixture
