@@ -160,8 +160,9 @@ def map_picture(cells: Map) -> bytes:
     for colour, (name, by_steps) in zip(COLOURS, cells.items(), strict=False):
         for style, holders in zip(LINES, HOLDERS, strict=False):
             points = {steps: row[holders].mean for steps, row in by_steps.items() if holders in row}
-            label = f"{name}, {HOLDERS[holders]}" if points else None
-            axes.plot(list(points), list(points.values()), color=colour, ls=style, marker="o", ms=4, label=label)
+            axes.plot(list(points), list(points.values()), color=colour, ls=style, marker="o", ms=4)
+            if points:  # in the legend a marker would cover the gap of a dashed line
+                axes.plot([], color=colour, ls=style, label=f"{name}, {HOLDERS[holders]}")
     steps = sorted({steps for by_steps in cells.values() for steps in by_steps})
     axes.set_xticks(steps, list(map(str, steps)))
     axes.set_xticks([], minor=True)
