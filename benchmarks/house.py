@@ -41,7 +41,6 @@ GOLDEN = "tests/unit/test_golden_runs.py"
 REASONS = {
     "spes_p2p.commands.evaluate": "a command, whose table a monitor's tasks print too",
     "spes_p2p.commands.monitor": "a command, which the local experiment starts too",
-    "spes_p2p.config.spes_keys": "a table of SPES's names, which nothing else reads",
     "spes_p2p.data.token_parts": "all that a tokenising process imports, so that it starts without torch",
     "spes_p2p.data.tokenise": "the work without the command's flags",
     "spes_p2p.data.tokenizer_child": "the program of a process of its own",
