@@ -262,7 +262,7 @@ def _plain(problem: ErrorDetails) -> str:
     """Return pydantic's message without the names of its types or ours."""
     if problem["type"] in ("model_type", "model_attributes_type", "dataclass_type"):
         return f"{SHOULD_BE}settings, each with its value"
-    if problem["type"] == "greater_than_equal" and 0 < problem["ctx"]["ge"] < 1e-9:
+    if problem["type"] == "greater_than_equal" and 0 < problem["ctx"]["ge"] < 1e-9:  # so that it has a reciprocal
         return f"{SHOULD_BE}greater than 0"
     return problem["msg"].removeprefix("Value error, ")
 

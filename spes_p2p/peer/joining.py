@@ -403,8 +403,8 @@ def _enter(
     if not addresses:
         raise JoinError("no other peer's address is known here; give --initial-peers, or take calls (no --client-mode)")
     if not founds:
+        _check_text(config, run)
         check_alone(swarm, config.output, run.round.heartbeat_seconds)
-    _check_text(config, run)
     if run.adapter is not None:
         obtain_base(swarm, manifest, own_copy(config.start_from))
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)
@@ -446,7 +446,7 @@ def _enter(
 
 
 def _check_text(config: PeerConfig, run: RunConfig) -> None:
-    """Refuse text that is not there before others see a claim that no peer will train.
+    """Refuse text that is not there before others see a claim that no peer will train; a founder has read its own.
 
     Raises:
         ConfigError, DataError: the run trains on files and none is named, or a path does not exist or holds no file.

@@ -53,7 +53,8 @@ class Membership:
         self._renewed: dict[type[Record], Record] = {}
         self._renewing = threading.Lock()
         self._last_read: dict[type[Record], Mapping[str, Record]] = {}
-        self._not_stored = dict[type[Record], int]()
+        self._failures: dict[type[Record], int] = {}
+        """Attempts in a row after which no peer had stored a record."""
         self._heartbeat = threading.Thread(target=self._renew, name="heartbeat", daemon=True)
 
     def start(self, rounds: RoundConfig, beat: Callable[[], None] = lambda: None) -> None:
@@ -155,8 +156,8 @@ class Membership:
     def _store(self, record: Record, lifetime_seconds: float) -> None:
         try:
             is_stored = self._node.store(record, lifetime_seconds)
-            times = self._not_stored[type(record)] = 0 if is_stored else self._not_stored.get(type(record), 0) + 1
-            if times == 2 and self.live_peers:  # while peers find each other, the first attempt may fail
+            failures = self._failures[type(record)] = 0 if is_stored else self._failures.get(type(record), 0) + 1
+            if failures == 2 and self.live_peers:  # while peers find each other, the first attempt may fail
                 log.warning("no peer stored our %s record, twice in a row; it is renewed until one does", record.kind)
         except OSError:
             log.warning("the DHT took too long to store our %s record; it is renewed with the heartbeat", record.kind)
