@@ -10,9 +10,9 @@ elif ls -d "$peer"/.overwritten-* >/dev/null 2>&1; then # it was killed before i
 elif [ -n "$(ls -A "$peer" 2>/dev/null)" ]; then
     set -- --resume "$@"
 fi
+trap 'kill -TERM $! 2>/dev/null' TERM INT
 python -m spes_p2p peer --output "$peer" --cache "$HOME/cache" "$@" &
 child=$!
-trap 'kill -TERM "$child" 2>/dev/null' TERM INT
 code=0
 while :; do # a signal ends a wait, not the peer
     wait "$child" && code=0 || code=$?

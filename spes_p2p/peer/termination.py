@@ -49,7 +49,7 @@ class Termination:
         self._is_leader = is_leader
         self._ranks = ranks
         self._is_noticed = False
-        self._first_at = -math.inf
+        self._first_at = math.inf  # until the watch has read it, a SIGTERM that follows is the same one
         self._due = math.inf
         self._hand_over: Callable[[float], None] | None = None
         self._seconds = 0.0

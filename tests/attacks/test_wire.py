@@ -168,7 +168,8 @@ def test_a_peer_that_claims_another_dht_id_is_no_neighbour(victim, attacker):
     attacker.ping(node_id=DHTID(int(key) ^ 1).to_bytes())
     assert neighbours(attacker) == []
     attacker.ping(node_id=node_id_of(me).to_bytes())
-    assert neighbours(attacker) == [me]
+    while (found := neighbours(attacker)) != [me]:  # pytest's timeout ends this
+        assert not found
 
 
 def neighbours(attacker):

@@ -52,6 +52,16 @@ def is_rank(process: psutil.Process) -> bool:
     return process.pid == min(child.pid for child in psutil.Process(process.ppid()).children())
 
 
+def wait_until_it_stands_still(pid: int) -> None:
+    """Wait until a process's main thread has slept through twenty looks."""
+    looks: list[tuple[str, float]] = []
+    while len(looks) < 20 or looks[-1][0] != psutil.STATUS_SLEEPING or set(looks[-20:]) != {looks[-1]}:
+        process = psutil.Process(pid)
+        main = next(thread for thread in process.threads() if thread.id == pid)
+        looks.append((process.status(), main.user_time + main.system_time))
+        time.sleep(0.1)
+
+
 def ended_within(node: Command, seconds: float) -> bool:
     began = time.monotonic()
     node.process.wait(seconds + 30)
@@ -123,7 +133,8 @@ def test_sigterm_hands_over_the_slots_of_a_peer_with_a_hung_rank_within_its_grac
         node.wait_for(r"round 2: 2 peers")
         if is_hung:
             ranks_of(node)[0].send_signal(signal.SIGSTOP)
-            time.sleep(3)  # the leader is in a collective by then
+            time.sleep(3)
+            wait_until_it_stands_still(node.pid)  # the leader, in a collective
         node.signal(signal.SIGTERM)
         assert ended_within(node, GRACE_SECONDS) and node.end() == 130, node.tail()
         assert node.matches("leaving: serving slots until others have them") and not node.faults(), node.tail()

@@ -176,9 +176,10 @@ def test_a_stranger_is_cut_off_when_a_round_begins_and_goes_on_where_it_was(trio
         while puller.exchange.bytes_in - before < 2**17:
             assert not failures
             threading.Event().wait(0.01)
-        slow.exchange.server.reserve_for([slow.peer_id], 2.0)  # more than the rest would take
-        threading.Event().wait(1.5)
+        slow.exchange.server.reserve_for([slow.peer_id], 60.0)
+        threading.Event().wait(1.5)  # more than the rest would take
         assert not failures
+        slow.exchange.server.release()
     assert failures == [{}] and torch.equal(puller.load("slot-6"), bundle)
     assert puller.exchange.bytes_in - before == bundle.nbytes
 

@@ -196,7 +196,7 @@ sys.exit(0 if "--help" in sys.argv else {code})
 
 def test_an_answer_is_timed_and_another_answer_is_refused(tmp_path: Path) -> None:
     write(tmp_path, {"good.py": PROGRAM.format(code=2), "mute.py": PROGRAM.format(code=0)})
-    assert 0.2 <= answer_seconds(tmp_path, ["good.py"], "--help") < 5
-    assert 0.2 <= answer_seconds(tmp_path, ["good.py"], "--no-such-flag", "1") < 5
+    assert 0.2 <= answer_seconds(tmp_path, ["good.py"], "--help") < 60
+    assert 0.2 <= answer_seconds(tmp_path, ["good.py"], "--no-such-flag", "1") < 60
     with pytest.raises(SpesError, match="ended with 0"):
         answer_seconds(tmp_path, ["mute.py"], "--no-such-flag", "1")

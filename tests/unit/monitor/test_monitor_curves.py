@@ -78,7 +78,7 @@ def tensorboard_entries(directory: Path) -> Iterator[tuple[int, str, float]]:
 
 def wandb_values(log: Path, key: str) -> list[float]:
     """Return all values of a curve in a run's file; W&B's own process writes it, a moment after the run's end."""
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while not (values := wandb_values_now(log.read_bytes(), key)) and time.monotonic() < deadline:
         time.sleep(0.05)
     return values
