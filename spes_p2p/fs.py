@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
+import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
@@ -16,6 +18,11 @@ from spes_p2p.errors import ConfigError, DataError
 
 MAKING_SECONDS = 4 * 3600.0
 """Longest that a process waits for what another one makes for both."""
+SETTLED_SECONDS = 3.0
+"""Age from which a file's times are trusted: two edits within a tick of the file system's clock have the same."""
+
+State = tuple[int, int, int, int]
+"""Inode, size, modification time and change time of a file."""
 
 
 def cache_folder(cache: Path, kind: str) -> Path:
@@ -51,16 +58,59 @@ def locked(file: Path, timeout_seconds: float) -> Iterator[None]:
         ) from error
 
 
-def make_once(done: Path, lock: Path, make: Callable[[], None]) -> None:
+def make_once(done: Path, lock: Path, make: Callable[[], None], check: Callable[[], None] = lambda: None) -> None:
     """Call `make` unless the file `done` is there; of several processes one makes it, and the others wait for hours.
 
     Raises:
-        DataError: another process took longer than that.
+        DataError: another process took longer than that, or `check` raises it after `make`: `done` is then deleted.
     """
     if not done.exists():
         with locked(lock, MAKING_SECONDS):
             if not done.exists():
                 make()
+                try:
+                    check()
+                except DataError:
+                    done.unlink()
+                    raise
+
+
+def file_state(path: Path) -> State:
+    """Return what is equal only while nobody touches a file: its content is then unchanged."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
+
+
+def digest_of_file(path: Path) -> str:
+    """Return the SHA-256 of a file in hex, without reading it whole into memory."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def content_digests(paths: Sequence[Path], cache: Path | None) -> list[str]:
+    """Return the SHA-256 of each file's content, which decides whether text or shards are others than before.
+
+    `cache` remembers the digests of files that are listed together, until the state of one of them changes.
+
+    Raises:
+        ConfigError: `cache` cannot be written.
+        DataError: a file cannot be read.
+    """
+    now = time.time_ns()
+    try:
+        states = {path: file_state(path) for path in paths}
+        key = hashlib.sha256(repr([(str(path.resolve()), state) for path, state in states.items()]).encode())
+        memory = cache_folder(cache, "digests") / key.hexdigest()[:32] if cache is not None else None
+        known = memory.read_text().split() if memory is not None and memory.exists() else []
+        if len(known) == len(paths):  # else a power cut has emptied it
+            return known
+        found = [digest_of_file(path) for path in paths]
+    except OSError as error:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}; restore it, or leave it out") from error
+    if memory is not None and all(state[3] < now - SETTLED_SECONDS * 1e9 for state in states.values()):
+        with write_atomic(memory, durable=False) as target:
+            target.write("\n".join(found).encode())
+    return found
 
 
 def visible_files(folder: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from spes_p2p.dtensor import full_tensor
 from spes_p2p.errors import ExchangeError
+from spes_p2p.fs import digest_of_file
 
 
 def to_bytes(flat_N: Tensor) -> memoryview:
@@ -38,12 +39,6 @@ def from_bytes(data: bytes | memoryview, numel: int) -> Tensor:
     if not torch.isfinite(flat_N).all():
         raise ExchangeError("payload holds NaN or infinity; fetch it from another peer")
     return flat_N
-
-
-def digest_of_file(path: Path) -> str:
-    """Return the SHA-256 of a file in hex, without reading it whole into memory."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def has_digest(path: Path, digest: str) -> bool:

@@ -43,6 +43,7 @@ def main(config: TokenizeConfig) -> int:
         skip_unusable=config.skip_unusable,
         batch_size=config.batch_size,
         processes=config.processes or len(os.sched_getaffinity(0)),
+        cache=config.cache,
     )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())

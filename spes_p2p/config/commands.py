@@ -301,7 +301,7 @@ class TokenizeConfig(CommandConfig):
     """Leave out files and rows that hold no usable text, and count them in the manifest. By default the first one ends
     the command."""
     cache: Path = Path("~/.cache/spes_p2p")
-    """Where a trained tokenizer is kept."""
+    """Where a trained tokenizer and the digests of files are kept."""
     log_level: LogLevel = "info"
 
 

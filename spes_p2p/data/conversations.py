@@ -12,6 +12,7 @@ import json
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,15 @@ from spes_p2p.data.chat import HIDDEN
 from spes_p2p.data.chat_rows import COMPLETION, MESSAGES, Record, Unusable, checked_record, conversation_files, records
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.readers import OnBad, batches
-from spes_p2p.data.sources import WRITTEN_TOGETHER, Document, Part, in_held_out_part, is_in
+from spes_p2p.data.sources import (
+    WRITTEN_TOGETHER,
+    Document,
+    Part,
+    check_corpus,
+    corpus_identity,
+    in_held_out_part,
+    is_in,
+)
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_bytes, tokenizer_digest
 from spes_p2p.data.windows import TokenFile, mapped
 from spes_p2p.errors import ConfigError, DataError
@@ -163,15 +172,15 @@ def conversation_file(
             f"this run trains on token shards with the fingerprint {data.fingerprint}, and {files[0]} holds rows; give "
             f"--data its shards"
         )
-    states = [f"{file.resolve()}:{file.stat().st_size}:{file.stat().st_mtime_ns}" for file in files]
-    settings = [data.chat_template or "", data.text_field, repr(data.held_out_fraction), str(data.skip_unusable)]
-    identity = [f"{_LAYOUT_VERSION}:conversations", tokenizer_digest(tokenizer), *settings, *states]
+    corpus = corpus_identity(data, files, cache)
+    identity = [f"{_LAYOUT_VERSION}:conversations", tokenizer_digest(tokenizer), data.chat_template or "", corpus]
     key = hashlib.sha256("\n".join(identity).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     folder = cache_folder(cache, "tokens")
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     targets = {name: (folder / f"{key}.{name}.ids", folder / f"{key}.{name}.ends") for name in together}
     done = targets[together[-1]][-1]
-    make_once(done, folder / key, lambda: _tokenise(data, tokenizer, files, targets))
+    check = partial(check_corpus, data, files, cache, corpus)
+    make_once(done, folder / key, lambda: _tokenise(data, tokenizer, files, targets), check)
     ids, ends = targets[part]
     ends_D = np.fromfile(ends, "<i8")
     lengths_D = np.diff(ends_D, prepend=0)

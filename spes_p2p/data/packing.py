@@ -34,6 +34,7 @@ from spes_p2p.data.sources import (
     WRITTEN_TOGETHER,
     Document,
     Part,
+    check_corpus,
     corpus_identity,
     documents,
     in_held_out_part,
@@ -82,12 +83,14 @@ def token_file(
             return conversation_file(data, tokenizer, rows, cache=cache, part=part)
         return _shards_part(data, tokenizer, cache, part)
     dtype = token_dtype(tokenizer)
-    identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus_identity(data, paths)}"
+    corpus = corpus_identity(data, paths, cache)
+    identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus}"
     key = hashlib.sha256(identity.encode()).hexdigest()[:32]
     folder = cache_folder(cache, "tokens")
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     files = {name: folder / f"{key}.{name}.bin" for name in together}
-    make_once(files[together[-1]], folder / key, lambda: _tokenise(data, tokenizer, paths, files))
+    check = partial(check_corpus, data, paths, cache, corpus)
+    make_once(files[together[-1]], folder / key, lambda: _tokenise(data, tokenizer, paths, files), check)
     return TokenFile(mapped(files[part], dtype), key, tokenizer.eos_token_id)
 
 

@@ -26,11 +26,10 @@ from urllib.parse import quote, urljoin, urlsplit
 from pydantic import ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.config import DataConfig
 from spes_p2p.data.shards import MANIFEST, ShardManifest, fingerprint_of
 from spes_p2p.errors import ConfigError, DataError, OutageError, one_line
-from spes_p2p.fs import cache_folder, locked, write_atomic
+from spes_p2p.fs import cache_folder, digest_of_file, locked, write_atomic
 from spes_p2p.presentation import size_text
 
 log = logging.getLogger(__name__)

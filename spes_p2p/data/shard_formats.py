@@ -18,7 +18,7 @@ import numpy as np
 
 from spes_p2p.data.readers import decompressed
 from spes_p2p.errors import DataError
-from spes_p2p.fs import cache_folder, write_atomic
+from spes_p2p.fs import State, cache_folder, content_digests, file_state, write_atomic
 
 DOCUMENTS_SUFFIX = ".docs"
 """Suffix of the documents of a raw `.npy`: rows of three little-endian u64, `DOCUMENT_FIELDS`."""
@@ -45,7 +45,7 @@ class Shard:
         lengths_D: Tokens of each document, int64.
         has_documents: Whether these are documents; otherwise all tokens of the file are one run, D = 1.
         splits_D2: The two numbers that decide each document's split, uint64, where the file has them.
-        stat: Size, modification time and inode of `path` when it was opened.
+        stat: State of `path` when it was opened.
     """
 
     path: Path
@@ -55,13 +55,7 @@ class Shard:
     lengths_D: np.ndarray
     has_documents: bool = True
     splits_D2: np.ndarray | None = None
-    stat: tuple[int, int, int] = (0, 0, 0)
-
-
-def file_state(path: Path) -> tuple[int, int, int]:
-    """Return size, modification time and inode: what changes when a file does."""
-    stat = path.stat()
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+    stat: State = (0, 0, 0, 0)
 
 
 def open_shards(path: Path, vocab_size: int, cache: Path) -> list[Shard]:
@@ -102,8 +96,8 @@ def _shard(path: Path, dtype: np.dtype, starts_D: np.ndarray, lengths_D: np.ndar
     if len(starts_D):
         if starts_D.min() < 0 or lengths_D.min() < 0:
             raise DataError(f"{path}: its index has negative positions; it is damaged, write it again")
-        if (last := int((starts_D + lengths_D * dtype.itemsize).max())) > state[0]:
-            raise DataError(f"{path} has {state[0]} bytes, but its index {last}; it is truncated, fetch it again")
+        if (last := int((starts_D + lengths_D * dtype.itemsize).max())) > state[1]:
+            raise DataError(f"{path} has {state[1]} bytes, but its index {last}; it is truncated, fetch it again")
     if not lengths_D.sum():
         raise DataError(f"{path} holds no tokens; leave it out")
     return Shard(path, more.pop("source", path), dtype, starts_D, lengths_D, stat=state, **more)
@@ -326,8 +320,7 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
         raise DataError(f"{packed} is compressed with {entry['compression']}; write the shards with zstd, or without")
     if (size := packed.stat().st_size) != entry["zip_data"]["bytes"]:
         raise DataError(f"{packed} has {size} bytes instead of {entry['zip_data']['bytes']}; fetch it again")
-    key = "-".join(map(str, file_state(packed)))
-    unpacked = cache_folder(cache, "mds") / f"{packed.name}.{key}.raw"
+    unpacked = cache_folder(cache, "mds") / f"{packed.name}.{content_digests([packed], cache)[0][:32]}.raw"
     limit = int(entry["raw_data"]["bytes"])
     if not (unpacked.exists() and unpacked.stat().st_size == limit):
         with decompressed(packed, ".zst") as stream, write_atomic(unpacked) as target:

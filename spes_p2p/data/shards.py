@@ -10,6 +10,7 @@ import hashlib
 import logging
 import mmap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Annotated, Literal
@@ -18,11 +19,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
-from spes_p2p.codecs.vectors import digest_of_file
 from spes_p2p.data.readers import TOKENS
-from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, file_state, is_mds_index, is_raw, mapped, open_shards
+from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, is_mds_index, is_raw, mapped, open_shards
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import cache_folder, visible_files, write_atomic
+from spes_p2p.fs import cache_folder, content_digests, file_state, visible_files, write_atomic
 
 log = logging.getLogger(__name__)
 
@@ -58,9 +58,10 @@ class ShardEntry(_Entry):
 
 
 class SourceEntry(_Entry):
-    """A file that was tokenised."""
+    """A file that was tokenised; manifests of earlier versions do not have its digest."""
 
     name: str
+    sha256: Sha256 | None = None
     bytes: Count
     documents: Count
     tokens: Count
@@ -71,6 +72,7 @@ class SkippedEntry(_Entry):
     """A file that was left out."""
 
     name: str
+    sha256: Sha256 | None = None
     reason: str
 
 
@@ -263,6 +265,7 @@ class TokenShards:
         self._vocab_size = vocab_size
         self._tokenizer_sha256 = tokenizer_sha256
         self._cache = cache
+        self._digests: dict[Path, str] = {}
         self.shards: list[Shard] = []
         self._buffer = lru_cache(MAX_MAPPED)(self._open)
         for path in locate(paths):
@@ -317,12 +320,16 @@ class TokenShards:
         """
         for number in numbers.tolist():
             shard = self.shards[number]
+            known = self._digests.get(shard.path)
             try:
-                is_same = file_state(shard.path) == shard.stat
+                state = file_state(shard.path)
+                is_same = state == shard.stat or content_digests([shard.path], self._cache) == [known]
             except OSError:
                 is_same = False
             if not is_same:
                 raise DataError(f"{shard.source} was changed while it was read; restore it, and start with --resume")
+            if state != shard.stat:
+                self.shards[number] = replace(shard, stat=state)
 
     def _open(self, number: int) -> mmap.mmap:
         try:
@@ -363,15 +370,9 @@ class TokenShards:
             yield shard
 
     def _digest(self, path: Path) -> str:
-        """Return a file's SHA-256, which is remembered as long as the file does not change."""
-        state = ":".join(map(str, (path.resolve(), *file_state(path))))
-        memory = cache_folder(self._cache, "digests") / hashlib.sha256(state.encode()).hexdigest()[:32]
-        if memory.exists() and len(known := memory.read_text()) == 64:  # else a power cut has emptied it
-            return known
-        digest = digest_of_file(path)
-        with write_atomic(memory, durable=False) as target:
-            target.write(digest.encode())
-        return digest
+        """Return a file's SHA-256."""
+        self._digests[path] = content_digests([path], self._cache)[0]
+        return self._digests[path]
 
     # ------------------------------------------------------------------ the split
 

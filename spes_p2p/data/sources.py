@@ -16,7 +16,7 @@ from spes_p2p.data.chat_rows import Unusable, conversation_files, records
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.readers import checked_text, read_file
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import visible_files
+from spes_p2p.fs import content_digests, visible_files
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
@@ -26,7 +26,7 @@ _SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "encodings", "pydoc_d
 _FOREIGN_FOLDERS = {"site-packages", "dist-packages"}
 # Generated when Python was built: they contain the machine's paths.
 _BUILD_PREFIXES = ("_sysconfigdata", "config-")
-_CORPUS_VERSION = 1
+_CORPUS_VERSION = 2
 
 Part = Literal["train", "held_out", "tuning", "reported"]
 """A share of the documents: `train` and `held_out` split all documents, `tuning` and `reported` the held-out ones."""
@@ -109,13 +109,14 @@ def split_documents(data: DataConfig, paths: Sequence[Path], *, held_out: bool) 
     return (document for document in documents(data, paths) if in_held_out_part(document, data) == held_out)
 
 
-def corpus_identity(data: DataConfig, paths: Sequence[Path]) -> str:
-    """Return a hex digest that changes with the corpus and with how it is read, without reading the text.
+def corpus_identity(data: DataConfig, paths: Sequence[Path], cache: Path | None = None) -> str:
+    """Return a hex digest that changes with the corpus and with how it is read.
 
-    It covers the path, size and modification time of files, but only the name of a hub data set.
+    It covers the names and content of files, but only the name of a hub data set; `cache` is as in `content_digests`.
 
     Raises:
         ConfigError: as `documents`.
+        DataError: a file cannot be read.
     """
     if data.source == "hub":
         parts = [f"{data.name}:{data.split}"]
@@ -123,10 +124,21 @@ def corpus_identity(data: DataConfig, paths: Sequence[Path]) -> str:
         files = _files_of(data, paths)
         if data.source == "embedded":
             files = [*files, (_topics_path(), "topics")]
-        stats = ((path.resolve(), name, path.stat()) for path, name in files)
-        parts = [f"{path}:{name}:{stat.st_size}:{stat.st_mtime_ns}" for path, name, stat in stats]
+        digests = content_digests([path for path, _ in files], cache)
+        parts = [f"{name}:{digest}" for (_, name), digest in zip(files, digests, strict=True)]
     head = [str(_CORPUS_VERSION), data.source, data.text_field, str(SPLIT_SEED), repr(data.held_out_fraction)]
+    head += ["lenient"] * data.skip_unusable
     return hashlib.sha256("\n".join(head + parts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def check_corpus(data: DataConfig, paths: Sequence[Path], cache: Path, identity: str) -> None:
+    """Check that a corpus is still the one of an earlier `corpus_identity`, whose name its tokens get.
+
+    Raises:
+        DataError: it is another.
+    """
+    if corpus_identity(data, paths, cache) != identity:
+        raise DataError(f"{paths[0] if paths else 'the text'} was changed while it was tokenised; start again")
 
 
 def corpus_bytes(data: DataConfig, paths: Sequence[Path]) -> int | None:

@@ -21,10 +21,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from spes_p2p.data.readers import Range, batches, read_file
-from spes_p2p.data.shard_formats import DOCUMENT_FIELDS, DOCUMENTS_SUFFIX, file_state
+from spes_p2p.data.shard_formats import DOCUMENT_FIELDS, DOCUMENTS_SUFFIX
 from spes_p2p.data.sources import SPLIT_SEED, TUNING_SEED, split_number
 from spes_p2p.errors import DataError
-from spes_p2p.fs import write_atomic
+from spes_p2p.fs import State, digest_of_file, file_state, write_atomic
 
 BATCH_CHARACTERS = 2**18
 POLL_SECONDS = 0.5
@@ -40,13 +40,15 @@ class Piece(NamedTuple):
         part: What to read of it; None for all.
         num_bytes: Its size, for the progress.
         state: The file's state when the work was planned.
+        sha256: Digest of its content then.
         target: The part's file, without suffix.
     """
 
     path: Path
     part: Range | None
     num_bytes: int
-    state: tuple[int, int, int]
+    state: State
+    sha256: str
     target: Path
 
 
@@ -112,7 +114,7 @@ def make_parts(
         pool.shutdown(cancel_futures=True)
 
 
-def checked_state(path: Path) -> tuple[int, int, int]:
+def checked_state(path: Path) -> State:
     """Return the state of a file of text.
 
     Raises:
@@ -182,7 +184,7 @@ def _make_part(piece: Piece, how: How) -> None:
         if not how.skip_unusable:
             raise
         info["unusable"] = str(error)
-    if checked_state(piece.path) != piece.state:
+    if checked_state(piece.path) != piece.state and digest_of_file(piece.path) != piece.sha256:
         raise DataError(f"{piece.path} was changed while it was tokenised; start the same command again")
     with write_atomic(piece.target.with_suffix(".json")) as stream:
         stream.write(json.dumps({**info, "skipped_rows": len(bad)}).encode())

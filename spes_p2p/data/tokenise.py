@@ -38,7 +38,7 @@ from spes_p2p.data.shards import (
 from spes_p2p.data.sources import corpus_files
 from spes_p2p.data.token_parts import IDS_SUFFIX, How, Piece, checked_state, make_parts, part_info
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import write_atomic
+from spes_p2p.fs import State, content_digests, write_atomic
 
 PIECE_BYTES = 2**21, 2**24
 """Least and most text of a piece: what a kill costs each process at most."""
@@ -63,6 +63,7 @@ class Settings:
         skip_unusable: Leave out what cannot be used, and count it.
         batch_size: Most documents tokenised at a time.
         processes: Number of processes.
+        cache: Folder that remembers the digests of files.
     """
 
     folder: Path
@@ -75,6 +76,7 @@ class Settings:
     skip_unusable: bool
     batch_size: int
     processes: int
+    cache: Path | None = None
 
     @property
     def partial(self) -> Path:
@@ -93,6 +95,7 @@ class Source:
 
     path: Path
     num_bytes: int
+    sha256: str
     pieces: list[Piece] = field(default_factory=list)
     unusable: str | None = None
 
@@ -150,7 +153,9 @@ def tokenise(files: Sequence[Path], settings: Settings, on_progress: Callable[[P
     """
     try:
         settings.folder.mkdir(parents=True, exist_ok=True)
-        if (finished := _finished(files, settings)) is not None:
+        states = [checked_state(path) for path in files]
+        digests = content_digests(files, settings.cache)
+        if (finished := _finished(files, digests, settings)) is not None:
             shutil.rmtree(settings.partial, ignore_errors=True)
             return finished
         settings.partial.mkdir(exist_ok=True)
@@ -159,7 +164,7 @@ def tokenise(files: Sequence[Path], settings: Settings, on_progress: Callable[[P
                 leftover.unlink(missing_ok=True)
             with write_atomic(settings.partial / TOKENIZER) as stream:
                 stream.write(settings.tokenizer)
-            sources = _plan(files, settings)
+            sources = _plan(files, states, digests, settings)
             _work(sources, settings, on_progress)
             manifest = _publish(sources, settings)
         shutil.rmtree(settings.partial)
@@ -193,19 +198,19 @@ def _shards_of(settings: Settings, *suffixes: str) -> list[Path]:
     return [path for path in settings.folder.iterdir() if path.suffix in suffixes and number.fullmatch(path.stem)]
 
 
-def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None:
-    """Return the manifest, if this very work is done."""
+def _finished(files: Sequence[Path], digests: Sequence[str], settings: Settings) -> ShardManifest | None:
+    """Return the manifest, if this very work is done: the same content under the same names, wherever it lies."""
     path = settings.folder / f"{settings.stem}{MANIFEST}"
     if path.exists():
         manifest = read_manifest(path)
-        made = {source.name: source.bytes for source in manifest.sources}
-        skipped = {entry.name for entry in manifest.skipped}
-        is_newer = any(checked_state(file)[1] > path.stat().st_mtime_ns for file in files)
-        text = {str(file): checked_state(file)[0] for file in files if str(file) not in skipped}
+        made = [(Path(source.name).name, source.sha256) for source in manifest.sources]
+        skipped = [(Path(entry.name).name, entry.sha256) for entry in manifest.skipped]
+        given = zip((file.name for file in files), digests, strict=True)
+        text = [each for each in given if each not in skipped]
         how = (manifest.tokenizer_sha256, manifest.dtype, manifest.text_field, manifest.max_shard_bytes)
         asked = (settings.tokenizer_sha256, settings.dtype, settings.text_field, settings.max_shard_bytes)
         is_lenient = bool(skipped) or any(source.skipped_rows for source in manifest.sources)
-        if made == text and how == asked and not is_newer and (settings.skip_unusable or not is_lenient):
+        if made == text and how == asked and (settings.skip_unusable or not is_lenient):
             return manifest
     elif settings.partial.exists() or not _shards_of(settings, ".npy"):
         return None
@@ -215,14 +220,14 @@ def _finished(files: Sequence[Path], settings: Settings) -> ShardManifest | None
     )
 
 
-def _plan(files: Sequence[Path], settings: Settings) -> list[Source]:
+def _plan(files: Sequence[Path], states: Sequence[State], digests: Sequence[str], settings: Settings) -> list[Source]:
     """Cut the files into pieces."""
     least, most = PIECE_BYTES
-    states = [checked_state(path) for path in files]
-    piece_bytes = min(max(sum(state[0] for state in states) // PIECES, least), most)
+    sizes = [size for _, size, *_ in states]
+    piece_bytes = min(max(sum(sizes) // PIECES, least), most)
     sources = []
-    for path, state in zip(files, states, strict=True):
-        source = Source(path, state[0])
+    for path, size, state, digest in zip(files, sizes, states, digests, strict=True):
+        source = Source(path, size, digest)
         try:
             parts = ranges(path, piece_bytes)
         except DataError as error:
@@ -230,9 +235,9 @@ def _plan(files: Sequence[Path], settings: Settings) -> list[Source]:
             parts = []
         for part in parts:
             what = [_LAYOUT_VERSION, settings.tokenizer_sha256, settings.dtype, settings.text_field]
-            what += [settings.skip_unusable, str(path.resolve()), state, part]
+            what += [settings.skip_unusable, str(path.resolve()), digest, part]
             key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
-            source.pieces.append(Piece(path, part, state[0] // len(parts), state, settings.partial / key))
+            source.pieces.append(Piece(path, part, size // len(parts), state, digest, settings.partial / key))
         sources.append(source)
     return sources
 
@@ -385,11 +390,12 @@ def _manifest(sources: Sequence[Source], shards: list[ShardEntry], settings: Set
     entries, skipped = [], []
     for source in sources:
         if source.unusable is not None:
-            skipped.append(SkippedEntry(name=str(source.path), reason=source.unusable))
+            skipped.append(SkippedEntry(name=str(source.path), sha256=source.sha256, reason=source.unusable))
             continue
         infos = [info for piece in source.pieces if (info := part_info(piece)) is not None]
         counts = {name: sum(info[name] for info in infos) for name in ("documents", "tokens", "skipped_rows")}
-        entries.append(SourceEntry(name=str(source.path), bytes=source.num_bytes, **counts))
+        size = source.num_bytes
+        entries.append(SourceEntry(name=str(source.path), sha256=source.sha256, bytes=size, **counts))
     return ShardManifest(
         format="spes-tokens",
         version=1,

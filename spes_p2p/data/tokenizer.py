@@ -111,7 +111,7 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
         if (kept := shards_tokenizer(shards)) is None:
             raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
         return _decode(kept, "the tokenizer beside the shards")
-    identity = f"bpe:{data.vocab_size}:{SAMPLE_CHARACTERS}:{corpus_identity(data, paths)}"
+    identity = f"bpe:{data.vocab_size}:{SAMPLE_CHARACTERS}:{corpus_identity(data, paths, cache)}"
     folder = cache_folder(cache, "tokenizers")
     file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
     with locked(file, _TRAINING_SECONDS):

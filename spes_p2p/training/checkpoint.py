@@ -19,10 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector, save_tensors
-from spes_p2p.codecs.vectors import digest_of_file, has_digest
+from spes_p2p.codecs.vectors import has_digest
 from spes_p2p.config import KeptRounds
 from spes_p2p.errors import DataError, ExchangeError, JoinError, RecordError
-from spes_p2p.fs import link_file, sync
+from spes_p2p.fs import digest_of_file, link_file, sync
 from spes_p2p.swarm.exchange.store import INDEX, VersionStore, file_name
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.interface import Swarm

@@ -23,9 +23,9 @@ from torch import Tensor
 
 from spes_p2p.codecs.paged import PagedVector
 from spes_p2p.codecs.vectors import digest as digest_of
-from spes_p2p.codecs.vectors import digest_of_file, has_digest
+from spes_p2p.codecs.vectors import has_digest
 from spes_p2p.errors import ExchangeError
-from spes_p2p.fs import link_file, scratch_path, write_atomic
+from spes_p2p.fs import digest_of_file, link_file, scratch_path, write_atomic
 from spes_p2p.swarm.exchange.versions import RefusedVersions, Version, is_document
 from spes_p2p.swarm.names import SLOT, AnyName
 

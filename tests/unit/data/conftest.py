@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import shutil
 from pathlib import Path
 
 import pytest
@@ -28,6 +30,38 @@ def write_rows(path: Path, texts: list[str], field: str = "text") -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps({field: text}) + "\n" for text in texts), encoding="utf-8")
     return path
+
+
+def older(path: Path, data: bytes) -> None:
+    """Put a file of an older date in place, as `mv`, `cp -p`, `rsync -t` and an unpacked archive do."""
+    when = path.stat().st_mtime_ns - 10**12
+    other = path.with_name("other.part")
+    other.write_bytes(data)
+    os.utime(other, ns=(when, when))
+    other.replace(path)
+
+
+def in_place(path: Path, data: bytes) -> None:
+    """Write a file anew, and give it its times back."""
+    before = path.stat()
+    path.write_bytes(data)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def copied(path: Path) -> None:
+    shutil.copy2(path, path.with_name("other.part"))
+    path.with_name("other.part").replace(path)
+
+
+SAME = {
+    "touch": lambda path: os.utime(path),
+    "cp -p": copied,
+    "git checkout": lambda path: path.write_bytes(path.read_bytes()),
+    "mv of an older copy": lambda path: older(path, path.read_bytes()),
+}
+"""What happens to a file and leaves its content as it is."""
+EDITS = {"an older file": older, "the old times": in_place, "new times": lambda path, data: path.write_bytes(data)}
+"""How a file comes to have other content of the same size."""
 
 
 @pytest.fixture(scope="session")

@@ -21,7 +21,7 @@ from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
 
-from .conftest import sentences, write_rows
+from .conftest import EDITS, SAME, sentences, write_rows
 
 T = 16
 
@@ -84,6 +84,31 @@ def test_settings_are_tuned_on_held_out_documents_that_are_not_reported_on(files
     assert sorted(tuning + reported) == held_out
     assert len(tuning) > 5 and len(reported) > 5
     assert not set(tuning) & set(reported) and not set(held_out) & set(documents_of("train"))
+
+
+def test_a_text_is_resumed_by_its_content_whatever_its_times(source_of, corpus):
+    state = source_of().state_dict()
+    for change in SAME.values():
+        change(corpus)
+        source_of().load_state_dict(state)
+    for edit in EDITS.values():
+        edit(corpus, corpus.read_bytes().replace(b"Document", b"Dokument", 1))
+        with pytest.raises(DataError, match="restore text and settings"):
+            source_of().load_state_dict(state)
+
+
+def test_tokens_of_text_that_changes_meanwhile_are_not_kept(source_of, corpus, tmp_path, monkeypatch):
+    tokenise, before = packing_module._tokenise, corpus.read_bytes()
+
+    def disturbed(*given):
+        tokenise(*given)
+        corpus.write_bytes(before.replace(b"Document", b"Dokument", 1))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(packing_module, "_tokenise", disturbed)
+        with pytest.raises(DataError, match=r"was changed while it was tokenised; start again"):
+            source_of()
+    assert not list((tmp_path / "cache" / "tokens").glob("*.train.bin"))
 
 
 def test_held_out_batches_are_the_held_out_windows(files_data, tokenizer, corpus, tmp_path):

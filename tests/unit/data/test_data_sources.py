@@ -25,7 +25,7 @@ from spes_p2p.data.sources import (
 )
 from spes_p2p.errors import ConfigError, DataError
 
-from .conftest import sentences, write_rows
+from .conftest import EDITS, SAME, sentences, write_rows
 
 FILES = DataConfig(source="files")
 
@@ -189,6 +189,32 @@ def test_identity_changes_with_the_corpus_and_its_settings(corpus):
     with corpus.open("a") as stream:
         stream.write('{"text": "more"}\n')
     assert corpus_identity(data, [corpus]) != before
+
+
+@pytest.mark.parametrize("kind", ["text", "conversations"])
+def test_identity_is_of_the_content_whatever_the_times(corpus, tmp_path, kind):
+    def identity(path: Path) -> str:
+        data, paths = (FILES, [path]) if kind == "text" else (DataConfig(source="files", paths=[path]), [])
+        return corpus_identity(data, paths, tmp_path / "cache")
+
+    before = identity(corpus)
+    for change in SAME.values():
+        change(corpus)
+        assert identity(corpus) == before
+    found = {before}
+    for edit in EDITS.values():
+        edit(corpus, corpus.read_bytes().replace(b"Document", b"Dokument", 1))
+        found.add(identity(corpus))
+    assert len(found) == 1 + len(EDITS)
+    corpus.parent.rename(tmp_path / "elsewhere")
+    assert identity(tmp_path / "elsewhere" / corpus.name) in found
+
+
+def test_a_file_that_has_not_changed_is_read_once(corpus, tmp_path, monkeypatch):
+    monkeypatch.setattr("spes_p2p.fs.SETTLED_SECONDS", -60.0)
+    before = corpus_identity(FILES, [corpus], tmp_path / "cache")
+    monkeypatch.setattr("spes_p2p.fs.digest_of_file", lambda _: pytest.fail("read again"))
+    assert corpus_identity(FILES, [corpus], tmp_path / "cache") == before
 
 
 @pytest.fixture

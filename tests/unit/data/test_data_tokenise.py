@@ -32,7 +32,7 @@ from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.peer.settings import founder_settings
 
-from .conftest import sentences, write_rows
+from .conftest import EDITS, SAME, sentences, write_rows
 from .test_data_readers import write
 
 FIXTURES = Path(__file__).parents[2] / "fixtures" / "shards"
@@ -222,6 +222,53 @@ def test_the_same_command_again_does_nothing_and_another_is_refused(tokenised, t
     with pytest.raises(DataError, match="of other text or settings"):
         tokenised(path)
     assert contents(tmp_path / "shards") == before
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_a_file_with_the_same_content_is_the_same_text_whatever_its_times(tokenised, tmp_path, monkeypatch, change):
+    path = write_rows(tmp_path / "corpus" / "a.jsonl", TEXTS)
+    before = contents(tokenised(path).parent)
+    SAME[change](path)
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "make_parts", lambda *_: pytest.fail("tokenised again"))
+        assert contents(tokenised(path).parent) == before
+        patched.chdir(tmp_path)
+        assert contents(tokenised("corpus").parent) == before, "named otherwise"
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_an_edit_of_the_same_size_is_other_text_whatever_its_times(tokenised, tmp_path, edit):
+    path = write_rows(tmp_path / "a.jsonl", TEXTS)
+    tokenised(path)
+    EDITS[edit](path, path.read_bytes().replace(b"Document", b"Dokument", 1))
+    with pytest.raises(DataError, match="of other text or settings"):
+        tokenised(path)
+
+
+def test_a_file_that_was_left_out_and_then_mended_is_other_text(tokenised, tmp_path):
+    write_rows(tmp_path / "corpus" / "a.jsonl", TEXTS)
+    bad = tmp_path / "corpus" / "b.jsonl"
+    bad.write_bytes(b'{"text"; "words"}\n')
+    tokenised(tmp_path / "corpus", skip_unusable=True)
+    SAME["touch"](bad)
+    assert tokenised(tmp_path / "corpus", skip_unusable=True)
+    EDITS["an older file"](bad, b'{"text": "words"}\n')
+    with pytest.raises(DataError, match="of other text or settings"):
+        tokenised(tmp_path / "corpus", skip_unusable=True)
+
+
+def test_parts_of_an_interrupted_work_are_of_the_content_alone(tokenised, tmp_path, monkeypatch):
+    corpus = tmp_path / "corpus"
+    a, b = (write_rows(corpus / f"{name}.jsonl", TEXTS) for name in "ab")
+    with monkeypatch.context() as patched, pytest.raises(DataError, match="stopped"):
+        patched.setattr(module, "_publish", lambda *_: (_ for _ in ()).throw(DataError("stopped")))
+        tokenised(corpus)
+    SAME["touch"](a)
+    EDITS["an older file"](b, b.read_bytes().replace(b"Document", b"Dokument", 1))
+    made, make_parts = [], module.make_parts
+    monkeypatch.setattr(module, "make_parts", lambda pieces, *rest: (made.extend(pieces), make_parts(pieces, *rest)))
+    tokenised(corpus)
+    assert [piece.path for piece in made] == [b]
 
 
 def test_an_interrupted_work_goes_on_with_changed_text(tokenised, tmp_path):
