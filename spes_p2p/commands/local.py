@@ -22,7 +22,7 @@ from pydantic import ValidationError
 
 from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point, explain, leave, read_yaml
 from spes_p2p.commands import monitor
-from spes_p2p.config import DataConfig, KeptRounds, MachineConfig, PeerConfig, RunConfig, check_machine
+from spes_p2p.config import FOUNDED, DataConfig, KeptRounds, MachineConfig, PeerConfig, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig, MonitorConfig
 from spes_p2p.config.machine import SEED_SECONDS
 from spes_p2p.data.conversations import founding
@@ -251,7 +251,7 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
         raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume")
     kept = read_yaml(file, "--output")
     try:
-        run = RunConfig.model_validate(kept.pop("run", None))
+        run = RunConfig.model_validate(kept.pop("run", None), context=FOUNDED)
     except ValidationError as error:
         raise ConfigError(f"{file} is damaged, or of another version; start anew with --overwrite") from error
     from_file = [] if "config" in config.model_fields_set else [_run_in(config.config)]  # not of the user's choice

@@ -30,6 +30,7 @@ from spes_p2p.config.machine import (
 )
 from spes_p2p.config.run import (
     DENSE_FAMILIES,
+    FOUNDED,
     MAX_LEASE_SECONDS,
     MAX_PEER_TOKENS,
     CodecConfig,

@@ -405,6 +405,7 @@ class AmendConfig(CommandConfig):
     model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend", extra="ignore")
     file_keys: ClassVar[Collection[str]] = (*PeerConfig.model_fields, "folder")
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
+    founds: ClassVar[bool] = False
 
     folder: CliPositionalArg[Path]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -16,6 +18,7 @@ from spes_p2p.config.run import ModelConfig, OptimizerName, RunConfig, TrainConf
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
 
+log = logging.getLogger(__name__)
 KernelName = Literal["auto", "loop", "grouped_mm", "megablocks"]
 AttentionName = Literal["sdpa", "flash", "eager"]
 LogLevel = Annotated[Literal["debug", "info", "warning"], Field(description="Least severe event to log.")]
@@ -59,6 +62,38 @@ ConfigFile = Annotated[Path, AfterValidator(find_config)]
 """A YAML file, or the name of one that comes with the program."""
 
 
+class _ConfigSource(YamlConfigSettingsSource):
+    """The YAML of `--config`. In a shorter run, the warm-up of a file that comes with the program is shorter, too."""
+
+    def __call__(self) -> dict[str, Any]:
+        settings, file = super().__call__(), self.settings_cls.model_config.get("yaml_file")
+        own, given = (_schedule(state) for state in (settings, self.current_state))
+        is_shipped = isinstance(file, Path) and file.resolve().parent == shipped("").resolve().parent
+        if is_shipped and "warmup_rounds" in own.keys() - given.keys():
+            train = settings["run"]["train"]
+            with contextlib.suppress(TypeError, ValueError):  # of what is no number; it is refused with all settings
+                before, after = (_num_rounds(state) for state in (own, own | given))
+                train["warmup_rounds"] *= max(0.0, min(1.0, after / before))
+            if not self.settings_cls.founds:  # type: ignore[attr-defined]  # an amendment cannot change it
+                del train["warmup_rounds"]
+            elif train["warmup_rounds"] < own["warmup_rounds"] and os.environ.get("RANK", "0") == "0":
+                said = "the warm-up of %s is %g rounds, not %g, in a run of %g, not %g (--run.train.warmup-rounds)"
+                log.warning(said, Path(str(file)).name, train["warmup_rounds"], own["warmup_rounds"], after, before)
+        return settings
+
+
+def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of `run.train` and `run.round` that a state of the settings has."""
+    run = state.get("run")
+    sections = [run.get(name) for name in ("train", "round")] if isinstance(run, dict) else []
+    return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
+
+
+def _num_rounds(schedule: Mapping[str, Any]) -> float:
+    """Return the rounds of the run, or of its schedule if that is shorter."""
+    return min(float(schedule[name]) for name in ("total", "schedule_rounds") if schedule.get(name))
+
+
 class CommandConfig(BaseSettings):
     """Base of the commands' settings: flags over `SPES_` variables over the YAML of `--config` over defaults."""
 
@@ -78,6 +113,8 @@ class CommandConfig(BaseSettings):
     """Finds the YAML file that `--config` names."""
     foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(hints)
     """Says what a key of SPES is called here."""
+    founds: ClassVar[bool] = True
+    """Whether the settings of the run are those of a new run."""
 
     @field_validator("*")
     @classmethod
@@ -104,7 +141,7 @@ class CommandConfig(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return (init_settings, env_settings, YamlConfigSettingsSource(settings_cls))
+        return (init_settings, env_settings, _ConfigSource(settings_cls))
 
 
 class MachineConfig(Frozen):

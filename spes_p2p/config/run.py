@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, model_validator
 from pydantic_settings import CliSuppress
 
 from spes_p2p.config.checkpoint import (
@@ -37,6 +37,8 @@ KEPT_BLOCK = 128
 """Elements that share a scale in a kept form, at most; the number of an expert's must be a multiple of it."""
 MAX_PEER_TOKENS = 2**34
 """More tokens than one peer can train between two rounds."""
+FOUNDED = "founded"
+"""Context in which the settings of a founded run are read, in which the warm-up cannot change."""
 OptimizerName = Literal["adamw", "adamw8bit", "lion8bit", "lamb", "muon", "sgd"]
 CodecName = Literal["fp32", "bf16", "int8", "int4", "int2"]
 
@@ -162,8 +164,8 @@ class TrainConfig(Frozen):
     schedule_rounds: Rounds | None = None
     """Rounds after which `cosine` and `wsd` have decayed, and stay at their last rate; by default the whole run."""
     warmup_rounds: Annotated[float, Field(ge=0, le=MAX_ROUNDS, allow_inf_nan=False)] = 0.5
-    """Rounds (may be a fraction) of linear warm-up; in mode `tokens` no step has less than a quarter of the rate at
-    its round's end."""
+    """Rounds (may be a fraction) of linear warm-up, no more than the schedule has; in mode `tokens` no step has less
+    than a quarter of the rate at its round's end."""
     warmup_start_ratio: Fraction = 0.0
     """Learning rate at the start of the warm-up, as a share of the peak. SPES uses 0.1."""
     final_lr_ratio: Fraction = 0.1
@@ -402,7 +404,6 @@ class RunConfig(Frozen):
     @model_validator(mode="after")
     def _check_together(self) -> RunConfig:
         train = self.train
-        total = train.schedule_rounds or self.round.total
         if self.outer.moments == "second" and train.optimizer in ("lion8bit", "muon", "sgd"):
             raise ValueError(
                 f"outer.moments=second, but train.optimizer={train.optimizer} keeps no second moment of an expert; "
@@ -427,10 +428,24 @@ class RunConfig(Frozen):
                 raise ValueError(f"adapter.targets={self.adapter.targets} fits no matrix of this model; add attention")
         if self.adapter is not None and self.merge.alpha:
             raise ValueError(f"merge.alpha={self.merge.alpha:g} merges experts, not adapters; set it to 0")
-        latest = round(total * (1 - train.decay_fraction), 9)
-        if train.schedule == "wsd" and train.warmup_rounds > latest:
-            raise ValueError(
-                f"train.warmup_rounds={train.warmup_rounds:g} reaches into the decay that train.decay_fraction="
-                f"{train.decay_fraction:g} begins at round {latest:g}; set it to {latest:g} or less"
-            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_warmup(self, info: ValidationInfo) -> RunConfig:
+        """Refuse a warm-up that would end after the run or its schedule."""
+        train, total, growing = self.train, self.round.total, self.round.growing
+        full = self.round.full_rounds(total)
+        grown = f" ({full:.4g} full rounds, with round.growing={growing})" if growing else ""
+        ends = [(full, f"is longer than round.total={total}{grown}")]
+        if train.schedule_rounds is not None:
+            ends.append((train.schedule_rounds, f"is longer than train.schedule_rounds={train.schedule_rounds}"))
+        if train.schedule == "wsd":
+            horizon = train.schedule_rounds or full
+            begin = horizon * (1 - train.decay_fraction)
+            decay = f"the decay that train.decay_fraction={train.decay_fraction:g} begins at round {begin:.4g}"
+            ends.append((begin, f"reaches into {decay} of {horizon:.4g}"))
+        end, why = min(ends)
+        longest = math.floor(1e4 * end + 1e-3) / 1e4  # as it is written
+        if train.warmup_rounds > longest and info.context != FOUNDED:
+            raise ValueError(f"train.warmup_rounds={train.warmup_rounds:g} {why}; set it to {longest:.10g} or less")
         return self

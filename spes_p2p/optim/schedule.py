@@ -18,7 +18,7 @@ def learning_rate(train: TrainConfig, rounds_elapsed: float, total_rounds: float
     Args:
         train: Peak, warm-up, shape, decay and final share.
         rounds_elapsed: Full rounds since the run began, a fraction within a round; clamped to [0, `total_rounds`].
-        total_rounds: Full rounds in the run; a longer warm-up is cut off there, or at `train.schedule_rounds`.
+        total_rounds: Full rounds in the run; `train.schedule_rounds` replaces them.
 
     Returns:
         The rate of the next step; once `cosine` or `wsd` has decayed, `train.lr * train.final_lr_ratio`.

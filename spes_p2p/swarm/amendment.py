@@ -24,7 +24,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import RunConfig, RunId
+from spes_p2p.config import FOUNDED, RunConfig, RunId
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import problem_of
@@ -127,7 +127,7 @@ def parse(document: bytes, manifest: Manifest) -> RunConfig:
         JoinError: this software cannot read it, or it is of another run.
     """
     try:
-        found = Amendment.model_validate_json(document)
+        found = Amendment.model_validate_json(document, context=FOUNDED)
     except ValidationError as error:
         raise JoinError(f"it cannot be read: {problem_of(error)}; update spes_p2p") from error
     if (found.run_id, found.manifest) != (manifest.run_id, manifest.digest):  # guard: amended-run

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from spes_p2p import __version__
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.config import RunConfig, RunId
+from spes_p2p.config import FOUNDED, RunConfig, RunId
 from spes_p2p.errors import AbsentError, ExchangeError, JoinError, RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body, genesis
@@ -209,7 +209,7 @@ def read_manifest(load: Callable[[str], bytes]) -> Manifest:
         JoinError: there is no manifest, or this software cannot read it.
     """
     try:
-        return Manifest.model_validate_json(load(MANIFEST))
+        return Manifest.model_validate_json(load(MANIFEST), context=FOUNDED)
     except ExchangeError as error:
         raise JoinError(f"nothing to resume: {error}") from error
     except ValidationError as error:

@@ -23,7 +23,7 @@ from spes_p2p import __version__
 from spes_p2p.__main__ import COMMANDS
 from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
 from spes_p2p.config import PeerConfig, RunConfig, commands
-from spes_p2p.config.commands import ExperimentConfig, HealthConfig, PlanConfig
+from spes_p2p.config.commands import AmendConfig, ClusterConfig, ExperimentConfig, HealthConfig, PlanConfig
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 
 ROOT = Path(__file__).parents[2]
@@ -542,6 +542,50 @@ def test_a_config_that_ships_is_found_by_its_name_from_any_folder(tmp_path, monk
     assert run is not None and run.round.total == 77, "a file of one's own comes first"
     assert "absent" in one_line(["--run-id", "r", "--config", "absent"])
     assert load_settings(ExperimentConfig, []).run.train.optimizer == "muon"
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "warmup"),
+    [
+        (ExperimentConfig, ["--run.round.total", "3"], 0.6),
+        (ExperimentConfig, ["--run.round.total=20", "--run.train.schedule", "wsd"], 4),
+        (ExperimentConfig, ["--run.train.schedule-rounds", "5"], 1),
+        (PeerConfig, ["--run-id", "r", "--config", f"{ROOT}/configs/home_1b.yaml", "--run.round.total", "5"], 0.2),
+        (PlanConfig, ["--config", "spes_9b", "--run", '{"round": {"total": 5}}'], 0.05),
+        (
+            ClusterConfig,
+            ["--run-id", "r", "--shared", "jobs", "--config", "spes_9b", "--run.round.total", "1500"],
+            None,
+        ),
+        (ExperimentConfig, ["--run.round.total", "60"], None),
+        (AmendConfig, ["runs/peer", "--config", "home_1b", "--run.round.total", "5"], None),
+    ],
+)
+def test_the_warm_up_of_a_shipped_config_shrinks_with_the_run_in_one_line(command, words, warmup, caplog, monkeypatch):
+    run = load_settings(command, words).run
+    assert run is not None
+    said = [record.getMessage() for record in caplog.records]
+    if warmup is None:
+        assert not said
+        return
+    assert run.train.warmup_rounds == pytest.approx(warmup)
+    assert len(said) == 1 and f"{warmup:g} rounds" in said[0] and "--run.train.warmup-rounds" in said[0]
+    monkeypatch.setenv("RANK", "1")  # of torchrun's processes, the first one says it
+    caplog.clear()
+    assert load_settings(command, words).run == run and not caplog.records
+
+
+@pytest.mark.parametrize("command", [ExperimentConfig, PeerConfig, PlanConfig])
+def test_a_warm_up_that_a_person_has_set_is_refused_where_it_does_not_fit(command, yaml_file, monkeypatch):
+    named = ["--run-id", "r"] if command is PeerConfig else []
+    own = yaml_file("run: {train: {warmup_rounds: 20}, round: {total: 500}}\n")
+    monkeypatch.setenv("SPES_PLAN_RUN__ROUND__TOTAL", "4")
+    monkeypatch.setenv("SPES_RUN__ROUND__TOTAL", "4")
+    for words, number in ((["--config", own], 20), (["--config", "home_1b", "--run.train.warmup-rounds", "50"], 50)):
+        with pytest.raises(
+            ConfigError, match=rf"^train.warmup_rounds={number} is longer than round.total=4; set it to"
+        ):
+            load_settings(command, [*named, *words])
 
 
 def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):

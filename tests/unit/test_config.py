@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,11 @@ from pydantic import BaseModel, ValidationError
 
 from spes_p2p.cli import load_settings
 from spes_p2p.commands.local import ExperimentConfig
-from spes_p2p.config import CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
+from spes_p2p.config import FOUNDED, CommandConfig, Frozen, ModelConfig, PeerConfig, RunConfig
 from spes_p2p.config.commands import AmendConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import hf_config
+from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.sim.sweep.settings import flat, load_sweep
 
 CONFIGS = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
@@ -110,7 +112,32 @@ def test_a_warm_up_that_reaches_into_the_decay_is_refused_with_the_remedy(warmup
     with pytest.raises(ValidationError, match=rf"train.warmup_rounds={warmup} reaches .* set it to {remedy} or less"):
         RunConfig.model_validate({"train": train, "round": {"total": 10}})
     RunConfig.model_validate({"train": train | {"warmup_rounds": float(remedy)}, "round": {"total": 10}})
-    RunConfig.model_validate({"train": train | {"schedule": "cosine"}, "round": {"total": 10}})
+    RunConfig.model_validate({"train": train | {"schedule": "cosine"}, "round": {"total": 12}})
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "constant", "wsd"])
+@pytest.mark.parametrize(
+    ("warmup", "total", "others", "end"),
+    [
+        (50, 4, {}, "4"),
+        (4.5, 4, {}, "4"),
+        (11, 500, {"train": {"schedule_rounds": 10}}, "10"),
+        (8, 6, {"train": {"schedule_rounds": 10}}, "6"),
+        (3, 9, {"round": {"growing": 9}}, "(9|1.482)"),
+    ],
+    ids=["run", "just", "schedule", "run-before-schedule", "growing-rounds"],
+)
+def test_a_warm_up_longer_than_the_run_or_its_schedule_is_refused_with_both_numbers(
+    schedule, warmup, total, others, end
+):
+    train = {"schedule": schedule, "warmup_rounds": warmup, "decay_fraction": 1e-6} | others.get("train", {})
+    settings = {"train": train, "round": {"total": total} | others.get("round", {})}
+    with pytest.raises(ValidationError, match=rf"train.warmup_rounds={warmup} .*\b{end}\b.*; set it to") as refused:
+        RunConfig.model_validate(settings)
+    longest = float(re.search(r"set it to ([\d.]+) or less", str(refused.value))[1])
+    run = RunConfig.model_validate(settings | {"train": train | {"warmup_rounds": longest}})
+    assert max(rate_of_step(run, total * step / 1000) for step in range(1001)) > 0.9 * run.train.lr
+    RunConfig.model_validate(settings, context=FOUNDED)  # a run from before this check goes on
 
 
 @pytest.mark.parametrize(
@@ -129,6 +156,14 @@ def test_a_warm_up_that_reaches_into_the_decay_is_refused_with_the_remedy(warmup
 def test_a_run_averages_what_its_optimizer_has_of_what_it_asks_for(optimizer, moments, of_shared, of_slot):
     run = RunConfig.model_validate({"train": {"optimizer": optimizer}, "outer": {"moments": moments}})
     assert (run.averaged_moments("shared"), run.averaged_moments("slot")) == (of_shared, of_slot)
+
+
+def test_the_warm_up_of_a_simulated_variant_fits_its_rounds(tmp_path):
+    base = {"run": {"train": {"warmup_rounds": 4}}}
+    study = tmp_path / "study.yaml"
+    study.write_text(yaml.safe_dump({"base": base, "variants": {"short": {"run": {"round": {"total": 3}}}}}))
+    with pytest.raises(ConfigError, match=r"variant short: train.warmup_rounds=4 is longer than round.total=3; set it"):
+        load_sweep(study)
 
 
 def test_heads_of_odd_width_are_refused_with_the_remedy():

@@ -140,6 +140,9 @@ def test_what_contradicts_itself_is_refused() -> None:
     base = settings(train={"warmup_rounds": 5.0})
     with pytest.raises(ConfigError, match=r"not possible: .*reaches into the decay"):
         amend.changed(base, RunConfig.model_validate({"train": {"schedule": "wsd", "decay_fraction": 0.9}}))
+    for ends in ({"round": {"total": 4}}, {"train": {"schedule_rounds": 4}}):
+        with pytest.raises(ConfigError, match=r"not possible: train.warmup_rounds=5 is longer than .*=4; "):
+            amend.changed(base, RunConfig.model_validate(ends))
 
 
 # ---------------------------------------------------------------------- when
