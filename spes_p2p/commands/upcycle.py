@@ -18,27 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PretrainedConfig, Qwen3MoeConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from spes_p2p.config.commands import UpcycleConfig, UpcycleSettings
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.export import MATRICES, ON_DISK, Shards, written_folder
 from spes_p2p.model.safetensor_files import HEAD, SafetensorFiles, read_config
+from spes_p2p.model.start import check_family, effective
 from spes_p2p.planner.tables import params_text
 from spes_p2p.presentation import say
 
-KEPT_FIELDS = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
-    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
-    *("rms_norm_eps", "use_cache", "tie_word_embeddings", "rope_parameters", "attention_dropout", "pad_token_id"),
-    *("bos_token_id", "eos_token_id", "dtype"),
-)
-"""Fields that the mixture's configuration copies from the dense model's."""
-KEPT_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json"),
-    *("merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json", "generation_config.json"),
-)
-"""Files that are copied if they exist."""
+KEPT_FILES = ("*.json", "*.jinja", "*.model", "*.txt", "additional_chat_templates/*.jinja")
+"""Files that are copied, beside the weights and what describes them: tokenizer, templates, settings of generation."""
 
 
 @dataclass(frozen=True)
@@ -49,22 +39,18 @@ class Family:
         dense: Class of the dense model.
         mixture: Class of the mixture.
         model_type: Its model type.
-        refused: Settings of the dense model that the mixture cannot express.
         configure: Makes the mixture's configuration from the dense one, the number of experts and `top_k`.
     """
 
     dense: str
     mixture: str
     model_type: str
-    refused: tuple[str, ...]
     configure: Callable[[PretrainedConfig, int, int], PretrainedConfig]
 
 
 def _qwen3_moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
     return Qwen3MoeConfig(
-        **_kept_fields(dense),
-        attention_bias=dense.attention_bias,
-        use_sliding_window=False,
+        **_kept_fields(dense, Qwen3MoeConfig) | {"use_sliding_window": False},
         num_experts=num_experts,
         num_experts_per_tok=top_k,
         norm_topk_prob=True,
@@ -76,13 +62,14 @@ def _qwen3_moe_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> 
 
 def _mixtral_config(dense: PretrainedConfig, num_experts: int, top_k: int) -> PretrainedConfig:
     # Mixtral always normalises the chosen experts' weights.
-    return MixtralConfig(
-        **_kept_fields(dense), num_local_experts=num_experts, num_experts_per_tok=top_k, sliding_window=None
-    )
+    kept = _kept_fields(dense, MixtralConfig) | {"sliding_window": None}  # which Llama does not read
+    return MixtralConfig(**kept, num_local_experts=num_experts, num_experts_per_tok=top_k)
 
 
-def _kept_fields(dense: PretrainedConfig) -> dict[str, Any]:
-    return {name: getattr(dense, name) for name in KEPT_FIELDS} | {"output_router_logits": False}
+def _kept_fields(dense: PretrainedConfig, mixture: type[PretrainedConfig]) -> dict[str, Any]:
+    """Return the dense model's settings that the mixture has too."""
+    fields, own = dense.to_dict(), {"model_type", "architectures", "transformers_version", "layer_types"}
+    return {name: fields[name] for name in (vars(mixture()).keys() | {"head_dim"}) & fields.keys() - own}
 
 
 @functools.cache
@@ -92,14 +79,12 @@ def families() -> dict[str, Family]:
         dense="Qwen3ForCausalLM",
         mixture="Qwen3MoeForCausalLM",
         model_type="qwen3_moe",
-        refused=("use_sliding_window",),
         configure=_qwen3_moe_config,
     )
     llama = Family(
         dense="LlamaForCausalLM",
         mixture="MixtralForCausalLM",
         model_type="mixtral",
-        refused=("attention_bias", "mlp_bias"),
         configure=_mixtral_config,
     )
     return {"qwen3": qwen3, "llama": llama}
@@ -124,8 +109,16 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
     """
     _check_settings(settings)
     dense = read_config(settings.source)
-    family = _family_of(dense, settings.source)
+    check_family(settings.source, dense, {kind: family.dense for kind, family in families().items()})
+    family = families()[dense.model_type]
     config = family.configure(dense, settings.num_experts, settings.top_k)
+    after = effective(config)
+    for name, value in effective(dense).items():
+        if value and value != after.get(name):
+            raise ConfigError(
+                f"{settings.source} has {name}={getattr(dense, name)}, which {family.mixture} cannot express; give "
+                f"--from a checkpoint without"
+            )
     config.architectures = [family.mixture]
     target = settings.output.resolve()
     try:
@@ -139,9 +132,11 @@ def upcycle(settings: UpcycleSettings) -> tuple[str, int]:
                 shards.add(_layer(files, names, layer, family, settings, generator))
             shards.close()
             config.save_pretrained(scratch)
-            for name in KEPT_FILES:
-                if (settings.source / name).is_file():
-                    shutil.copyfile(settings.source / name, scratch / name)
+            for path in (path for pattern in KEPT_FILES for path in settings.source.glob(pattern)):
+                if path.name != "config.json" and not path.name.endswith(".index.json"):
+                    copy = scratch / path.relative_to(settings.source)
+                    copy.parent.mkdir(exist_ok=True)
+                    shutil.copyfile(path, copy)
     except OSError as error:
         raise ConfigError(f"cannot write {target}: {error.strerror or error}; choose another --output") from error
     return family.mixture, shards.num_params
@@ -170,30 +165,6 @@ def _check_settings(settings: UpcycleSettings) -> None:
         )
     if settings.output.exists() and (not settings.output.is_dir() or any(settings.output.iterdir())):
         raise ConfigError(f"--output {settings.output} exists and is not empty; choose another folder")
-
-
-def _family_of(dense: PretrainedConfig, source: Path) -> Family:
-    """Look up the family of a dense model."""
-    known = {family.dense: family for family in families().values()}
-    architectures = list(dense.architectures or ["a model without a name"])
-    family = known.get(architectures[0])
-    if family is None or families().get(dense.model_type) is not family:
-        raise ConfigError(f"{source} holds {architectures[0]}; give --from one of {', '.join(known)}")
-    if getattr(dense, "quantization_config", None) is not None:
-        raise ConfigError(f"{source} holds quantised weights; give --from the checkpoint that they were made of")
-    for setting in family.refused:
-        if getattr(dense, setting, False):
-            raise ConfigError(
-                f"{source} has {setting}={getattr(dense, setting)}, which {family.mixture} cannot express; "
-                f"give --from a checkpoint without"
-            )
-    rope = (dense.rope_parameters or {}).get("rope_type", "default")
-    if rope != "default" and rope not in ROPE_INIT_FUNCTIONS:
-        raise ConfigError(
-            f"{source} has rope_type={rope!r}, which {family.mixture} cannot express; "
-            f"give --from a checkpoint with one of default, {', '.join(sorted(ROPE_INIT_FUNCTIONS))}"
-        )
-    return family
 
 
 def _layer(

@@ -25,7 +25,8 @@ class Frozen(BaseModel):
 
 
 MAX_TOKEN_ID = 2**24
-TokenId = Annotated[int, Field(ge=0, lt=MAX_TOKEN_ID)]
+TokenId = Annotated[int, Field(ge=-1, lt=MAX_TOKEN_ID)]
+"""Some released checkpoints write -1, the last row, for the padding."""
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -45,8 +46,12 @@ class RopeConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_type(self) -> RopeConfig:
-        scaled = () if self.rope_type == "default" else ("factor", "original_max_position_embeddings")
-        needed = (*scaled, "low_freq_factor", "high_freq_factor") if self.rope_type == "llama3" else scaled
+        scaled, trained = ("factor",), "original_max_position_embeddings"
+        needed = {
+            "default": (),
+            "yarn": (*scaled, trained),
+            "llama3": (*scaled, trained, "low_freq_factor", "high_freq_factor"),
+        }.get(self.rope_type, scaled)
         if missing := [name for name in needed if getattr(self, name) is None]:  # guard: rope-fields
             raise ValueError(f"rope_type={self.rope_type} needs {', '.join(missing)}; add it to config.json")
         return self
@@ -76,7 +81,8 @@ class StartConfig(Frozen):
     initializer_range: Annotated[PositiveFloat, Field(le=1.0)] = 0.02
     rope: RopeConfig = RopeConfig()
     bos_token_id: TokenId | None = None
-    eos_token_id: TokenId | None = None
+    eos_token_id: TokenId | Annotated[list[TokenId], Field(max_length=64)] | None = None
+    """The token that ends a text, or several."""
     pad_token_id: TokenId | None = None
     shared: Digest
     """SHA-256 of the shared parameters' version of round 0."""
@@ -85,9 +91,8 @@ class StartConfig(Frozen):
 
     @model_validator(mode="after")
     def _check_tokens(self) -> StartConfig:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            if (getattr(self, name) or 0) >= self.vocab_size:  # guard: start-tokens
-                raise ValueError(f"{name}={getattr(self, name)} has no row in an embedding of {self.vocab_size}")
+        if (self.pad_token_id or 0) >= self.vocab_size:  # guard: start-tokens
+            raise ValueError(f"pad_token_id={self.pad_token_id} has no row in an embedding of {self.vocab_size}")
         return self
 
 

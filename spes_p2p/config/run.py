@@ -110,7 +110,8 @@ class ModelConfig(Frozen):
                 f"model.top_k={self.top_k} exceeds model.num_experts={self.num_experts}; "
                 f"set it to {self.num_experts} or less"
             )
-        for small, large in (("num_heads", "hidden_size"), ("num_kv_heads", "num_heads")):
+        widths = [] if self.start and self.start.head_dim else [("num_heads", "hidden_size")]
+        for small, large in (*widths, ("num_kv_heads", "num_heads")):
             if getattr(self, large) % getattr(self, small):
                 raise ValueError(
                     f"model.{small}={getattr(self, small)} does not divide model.{large}={getattr(self, large)}; "

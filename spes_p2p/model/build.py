@@ -307,6 +307,8 @@ def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, seque
         fields["attention_bias"] = start.attention_bias
     if model.family == "olmoe":
         fields["clip_qkv"] = start.clip_qkv
+    elif not model.is_dense:
+        fields["head_dim"] = start.head_dim  # None where the checkpoint leaves it to the model
     if start.dense_intermediate_size is not None:
         fields["intermediate_size"] = start.dense_intermediate_size
     return fields

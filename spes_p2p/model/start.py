@@ -5,7 +5,11 @@ Shape legend: E experts, O output features, I input features of one expert's wei
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+import re
+import sys
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -13,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig
+from transformers.masking_utils import create_causal_mask
 
 from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, RunConfig, StartConfig
 from spes_p2p.errors import ConfigError, one_line
@@ -24,17 +29,8 @@ from spes_p2p.model.slot_model import SlotModel
 
 NO_DIGEST = "0" * 64
 """Stands in a `StartConfig` until the weights have been read."""
-_FREE = frozenset(
-    {
-        *("architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "_name_or_path"),
-        # The run's own losses replace the stock ones.
-        *("output_router_logits", "router_aux_loss_coef"),
-        *("max_window_layers", "sliding_window", "use_sliding_window"),  # checked apart
-    }
-)
-"""Fields of config.json that may differ from what a run builds: they change no weight and no logit in training."""
-
-
+OWN_LOSSES = frozenset({"output_router_logits", "router_aux_loss_coef"})
+"""Settings of the stock losses, which the run's own replace."""
 TRAINED_SEQUENCE = 1_024
 """Tokens of a sequence of a run over a checkpoint: conversations of several turns are whole in it."""
 
@@ -60,15 +56,15 @@ def over_checkpoint(run: RunConfig, source: Path) -> RunConfig:
 def model_of(source: Path) -> ModelConfig:
     """Return the settings of the model that a checkpoint holds, without its digests.
 
-    Nothing of the checkpoint's configuration is lost: a field that a run cannot express is refused by name.
+    Nothing that the stock model reads of the checkpoint's configuration is lost: what a run cannot express is refused
+    by name. Other keys do not count.
 
     Raises:
         ConfigError: a run cannot train such a model.
         DataError: config.json is missing or damaged.
     """
     config = read_config(source)
-    _check_family(source, config)
-    fields = config.to_dict()
+    check_family(source, config, {kind: cls.__name__ for kind, (_, cls) in FAMILIES.items()})
     is_mixtral, is_qwen = config.model_type == "mixtral", config.model_type == "qwen3_moe"
     is_dense, rope = config.model_type in DENSE_FAMILIES, config.rope_parameters or {}
     num_experts = 0 if is_dense else config.num_local_experts if is_mixtral else config.num_experts
@@ -77,17 +73,18 @@ def model_of(source: Path) -> ModelConfig:
             f"{source} has {num_experts} experts per layer, and a run has {MAX_START_SLOTS} slots at most; give "
             f"--from a checkpoint with fewer experts"
         )
+    fields = effective(config)
     try:
         start = StartConfig(
             vocab_size=config.vocab_size,
             max_position_embeddings=config.max_position_embeddings,
-            head_dim=fields.get("head_dim"),
+            head_dim=getattr(config, "head_dim", None),
             dense_intermediate_size=config.intermediate_size if is_qwen else None,
             attention_bias=fields.get("attention_bias") or False,
             clip_qkv=fields.get("clip_qkv"),
             initializer_range=config.initializer_range,
-            rope=RopeConfig(**{key: value for key, value in rope.items() if key != "rope_theta"}),
-            **{f"{name}_token_id": fields.get(f"{name}_token_id") for name in ("bos", "eos", "pad")},
+            rope=RopeConfig(**{key: value for key, value in rope.items() if key in RopeConfig.model_fields}),
+            **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
         )
@@ -100,7 +97,7 @@ def model_of(source: Path) -> ModelConfig:
             intermediate_size=fields["moe_intermediate_size" if is_qwen else "intermediate_size"],
             num_experts=num_experts,
             top_k=0 if is_dense else config.num_experts_per_tok,
-            norm_topk_prob=fields.get("norm_topk_prob", True),
+            norm_topk_prob=bool(fields.get("norm_topk_prob", True)),
             tie_embeddings=config.tie_word_embeddings,
             rope_theta=rope["rope_theta"],
             norm_eps=config.rms_norm_eps,
@@ -111,36 +108,70 @@ def model_of(source: Path) -> ModelConfig:
             f"{source}: config.json has settings that no run can have: {one_line(error)}; give --from another "
             f"checkpoint"
         ) from error
-    _check_nothing_lost(source, config, hf_config(model, config.vocab_size, 1))
+    built = hf_config(model, config.vocab_size, 1)
+    after = effective(built)
+    for name in sorted(fields.keys() - OWN_LOSSES):
+        if fields[name] != after[name]:
+            raise ConfigError(
+                f"{source}: config.json sets {name}={getattr(config, name)!r}, where a run has "
+                f"{getattr(built, name, None)!r}; give --from a checkpoint that agrees"
+            )
     return model
 
 
-def _check_family(source: Path, config: PretrainedConfig) -> None:
-    names = [cls.__name__ for _, cls in FAMILIES.values()]
-    architecture = (config.architectures or ["a model without a name"])[0]
-    if config.model_type not in FAMILIES or FAMILIES[config.model_type][1].__name__ != architecture:
-        raise ConfigError(f"{source} holds {architecture}; give --from one of {', '.join(names)}")
+def check_family(source: Path, config: PretrainedConfig, families: Mapping[str, str]) -> None:
+    """Refuse a checkpoint of another architecture, or of quantised weights.
+
+    Args:
+        source: The checkpoint.
+        config: Its configuration.
+        families: Names of the stock classes that can be used, by model type.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    found = families.get(config.model_type, "")
+    architecture = (config.architectures or [found or f"a model of type {config.model_type!r}"])[0]
+    if not found or found.lower() != architecture.lower():  # the first Llama was spelled LLaMA
+        raise ConfigError(f"{source} holds {architecture}; give --from one of {', '.join(families.values())}")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{source} holds quantised weights; give --from the checkpoint that they were made of")
-    window = getattr(config, "sliding_window", None)
-    if window is not None and (getattr(config, "use_sliding_window", True)):
-        raise ConfigError(f"{source} attends within a window of {window} tokens; give --from a checkpoint without")
 
 
-def _check_nothing_lost(source: Path, stored: PretrainedConfig, built: PretrainedConfig) -> None:
-    before, after = _flat(stored), _flat(built)
-    for name in sorted((before.keys() | after.keys()) - _FREE):
-        if before.get(name) != after.get(name):
-            raise ConfigError(
-                f"{source}: config.json sets {name}={before.get(name)!r}, where a run has {after.get(name)!r}; give "
-                f"--from a checkpoint that agrees"
-            )
+@functools.cache
+def _names_read(model_type: str) -> frozenset[str]:
+    """Return the names of the settings that the code of a stock model reads, that of its masks included."""
+    code = sys.modules[FAMILIES[model_type][1].__module__]
+    masks = [each for each in vars(code).values() if getattr(each, "__module__", "") == create_causal_mask.__module__]
+    text = "".join(map(inspect.getsource, [code, *masks]))
+    return frozenset(re.findall(r'config(?:\.|, ")([a-z]\w*)', text)) - {"rope_parameters", "layer_types"}
 
 
-def _flat(config: PretrainedConfig) -> dict[str, Any]:
-    fields = config.to_dict()
-    rope = {f"rope_parameters.{key}": value for key, value in (fields.pop("rope_parameters", None) or {}).items()}
-    return fields | rope
+def effective(config: PretrainedConfig) -> dict[str, Any]:
+    """Return what a stock model makes of its configuration: what its code reads, by name.
+
+    Unset, false and zero are the same, a derived value stands for an unset one, and a window that no layer or no
+    position needs is none. Position embeddings count by their frequencies.
+
+    Raises:
+        ConfigError: there are no such position embeddings.
+    """
+    found = {name: getattr(config, name, None) or None for name in _names_read(config.model_type)}
+    found = {name: value for name, value in found.items() if not callable(value)}
+    found["head_dim"] = found["head_dim"] or config.hidden_size // config.num_attention_heads
+    is_slid = "sliding_attention" in (getattr(config, "layer_types", None) or ["sliding_attention"])
+    if not is_slid or (found.get("sliding_window") or 0) >= config.max_position_embeddings:
+        found |= dict.fromkeys(found.keys() & {"sliding_window"})
+    model = FAMILIES[config.model_type][1]
+    rotary_class = getattr(sys.modules[model.__module__], model.__name__.replace("ForCausalLM", "RotaryEmbedding"))
+    try:
+        rotary = rotary_class(config)
+    except (ValueError, KeyError, TypeError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{config.name_or_path}: transformers makes no positions of rope_parameters={config.rope_parameters} in "
+            f"config.json ({one_line(error)}); give --from another checkpoint"
+        ) from error
+    return found | {"rope_parameters": (rotary.rope_type, rotary.attention_scaling, rotary.inv_freq.tolist())}
 
 
 class StartWeights:

@@ -193,16 +193,13 @@ def test_a_model_without_all_slots_is_not_evaluated(tmp_path: Path) -> None:
         ("olmoe", {"hidden_act": "gelu"}, "sets hidden_act='gelu', where a run has 'silu'"),
         ("qwen3_moe", {"mlp_only_layers": [1]}, r"sets mlp_only_layers=\[1\]"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "sets decoder_sparse_step=2"),
-        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "window of 8 tokens"),
-        ("mixtral", {"sliding_window": 16}, "window of 16 tokens"),
+        ("qwen3_moe", {"use_sliding_window": True, "sliding_window": 8}, "sets sliding_window=8"),
+        ("mixtral", {"sliding_window": 16}, "sets sliding_window=16, where a run has None"),
         ("mixtral", {"num_key_value_heads": 3}, "does not divide"),
         ("mixtral", {"vocab_size": 10**9}, "vocab_size"),
-        ("mixtral", {"eos_token_id": [5, 6]}, "eos_token_id"),
         ("olmoe", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0}}, "config.json"),
-        ("olmoe", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}, "auto_map"),
         ("llama", {"mlp_bias": True}, "sets mlp_bias=True"),
-        ("llama", {"pretraining_tp": 2}, "sets pretraining_tp=2"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8}, "window of 8 tokens"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None, "max_window_layers": 1}, "=8"),
         ("gemma", {"use_bidirectional_attention": True}, "sets use_bidirectional_attention=True"),
         ("gemma", {"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"]}, "holds Gemma2ForCausalLM"),
         ("olmoe", {"rms_norm_eps": -1.0}, "norm_eps"),
@@ -215,6 +212,30 @@ def test_what_a_run_cannot_express_is_refused_by_name(tmp_path: Path, family: st
     edit(source, **fields)
     with pytest.raises((ConfigError, DataError), match=message):
         model_of(source)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("olmoe", {"auto_map": {"AutoModelForCausalLM": "evil.Model"}}),
+        ("olmoe", {"architectures": None, "output_hidden_states": True, "router_aux_loss_coef": 0.5}),
+        ("llama", {"pretraining_tp": 2, "sliding_window": 8, "clip_qkv": 8.0}),
+        ("llama", {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}, "rope_theta": 10_000}),
+        ("mixtral", {"sliding_window": 64, "attention_bias": True, "norm_topk_prob": False}),
+        ("qwen3", {"sliding_window": 8, "max_window_layers": 1, "layer_types": None}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "layer_types": None}),
+        ("gemma", {"use_bidirectional_attention": False, "hidden_activation": "gelu", "attention_dropout": 0}),
+    ],
+)
+def test_what_no_code_of_the_model_reads_does_not_count(tmp_path: Path, family: str, fields: dict[str, Any]) -> None:
+    source = saved(tmp_path / "stock", family)
+    edit(source, **fields)
+    run = started(source)
+    before, after = AutoModelForCausalLM.from_pretrained(source), outline(run.model, VOCAB, SEQUENCE)
+    with ExitStack() as stack:
+        save_checkpoint(after, tmp_path / "again", StartWeights(source, after, stack).read)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    torch.testing.assert_close(again(tokens(2, SEQUENCE)).logits, before(tokens(2, SEQUENCE)).logits, rtol=0, atol=1e-5)
 
 
 def test_damaged_and_foreign_checkpoints_are_refused_before_anything_is_written(tmp_path: Path) -> None:
