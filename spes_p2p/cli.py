@@ -29,7 +29,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
-from spes_p2p.errors import ConfigError, SpesError
+from spes_p2p.errors import ConfigError, SpesError, in_flags
 from spes_p2p.presentation import printable, say
 
 Settings = TypeVar("Settings", bound=BaseSettings)
@@ -124,8 +124,12 @@ def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
 
 
 def _unsplit(path: str) -> str:
-    """Return a path with a comma in quotes; a JSON list of paths as it is."""
-    return json.dumps(path, ensure_ascii=False) if "," in path and not path.startswith("[") else path
+    """Return a path that would be split, or read as JSON, in quotes; a JSON list of paths as it is."""
+    try:
+        is_list = all(isinstance(each, str) for each in json.loads(path))
+    except (ValueError, TypeError, RecursionError):
+        is_list = not set(path) & set(',[{"')  # it needs no quotes
+    return path if is_list else json.dumps(path, ensure_ascii=False)
 
 
 def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
@@ -506,7 +510,7 @@ def entry_point(
         set_up_logging(getattr(config, "log_level", "info"))  # after the imports: hivemind's sets up its own
         sys.exit(run(config))
     except SpesError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)  # guard: error-line
+        print(f"error: {printable(in_flags(str(error), all_flags(settings)))}", file=sys.stderr)  # guard: error-line
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

@@ -1,5 +1,11 @@
 """One small family of errors: what went wrong, and what to do about it, in one line."""
 
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
 
 class SpesError(Exception):
     """Base of every error that a user or a remote peer can cause.
@@ -54,3 +60,20 @@ class SimulationError(SpesError):
 def one_line(error: BaseException) -> str:
     """Return an error of a library as part of a message: in one line, 300 characters at most."""
     return " ".join(str(error).split())[:300]
+
+
+_REMEDY = re.compile(r"((?<=set )|(?<![\w./-])(?!data\.\w+=))data\.[a-z_]+(?![\w/]|\.\w)")
+
+
+def in_flags(message: str, flags: Iterable[tuple[Any, ...]]) -> str:
+    """Return an error with a command's flags, as `cli.all_flags` yields them, for the settings that it advises to set.
+
+    Messages name a run's settings, such as `data.text_field`; a flag is `--run.data.text-field`, or `--text-field`.
+    """
+    known = {name for names, *_ in flags for name in names}
+
+    def flag_of(found: re.Match[str]) -> str:
+        setting = found[0].replace("_", "-")
+        return next((flag for flag in (f"--run.{setting}", f"--{setting[5:]}") if flag in known), found[0])
+
+    return _REMEDY.sub(flag_of, message)

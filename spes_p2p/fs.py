@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import os
 import shutil
@@ -111,6 +112,30 @@ def content_digests(paths: Sequence[Path], cache: Path | None) -> list[str]:
         with write_atomic(memory, durable=False) as target:
             target.write("\n".join(found).encode())
     return found
+
+
+def matches(pattern: Path) -> list[Path]:
+    """Return what a path or pattern names, in sorted order; as much of it as exists is taken literally."""
+    folder = _existing(pattern)
+    if folder == pattern:
+        return [pattern]
+    rest = pattern.relative_to(folder)
+    return sorted(map(Path, glob.glob(str(Path(glob.escape(str(folder))) / rest), recursive=True)))
+
+
+def unmatched(pattern: Path, flag: str) -> ConfigError:
+    """Return the error for a path or pattern that names nothing."""
+    if not glob.has_magic(str(pattern)):
+        return ConfigError(f"{pattern} does not exist; give {flag} an existing file or folder")
+    folder = _existing(pattern)
+    return ConfigError(
+        f"{pattern} matches no file: {folder.absolute()} has no {pattern.relative_to(folder)}, and *, ? and [] in what "
+        f"does not exist make a pattern; give {flag} an existing file or folder, or another pattern"
+    )
+
+
+def _existing(path: Path) -> Path:
+    return next(each for each in (path, *path.parents) if each.exists())
 
 
 def visible_files(folder: Path) -> list[Path]:

@@ -28,7 +28,7 @@ from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError, one_line
-from spes_p2p.fs import write_atomic
+from spes_p2p.fs import matches, unmatched, write_atomic
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
 
@@ -316,8 +316,8 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
         ConfigError, DataError: as the functions above.
     """
     for path in config.text:
-        if not path.exists():  # before a large model is loaded
-            raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
+        if not matches(path):  # before a large model is loaded
+            raise unmatched(path, "--text")
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
         if file is not None and not _is_writable(file):
             raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")

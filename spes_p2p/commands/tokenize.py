@@ -11,12 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from spes_p2p.cli import explain
+from spes_p2p.cli import all_flags, explain
 from spes_p2p.config import DataConfig
 from spes_p2p.config.commands import TokenizeConfig
 from spes_p2p.data.shards import ShardManifest
 from spes_p2p.data.tokenise import Progress, Settings, find_files, split_prefix, tokenise
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, in_flags
 from spes_p2p.presentation import say
 
 
@@ -77,7 +77,8 @@ def _summary(manifest: ShardManifest, path: Path) -> str:
         f"fingerprint {manifest.fingerprint}",
     ]
     if manifest.skipped:
-        lines.append(f"left out {len(manifest.skipped)} files: {manifest.skipped[0].reason}")
+        reason = in_flags(manifest.skipped[0].reason, all_flags(TokenizeConfig))
+        lines.append(f"left out {len(manifest.skipped)} files: {reason}")
     if skipped_rows := sum(source.skipped_rows for source in manifest.sources):
         lines.append(f"left out {skipped_rows:,} rows")
     lines.append(f"train on them: spes local --data {shlex.quote(str(path))}")

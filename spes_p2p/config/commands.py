@@ -279,7 +279,7 @@ class TokenizeConfig(CommandConfig):
         cli_shortcuts={"tokenizer": "tokenizer-name-or-path"},
     )
 
-    file_glob: Annotated[list[str], Field(min_length=1)]
+    file_glob: Annotated[list[Path], Field(min_length=1)]
     """Files, folders or patterns such as `corpus/*.jsonl.zst`. Text, JSON lines, JSON arrays and parquet, each also as
     `.gz` or `.zst`."""
     output_prefix: Annotated[str, Field(min_length=1)]

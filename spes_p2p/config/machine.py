@@ -192,7 +192,7 @@ class OwnData(Frozen):
     """What of its own a command reads, where the run's data source is `files`."""
 
     text: list[Path] = []
-    """Text, jsonl or parquet files or folders. They serve where the run's data source is `files`."""
+    """Text, jsonl or parquet files, folders or patterns. They serve where the run's data source is `files`."""
     data: list[Path] = []
     """Conversations, or token shards, instead of text. Conversations are JSON or parquet with `messages`, `prompt` and
     `completion`, or `text`; of them, only the replies are learned. Token shards are a folder, files, a pattern, or a

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -14,7 +13,7 @@ from spes_p2p.data.readers import COMPRESSED, JSON_LINES, PARQUET, OnBad, checke
 from spes_p2p.data.shard_formats import is_mds_index
 from spes_p2p.data.shards import is_manifest
 from spes_p2p.errors import DataError
-from spes_p2p.fs import visible_files
+from spes_p2p.fs import matches, visible_files
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -67,10 +66,7 @@ def conversation_files(paths: Sequence[Path]) -> list[Path] | None:
 
 
 def _files_at(path: Path) -> list[Path]:
-    if path.is_file():
-        return [path]
-    matches = [path] if path.is_dir() else sorted(map(Path, glob.glob(str(path), recursive=True)))
-    found = [file for match in matches for file in (visible_files(match) if match.is_dir() else [match])]
+    found = [file for match in matches(path) for file in (visible_files(match) if match.is_dir() else [match])]
     return [file for file in found if file.is_file()]
 
 

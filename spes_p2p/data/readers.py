@@ -156,7 +156,7 @@ def checked_text(row: Any, text_field: str, where: object) -> str:
     """
     if not isinstance(row, dict) or text_field not in row:
         columns = ", ".join(sorted(map(str, row))[:8]) if isinstance(row, dict) else type(row).__name__
-        raise DataError(f"{where} has no field {text_field!r} (it has: {columns}); set data.text_field")
+        raise DataError(f"{where} has no field {text_field!r} (it has: {columns}); rename one, or set data.text_field")
     text = row[text_field]
     if text is None:
         return ""

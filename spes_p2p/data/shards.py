@@ -5,7 +5,6 @@ Shape legend: B sequences of a batch, T tokens of a sequence, N tokens, D docume
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
 import mmap
@@ -22,7 +21,15 @@ from spes_p2p.cli import explain
 from spes_p2p.data.readers import TOKENS
 from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, is_mds_index, is_raw, mapped, open_shards
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import cache_folder, content_digests, file_state, visible_files, write_atomic
+from spes_p2p.fs import (
+    cache_folder,
+    content_digests,
+    file_state,
+    matches,
+    unmatched,
+    visible_files,
+    write_atomic,
+)
 
 log = logging.getLogger(__name__)
 
@@ -166,18 +173,12 @@ def _expanded(path: Path) -> Iterator[Path]:
         yield from _in_folder(path)
     elif path.is_file():
         yield from _of_file(path)
-    elif glob.has_magic(str(path)):
-        matches = sorted(glob.glob(str(path), recursive=True))
-        if not matches:
-            raise ConfigError(f"{path} matches no file; give --data token shards")
-        matched = [Path(match) for match in matches if not match.endswith(_SIDECARS)]
-        yield from (file for match in matched for file in _expanded(match))
+    elif found := matches(path):
+        yield from (file for each in found if not each.name.endswith(_SIDECARS) for file in _expanded(each))
     elif (index := Path(f"{path}.idx")).is_file():  # Megatron's users name the prefix
         yield index
     else:
-        raise ConfigError(
-            f"{path} does not exist; give --data conversations, or token shards: a folder, files, or a manifest"
-        )
+        raise unmatched(path, "--data")
 
 
 def _in_folder(folder: Path) -> Iterator[Path]:

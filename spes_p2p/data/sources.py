@@ -16,7 +16,7 @@ from spes_p2p.data.chat_rows import Unusable, conversation_files, records
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.readers import checked_text, read_file
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import content_digests, visible_files
+from spes_p2p.fs import content_digests, matches, unmatched, visible_files
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
@@ -203,26 +203,26 @@ def _embedded_files() -> list[tuple[Path, str]]:
     return sorted(found, key=lambda item: item[1])
 
 
-def corpus_files(paths: Sequence[Path]) -> list[tuple[Path, str]]:
-    """List the files under `paths` with their names: relative to the given folder, or the bare file name.
+def corpus_files(paths: Sequence[Path], flag: str = "--text") -> list[tuple[Path, str]]:
+    """List the files that paths and patterns name, with their names: relative to a folder, or the bare file name.
 
     Folders are walked in sorted order, without hidden files and folders.
 
     Raises:
-        ConfigError: a path does not exist.
+        ConfigError: a path does not exist, or a pattern matches no file.
         DataError: a folder holds no file.
     """
     found: list[tuple[Path, str]] = []
     for given in paths:
-        path = given.expanduser()
-        if path.is_file():
-            found.append((path, path.name))
-        elif path.is_dir():
-            if not (files := visible_files(path)):
-                raise DataError(f"{path} holds no files; name a folder with text, jsonl or parquet files")
-            found.extend((file, file.relative_to(path).as_posix()) for file in files)
-        else:
-            raise ConfigError(f"{path} does not exist; give --text an existing file or folder")
+        if not (named := matches(given.expanduser())):
+            raise unmatched(given, flag)
+        for path in named:
+            if path.is_dir():
+                if not (files := visible_files(path)):
+                    raise DataError(f"{path} holds no files; name a folder with text, jsonl or parquet files")
+                found.extend((file, file.relative_to(path).as_posix()) for file in files)
+            else:
+                found.append((path, path.name))
     return found
 
 

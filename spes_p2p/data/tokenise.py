@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import glob
 import hashlib
 import json
 import re
@@ -121,21 +120,15 @@ def split_prefix(prefix: str) -> tuple[Path, str]:
     return folder, stem
 
 
-def find_files(patterns: Sequence[str]) -> list[Path]:
+def find_files(patterns: Sequence[Path]) -> list[Path]:
     """Return the files of patterns and folders, each once and sorted within its pattern.
 
     Raises:
-        ConfigError: a pattern matches no file.
-        DataError: a folder holds no file.
+        ConfigError, DataError: as `corpus_files`.
     """
     found: dict[Path, Path] = {}
-    for pattern in patterns:
-        whole = str(Path(pattern).expanduser())
-        matches = [Path(whole)] if Path(whole).exists() else sorted(map(Path, glob.glob(whole, recursive=True)))
-        if not matches:
-            raise ConfigError(f"--file-glob {pattern} matches no file; name existing text, jsonl, json or parquet")
-        for path, _ in corpus_files(matches):
-            found.setdefault(path.resolve(), path)
+    for path, _ in corpus_files(patterns, "--file-glob"):
+        found.setdefault(path.resolve(), path)
     return list(found.values())
 
 

@@ -180,7 +180,7 @@ BAD = {
     "heads of odd width": Bad(flags("--run.model.num-heads", "16"), "model.num_heads=16", "choose another"),
     "vocabulary without room": Bad(flags("--run.data.vocab-size", "9"), "data.vocab_size=9", "257"),
     "absent corpus": Bad(flags("--text", "absent.txt"), "absent.txt", "existing"),
-    "no corpus": Bad(flags("--run.data.text-field", "body"), "'body'", "data.text_field"),
+    "no corpus": Bad(flags("--run.data.text-field", "body"), "'body'", "--run.data.text-field"),
     "empty corpus": Bad(text("empty.txt", b""), "empty.txt", "leave it out"),
     "blank corpus": Bad(text("blank.txt", b" \n" * 99), "blank.txt", "leave it out"),
     "empty folder": Bad(folder("nothing"), "nothing", "name a folder"),

@@ -140,7 +140,11 @@ BAD_FILES = [
     ("a.jsonl", b"", "holds no text"),
     ("a.jsonl", b'{"text": "x"}\n{"text"\n', "line 2 is not JSON"),
     ("a.jsonl", b"[" * 100_000, "is not JSON"),
-    ("a.jsonl", b'{"content": "x", "id": 1}\n', "no field 'text' (it has: content, id); set data.text_field"),
+    (
+        "a.jsonl",
+        b'{"content": "x", "id": 1}\n',
+        "no field 'text' (it has: content, id); rename one, or set data.text_field",
+    ),
     ("a.jsonl", b'["x"]\n', "no field 'text'"),
     ("a.jsonl", b'{"text": 3}\n', "holds int, not text"),
     ("a.parquet", b"no parquet", "cannot read"),
