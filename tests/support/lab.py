@@ -111,7 +111,7 @@ class LabPeer:
         """Return its processes."""
         assert self.process is not None and self.process.pid is not None
         me = psutil.Process(self.process.pid)
-        return [me, *(child for child in me.children(recursive=True) if child.name() != "torch_shm_manager")]
+        return [me, *me.children(recursive=True)]
 
     def end(self, seconds: float) -> None:
         """Let it leave, or kill it."""

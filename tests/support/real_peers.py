@@ -93,9 +93,7 @@ class PeerProcess:
 
     def descendants(self) -> list[psutil.Process]:
         """Return its p2pd, DHT and averager processes."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        # torch's keeper of shared memory is a daemon: stopped, it would outlive everybody.
-        return [child for child in children if child.name() != "torch_shm_manager"]
+        return psutil.Process(self.process.pid).children(recursive=True)
 
     def kill(self) -> None:
         self.process.kill()

@@ -7,7 +7,9 @@ leaves with a goodbye, and `b` trains on alone.
 
 from __future__ import annotations
 
+import shutil
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -144,3 +146,23 @@ def test_a_restart_goes_on_with_the_same_words_and_the_port_that_others_know() -
     assert resuming_words(["spes", "--seed-seconds=5"], 4000)[1:4] == ["--seed-seconds=5", "--port", "4000"]
     monitor = ["monitor/run_monitor.py", "--run-id", "r", "--overwrite"]
     assert resuming_words(monitor, None) == [*monitor[:-1], "--resume", "--no-overwrite"]
+
+
+def test_peers_whose_sockets_a_cleaner_deletes_start_again_together_in_few_lines(tmp_path: Path) -> None:
+    """The log had forty lines of traceback and `this is a bug`, and the peer that was up first ended."""
+    settings = write_settings(tmp_path / "run.yaml", round={**ROUND, **TIMES})
+    flags = ["--run-id", "r", "--text", write_corpus(tmp_path / "corpus.jsonl"), "--max-slots", "2"]
+    with commands_in(tmp_path) as commands:
+        a = commands.peer("a", *flags, "--config", settings)
+        b = commands.peer("b", *flags, "--initial-peers", a.wait_for(ADDRESS)[1])
+        b.wait_for(TOGETHER)
+        wait_for_file(tmp_path / "b" / "known_peers.json")
+        threading.Event().wait(LEAST_SECONDS)
+        lines = [len(peer.lines) for peer in (a, b)]
+        for peer in (a, b):
+            for folder in Path(tempfile.gettempdir()).glob(f"spes-p2p-{peer.pid}-*"):
+                shutil.rmtree(folder)
+        for peer, after in zip((a, b), lines, strict=True):
+            peer.wait_for("sockets in .* were deleted.*; starting again", after=after)
+            peer.wait_for(TOGETHER, after=after)
+            assert not peer.faults() and not peer.faults("bug")

@@ -126,6 +126,10 @@ class SparseAverager(DecentralizedAverager):
         torch.set_num_threads(1)
         super().run()
 
+    async def remove_p2p_handlers(self, *args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(OSError, EOFError):  # p2pd cannot be reached any more, and nor can they
+            await super().remove_p2p_handlers(*args, **kwargs)
+
     def attempt(
         self,
         member: Member,

@@ -5,17 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import fcntl
 import functools
 import os
+import shutil
 import signal
+import socket
+import stat
 import sys
-import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
-from multiprocessing import synchronize
+import tempfile
+from collections.abc import AsyncIterator, Iterable, Mapping
+from multiprocessing import reduction, synchronize
 from multiprocessing.connection import Connection
-from typing import Any
+from pathlib import Path
 
+import psutil
 import torch
+import torch.multiprocessing
 from hivemind import DHT
 from hivemind.p2p import P2P, PeerID
 from hivemind.p2p.p2p_daemon_bindings import p2pclient
@@ -25,7 +31,7 @@ from hivemind.proto import p2pd_pb2
 from hivemind.utils.mpfuture import MPFuture, SharedBytes
 from hivemind.utils.multiaddr import Multiaddr, protocols
 
-from spes_p2p.errors import ExchangeError
+from spes_p2p.errors import ConfigError, ExchangeError
 from spes_p2p.swarm.hivemind_fixes.streams import (
     MAX_CALL_BYTES_PER_PEER,
     MAX_CALLS_PER_PEER,
@@ -37,11 +43,11 @@ from spes_p2p.swarm.hivemind_fixes.streams import (
 _PR_SET_PDEATHSIG = 1
 _LOCK_SECONDS = 5.0
 _SEARCH_PAUSE_SECONDS = 0.05
-_SHARE_TRIES = 60
-"""Attempts to share memory; torch's manager has one second for each."""
-_SHARE_PAUSE_SECONDS = 0.1
 _FUTURES_PER_CHUNK = 4000
 """One byte of shared memory each; with torch's header a page, which the kernel gives to a smaller chunk, too."""
+_SOCKETS = "spes-p2p-"
+_MAX_ROOT_BYTES = 50
+"""Longest path of the temporary folder; the kernel allows 107 bytes to the path of a socket."""
 _NO_ROUTING_PEER = "failed to find any peer in table"
 """p2pd's error for a search before any connected peer has said that it takes part in p2pd's own DHT."""
 # Started in place of p2pd, it becomes p2pd by exec, which keeps the death signal; a fork would not.
@@ -81,34 +87,38 @@ def reset_inherited_futures() -> None:
 
 
 @functools.cache
-def retry_memory_sharing() -> None:
-    """Send torch's shared-memory manager few requests, again where it is silent for a second. Idempotent.
+def share_memory_without_files() -> None:
+    """Share memory by anonymous files, which end with their last process, in place of named ones. Idempotent; Linux.
 
-    Stock hivemind shares memory for every 16 futures; here a page of it serves 4000. It also shares memory for each
-    averaging, and for futures sent to other processes. The manager is a process, too: after a machine's standstill, or
-    under load, the caller may run before it, and the request fails by a timeout. The next request takes the late
-    answer. Other threads run in the pause between the two: torch waits with the interpreter's lock.
+    Call it before any fork. Stock's names lie in /dev/shm, and a process of torch deletes them, if it is not killed; a
+    socket in the temporary folder leads to it. hivemind shares memory for every 16 futures; here a page serves 4000.
     """
     os.environ.setdefault("HIVEMIND_SHM_BUFFER_SIZE", str(_FUTURES_PER_CHUNK))
-    storage = torch.UntypedStorage
-    storage._share_filename_cpu_ = _retried(storage._share_filename_cpu_)  # type: ignore[method-assign]
-    opening = _retried(storage._new_shared_filename_cpu)
-    storage._new_shared_filename_cpu = staticmethod(opening)  # type: ignore[method-assign,assignment]
+    if sys.platform == "linux":
+        torch.multiprocessing.set_sharing_strategy("file_descriptor")
+        stock = reduction.DupFd
+        reduction.DupFd = lambda fd: stock(fd) if stat.S_ISSOCK(os.fstat(fd).st_mode) else _ForeignFd(fd)  # type: ignore
 
 
-def _retried(stock: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(stock)
-    def retried(*args: Any, **kwargs: Any) -> Any:
-        for _ in range(_SHARE_TRIES - 1):
-            try:
-                return stock(*args, **kwargs)
-            except RuntimeError as error:
-                if "timed out" not in str(error):
-                    raise
-            threading.Event().wait(_SHARE_PAUSE_SECONDS)
-        return stock(*args, **kwargs)
+class _ForeignFd:
+    """A file, or a pipe, on its way to another process of this user, which opens it by way of /proc.
 
-    return retried
+    Stock sends a copy through a socket in the temporary folder.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._path = f"/proc/{os.getpid()}/fd/{fd}"
+        self._flags = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        self._file = os.fstat(fd).st_dev, os.fstat(fd).st_ino
+
+    def detach(self) -> int:
+        """Return a descriptor of the file; raise RuntimeError, as torch does, if its owner has closed it."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, self._flags)
+            if (os.fstat(fd).st_dev, os.fstat(fd).st_ino) == self._file:
+                return fd
+            os.close(fd)
+        raise RuntimeError(f"{self._path} is closed")
 
 
 _live_tasks: set[asyncio.Task] = set()
@@ -190,8 +200,55 @@ class LimitedControlClient(ControlClient):
             self._handler_tasks.pop(call_id, None)
 
 
+def socket_folder() -> str:
+    """Make a folder for the sockets of one p2pd; delete those that killed peers of this user have left.
+
+    Raises:
+        ConfigError: there is no temporary folder for them.
+    """
+    try:
+        root = tempfile.gettempdir()
+        root = root if len(os.fsencode(root)) <= _MAX_ROOT_BYTES else "/tmp"
+        for folder in Path(root).glob(f"{_SOCKETS}*-*"):
+            with contextlib.suppress(OSError, ValueError):
+                has_ended = not psutil.pid_exists(int(folder.name.split("-")[2]))
+                if has_ended and folder.lstat().st_uid == os.getuid() and not any(map(_is_heard, folder.iterdir())):
+                    shutil.rmtree(folder)
+        return tempfile.mkdtemp(prefix=f"{_SOCKETS}{os.getpid()}-", dir=root)
+    except OSError as error:
+        raise ConfigError(f"no temporary folder for sockets: {error}; set TMPDIR to one of yours") from error
+
+
+def _is_heard(path: Path) -> bool:
+    """Tell whether a process listens on a socket: one of another container, perhaps, whose id says nothing here."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        return probe.connect_ex(str(path)) == 0
+
+
 class DaemonP2P(LimitedP2P):
-    """hivemind's P2P in the process that starts p2pd; p2pd dies with this process."""
+    """hivemind's P2P in the process that starts p2pd; p2pd dies with this process.
+
+    Attributes:
+        folder: Of the sockets between p2pd and this peer's processes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = socket_folder()
+        self._pid = os.getpid()
+        self._sockets: set[str] = set()
+        P2P._UNIX_SOCKET_PREFIX = f"/unix{self.folder}/"  # for the forks to come, too
+
+    def has_lost_sockets(self) -> bool:
+        """Tell whether sockets were deleted, as by a cleaner of temporary files: no new connection reaches p2pd."""
+        there = set(os.listdir(self.folder)) if os.path.isdir(self.folder) else set()
+        self._sockets |= there
+        return self._sockets != there
+
+    def _terminate(self) -> None:
+        super()._terminate()
+        if self._pid == os.getpid():
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     @classmethod
     async def create(cls, *args, **kwargs) -> P2P:

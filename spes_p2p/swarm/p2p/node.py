@@ -26,7 +26,7 @@ from hivemind.utils.timed_storage import ValueWithExpiration, get_dht_time
 
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
 from spes_p2p.swarm.hivemind_fixes.dht import SwarmDHT, ping_peers, store_record, unknown_peers
-from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, retry_memory_sharing
+from spes_p2p.swarm.hivemind_fixes.processes import DaemonP2P, make_locks_interrupt_safe, share_memory_without_files
 from spes_p2p.swarm.p2p.identity import Identity
 from spes_p2p.swarm.p2p.peerstore import DialBackoff, Peerstore, Scope, dialled, scope_of
 from spes_p2p.swarm.records import Record
@@ -38,6 +38,8 @@ STARTUP_SECONDS = 20.0
 DIAL_SECONDS = 5.0
 """Time for initial peers to answer."""
 REDIAL_SECONDS = 3.0
+RETURN_SECONDS = 120.0
+"""Time for an initial peer to answer one that has met peers before: they may all have been started again just now."""
 DHT_SECONDS = 15.0
 MAX_CONTACTS = 4
 MAX_DIALS = 16
@@ -387,7 +389,7 @@ class Node:
             self._listen.multiaddrs()
         increase_file_limit()
         make_locks_interrupt_safe()
-        retry_memory_sharing()
+        share_memory_without_files()
         self._validator = RecordValidator(run_id, identity)
         self._dial_backoff = DialBackoff()
         self._initial_peers = group_by_peer(initial_peers)
@@ -408,12 +410,19 @@ class Node:
         """
         known = [address for at in self.peerstore.addresses().values() for address in at]
         known = [address for address in known if address not in initial_peers]
-        for addresses in filter(None, (initial_peers, known)):
-            try:
-                self._start(addresses)
-                return True
-            except UnreachableError:
-                self._stop_daemons()
+        patience = RETURN_SECONDS if initial_peers and self.peerstore.addresses() else 0.0
+        deadline = time.monotonic() + patience
+        while True:
+            for addresses in filter(None, (initial_peers, known)):
+                try:
+                    self._start(addresses)
+                    return True
+                except UnreachableError:
+                    self._stop_daemons()
+            if (left := deadline - time.monotonic()) <= 0:
+                break
+            log.info("no answer from %s; trying again for %.0f s", ", ".join([*initial_peers, *known]), left)
+            threading.Event().wait(min(REDIAL_SECONDS, left))
         if initial_peers:
             raise unreachable([*initial_peers, *known])
         if known:

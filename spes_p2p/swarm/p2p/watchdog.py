@@ -91,6 +91,8 @@ class Watchdog:
             return "this peer's DHT process has died"
         if self.averager is not None and not self.averager.is_alive():  # guard: averager-death
             return "this peer's averager process has died"
+        if self._node.p2p.has_lost_sockets():
+            return f"p2pd's sockets in {self._node.p2p.folder} were deleted; keep cleaners of temporary files away"
         try:
             answers = self._node.p2pd_answers(INTERVAL_SECONDS)
         except TimeoutError:  # this machine stood still, which says nothing of p2pd

@@ -9,7 +9,7 @@ from spes_p2p.swarm.p2p.watchdog import MAX_SILENT_CHECKS, Watchdog
 
 
 def watchdog(*, runs=True, is_alive=True, answers=True):
-    p2p = SimpleNamespace(is_running=lambda: runs, ending="killed by signal 9")
+    p2p = SimpleNamespace(is_running=lambda: runs, ending="killed by signal 9", has_lost_sockets=lambda: False)
     dht = SimpleNamespace(is_alive=lambda: is_alive)
     return Watchdog(SimpleNamespace(p2p=p2p, dht=dht, p2pd_answers=lambda seconds: answers))
 
