@@ -280,8 +280,8 @@ class TokenizeConfig(CommandConfig):
     )
 
     file_glob: Annotated[list[Path], Field(min_length=1)]
-    """Files, folders or patterns such as `corpus/*.jsonl.zst`. Text, JSON lines, JSON arrays and parquet, each also as
-    `.gz` or `.zst`."""
+    """Files, folders or patterns such as `corpus/*.jsonl.zst`. Text, JSON lines, JSON arrays, parquet and MDS shards,
+    each also as `.gz` or `.zst`."""
     output_prefix: Annotated[str, Field(min_length=1)]
     """What the names of all files begin with: `shards/` for a folder, or `shards/books_`."""
     tokenizer: str | None = None

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data.readers import COMPRESSED, JSON_LINES, PARQUET, OnBad, checked_text, read_rows
-from spes_p2p.data.shard_formats import is_mds_index
+from spes_p2p.data.shard_formats import holds_text, is_mds_index, listed
 from spes_p2p.data.shards import is_manifest
 from spes_p2p.errors import DataError
-from spes_p2p.fs import matches, visible_files
+from spes_p2p.fs import matches
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -65,8 +65,14 @@ def conversation_files(paths: Sequence[Path]) -> list[Path] | None:
     return rows
 
 
+def names_text(data: DataConfig) -> bool:
+    """Tell whether --data names MDS shards of text, which are read as --text is."""
+    files = (file for path in data.paths for file in _files_at(path.expanduser()))
+    return not data.is_shared and any(is_mds_index(file) and holds_text(file) for file in files)
+
+
 def _files_at(path: Path) -> list[Path]:
-    found = [file for match in matches(path) for file in (visible_files(match) if match.is_dir() else [match])]
+    found = [file for match in matches(path) for file in (listed(match) if match.is_dir() else [match])]
     return [file for file in found if file.is_file()]
 
 

@@ -22,7 +22,7 @@ import torch
 from torch import LongTensor, Tensor
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.chat_rows import conversation_files
+from spes_p2p.data.chat_rows import conversation_files, names_text
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import conversation_file, probe_file
 from spes_p2p.data.hub import hub_rows, load_hub
@@ -78,7 +78,7 @@ def token_file(
         DataError: the corpus cannot be read, or another process holds the lock for hours; token shards are bad, of
             another tokenizer, or not those that the run names.
     """
-    if data.paths:
+    if data.paths and not names_text(data):
         if (rows := conversation_files(data.paths)) is not None:
             return conversation_file(data, tokenizer, rows, cache=cache, part=part)
         return _shards_part(data, tokenizer, cache, part)

@@ -1,4 +1,4 @@
-"""Documents of one file: text, JSON lines, JSON arrays and parquet, each also in gzip or zstd, whole or by ranges."""
+"""Documents of one file: text, JSON, parquet and MosaicML's MDS, each also in gzip or zstd, whole or by ranges."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import shutil
+import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,7 +23,8 @@ from spes_p2p.errors import DataError, one_line
 
 JSON_LINES = {".jsonl", ".ndjson", ".json"}
 PARQUET = {".parquet"}
-COMPRESSED = {".gz", ".zst"}
+MDS = ".mds"
+COMPRESSED = {".gz", ".zst", ".zstd"}
 TOKENS = {".npy", ".ds", ".bin", ".idx", ".mds"}
 # A longer text file is cut into documents of this size, because a single large file must be splittable.
 PIECE_CHARACTERS = 8192
@@ -61,7 +63,7 @@ def read_file(
     """Yield (index, text) of every document of one file that is not blank; the index of a small text file is None.
 
     Args:
-        path: JSON or parquet by suffix, else UTF-8 text; `.gz` or `.zst` behind it. A `.json` file is one array, or
+        path: JSON, parquet or MDS by suffix, else UTF-8 text; `.gz` or `.zst` behind it. A `.json` file is an array, or
             has one object per line.
         text_field: Column of the text in JSON and parquet.
         part: The part to read, as `ranges` returns it; None reads all, which must hold text.
@@ -126,7 +128,7 @@ def ranges(path: Path, max_bytes: int) -> list[Range | None]:
     suffix = path.suffix.lower()
     with _explained(path):
         size = path.stat().st_size
-        if suffix in COMPRESSED or size <= max_bytes:
+        if suffix in COMPRESSED | {MDS} or size <= max_bytes:
             return [None]
         if suffix in PARQUET:
             return [*_row_groups(path, max_bytes)]
@@ -144,7 +146,7 @@ def refuse_tokens(path: Path) -> None:
     Raises:
         DataError: its suffix is that of token shards.
     """
-    if path.suffix.lower() in TOKENS:
+    if path.suffix.lower() in TOKENS - {MDS}:
         raise DataError(f"{path} holds tokens by its suffix, not text; give token shards with --data instead of --text")
 
 
@@ -219,6 +221,9 @@ class _Rows:
             yield from self._parquet(part)
             return
         with _opened(self._path, part if suffix not in JSON_LINES else None) as stream:
+            if suffix == MDS:
+                yield from self._mds(stream)
+                return
             head = stream.peek(_HEAD_BYTES)[:_HEAD_BYTES]
             _refuse_binary(self._path, head)
             if suffix == ".json" and _is_array(head):
@@ -272,6 +277,18 @@ class _Rows:
             yield from self._row(index, row, f"{self._path} element {index}")
             index += 1
 
+    def _mds(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
+        """Yield the samples of a shard of MDS; of their columns only text and JSON are decoded."""
+        decoders: dict[str, Callable[[bytes], Any]] = {"str": bytes.decode, "json": json.loads}
+        for index, cells in enumerate(_samples(self._path, stream)):
+            where = f"{self._path} sample {index}"
+            try:
+                row = {name: decoders.get(kind * (name in self._columns), bytes)(cell) for name, kind, cell in cells}
+            except (ValueError, RecursionError) as error:
+                self._bad(DataError(f"{where} holds neither UTF-8 text nor JSON; write it again"), error)
+            else:
+                yield from self._row(index, row, where)
+
     def _parquet(self, part: Range | None) -> Iterator[tuple[int, Any]]:
         from pyarrow import ArrowException  # slow to import
 
@@ -321,6 +338,29 @@ class _Line(NamedTuple):
                 chunks = iter(lambda: stream.read(min(_CHUNK_BYTES, self.first - stream.tell())), b"")
                 before = sum(chunk.count(b"\n") for chunk in chunks)
         return f"{self.path} line {before + self.number + 1}"
+
+
+def _samples(path: Path, stream: BinaryIO) -> Iterator[list[tuple[str, str, bytes]]]:
+    """Yield name, encoding and content of the columns of each sample of a shard of MDS.
+
+    A shard is the number of samples, where they begin, their columns as JSON, and the samples; a sample is the sizes of
+    its columns of no fixed size, and its columns. All numbers are u32.
+    """
+    try:
+        (number,) = struct.unpack("<I", stream.read(4))
+        starts = struct.unpack(f"<{number + 1}I", stream.read(4 * number + 4))
+        about = json.loads(stream.read(max(starts[0] - 4 * number - 8, 0)))
+        columns = [*zip(*(about[f"column_{key}"] for key in ("names", "encodings", "sizes")), strict=True)]
+        sizes = struct.Struct(f"<{sum(size is None for _, _, size in columns)}I")
+        for start, stop in itertools.pairwise(starts):
+            sample = stream.read(max(stop - start, 0))
+            rest, variable = io.BytesIO(sample[sizes.size :]), iter(sizes.unpack_from(sample))
+            cells = [(name, kind, rest.read(next(variable) if size is None else size)) for name, kind, size in columns]
+            if sizes.size + sum(len(cell) for _, _, cell in cells) != stop - start:
+                raise ValueError("a sample does not end where the next begins")
+            yield cells
+    except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
+        raise DataError(f"{path} is no whole shard of MDS; fetch it again, or leave it out") from error
 
 
 def _is_array(head: bytes) -> bool:

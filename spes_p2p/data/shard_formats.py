@@ -6,9 +6,12 @@ Sources of the layouts: the writers' own code, and the fixtures that they wrote 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
+import logging
 import mmap
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tokenize import TokenError
@@ -16,9 +19,11 @@ from typing import Any
 
 import numpy as np
 
-from spes_p2p.data.readers import decompressed
+from spes_p2p.data.readers import MDS, decompressed
 from spes_p2p.errors import DataError
-from spes_p2p.fs import State, cache_folder, content_digests, file_state, write_atomic
+from spes_p2p.fs import State, cache_folder, content_digests, file_state, visible_files, write_atomic
+
+log = logging.getLogger(__name__)
 
 DOCUMENTS_SUFFIX = ".docs"
 """Suffix of the documents of a raw `.npy`: rows of three little-endian u64, `DOCUMENT_FIELDS`."""
@@ -243,6 +248,54 @@ def is_mds_index(path: Path) -> bool:
     return isinstance(content, dict) and isinstance(content.get("shards"), list) and "version" in content
 
 
+def holds_text(index: Path) -> bool:
+    """Tell whether the samples of MDS shards are text, and no tokens."""
+    with _as_mds(index, 0):
+        encodings = {str(kind).partition(":")[0] for kind in _json(index)["shards"][0]["column_encodings"]}
+    return not encodings & {"ndarray", "bytes", "pkl"} and "str" in encodings
+
+
+def listed(folder: Path) -> list[Path]:
+    """Return a folder's visible files; of MDS shards in folders of their splits, those of `train`."""
+    files = visible_files(folder)
+    names = {file.relative_to(folder).parts[0] for file in files if is_mds_index(file)}
+    if "train" not in names or "index.json" in names or len(names) == 1:
+        return files
+    log.info("of %s only the split train is read; name the folder of another to read that", folder)
+    return [file for file in files if folder / "train" in file.parents]
+
+
+def with_mds_shards(files: Sequence[Path]) -> list[Path]:
+    """Return files with the shards of MDS in place of their indexes, each once, even if a second index names it.
+
+    Raises:
+        DataError: an index is damaged, or a shard is missing.
+    """
+    indexes = [file for file in files if is_mds_index(file)]
+    shards = {shard for index in indexes for shard in _mds_files(index)}
+    return sorted({file for file in files if file not in indexes and not (indexes and MDS in file.suffixes)} | shards)
+
+
+def _mds_files(index: Path) -> Iterator[Path]:
+    """Yield the files of an index's shards: as they are, or else compressed."""
+    for number, entry in enumerate(_json(index)["shards"]):
+        with _as_mds(index, number):
+            given = [entry[key]["basename"] for key in ("raw_data", "zip_data") if entry[key]]
+            files = [index.parent / _plain(index, name) for name in given]
+        if not (there := [file for file in files if file.is_file()]):
+            raise DataError(f"{files[-1]} does not exist, but {index} names it; fetch it")
+        yield there[0]
+
+
+@contextlib.contextmanager
+def _as_mds(index: Path, number: int) -> Iterator[None]:
+    """Raise what a malformed entry of an index raises as one line."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
+        raise DataError(f"{index}: shard {number} is not as MDS has it ({error!r}); fetch it again") from error
+
+
 def _json(path: Path) -> Any:
     try:
         return json.loads(path.read_bytes())
@@ -259,10 +312,8 @@ def _mds(path: Path, cache: Path) -> list[Shard]:
         )
     shards = []
     for number, entry in enumerate(content["shards"]):
-        try:
+        with _as_mds(path, number):
             shards.append(_mds_shard(path, entry, cache))
-        except (KeyError, TypeError, AttributeError, IndexError, ValueError) as error:
-            raise DataError(f"{path}: shard {number} is not as MDS has it ({error!r}); fetch it again") from error
     return shards
 
 
@@ -304,7 +355,10 @@ def _token_column(index: Path, names: list[str], encodings: list[str]) -> int:
     arrays = named or [number for number in arrays if encodings[number] != "bytes"]
     if len(arrays) != 1:
         columns = ", ".join(f"{name} ({kind})" for name, kind in zip(names, encodings, strict=True))
-        raise DataError(f"{index} has no one column of ids (it has: {columns}); call it tokens, as ndarray:uint32")
+        raise DataError(
+            f"{index} has no one column of ids (it has: {columns}); call it tokens, as ndarray:uint32, or "
+            f"tokenise its text with spes tokenize"
+        )
     return arrays[0]
 
 
@@ -336,8 +390,8 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
 
 
 def _plain(index: Path, name: Any) -> str:
-    """Return a file name of an index, which must not lead out of its folder."""
-    if not isinstance(name, str) or name != Path(name).name or name in ("", ".."):  # guard: shard-file-name
+    """Return a file name of an index, which must not lead out of its folder; a merged index names subfolders."""
+    if not isinstance(name, str) or name.startswith("/") or ".." in Path(name).parts:  # guard: shard-file-name
         raise DataError(f"{index} names the file {str(name)[:100]!r}, which is no plain name; fetch the index again")
     return name
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from spes_p2p.cli import explain
 from spes_p2p.data.readers import TOKENS
-from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, is_mds_index, is_raw, mapped, open_shards
+from spes_p2p.data.shard_formats import DOCUMENTS_SUFFIX, Shard, is_mds_index, is_raw, listed, mapped, open_shards
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import (
     cache_folder,
@@ -27,7 +27,6 @@ from spes_p2p.fs import (
     file_state,
     matches,
     unmatched,
-    visible_files,
     write_atomic,
 )
 
@@ -183,13 +182,15 @@ def _expanded(path: Path) -> Iterator[Path]:
 
 def _in_folder(folder: Path) -> Iterator[Path]:
     """Yield a folder's manifests, or else its shards, and refuse files that are neither."""
-    files = visible_files(folder)
+    files = listed(folder)
     if manifests := [path for path in files if is_manifest(path)]:
         yield from manifests
         return
     num_found = 0
     for path in files:
         if path.suffix in (".npy", ".ds", ".idx") or is_mds_index(path):
+            if any(above / path.name in files for above in path.parents[1:]):
+                continue  # a merged index names its shards too
             num_found += 1
             yield path
         elif not (path.name.endswith(_SIDECARS) or path.name.endswith(FILE_LIST) or path.suffix == ".md"):

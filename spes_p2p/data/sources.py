@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.chat_rows import Unusable, conversation_files, records
+from spes_p2p.data.chat_rows import Unusable, conversation_files, names_text, records
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.readers import checked_text, read_file
+from spes_p2p.data.shard_formats import listed, with_mds_shards
 from spes_p2p.errors import ConfigError, DataError
-from spes_p2p.fs import content_digests, matches, unmatched, visible_files
+from spes_p2p.fs import content_digests, matches, unmatched
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
@@ -154,6 +155,8 @@ def _files_of(data: DataConfig, paths: Sequence[Path]) -> list[tuple[Path, str]]
         return _embedded_files()
     if (rows := conversation_files(data.paths)) is not None:
         return [(path, path.name) for path in rows]
+    if not paths and names_text(data):
+        return corpus_files(data.paths)
     if not paths:
         raise ConfigError(
             "this run trains on files (data.source=files); name yours with --text PATH ..., or conversations or token "
@@ -218,11 +221,13 @@ def corpus_files(paths: Sequence[Path], flag: str = "--text") -> list[tuple[Path
             raise unmatched(given, flag)
         for path in named:
             if path.is_dir():
-                if not (files := visible_files(path)):
-                    raise DataError(f"{path} holds no files; name a folder with text, jsonl or parquet files")
+                if not (files := with_mds_shards(listed(path))):
+                    raise DataError(
+                        f"{path} holds no files; name a folder with text, jsonl or parquet files, or MDS shards"
+                    )
                 found.extend((file, file.relative_to(path).as_posix()) for file in files)
             else:
-                found.append((path, path.name))
+                found.extend((file, file.name) for file in with_mds_shards([path]))
     return found
 
 

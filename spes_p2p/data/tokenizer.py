@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.chat_rows import conversation_files
+from spes_p2p.data.chat_rows import conversation_files, names_text
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.shards import shards_tokenizer
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
@@ -107,7 +107,7 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
     """
     if data.tokenizer is not None:
         return load_tokenizer(data.tokenizer)
-    if (shards := data.all_paths) and conversation_files(shards) is None:
+    if (shards := data.all_paths) and conversation_files(shards) is None and not names_text(data):
         if (kept := shards_tokenizer(shards)) is None:
             raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
         return _decode(kept, "the tokenizer beside the shards")
