@@ -30,7 +30,7 @@ from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
 from spes_p2p.errors import ConfigError, SpesError, in_flags
-from spes_p2p.presentation import printable, say
+from spes_p2p.presentation import printable, say, takes_escapes
 
 Settings = TypeVar("Settings", bound=BaseSettings)
 
@@ -563,7 +563,7 @@ ERASE_LINE = "\r\033[K"
 def _imported(module: str) -> Callable[[Any], int]:
     """Return a module's `main`; an interrupt while it is imported ends the process, which has begun nothing."""
     before = {number: signal.signal(number, end_at_once) for number in (signal.SIGINT, signal.SIGTERM)}
-    is_watched = sys.stderr.isatty()
+    is_watched = sys.stderr.isatty() and takes_escapes()
     if is_watched:
         sys.stderr.write("loading PyTorch and the rest of the program ...\r")
         sys.stderr.flush()

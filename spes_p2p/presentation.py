@@ -89,6 +89,11 @@ def problem_of(error: ValidationError) -> str:
     return printable(f"{where}: {problem['msg']}" if where else problem["msg"], MAX_QUOTE_CHARS)
 
 
+def takes_escapes() -> bool:
+    """Check whether this process's terminal, if there is one, is to be sent escape codes."""
+    return os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")  # https://no-color.org
+
+
 def say(text: str) -> None:
     """Print a line of a command's result; standard output holds results, not logs.
 
@@ -117,7 +122,7 @@ def qr_rows(text: str) -> tuple[str, ...]:
 def say_qr(text: str) -> None:
     """Print a text's QR code on a terminal that is wide enough for it, black on white, two modules to a character."""
     code = _qr(text)
-    if sys.stdout.isatty() and shutil.get_terminal_size().columns >= code.symbol_size(border=2)[0]:
+    if sys.stdout.isatty() and takes_escapes() and shutil.get_terminal_size().columns >= code.symbol_size(border=2)[0]:
         code.terminal(out := io.StringIO(), border=2, compact=True)
         say("\n".join(f"\x1b[97;40m{line}\x1b[0m" for line in out.getvalue().splitlines()))
 

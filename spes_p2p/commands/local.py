@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import select
+import shlex
 import shutil
 import signal
 import subprocess
@@ -212,7 +213,7 @@ def stop(children: Sequence[Child]) -> None:
 
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
-RUN_FILE = "run.yaml"
+RUN_FILE, PIDS_FILE = "run.yaml", "pids.txt"
 OWN_PATHS = ("text", "data")
 """The user's own files that the peers and the monitor read."""
 ENOUGH_TOKENS = 0.95
@@ -315,7 +316,7 @@ class Experiment:
     def run(self) -> int:
         """Run to the end; return 0 if the monitor saw the run finish."""
         out, run = self._config.output, self._config.run
-        out.mkdir(parents=True, exist_ok=True)
+        (out / "logs").mkdir(parents=True, exist_ok=True)
         run = run.model_copy(update={"round": run.round.model_copy(update={"min_peers": self._config.peers})})
         if not self._config.resume:
             settings = {"run": run.model_dump(mode="json"), **_own(self._config), "run_id": self._config.run_id}
@@ -386,7 +387,7 @@ class Experiment:
         output = self._folder(index)
         arguments = [
             *("--run-id", self._config.run_id, "--output", str(output), "--max-slots", str(self._max_slots or "auto")),
-            *("--threads", "1", "--device", "cpu", "--data-seed", str(index), "--host", "127.0.0.1"),
+            *("--threads", "1", "--data-seed", str(index), "--host", "127.0.0.1"),
             "--yes",  # the run is this user's own
             "--alone",  # on one machine no peer is cut off: one that does not answer is dead
             *("--cache", str(self._config.cache), "--log-level", self._config.log_level),
@@ -408,10 +409,11 @@ class Experiment:
         return self._spawn("monitor", "monitor", arguments, on_terminal=True)
 
     def _spawn(self, name: str, command: str, arguments: Sequence[str], *, on_terminal: bool = False) -> Child:
-        own = [word for flag, paths in _own(self._config).items() for path in paths for word in (f"--{flag}", path)]
         log = self._config.output / "logs" / f"{name}.log"
         fork = next(self._forks)
-        fork.run([command, *arguments, *own], log, on_terminal=on_terminal)
+        fork.run([command, *arguments, *_own_words(self._config)], log, on_terminal=on_terminal)
+        with open(log.parent / PIDS_FILE, "a" if self._peers else "w") as pids:
+            pids.write(f"{fork.pid}\n")
         return Child(name, fork, log)
 
     def _watch(self) -> int:
@@ -443,6 +445,11 @@ def _own(config: ExperimentConfig) -> dict[str, list[str]]:
     return {name: [_absolute(path, is_named=is_mixed) for path in paths] for name, paths in own.items()}
 
 
+def _own_words(config: ExperimentConfig) -> list[str]:
+    """Return the text and token shards as flags."""
+    return [word for flag, paths in _own(config).items() for path in paths for word in (f"--{flag}", path)]
+
+
 def _absolute(path: Path, *, is_named: bool) -> str:
     """Return a path from the root; in NAME=PATH only the path changes; a URL stays."""
     name, separator, rest = str(path).partition("=") if is_named else ("", "", str(path))
@@ -451,7 +458,7 @@ def _absolute(path: Path, *, is_named: bool) -> str:
 
 def _chosen(config: ExperimentConfig) -> dict[str, Any]:
     """Return what was chosen about the machine, about its checkpoints, and about its data."""
-    fields = (*MachineConfig.model_fields, *KeptRounds.model_fields, "skip_unusable")
+    fields = (*MachineConfig.model_fields, *KeptRounds.model_fields, "skip_unusable", "device")
     choices = {name: getattr(config, name) for name in fields if name in config.model_fields_set}
     return {name: value for name, value in choices.items() if value is not None}
 
@@ -467,10 +474,10 @@ def _flags(choices: Mapping[str, Any]) -> list[str]:
 
 def _opening(config: ExperimentConfig, link: str, slots: int, peer: Child) -> str:
     out = config.output
-    text = "".join(f" --{flag} {path}" for flag, paths in _own(config).items() for path in paths)
+    words = ["join", link, "--output", out / "peer-by-hand", "--max-slots", slots, "--threads", 1]
     return (
-        f"{config.peers} peers train run {config.run_id!r}; logs in {out / 'logs'}\n"
-        f"join by hand:  {_spes()} join {link} --output {out / 'peer-by-hand'} --max-slots {slots} --threads 1{text}\n"
+        f"{config.peers} peers train run {config.run_id!r}; logs and {PIDS_FILE} in {out / 'logs'}\n"
+        f"join by hand:  {_spes(*words, *_own_words(config))}\n"
         f"kill {peer.name}:   kill -KILL {peer.process.pid}\n"
         "stop:          Ctrl-C\n"
     )
@@ -478,13 +485,13 @@ def _opening(config: ExperimentConfig, link: str, slots: int, peer: Child) -> st
 
 def _summary(config: ExperimentConfig, code: int) -> str:
     out = config.output
-    resume = f"{_spes()} local --resume --output {out}"
+    resume = _spes("local", "--resume", "--output", out)
     if code:
         return f"\nstopped before the run's end; continue it:  {resume}"
     return _trained(config) + (
         f"\nmodel      {out / 'model'}  (an ordinary Hugging Face checkpoint)\n"
         f"report     {out / 'report.html'}\nmetrics    {out / METRICS_FILE}\nsettings   {out / RUN_FILE}\n\n"
-        f"evaluate:  {_spes()} evaluate {out / 'model'}\n"
+        f"evaluate:  {_spes('evaluate', out / 'model')}\n"
         f"resume:    {resume}   (after an interruption)\n"
         f"join:      while it runs, with the command printed at the start; it is in {out / 'logs' / 'peer-0.log'} too"
     )
@@ -507,11 +514,10 @@ def _trained(config: ExperimentConfig) -> str:
     return f"{said}\n"
 
 
-def _spes() -> str:
-    """Return the words that start this program on this machine, relative to the working directory where they can be."""
+def _spes(*words: object) -> str:
+    """Return a command of this program, for a shell of this machine in this working directory."""
     script = Path(sys.executable).parent / "spes"
-    if shutil.which("spes") == str(script):
-        return "spes"
-    words = script if script.exists() else Path(sys.executable)
-    shown = words.relative_to(Path.cwd()) if words.is_relative_to(Path.cwd()) else words
-    return str(shown) if script.exists() else f"{shown} -m spes_p2p"
+    file = script if script.exists() else Path(sys.executable)
+    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    start = "spes" if shutil.which("spes") == str(script) else shown
+    return shlex.join(map(str, [start, *([] if script.exists() else ["-m", "spes_p2p"]), *words]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import secrets
+import shlex
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -259,7 +260,7 @@ def _watch_again(output: Path, death: str, seconds: float) -> NoReturn:
         JoinError: it died so soon after the start that every restart would end the same way.
     """
     if seconds < LEAST_SECONDS:
-        raise JoinError(f"{death}; start this monitor again with --resume --output {output}")
+        raise JoinError(f"{death}; start this monitor again with --resume --output {shlex.quote(str(output))}")
     log.warning("%s; starting again with what this monitor has in %s", death, output)
     start_again()
 
@@ -287,10 +288,13 @@ def _watch(
         if (mode := settings.console) != "none":
             sinks.add("the console", lambda: ConsoleSink(manifest.run_id, mode))
         if settings.tensorboard:
-            sinks.add("TensorBoard", lambda: TensorboardSink(output / TENSORBOARD_DIRECTORY))
+            curves = output / TENSORBOARD_DIRECTORY
+            delete([curves])  # an earlier start may have been without --tensorboard
+            sinks.add("TensorBoard", lambda: TensorboardSink(curves), read_events(path))
         if settings.wandb:
             fields = {"name": settings.run_name, "watch": str(facts["watch"]), "config": facts["config"]}
-            sinks.add("W&B", lambda: WandbSink(output, project=settings.wandb_project, **fields))
+            before = [] if (output / "wandb").exists() else read_events(path)
+            sinks.add("W&B", lambda: WandbSink(output, project=settings.wandb_project, **fields), before)
         if page is not None:
             shown = page
             if path.exists():
@@ -298,6 +302,7 @@ def _watch(
                     shown.take(event)
             addresses = tuple(settings.initial_peers[:MAX_ADDRESSES])
             link = JoinLink(run_id=manifest.run_id, founder=manifest.founder, addresses=addresses).encode()
+            link += settings.flags_of_others(manifest.config)
             sinks.add("the page", lambda: PageSink(shown, facts, link))
         return Watch(
             *(swarm, amendments, archive, sinks.update, view),

@@ -17,7 +17,7 @@ from spes_p2p.config.commands import TokenizeConfig
 from spes_p2p.data.shards import ShardManifest
 from spes_p2p.data.tokenise import Progress, Settings, find_files, split_prefix, tokenise
 from spes_p2p.errors import ConfigError, in_flags
-from spes_p2p.presentation import say
+from spes_p2p.presentation import say, takes_escapes
 
 
 def main(config: TokenizeConfig) -> int:
@@ -47,7 +47,7 @@ def main(config: TokenizeConfig) -> int:
     )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+    with Bar(*columns, console=console, disable=not (console.is_terminal and takes_escapes())) as bar:
         task = bar.add_task("tokenising", total=None)
 
         def show(progress: Progress) -> None:

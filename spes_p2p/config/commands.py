@@ -216,6 +216,8 @@ class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     """Continue an interrupted experiment."""
     overwrite: bool = False
     """Delete what `output` holds and start anew."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the peers train."""
     wandb: bool = False
     """Log to Weights & Biases. Offline unless WANDB_MODE says otherwise."""
     cache: Path = Path("~/.cache/spes_p2p")
@@ -405,7 +407,6 @@ class AmendConfig(CommandConfig):
     model_config = SettingsConfigDict(env_prefix="SPES_AMEND_", cli_prog_name="spes amend", extra="ignore")
     file_keys: ClassVar[Collection[str]] = (*PeerConfig.model_fields, "folder")
     """Keys that its YAML file may have: it is the one that the founder started from, of which `run` alone counts."""
-    founds: ClassVar[bool] = False
 
     folder: CliPositionalArg[Path]
     """The --output of the founder's peer, which may be running; of another peer with --identity."""

@@ -69,16 +69,18 @@ class _ConfigSource(YamlConfigSettingsSource):
         settings, file = super().__call__(), self.settings_cls.model_config.get("yaml_file")
         own, given = (_schedule(state) for state in (settings, self.current_state))
         is_shipped = isinstance(file, Path) and file.resolve().parent == shipped("").resolve().parent
-        if is_shipped and "warmup_rounds" in own.keys() - given.keys():
-            train = settings["run"]["train"]
-            with contextlib.suppress(TypeError, ValueError):  # of what is no number; it is refused with all settings
-                before, after = (_num_rounds(state) for state in (own, own | given))
-                train["warmup_rounds"] *= max(0.0, min(1.0, after / before))
-            if not self.settings_cls.founds:  # type: ignore[attr-defined]  # an amendment cannot change it
-                del train["warmup_rounds"]
-            elif train["warmup_rounds"] < own["warmup_rounds"] and os.environ.get("RANK", "0") == "0":
+        if not is_shipped or "warmup_rounds" not in own or "warmup_rounds" in given:
+            return settings
+        train, warmup = settings["run"]["train"], settings["run"]["train"].pop("warmup_rounds")
+        if hasattr(self.settings_cls, "file_keys") or str(self.current_state.get("resume")).lower() == "true":
+            return settings  # an amended or resumed run has its own
+        with contextlib.suppress(TypeError, ValueError):  # of what is no number; it is refused with all settings
+            ends = ("total", "schedule_rounds")
+            before, after = (min(float(run[name]) for name in ends if run.get(name)) for run in (own, own | given))
+            train["warmup_rounds"] = warmup * max(0.0, min(1.0, after / before))
+            if after < before and os.environ.get("RANK", "0") == "0":
                 said = "the warm-up of %s is %g rounds, not %g, in a run of %g, not %g (--run.train.warmup-rounds)"
-                log.warning(said, Path(str(file)).name, train["warmup_rounds"], own["warmup_rounds"], after, before)
+                log.warning(said, Path(str(file)).name, train["warmup_rounds"], warmup, after, before)
         return settings
 
 
@@ -87,11 +89,6 @@ def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
     run = state.get("run")
     sections = [run.get(name) for name in ("train", "round")] if isinstance(run, dict) else []
     return {name: value for section in sections if isinstance(section, dict) for name, value in section.items()}
-
-
-def _num_rounds(schedule: Mapping[str, Any]) -> float:
-    """Return the rounds of the run, or of its schedule if that is shorter."""
-    return min(float(schedule[name]) for name in ("total", "schedule_rounds") if schedule.get(name))
 
 
 class CommandConfig(BaseSettings):
@@ -113,8 +110,6 @@ class CommandConfig(BaseSettings):
     """Finds the YAML file that `--config` names."""
     foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(hints)
     """Says what a key of SPES is called here."""
-    founds: ClassVar[bool] = True
-    """Whether the settings of the run are those of a new run."""
 
     @field_validator("*")
     @classmethod
@@ -205,6 +200,13 @@ class OwnData(Frozen):
     def shards(self) -> list[Path]:
         """This machine's token shards, or conversations."""
         return self.data
+
+    def flags_of_others(self, run: RunConfig) -> str:
+        """Return what others write behind `spes join LINK` to join a run that this machine takes part in."""
+        data = f" --{'data' if self.shards else 'text'} PATH" if run.data.source == "files" else ""
+        if run.data.mixture:
+            data = " --data " + " ".join(f"{source.name}=PATH" for source in run.data.mixture)
+        return data + (" --invite ..." if run.invite_only else "")
 
     def corpus(self, data: DataConfig) -> DataConfig:
         """Return the run's data settings with this machine's token shards or conversations, in place of the founder's.

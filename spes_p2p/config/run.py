@@ -434,17 +434,15 @@ class RunConfig(Frozen):
     @model_validator(mode="after")
     def _check_warmup(self, info: ValidationInfo) -> RunConfig:
         """Refuse a warm-up that would end after the run or its schedule."""
-        train, total, growing = self.train, self.round.total, self.round.growing
-        full = self.round.full_rounds(total)
-        grown = f" ({full:.4g} full rounds, with round.growing={growing})" if growing else ""
-        ends = [(full, f"is longer than round.total={total}{grown}")]
+        train, full = self.train, self.round.full_rounds(self.round.total)
+        grown = f" ({full:.4g} full rounds, with round.growing={self.round.growing})" if self.round.growing else ""
+        ends = [(full, f"is longer than round.total={self.round.total}{grown}")]
         if train.schedule_rounds is not None:
             ends.append((train.schedule_rounds, f"is longer than train.schedule_rounds={train.schedule_rounds}"))
         if train.schedule == "wsd":
-            horizon = train.schedule_rounds or full
-            begin = horizon * (1 - train.decay_fraction)
-            decay = f"the decay that train.decay_fraction={train.decay_fraction:g} begins at round {begin:.4g}"
-            ends.append((begin, f"reaches into {decay} of {horizon:.4g}"))
+            begin = (horizon := train.schedule_rounds or full) * (1 - train.decay_fraction)
+            decay = f"train.decay_fraction={train.decay_fraction:g} begins at round {begin:.4g} of {horizon:.4g}"
+            ends.append((begin, f"reaches into the decay that {decay}"))
         end, why = min(ends)
         longest = math.floor(1e4 * end + 1e-3) / 1e4  # as it is written
         if train.warmup_rounds > longest and info.context != FOUNDED:

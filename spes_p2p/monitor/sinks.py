@@ -7,7 +7,7 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -20,7 +20,7 @@ from rich.text import Text
 from spes_p2p.errors import SpesError
 from spes_p2p.monitor.events import Event, EventLog, Sink
 from spes_p2p.monitor.view import PeerView, RoundSummary, SwarmView, short_id, sync_share
-from spes_p2p.presentation import printable
+from spes_p2p.presentation import printable, takes_escapes
 from spes_p2p.swarm.names import slot_ranges
 
 log = logging.getLogger(__name__)
@@ -63,9 +63,12 @@ class Sinks:
         self._retry_seconds = retry_seconds
         self._places: list[_Place] = []
 
-    def add(self, name: str, open: Callable[[], Sink]) -> None:
-        """Open a sink and pass every later event and view on to it; raises what `open` raises."""
-        self._places.append(_Place(name, open, open()))
+    def add(self, name: str, open: Callable[[], Sink], before: Iterable[Event] = ()) -> None:
+        """Open a sink and pass earlier events, and every later event and view, on to it; raises what that raises."""
+        sink = open()
+        for event in before:
+            sink.take(event, self._view)
+        self._places.append(_Place(name, open, sink))
 
     def update(self, view: SwarmView, *, is_last: bool = False) -> None:
         """Pass a view and its events on."""
@@ -143,7 +146,7 @@ class ConsoleSink:
         self._run_id = run_id
         self._console = console or _Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
-        if mode == "live" or (mode == "auto" and self._console.is_terminal):
+        if mode == "live" or (mode == "auto" and self._console.is_terminal and takes_escapes()):
             self._live = Live(console=self._console, refresh_per_second=2)
             self._live.start()
 

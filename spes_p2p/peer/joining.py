@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import logging
 import re
+import shlex
 import socket
 import sys
 import threading
@@ -38,7 +39,7 @@ from spes_p2p.planner.memory import Setup, disk_bytes, fits, peer_bytes, shortag
 from spes_p2p.planner.size import ModelSize, free_gpu_bytes, free_memory_bytes, run_size
 from spes_p2p.planner.tables import params_text
 from spes_p2p.planner.traffic import newcomer_bytes, round_traffic
-from spes_p2p.presentation import say_qr, size_text
+from spes_p2p.presentation import say_qr, size_text, takes_escapes
 from spes_p2p.swarm.amendment import FILE, Amendments, check_kept_settings, kept_settings
 from spes_p2p.swarm.consensus import BALLOT
 from spes_p2p.swarm.consensus import FOLDER as CONSENSUS
@@ -85,7 +86,7 @@ def show_download(swarm: HivemindSwarm, num_bytes: int) -> None:
         num_bytes: What is to come; nothing shows nothing.
     """
     if num_bytes:
-        work = _bar if sys.stderr.isatty() else _lines
+        work = _bar if sys.stderr.isatty() and takes_escapes() else _lines
         threading.Thread(target=work, args=(swarm, num_bytes), name="download", daemon=True).start()
 
 
@@ -309,7 +310,7 @@ def kept(config: PeerConfig) -> Kept:
     if not any((config.output / name).exists() for name in ("versions", "checkpoint")):
         raise JoinError(
             f"--output {config.output} holds nothing of run {config.run_id!r} to resume; name another, and to keep the "
-            f"key that lies there, --identity {config.output / 'identity.key'}"
+            f"key that lies there, --identity {shlex.quote(str(config.output / 'identity.key'))}"
         )
     try:
         store, found = recover(config.output, config.run_name, config.resume_round)
@@ -425,10 +426,7 @@ def _enter(
     log.info("the model has %s parameters and learns from %s", params_text(size.total_params), run.data.in_words())
     _say_cost(swarm, size, num_slots, setup, config)
     link = JoinLink(run_id=run_id, founder=manifest.founder, addresses=tuple(addresses))
-    data = f" --{'data' if config.shards else 'text'} PATH" if run.data.source == "files" else ""
-    if run.data.mixture:
-        data = " --data " + " ".join(f"{source.name}=PATH" for source in run.data.mixture)
-    needs = data + (" --invite ..." if run.invite_only else "")
+    needs = config.flags_of_others(run)
     (config.output / LINK_FILE).write_text(f"{link.encode()}\n")
     (config.output / ADDRESS_FILE).write_text(f"{addresses[0]}\n")  # last: its readers wait for it
     log.info("others join with: spes join %s%s", link.encode(), needs)

@@ -155,6 +155,7 @@ class PeerPage:
             peer_id=self._swarm.peer_id,
             stage=stage,
             why=why,
+            committed=self._swarm.last().round,
             uptime_seconds=now - self._began,
             memory_bytes=self._memory,
             sent_bytes=sent,
@@ -196,7 +197,7 @@ def shown(
     view = SwarmView(run.num_slots, run.round.total, absence_seconds=run.round.heartbeat_seconds)
     facts = {"run_id": config.run_name, "config": run.model_dump(mode="json")}
     file = config.output / LINK_FILE
-    link = file.read_text().strip() if file.exists() else ""
+    link = file.read_text().strip() + config.flags_of_others(run) if file.exists() else ""
     state = PageState(replace(view, now=swarm.now()), facts, Own(swarm.peer_id, stage="joining"), link=link)
     verbs = Verbs(controls.act, config.output)
     page = Page(config.page, state, config.output, verbs)

@@ -16,6 +16,7 @@ import itertools
 import json
 import logging
 import random
+import shlex
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -266,7 +267,8 @@ def check_kept_settings(
             flag = f"--run.{name.replace('_', '-')}"
             remedy = f"set {flag} {known[-1]}"
             if name in CHANGEABLE:
-                remedy += f", or change the run's settings with: spes amend {output} {flag} {value}"
+                command = shlex.join(["spes", "amend", str(output), flag, str(value)])
+                remedy += f", or change the run's settings with: {command}"
             raise ConfigError(
                 f"{name} is {value!r} by the flags or --config, and the run that --resume goes on with has "
                 f"{known[-1]!r}; {remedy}"

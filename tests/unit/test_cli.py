@@ -588,7 +588,9 @@ def test_a_warm_up_that_a_person_has_set_is_refused_where_it_does_not_fit(comman
             load_settings(command, [*named, *words])
 
 
-def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):
+def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     words = [sys.executable, "-m", "spes_p2p", "health", "--output", str(tmp_path / "absent")]
     leader, follower = pty.openpty()
     with subprocess.Popen(words, stderr=follower, stdout=subprocess.DEVNULL) as shown:
@@ -598,6 +600,11 @@ def test_a_terminal_shows_that_the_program_loads_and_a_file_does_not(tmp_path):
     assert first.startswith(b"loading PyTorch"), first
     assert shown.returncode == 1, "it has not joined yet"
     assert b"loading" not in subprocess.run(words, capture_output=True).stderr
+    leader, follower = pty.openpty()
+    subprocess.run(words, stderr=follower, stdout=follower, env=os.environ | {"TERM": "dumb"})
+    os.close(follower)
+    assert b"\x1b" not in (shown := os.read(leader, 4096)) and b"not joined" in shown
+    os.close(leader)
 
 
 def test_paths_begin_at_home_where_the_shell_left_the_tilde(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -33,10 +35,11 @@ SHAPE = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "num_kv_heads": 2, 
 class Idle:
     """A child that does nothing: a monitor that ends at once, or a peer that runs on."""
 
-    pid = 0
+    pids = itertools.count(4711)
 
     def __init__(self, started: Words) -> None:
         self._started, self._code = started, None
+        self.pid = next(self.pids)
 
     def run(self, words: Sequence[str], log: Path, *, on_terminal: bool = False) -> None:
         assert words[0] == ("monitor" if log.stem == "monitor" else "peer")
@@ -227,6 +230,57 @@ def test_which_checkpoints_to_keep_is_passed_on_to_the_peers(tmp_path: Path, sta
     assert local.main(ExperimentConfig(run=run, peers=2, max_slots=8, keep_last=3, keep_every=5, **common)) == 0
     for name in ("peer-0", "peer-1"):
         assert {"--keep-last=3", "--keep-every=5"} <= set(started[name])
+
+
+@pytest.mark.parametrize("name", ["with space", "it's $HOME", "plain"])
+def test_printed_commands_are_what_a_shell_takes_for_them(
+    name: str, tmp_path: Path, started: Words, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, text = tmp_path / name / "out", tmp_path / name / "text.txt"
+    run = RunConfig.model_validate({"model": {**SHAPE, "num_experts": 8, "top_k": 2}, "data": {"source": "files"}})
+    config = ExperimentConfig(run=run, peers=2, max_slots=8, output=out, text=[text], cache=tmp_path / "cache")
+    assert local.main(config) == 0
+    printed = capsys.readouterr().out + local._summary(config, 1)
+    commands = dict(line.split(":  ", 1) for line in printed.splitlines() if ":  " in line)
+    del commands["join"]  # which says where the command is
+    words = {name: shlex.split(command.partition("   (")[0]) for name, command in commands.items()}
+    assert words["join by hand"][-6:] == ["--max-slots", "8", "--threads", "1", "--text", str(text)]
+    assert words["join by hand"][-8:-6] == ["--output", str(out / "peer-by-hand")]
+    assert words["evaluate"][-2:] == ["evaluate", str(out / "model")]
+    for resume in (words["resume"], words["stopped before the run's end; continue it"]):
+        assert resume[-4:] == ["local", "--resume", "--output", str(out)]
+    (out / local.RUN_FILE).write_text(yaml.safe_dump({"run": run.model_dump(mode="json"), "run_id": "local"}))
+    longer = load_settings(ExperimentConfig, ["--resume", "--output", str(out), "--run.round.total", "77"])
+    with pytest.raises(ConfigError, match="or change") as refused:
+        local._resumed(longer)
+    amend = ["spes", "amend", str(out / "peer-0"), "--run.round.total", "77"]
+    assert shlex.split(str(refused.value).rpartition("settings with: ")[2]) == amend
+
+
+def test_the_numbers_of_all_processes_lie_beside_the_logs(tmp_path: Path, started: Words) -> None:
+    run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
+    common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
+    for resume in (False, True):  # those of an earlier start are of other programs now
+        first = next(Idle.pids) + 1
+        assert local.main(ExperimentConfig(run=run, peers=PEERS, max_slots=SLOTS, resume=resume, **common)) == 0
+        written = (tmp_path / "out" / "logs" / "pids.txt").read_text()
+        assert written == "".join(f"{first + index}\n" for index in range(PEERS + 1))
+
+
+@pytest.mark.parametrize("device", [None, "auto", "cpu"])
+def test_peers_train_on_the_device_that_they_find_unless_one_is_chosen(
+    device: str | None, tmp_path: Path, started: Words
+) -> None:
+    run = RunConfig(model=ModelConfig(**SHAPE, num_experts=8, top_k=2), round=RoundConfig(min_peers=1))
+    chosen = {} if device is None else {"device": device}
+    common = {"output": tmp_path / "out", "cache": tmp_path / "cache"}
+    for more in ({"run": run, "peers": PEERS, "max_slots": SLOTS, **chosen}, {"resume": True}):
+        assert local.main(ExperimentConfig(**common, **more)) == 0
+        for name, words in started.items():
+            flags = words[words.index("--config") + 1] if "--config" in words else None
+            found = [word for word in words if word.startswith("--device")]
+            assert found == ([f"--device={device}"] if device and name != "monitor" else [])
+            assert flags is None or load_settings(PeerConfig, words[1:]).device == (device or "auto")
 
 
 def test_paths_of_sources_are_made_absolute_behind_their_names_and_addresses_stay(monkeypatch, tmp_path) -> None:

@@ -15,7 +15,9 @@ import pytest
 from spes_p2p.config import PeerConfig, RunConfig
 from spes_p2p.peer import page as peer_page
 from spes_p2p.peer.controls import Controls
+from spes_p2p.peer.joining import LINK_FILE
 from spes_p2p.peer.page import PeerPage, shown
+from spes_p2p.presentation import qr_rows
 from spes_p2p.swarm.records import Claim, Metrics, Progress
 from tests.unit.monitor.swarms import claim, peer_id, progress, report
 
@@ -33,6 +35,9 @@ class ScriptedSwarm:
 
     def now(self) -> float:
         return time.time()
+
+    def last(self) -> SimpleNamespace:
+        return SimpleNamespace(round=2)
 
     def known(self) -> None:
         return None
@@ -115,6 +120,39 @@ def test_a_page_shows_its_own_peer_while_the_dht_does_not_answer(
     wait_for(tmp_path, lambda state: state["now"]["at"] > first["now"]["at"])
     page.say("leaving", "others fetch what only this peer has")
     wait_for(tmp_path, lambda state: state["now"]["state"] == "leaving")
+
+
+@pytest.mark.parametrize(
+    ("own", "data", "flags"),
+    [
+        ({}, {}, ""),
+        ({"text": ["notes.txt"]}, {"source": "files"}, " --text PATH"),
+        ({"data": ["shards"]}, {"source": "files", "fingerprint": "0" * 64}, " --data PATH"),
+        (
+            {"data": ["web=a", "code=b"]},
+            {
+                "source": "files",
+                "mixture": [
+                    {"name": "web", "fingerprint": "0" * 64, "weights": [1]},
+                    {"name": "code", "fingerprint": "1" * 64, "weights": [1]},
+                ],
+            },
+            " --data web=PATH code=PATH",
+        ),
+    ],
+    ids=["embedded", "text", "shards", "mixture"],
+)
+def test_the_page_tells_others_the_flags_that_they_need_beside_the_link(
+    own: dict[str, Any], data: dict[str, Any], flags: str, swarm: ScriptedSwarm, tmp_path: Path
+) -> None:
+    (tmp_path / LINK_FILE).write_text("spes:run.abc\n")
+    config = PeerConfig(run_id="run", output=tmp_path, **own)
+    for is_closed in (False, True):
+        run = RunConfig.model_validate({"data": data, "invite_only": is_closed})
+        with shown(config, swarm, SimpleNamespace(run=run), Controls(tmp_path)):  # type: ignore[arg-type]
+            state = wait_for(tmp_path, lambda state: "link" in state["run"])
+        assert state["run"]["link"] == f"spes:run.abc{flags}{' --invite ...' if is_closed else ''}"
+        assert state["run"]["code"] == list(qr_rows("spes:run.abc")), "what a phone reads is the link alone"
 
 
 def test_a_peer_without_a_page_has_none(swarm: ScriptedSwarm, tmp_path: Path) -> None:

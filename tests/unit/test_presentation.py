@@ -12,6 +12,15 @@ HOSTILE = "<b>&\"'"
 ESCAPED = "&lt;b&gt;&amp;&quot;&#x27;"
 
 
+def test_no_escape_codes_go_where_they_are_not_wanted(monkeypatch):
+    for variables, takes in (({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({"NO_COLOR": "1"}, False)):
+        monkeypatch.delenv("NO_COLOR", raising=False)
+        monkeypatch.setenv("TERM", "vt100")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        assert presentation.takes_escapes() is takes
+
+
 def test_every_string_of_a_page_is_escaped():
     table = presentation.table([HOSTILE], [[HOSTILE]])
     section = presentation.section(HOSTILE, table, caption=HOSTILE)

@@ -10,7 +10,6 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any, NamedTuple
 
 from spes_p2p.monitor.events import Event
@@ -65,6 +64,7 @@ class Own:
         peer_id: This peer.
         stage: Where it is in its life; "" where the swarm's state is its own.
         why: What holds it there.
+        committed: Newest round with a certificate that it knows.
         uptime_seconds: Since the page was started.
         memory_bytes: Memory of this process and its children, pages that they share counted once.
         sent_bytes: Since the peer's start.
@@ -77,6 +77,7 @@ class Own:
     peer_id: str
     stage: str = ""
     why: str = ""
+    committed: int = 0
     uptime_seconds: float = 0.0
     memory_bytes: int = 0
     sent_bytes: int = 0
@@ -98,7 +99,7 @@ class PageState:
         facts: More lines about the run, by name.
         baselines: Held-out loss over tokens of other ways to train the same model, by name.
         control: What this machine's owner has asked, and what it amounts to; empty where nothing can be asked.
-        link: By which others join; "" where the page does not show it.
+        link: By which others join, and the flags that they need; "" where the page does not show it.
     """
 
     view: SwarmView
@@ -128,22 +129,25 @@ class Snapshots:
     def of(self, state: PageState) -> Sections:
         """Return the page's sections."""
         view, own = state.view, state.own
+        is_whole = view.is_reported(view.published) or not view.absence_seconds  # in a report nothing is to come
+        numbers = [number for number in view.rounds if number < view.published or is_whole]
+        newest = view.rounds[numbers[-1]] if numbers else None
         shown = _shown_peers(view, own)
         keys = {peer.peer_id: _key(peer.peer_id) for peer in shown}
         return {
             "run": _run(state),
             "now": _now(state),
-            "figures": _figures(view, own),
+            "figures": _figures(view, own, newest),
             # Median seconds, by which the page guesses the time left.
-            "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
-            "rounds": self._rounds(view, own),
+            "phases": {phase: _digits(newest.phases[phase], 3) for phase in PHASES} if newest else {},
+            "rounds": self._rounds(view, own, thinned(numbers, MAX_ROUNDS)),
             "held_out": {
                 str(number): [view.tokens_until(number), _digits(view.held_out[number], 5)]
                 for number in thinned(list(view.held_out), MAX_ROUNDS)
             },
             "coverage": {str(slot): holders for slot, holders in enumerate(view.coverage)},
             "peers": {keys[peer.peer_id]: _peer(peer, view, own) for peer in shown},
-            "matrix": {keys[peer.peer_id]: _cells(peer) for peer in shown if peer.state != "left" and peer.slots},
+            "matrix": {keys[peer.peer_id]: _cells(peer) for peer in shown if peer.state == "active" and peer.slots},
             "events": dict(self._words),
             "samples": _samples(view),
             "baselines": {
@@ -153,8 +157,7 @@ class Snapshots:
             "control": dict(state.control),
         }
 
-    def _rounds(self, view: SwarmView, own: Own | None) -> dict[str, list[Any]]:
-        numbers = thinned(list(view.rounds), MAX_ROUNDS)
+    def _rounds(self, view: SwarmView, own: Own | None, numbers: Sequence[int]) -> dict[str, list[Any]]:
         for number in numbers:
             made_of = view.rounds[number], view.totals[number], own.rounds.get(number) if own else None
             if number not in self._rows or self._rows[number][0] != made_of:
@@ -212,7 +215,7 @@ def _run(state: PageState) -> dict[str, Any]:
         "me": _key(state.own.peer_id) if state.own else None,
         "facts": {printable(name, MAX_QUOTE_CHARS): printable(fact) for name, fact in state.facts.items() if fact},
         "columns": list(COLUMNS),
-        **({"link": state.link, "code": list(qr_rows(state.link))} if state.link else {}),
+        **({"link": state.link, "code": list(qr_rows(state.link.split()[0]))} if state.link else {}),
     }
 
 
@@ -235,7 +238,8 @@ def _now(state: PageState) -> dict[str, Any]:
     name, why = (own.stage, own.why) if own and own.stage else (state.stage, "")
     if not name:
         name, why = swarm_state(view)
-    number = min(max(view.round, view.published + 1), view.total_rounds)
+    committed = max(view.published, own.committed if own else 0)
+    number = min(max(view.round, committed + bool(view.active), 1), view.total_rounds)
     return {"at": round(view.now, 1), "state": name, "why": why, "round": number, "ends_at": round(view.ends_at, 1)}
 
 
@@ -259,14 +263,13 @@ def swarm_state(view: SwarmView) -> tuple[str, str]:
 
 def _is_silent(peer: PeerView, view: SwarmView) -> bool:
     """Tell whether a claim has been missing for half of the time after which its peer counts as gone."""
-    return peer.state != "left" and view.now - peer.last_seen >= view.absence_seconds / 2
+    is_past = view.published >= view.total_rounds or not view.absence_seconds
+    return not is_past and peer.state != "left" and view.now - peer.last_seen >= view.absence_seconds / 2
 
 
-def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
-    whole = [report for (number, _), report in view.reports.items() if number == view.published]
+def _figures(view: SwarmView, own: Own | None, summary: RoundSummary | None) -> dict[str, Any]:
     newest = [peer.report for peer in view.peers.values() if peer.report is not None]
     held_out = [loss for loss in view.held_out.values() if math.isfinite(loss)]
-    summary = view.newest
     figures: dict[str, Any] = {
         "tokens": view.tokens,
         "since": next(iter(view.rounds), 1),
@@ -281,7 +284,7 @@ def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
         "covered": view.num_covered,
         "single": sum(holders == 1 for holders in view.coverage),
         "sent": sum(report.bytes_out for report in newest),
-        "not_training": _digits(median(map(sync_share, whole)), 3) if whole else None,
+        "not_training": _digits(summary.sync_share, 3) if summary else None,
         "agreed": sum(round.agreement == 1.0 for round in view.rounds.values()),
         "rounds": len(view.rounds),
     }

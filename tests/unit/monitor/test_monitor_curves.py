@@ -8,10 +8,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from spes_p2p.cli import load_settings
 from spes_p2p.commands import monitor
+from spes_p2p.config import RunConfig
 from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.monitor.curves import PrometheusText, TensorboardSink, WandbSink
@@ -159,6 +163,40 @@ def test_a_restarted_monitor_goes_on_in_the_same_run_of_wandb(tmp_path: Path, no
     logs = b"".join(log.read_bytes() for run in runs for log in run.glob("*.wandb"))
     for key in ("swarm/loss", "swarm/covered_slots", f"peer/{short_id(peer_id(0))}/loss"):
         assert key.encode() in logs
+
+
+@pytest.mark.parametrize("first_flags", [["--resume"], ["--resume", "--tensorboard"]], ids=["without", "with"])
+def test_a_monitor_that_resumes_with_tensorboard_shows_the_rounds_before_each_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_flags: list[str]
+) -> None:
+    pytest.importorskip("tensorboardX")
+    views = odd_history(4)
+    swarm = SimpleNamespace(now=lambda: 1.0)
+    run = RunConfig.model_validate({"model": {"num_experts": NUM_SLOTS}, "round": {"total": TOTAL_ROUNDS}})
+    manifest = SimpleNamespace(config=run, run_id="run", founder=peer_id(0), software="1", vocab_size=9)
+
+    class Watched:
+        """Stands for the swarm: it shows two rounds in each watch."""
+
+        def __init__(self, *arguments: Any, **more: Any) -> None:
+            self.update, self.view = arguments[3], arguments[4]
+
+        def run(self) -> monitor.Ending:
+            for view in views[self.view.published + 1 : self.view.published + 3]:
+                self.update(view.evaluated(view.published, 1.0))
+            return monitor.Ending.STOPPED
+
+    monkeypatch.setattr(monitor, "Watch", Watched)
+    for flags in (first_flags, ["--resume", "--tensorboard"]):
+        words = ["--run-id", "run", "--initial-peers", "x", "--output", str(tmp_path), "--console", "none", *flags]
+        settings = load_settings(MonitorConfig, words)
+        amendments = SimpleNamespace(swarm=swarm)
+        monitor._watch(
+            settings, tmp_path, amendments, manifest, None, SimpleNamespace(save=print, evaluated=print), None
+        )  # type: ignore[arg-type]
+    found = [(step, tag) for step, tag, _ in tensorboard_entries(tmp_path / "tensorboard")]
+    assert sorted(step for step, tag in found if tag == "swarm/loss") == [1, 2, 3, 4]
+    assert sorted(step for step, tag in found if tag == "swarm/held_out_loss") == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("package", ["wandb", "tensorboardX"])

@@ -148,6 +148,37 @@ def test_cells_tell_trained_slots_from_new_claims() -> None:
     assert sections(view)["matrix"] == {key(0): "0-1|2,5"}
 
 
+@pytest.mark.parametrize("number", [1, 2, 5])
+def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_reported(number: int) -> None:
+    claims, before = [claim(index, [index]) for index in range(3)], small_history(number - 1)[-1]
+    few = [report(index, number, num_members=3, loss=1.0 + index, tokens_per_second=7.0) for index in range(2)]
+    view = fold(before, snapshot(99.0, claims, few, {0: number, 1: number, 2: number}))
+    assert view.published == number
+    assert list(sections(view)["rounds"]) == list(sections(before)["rounds"]) == [str(n) for n in range(1, number)]
+    of_view, of_before = (sections(each)["figures"] for each in (view, before))
+    assert all(of_view[name] == of_before[name] for name in ("loss", "speed", "not_training"))
+    assert sections(view)["phases"] == sections(before)["phases"]
+    whole = fold(view, snapshot(99.5, claims, [report(2, number, num_members=3, loss=3.0)]))
+    assert sections(whole)["rounds"][str(number)][1] == sections(whole)["figures"]["loss"] == 2.0
+    next_one = [report(index, number + 1, num_members=2) for index in range(2)]
+    without = sections(fold(view, snapshot(100.0, claims[:2], next_one, {0: number + 1, 1: number + 1})))
+    assert str(number) in without["rounds"], "a member that has died reports no more"
+
+
+@pytest.mark.parametrize("committed", [0, 2, 49, 50])
+def test_a_waiting_peer_shows_the_committed_round_and_no_slot_as_its_own_that_none_holds(committed: int) -> None:
+    view = replace(empty_view(), total_rounds=50)
+    view = fold(view, snapshot(1.0, [claim(0, [0, 1, 5], state="joining")]))
+    shown = sections(view, Own(peer_id(0), stage="joining", committed=committed))
+    assert shown["now"]["round"] == max(1, committed), "no round is trained"
+    assert set(shown["coverage"].values()) == {0} and shown["matrix"] == {}
+    begun = fold(view, snapshot(2.0, [claim(0, [0, 1, 5])], rounds={0: committed + 1}))
+    shown = sections(begun, Own(peer_id(0), committed=committed))
+    assert shown["now"]["round"] == min(committed + 1, 50)
+    assert {int(slot) for slot, holders in shown["coverage"].items() if holders} == {0, 1, 5}
+    assert shown["matrix"] == {key(0): "|0-1,5"}
+
+
 def test_events_are_told_in_words() -> None:
     log, view, words = EventLog(empty_view()), empty_view(), []
     for taken in (

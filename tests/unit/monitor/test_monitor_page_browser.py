@@ -109,8 +109,8 @@ def test_the_page_is_drawn_follows_a_commit_fits_a_phone_and_runs_no_markup(tmp_
 
 
 def test_the_link_and_its_qr_code_are_those_of_the_run(tmp_path: Path) -> None:
-    link = f"spes:run.{'eNqVzMEOgiAY' * 20}"
-    page = Page("127.0.0.1", PageState(history()[-1], RUN, link=link), tmp_path)
+    link, flags = f"spes:run.{'eNqVzMEOgiAY' * 20}", " --data web=PATH code=PATH --invite ..."
+    page = Page("127.0.0.1", PageState(history()[-1], RUN, link=link + flags), tmp_path)
     matrix = segno.make(link, error="l", micro=False, boost_error=False).matrix
 
     async def work(open_tab: Callable[[], Awaitable[Tab]]) -> None:
@@ -118,7 +118,7 @@ def test_the_link_and_its_qr_code_are_those_of_the_run(tmp_path: Path) -> None:
         await tab.open(page.address, width=390, height=844)
         await tab.wait_for(IS_DRAWN)
         await tab.evaluate("document.getElementById('join-box').open = true")
-        assert await tab.evaluate("document.getElementById('link').textContent") == f"spes join {link}"
+        assert await tab.evaluate("document.getElementById('link').textContent") == f"spes join {link}{flags}"
         dots = await tab.evaluate(
             "(() => { const c = document.getElementById('code'), p = c.getContext('2d'); return Array.from({length: "
             "c.height / 4}, (_, y) => Array.from({length: c.width / 4}, (_, x) => "

@@ -16,7 +16,8 @@ from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.monitor.events import JsonlSink
 from spes_p2p.monitor.report import standalone, write_report
 from spes_p2p.monitor.sinks import Sinks
-from tests.unit.monitor.swarms import NUM_SLOTS, TOTAL_ROUNDS, empty_view, peer_id, small_history
+from spes_p2p.monitor.view import SwarmView, fold
+from tests.unit.monitor.swarms import NUM_SLOTS, TOTAL_ROUNDS, claim, empty_view, peer_id, small_history, snapshot
 
 FACTS = {"run_id": "run", "num_slots": NUM_SLOTS, "total_rounds": TOTAL_ROUNDS}
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror='alert(2)'>\"&<!--"
@@ -67,6 +68,23 @@ def test_the_report_holds_the_runs_figures_rounds_peers_and_baselines(tmp_path: 
     assert {peer_id(index)[-10:] for index in range(2)} == set(data["peers"])
     assert data["baselines"] == {"solo peer": [[0, 6.0], [3000, 5.0]]} and data["run"]["facts"] == {"run": "finished"}
     assert any("round 3: 2 peers" in words for _, words in data["events"].values())
+
+
+@pytest.mark.parametrize("num_rounds", [2, TOTAL_ROUNDS], ids=["stopped", "finished"])
+def test_a_report_calls_no_peer_silent_and_shows_a_last_round_that_lacks_a_report(tmp_path: Path, num_rounds) -> None:
+    sinks = Sinks(empty_view())
+    sinks.add("metrics", lambda: JsonlSink(tmp_path / "metrics.jsonl", FACTS, 0.0))
+    history = small_history(num_rounds)
+    dead = peer_id(1)
+    reports = {key: value for key, value in history[-1].reports.items() if key != (num_rounds, dead)}
+    last = SwarmView(NUM_SLOTS, TOTAL_ROUNDS, 10.0, history[-1].now, num_rounds, history[-1].peers, reports)
+    for view in (*history[:-1], last, fold(last, snapshot(last.now + 7.0, [claim(0, [0])]))):
+        sinks.update(view)
+    sinks.close()
+    data = Page(write_report(tmp_path)).data
+    assert {peer[0] for peer in data["peers"].values()} == {"active"}
+    assert data["now"]["state"] == ("finished" if num_rounds == TOTAL_ROUNDS else "training")
+    assert str(num_rounds) in data["rounds"]
 
 
 def test_hostile_strings_stay_inside_the_data(tmp_path: Path) -> None:

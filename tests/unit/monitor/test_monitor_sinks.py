@@ -246,6 +246,20 @@ def test_the_live_table_draws_markup_and_control_characters_as_text() -> None:
     assert "[bold red]" in text and "\x1b" not in text and "\x07" not in text
 
 
+@pytest.mark.parametrize("variable", [{"TERM": "dumb"}, {"NO_COLOR": "1"}, {}], ids=["dumb", "no-color", "terminal"])
+def test_a_terminal_that_takes_no_escape_codes_gets_plain_lines(
+    variable: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variable.items():
+        monkeypatch.setenv(name, value)
+    stream = io.StringIO()
+    feed(shown_by(ConsoleSink("run", "auto", Console(file=stream, width=99, force_terminal=True))), small_history(3))
+    assert ("\x1b" in stream.getvalue()) != bool(variable)
+    assert stream.getvalue().startswith("round 0/20: held-out") == bool(variable)
+
+
 def test_a_live_console_draws_and_stops() -> None:
     stream = io.StringIO()
     sink = ConsoleSink("run", "live", Console(file=stream, width=120, force_terminal=True))
