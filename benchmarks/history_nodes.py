@@ -125,6 +125,8 @@ class Node:
         self.disk: Ballot | None = None
         self.chain: list[Certificate] = []
         """Certificates on disk."""
+        self.final = 0
+        """The last final round, on disk with them."""
         self.backup: tuple[Ballot | None, list[Certificate]] | None = None
         self.heard: dict[str, float] = {}
         self.is_up = False
@@ -145,7 +147,7 @@ class Node:
         self.decider = Decider(
             self.keys,
             self,
-            Chain(self.genesis, self.chain),
+            Chain(self.genesis, self.chain, self.final),
             RULES,
             self.disk,
             self._save,
@@ -175,6 +177,7 @@ class Node:
 
     def _certified(self, certificate: Certificate) -> None:
         self.chain = list(self.decider.chain.certificates)
+        self.final = self.decider.chain.final
         if self.is_honest:
             self.world.certified[certificate.body.digest] = certificate.body
             if not certificate.body.shrunk:

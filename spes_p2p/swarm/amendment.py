@@ -26,7 +26,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import FOUNDED, RunConfig, RunId
-from spes_p2p.errors import AbsentError, ConfigError, ExchangeError, JoinError, RecordError
+from spes_p2p.errors import ConfigError, ExchangeError, JoinError, RecordError
 from spes_p2p.fs import write_atomic
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import Body
@@ -34,15 +34,15 @@ from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.hivemind_swarm import HivemindSwarm
 from spes_p2p.swarm.ledger import Ledger
 from spes_p2p.swarm.manifest import Manifest, pull_document
-from spes_p2p.swarm.records import Digest, ManifestRecord
+from spes_p2p.swarm.records import Digest, ManifestRecord, Progress, Record
 
 log = logging.getLogger(__name__)
 
 FILE = "amendment.json"
 """In a peer's output: the founder's newest amendment, as `spes amend` writes it; a running peer looks for it."""
 MAX_FILE_BYTES = 2**18
-TRIES = 20
-RETRY_SECONDS = 3.0
+FETCH_SECONDS = 5.0
+"""Time to fetch a change's document, in which this peer does not train."""
 MAX_ASKED = 16
 DEALT_ROUNDS, ROOM_ROUNDS = 6, 12
 """Rounds' batches beyond the newest trained one that may be dealt already; and with room until the next certificate."""
@@ -305,21 +305,21 @@ class Amendments:
         self._file_seen = 0
         self._number = 0
         self._refused: set[str] = set()
+        self._missed: set[str] = set()
         self.run = manifest.config
 
     def look(self) -> RunConfig | None:
-        """Take over what is in force after the last certificate; return the settings if they have changed.
-
-        Raises:
-            AbsentError: the certificate names an amendment that no peer sent.
-        """
+        """Take over what is in force after the last certificate; return the settings if they have changed."""
         before, last = self.run, self.swarm.last()
-        if last.amendment is not None and last.amendment.round > self._number:
-            self._take(last.amendment, self._fetch(last.amendment))
+        named = last.amendment
+        if named is not None and named.round > self._number and (document := self._fetch(named)) is not None:
+            self._take(named, document)
         self._read_file()
         is_over = last.round >= self.run.round.total
         if is_over:
             self._ask()
+        else:
+            self._read_on(self.swarm.read(Progress))
         known = self.swarm.versions().get(AMENDMENT)
         if known is not None and known.round > self._number and self._is_possible(known, last):
             self.swarm.consensus.offer(known)
@@ -378,6 +378,15 @@ class Amendments:
             log.info("amendment %d is in %s; the next certificate names it", found.version.round, self._file)
             self.swarm.keep_document(found.version, found.document)
 
+    def _read_on(self, records: Mapping[str, Record]) -> None:
+        """Fetch an amendment that others say they have: no voter votes for one that it has not read."""
+        known = self.swarm.versions().get(AMENDMENT)
+        mine = max(self._number, known.round if known is not None else 0)
+        having = [peer for peer, record in records.items() if getattr(record, "amendment", 0) > mine]
+        if having:
+            asked = random.sample(having, min(len(having), MAX_ASKED))
+            pull_document(self.swarm, AMENDMENT, asked, self._manifest.founder, mine + 1, seconds=FETCH_SECONDS)
+
     def _ask(self) -> None:
         """Fetch an amendment that other peers have and no certificate names."""
         peers = self._peers()
@@ -393,25 +402,22 @@ class Amendments:
         peers = [peer for peer in self.swarm.read(ManifestRecord) if peer != self.swarm.peer_id]
         return random.sample(peers, min(len(peers), MAX_ASKED))
 
-    def _fetch(self, named: Version) -> bytes:
-        """Return the document that a certificate names.
-
-        Raises:
-            AbsentError: no peer sent it.
-        """
-        failure = ""
-        for _ in range(TRIES):
-            try:
-                return self.swarm.load_document(AMENDMENT, named.digest)
-            except ExchangeError as error:
-                failure = str(error)
-            if peers := self._peers():
-                failed = pull_document(self.swarm, AMENDMENT, peers, self._manifest.founder, digest=named.digest)
-                if not failed:
-                    return self.swarm.load_document(AMENDMENT, named.digest)
-                failure = failed
-            if self.swarm.wait(RETRY_SECONDS):
-                break
-        raise AbsentError(
-            f"no peer sent amendment {named.round} of the run's settings: {failure}; start again with --resume"
-        )
+    def _fetch(self, named: Version) -> bytes | None:
+        """Return the document that a certificate names; None if no peer sends it now."""
+        with contextlib.suppress(ExchangeError):
+            return self.swarm.load_document(AMENDMENT, named.digest)
+        failure, peers = "no peer is in reach", self._peers()
+        if peers:
+            failure = pull_document(
+                self.swarm, AMENDMENT, peers, self._manifest.founder, digest=named.digest, seconds=FETCH_SECONDS
+            )
+        if not failure:
+            return self.swarm.load_document(AMENDMENT, named.digest)
+        if named.digest not in self._missed:
+            self._missed.add(named.digest)
+            log.warning(
+                "cannot fetch amendment %d of the run's settings: %s; going on with the old settings, and asking again "
+                "each round",
+                *(named.round, failure),
+            )
+        return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,9 +12,12 @@ from spes_p2p.errors import ConfigError
 from spes_p2p.fs import sync, write_atomic
 from spes_p2p.swarm.certificate import MAX_SENT, Body, Certificate, Certificates, Digest, Document, Point, signers
 from spes_p2p.swarm.p2p.identity import IdentityKeys
+from spes_p2p.swarm.records import Count
 
 MAX_RECENT = 512
 """Certificates in a row that a chain keeps; when there are more, it thins the older half out."""
+FINAL_AFTER = 8
+"""Unshrunk certificates in a row, each in time, that make the one before them final."""
 PublicKey = Annotated[str, Field(max_length=1024)]
 Skips = Callable[[Certificate, Body], bool]
 """Tells whether more than half of a body's voters have signed a later certificate."""
@@ -27,10 +30,14 @@ class Chain:
         start: The run's genesis.
         certificates: What an earlier process has kept, in order. Where one does not extend the one before it, more
             than half of that one's voters have signed it.
+        final: Last round that no other branch replaces.
     """
 
-    def __init__(self, start: Body, certificates: Sequence[Certificate] = ()) -> None:
+    def __init__(self, start: Body, certificates: Sequence[Certificate] = (), final: int = 0) -> None:
         self.start = start
+        self.final = final
+        self._num_in_time = 0
+        """Unshrunk certificates in a row that have come in time, up to the last one."""
         gap, previous = -1, start
         for at, certificate in enumerate(certificates):
             if certificate.body.previous != previous.digest:
@@ -89,14 +96,17 @@ class Chain:
         bodies = [kept[-1 - step].body for step in back if step < len(kept)]
         return tuple(Point(round=body.round, digest=body.digest) for body in (*bodies, self.start))
 
-    def add(self, certificate: Certificate, skips: Skips) -> None:
+    def add(self, certificate: Certificate, skips: Skips, *, is_in_time: bool = False) -> None:
         """Append a certificate; drop those of its round and later, which are of another branch.
 
         Args:
             certificate: It extends a recent body, or `skips` the last one.
             skips: Checks signatures, so that other peers can follow the certificates that are left.
+            is_in_time: It has come soon after its round, so it helps to make an earlier one final. From a shrunk one on
+                nothing is final while that is recent, so that halves can come together.
         """
         body = certificate.body
+        self._num_in_time = self._num_in_time + 1 if is_in_time and not body.shrunk else 0
         if body.round > self.last.round + 1:
             self._old = [*_thinned(self.start, self.certificates, skips), certificate]
             self._recent = []
@@ -107,10 +117,14 @@ class Chain:
             half = MAX_RECENT // 2
             self._old = _thinned(self.start, [*self._old, *self._recent[:half]], skips)
             del self._recent[:half]
+        is_whole = not any(each.body.shrunk for each in self._recent)  # guard: healing-halves
+        if self._num_in_time >= FINAL_AFTER and is_whole:
+            self.final = max(self.final, body.round - FINAL_AFTER)
 
     def cut(self, round: int) -> None:
         """Drop the certificates after a round that `body_at` knows."""
         del self._recent[round - self._base.round :]
+        self.final = min(self.final, round)
 
 
 def _thinned(start: Body, certificates: Sequence[Certificate], skips: Skips) -> list[Certificate]:
@@ -133,6 +147,8 @@ class Link(Document):
     keys: tuple[PublicKey, ...] = ()
     start: Digest | None = None
     """Digest of the run's genesis, in the first line."""
+    final: Count = 0
+    """The chain's last final round, when the line was written."""
 
 
 class ChainFile:
@@ -171,10 +187,10 @@ class ChainFile:
             ) from error
         if links and links[0].start != self._start.digest:
             raise ConfigError(f"{self._path} is of another run; name another --output")
-        chain = Chain(self._start, [link.certificate for link in links])
+        chain = Chain(self._start, [link.certificate for link in links], links[-1].final if links else 0)
         self._num_lines = len(links)
         if len(links) < len(lines):
-            self._rewrite(chain.certificates)
+            self._rewrite(chain)
         return chain
 
     def save(self, chain: Chain) -> None:
@@ -182,7 +198,7 @@ class ChainFile:
         if self._num_lines and len(chain) == self._num_lines + 1:
             try:
                 with self._path.open("ab") as stream:
-                    stream.write(self._line(chain.certificates[-1]))
+                    stream.write(self._line(chain.certificates[-1], chain.final))
                     stream.flush()
                     sync(self._path)
             except OSError:  # a full disk: the line may be torn, so the next one must not follow it  # guard: torn-line
@@ -190,24 +206,24 @@ class ChainFile:
                 raise
             self._num_lines += 1
         else:
-            self._rewrite(chain.certificates)
+            self._rewrite(chain)
 
-    def _rewrite(self, certificates: Iterable[Certificate]) -> None:
+    def _rewrite(self, chain: Chain) -> None:
         self._saved.clear()
         self._num_lines = 0
         try:
             with write_atomic(self._path) as stream:
-                for certificate in certificates:
-                    stream.write(self._line(certificate))
+                for certificate in chain.certificates:
+                    stream.write(self._line(certificate, chain.final))
                     self._num_lines += 1
         except OSError:  # a full disk: the file is the old one, perhaps with a torn line
             self._num_lines = 0
             raise
         sync(self._path.parent)
 
-    def _line(self, certificate: Certificate) -> bytes:
+    def _line(self, certificate: Certificate, final: int) -> bytes:
         new = signers(Certificates(certificates=(certificate,))) - self._saved
         self._saved |= new
         keys = tuple(key for peer in sorted(new) if (key := self._keys.public_key(peer)))
         start = None if self._num_lines else self._start.digest
-        return Link(certificate=certificate, keys=keys, start=start).encode() + b"\n"
+        return Link(certificate=certificate, keys=keys, start=start, final=final).encode() + b"\n"

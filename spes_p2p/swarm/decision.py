@@ -11,8 +11,7 @@ may be lost, repeated or late: what a decision needs is sent again by the next a
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
 
 from spes_p2p.swarm.certificate import (
     ABSENT_ROUNDS,
@@ -45,31 +44,14 @@ from spes_p2p.swarm.certificate_checks import newest_amendment, newest_voted
 from spes_p2p.swarm.chain import Chain
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.ledger import Ledger
-from spes_p2p.swarm.votes import WATCHED_ROUNDS, Ballot, Own, Refusal, Rules, Statements, Voter
+from spes_p2p.swarm.votes import WATCHED_ROUNDS, Ballot, Network, Own, Refusal, Rules, Statements, Voter
 
 log = logging.getLogger(__name__)
 
 MAX_SLOWER = 20
 """Largest multiple of an attempt's time that a later attempt is given."""
-
-
-class Network(Protocol):
-    """What a decider needs of the swarm. No call waits for an answer."""
-
-    def send(self, peer: str, message: Message) -> None:
-        """Send a message, which may be lost; one to this peer itself arrives after the call."""
-
-    def later(self, seconds: float, action: Callable[[], None]) -> None:
-        """Call `action` after some time, never while another call into the decider runs."""
-
-    def now(self) -> float:
-        """Return the DHT time."""
-
-    def peers(self) -> Collection[str]:
-        """Return the peers that follow the run, this one included."""
-
-    def is_gone(self, peer: str) -> bool:
-        """Tell whether a peer's lease has run out, as far as this peer knows."""
+MIN_SECONDS_APART = 0.5
+"""Certificates that come closer together were made in advance, and all but the first are not in time."""
 
 
 class Decider:
@@ -116,7 +98,7 @@ class Decider:
         self.proofs = {proof.vote.peer_id: proof for proof in self.voter.ballot.proofs}
         """Proofs against voters, by peer; kept with the ballot."""
         self.amendment: Version | None = None
-        """A change to the run's settings that the next certificate is to name."""
+        """A change to the run's settings that this peer has read, and that the next certificate is to name."""
 
     def start(self) -> None:
         """Open the round after the last certificate, and ask another peer for what this one has missed."""
@@ -146,6 +128,7 @@ class Decider:
 
     def _open_round(self) -> None:
         self._opened_at = self._network.now()
+        self.proofs = {peer: proof for peer, proof in self.proofs.items() if self.voter.counts(proof)}
         self._give_ups: dict[str, GiveUp] = {}
         self._proposals: dict[str, Proposal] = {}
         """Proposals that may have to be made again, by body."""
@@ -295,6 +278,9 @@ class Decider:
         if self.attempt and len(self._of_attempt()) < self.quorum:
             return
         confirmations, absent = self._of_roster(), self._absent()
+        amendment = newest_amendment([self.amendment], self.chain.last)
+        readers = [each.peer_id for each in confirmations if each.amendment == amendment]
+        is_read = len({*readers} & {*self.chain.last.voters}) >= self.quorum  # otherwise the others would not vote
         removed = [] if absent else self._due_to_leave()
         guilty = [peer for peer in removed if peer in self.proofs]
         body = make_body(
@@ -304,7 +290,7 @@ class Decider:
             ends_at=self._ends_at,
             min_peers=self._rules.min_peers,
             ledger=self._ledger,
-            amendment=newest_amendment((each.amendment for each in confirmations), self.chain.last),
+            amendment=amendment if is_read else None,
             removed=removed,
             guilty=guilty,
             shrunk=absent,
@@ -365,7 +351,7 @@ class Decider:
         if body.previous != self.chain.last.digest:
             self._meet(sender, body.round - 1, body.previous)
             return
-        if self._has_left:
+        if self._has_left or not self._has_read(body):
             return
         try:
             vote = self.voter.vote(proposal, self._own_view())
@@ -376,6 +362,10 @@ class Decider:
             self._open(proposal.attempt)
         self._proposals[body.digest] = proposal
         self._network.send(sender, vote)
+
+    def _has_read(self, body: Body) -> bool:
+        """Tell whether a body names no change of the settings that this peer has not read: it may be withheld."""
+        return body.amendment in (self.chain.last.amendment, self.amendment)  # guard: read-amendment
 
     def _take_vote(self, sender: str, vote: Vote) -> None:
         proposal, last = self._offered, self.chain.last
@@ -435,7 +425,7 @@ class Decider:
             self._meet(sender, give_up.round - 1, give_up.previous)
             return
         self._watch(give_up)
-        if self.voter.discounts(give_up, voted):
+        if self.voter.discounts(give_up, voted) or (voted is not None and not self._has_read(voted.body)):
             return
         if self._has_left:  # the goodbye may have been lost
             self._network.send(sender, self._goodbye())
@@ -494,6 +484,8 @@ class Decider:
         before, ours = self.chain.body_at(round - 1), self.chain.certificate_at(round)
         if before is None or ours is None or ours.body.digest == certificate.body.digest:
             return False
+        if round <= self.chain.final:  # guard: final-rounds
+            return False
         return (
             not self.voter.refuses(certificate, before, self._is_away) and preferred([ours, certificate]) is certificate
         )
@@ -506,8 +498,15 @@ class Decider:
         was_down = self._started_at > self.chain.last.ends_at
         return was_down if peer == self._keys.peer_id else was_down and self._network.is_gone(peer)
 
+    def _is_in_time(self, certificate: Certificate) -> bool:
+        """Tell whether a round's certificate has come soon after the round's end, and not in a burst, by this clock."""
+        last, now = self.chain.last, self._network.now()
+        is_apart = now - self._opened_at >= MIN_SECONDS_APART  # guard: forged-burst
+        is_soon = now - last.ends_at <= 2 * self._rules.round_seconds  # guard: final-in-time
+        return certificate.body.previous == last.digest and is_apart and is_soon
+
     def _follow(self, certificate: Certificate, *, is_other: bool = False) -> None:
-        self.chain.add(certificate, self.voter.skips)
+        self.chain.add(certificate, self.voter.skips, is_in_time=self._is_in_time(certificate))
         try:
             self._on_certificate(certificate)
         finally:  # a full disk leaves no half of a round
@@ -546,17 +545,19 @@ class Decider:
             if statement.peer_id in self.proofs or statement.peer_id not in last.voters:
                 continue
             proof = self._statements.add(statement, last) if statement.is_signed(self._keys) else None
-            if proof is not None:
-                self._take_proof(proof)
+            if proof is not None and self._take_proof(proof):
                 self._send_voters(proof)
 
-    def _take_proof(self, proof: Proof) -> None:
-        guilty = proof.convicts(self._keys)
+    def _take_proof(self, proof: Proof) -> bool:
+        """Keep a proof against a voter; return False if it is known, or does not count."""
+        guilty = proof.convicts(self._keys) if self.voter.counts(proof) else ""
         # Strangers can contradict themselves as often as they like.
-        if guilty not in self.proofs and guilty in self.chain.last.voters:  # guard: voters-proven
+        is_new = guilty not in self.proofs and guilty in self.chain.last.voters  # guard: voters-proven
+        if is_new:
             log.warning("%s has signed two statements that contradict each other", guilty)
             self.proofs[guilty] = proof  # first: the disk may be full
             self.voter.keep(proof)  # guard: proof-on-disk
+        return is_new
 
     def _goodbye(self) -> Goodbye:
         last = self.chain.last

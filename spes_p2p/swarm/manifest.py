@@ -172,13 +172,19 @@ def check_newest(swarm: HivemindSwarm, kept: Manifest) -> None:
 
 
 def pull_document(
-    swarm: HivemindSwarm, name: str, peers: Sequence[str], author: str, min_round: int = 0, digest: str = ""
+    swarm: HivemindSwarm,
+    name: str,
+    peers: Sequence[str],
+    author: str,
+    min_round: int = 0,
+    digest: str = "",
+    seconds: float = PULL_SECONDS,
 ) -> str:
     """Fetch a document, only by `author` and with `digest` unless these are empty; return the reason for a failure."""
     failures = swarm.exchange.pull(
         {name: peers},
         min_round=min_round,
-        timeout=PULL_SECONDS,
+        timeout=seconds,
         max_bytes=MAX_BYTES,
         authors={name: [author]} if author else {},
         digests={name: digest} if digest else None,

@@ -1,6 +1,6 @@
 """The records that the DHT may hold: strict, small, signed by their owner, and short-lived.
 
-A key such as `{run}.v6.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
+A key such as `{run}.v7.claims.{bucket}` holds one subkey per peer. Values are JSON, because every node parses them
 before it trusts them, and JSON has no types that execute code.
 """
 
@@ -18,7 +18,7 @@ from spes_p2p.errors import RecordError
 from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.invites import ShownInvite
 
-PROTOCOL = "v6"
+PROTOCOL = "v7"
 NUM_BUCKETS = 4
 """Keys that peers' records are spread over, so that a key's dictionary stays far below libp2p's 4 MiB."""
 MAX_RECORD_BYTES = 1536
@@ -147,6 +147,8 @@ class Progress(Record):
     """Digest of the body of `round`'s certificate, where the peer's chain of certificates ends; empty at first."""
     is_done: bool = False
     """This peer has made all local steps of the next round."""
+    amendment: Count = 0
+    """Number of the newest change of the settings that this peer has."""
 
 
 class Metrics(Record):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -23,6 +23,7 @@ from spes_p2p.swarm.certificate import (
     GiveUp,
     Goodbye,
     Keys,
+    Message,
     Proof,
     Proposal,
     Vote,
@@ -67,6 +68,8 @@ class Ballot(Document):
     by a later certificate."""
     proofs: tuple[Proof, ...] = Field(default=(), max_length=MAX_VOTERS)
     """The newest proofs against voters, in every round's ballot: no other peer may have them."""
+    reopened: Count = 0
+    """The last round that the user has gone back to before: voters may have voted in it twice."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +104,25 @@ class Own:
     confirmation: Confirmation | None = None
     is_gone: Callable[[str], bool] = lambda peer: False
     may_shrink: bool = False
+
+
+class Network(Protocol):
+    """What a decider needs of the swarm. No call waits for an answer."""
+
+    def send(self, peer: str, message: Message) -> None:
+        """Send a message, which may be lost; one to this peer itself arrives after the call."""
+
+    def later(self, seconds: float, action: Callable[[], None]) -> None:
+        """Call `action` after some time, never while another call into the decider runs."""
+
+    def now(self) -> float:
+        """Return the DHT time."""
+
+    def peers(self) -> Collection[str]:
+        """Return the peers that follow the run, this one included."""
+
+    def is_gone(self, peer: str) -> bool:
+        """Tell whether a peer's lease has run out, as far as this peer knows."""
 
 
 class Refusal(Exception):
@@ -206,6 +228,7 @@ class Voter:
                 raise Refusal(f"this peer has voted for another body in attempt {voted}")
         if reason := (
             self._ends_late(body)
+            or self._is_outdated(proposal)
             or check_proposal(proposal, self.last, self._keys, self._rules.min_peers)
             or self._differs(proposal, own)
         ):
@@ -219,6 +242,15 @@ class Voter:
         seconds = body.ends_at - self._now()
         is_late = seconds > 2 * self._rules.round_seconds  # guard: end-in-time
         return f"the next round would take {seconds:.0f} s" if is_late else ""
+
+    def counts(self, proof: Proof) -> bool:
+        """Tell whether a proof is of the last rounds, and of none that the user has gone back to before."""
+        newest, reopened = self.last.round + 1, self.ballot.reopened
+        return max(newest - WATCHED_ROUNDS, reopened) < proof.vote.round <= newest  # guard: recent-proof
+
+    def _is_outdated(self, proposal: Proposal) -> str:
+        is_current = all(map(self.counts, proposal.proofs))  # guard: proposed-proof
+        return "" if is_current else "a proof is of a round long ago"
 
     def _voted(self) -> list[tuple[int, str]]:
         """Return attempt and body of the newest votes."""
@@ -277,7 +309,9 @@ class Voter:
     def discounts(self, given_up: GiveUp, voted: Proposal | None) -> str:
         """Return why this peer, as a proposer, does not count a give-up; `voted` is the proposal that it states."""
         reason = check_give_up(given_up, voted, self.last, self._keys, self._rules.min_peers)
-        return reason or ("" if voted is None else self._ends_late(voted.body))  # guard: end-given-up
+        if reason or voted is None:
+            return reason
+        return self._is_outdated(voted) or self._ends_late(voted.body)  # guard: end-given-up
 
     def refuses(self, certificate: Certificate, last: Body, is_away: Callable[[str], bool] = lambda peer: False) -> str:
         """Return why this peer does not follow a certificate after `last`, which may be of a past round.
@@ -336,7 +370,10 @@ class Voter:
                 all voters are lost, no other could admit one anew.
         """
         self.last = body
-        self._set(self._blank(None if is_chosen else self.ballot.barred_at))
+        ballot = self._blank(None if is_chosen else self.ballot.barred_at)
+        if is_chosen:
+            ballot = ballot.model_copy(update={"reopened": max(ballot.reopened, ballot.round)})  # guard: reopened-round
+        self._set(ballot)
 
     def _has_signed(self, certificate: Certificate) -> bool:
         mine = [vote for vote in certificate.votes() if vote.peer_id == self._keys.peer_id]
@@ -354,8 +391,8 @@ class Voter:
 
     def _blank(self, barred_at: float | None) -> Ballot:
         """Return a ballot for the open round; it holds no promise, so it need not be on disk."""
-        last, proofs = self.last, self.ballot.proofs
-        return Ballot(previous=last.digest, round=last.round + 1, barred_at=barred_at, proofs=proofs)
+        update = {"previous": self.last.digest, "round": self.last.round + 1, "barred_at": barred_at}
+        return self.ballot.model_copy(update=update | {"gave_up": None, "voted": None, "shrunk": None})
 
     def keep(self, proof: Proof) -> None:
         """Keep a proof against a voter, also after a crash."""

@@ -12,10 +12,10 @@ import pytest
 from spes_p2p.commands import amend
 from spes_p2p.config import DataConfig, RunConfig, TrainConfig
 from spes_p2p.config.commands import AmendConfig
-from spes_p2p.errors import ConfigError, ExchangeError, JoinError, RecordError
-from spes_p2p.swarm import amendment as module
+from spes_p2p.errors import ConfigError, ExchangeError, RecordError
 from spes_p2p.swarm.amendment import (
     CHANGEABLE,
+    DEALT_ROUNDS,
     FILE,
     REASONS,
     Amendment,
@@ -34,6 +34,7 @@ from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.ledger import Ledger, Stream
 from spes_p2p.swarm.manifest import Manifest
 from spes_p2p.swarm.p2p.identity import Identity
+from spes_p2p.swarm.records import Progress
 from tests.support.certificates import MIN_PEERS, PEERS, Round, last_body
 
 T = 16
@@ -179,7 +180,7 @@ def test_weights_of_sequences_that_are_dealt_cannot_change() -> None:
     common = {"train": {"batch_size": 4}, "round": {"total": 10, "tokens": 4 * T * 10}}
     old = settings(**common, data=mixed([3], [1]).model_dump())
     trained = 1000
-    late = 4 * T * (trained + module.DEALT_ROUNDS * 10)
+    late = 4 * T * (trained + DEALT_ROUNDS * 10)
     check_moment(old, settings(**common, data=mixed([3, 0], [1, 1], phases=[late]).model_dump()), at_round(5, trained))
     soon = settings(**common, data=mixed([3, 0], [1, 1], phases=[late - 1]).model_dump())
     with pytest.raises(ConfigError, match=f"begin a phase .* at {late:,} or later"):
@@ -333,22 +334,43 @@ def test_an_amendment_is_in_force_once_a_certificate_names_it_and_not_before(fou
     assert amendments.look() is None, "told once"
 
 
-def test_a_peer_that_lacks_the_document_fetches_it_and_does_not_train_without(founder, monkeypatch) -> None:
-    monkeypatch.setattr(module, "TRIES", 3)
+def test_a_peer_that_lacks_a_named_document_goes_on_with_the_old_settings_and_asks_again(founder, caplog) -> None:
     manifest = manifest_of(founder, settings())
     found, swarm = signed(founder, manifest, settings(round={"total": 20})), ScriptedSwarm(at_round(5))
-    swarm.body = naming(at_round(6), found.version)
     amendments = Amendments(swarm, manifest)
-    with pytest.raises(JoinError, match="no peer sent amendment 1"):
-        amendments.look()
+    swarm.body = naming(at_round(6), found.version)
+    assert amendments.look() is None and amendments.run == manifest.config
     swarm.elsewhere = signed(founder, manifest, settings(round={"total": 30}))  # peers that have another one only
-    swarm.waits = 0
-    with pytest.raises(JoinError, match="no peer sent amendment 1"):
-        amendments.look()
-    assert swarm.waits == 3, "it waits before it asks again"
+    swarm.body = naming(at_round(7), found.version)
+    assert amendments.look() is None and amendments.run == manifest.config
+    assert caplog.text.count("cannot fetch amendment 1 of the run's settings: no peer is in reach") == 1
     swarm.elsewhere = found
     new = amendments.look()
     assert new is not None and new.round.total == 20
+    assert not swarm.waits, "it trains meanwhile"
+
+
+def test_a_peer_reads_a_change_that_others_say_they_have_and_then_states_it(founder) -> None:
+    manifest = manifest_of(founder, settings())
+    found, swarm = signed(founder, manifest, settings(round={"total": 20})), ScriptedSwarm(at_round(5))
+    amendments = Amendments(swarm, manifest)
+    record = Progress(peer_id=PEERS[1], round=5, ends_at=0.0)
+    swarm.read = lambda kind: {PEERS[1]: record} if kind is Progress else {}
+    assert amendments.look() is None and not swarm.offered
+    record, swarm.elsewhere = record.model_copy(update={"amendment": 1}), found
+    assert amendments.look() is None and swarm.offered == [found.version]
+
+
+@pytest.mark.parametrize("kind", ["of another founding", "no settings", "a change that is not possible"])
+def test_a_peer_states_no_change_whose_document_it_cannot_take(kind, founder) -> None:
+    """The founder's key signs all of them."""
+    manifest, swarm = manifest_of(founder, settings()), ScriptedSwarm(at_round(5))
+    other = manifest_of(founder, settings(seed=2)) if kind == "of another founding" else manifest
+    bad = signed(founder, other, settings(seed=3) if kind.startswith("a change") else settings(round={"total": 20}))
+    if kind == "no settings":
+        bad = Signed(Version.sign(founder, "run", AMENDMENT, 1, b"{}", "raw"), b"{}")
+    swarm.keep_document(bad.version, bad.document)
+    assert Amendments(swarm, manifest).look() is None and not swarm.offered
 
 
 def test_a_finished_run_goes_on_by_an_amendment_that_no_certificate_names_yet(founder, tmp_path) -> None:

@@ -15,6 +15,7 @@ from spes_p2p.swarm.certificate import (
     Confirmation,
     GivenUp,
     Goodbye,
+    Proof,
     Proposal,
     Question,
     Vote,
@@ -23,6 +24,7 @@ from spes_p2p.swarm.certificate import (
 )
 from spes_p2p.swarm.certificate_checks import check_skip
 from spes_p2p.swarm.chain import Chain, ChainFile
+from spes_p2p.swarm.exchange.versions import AMENDMENT, Version
 from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
 from tests.support.certificates import PEERS, Round, digest
 
@@ -372,6 +374,67 @@ def test_a_proof_against_a_stranger_is_not_kept(seed):
     assert set(decider.proofs) == {PEERS[3]}
 
 
+def test_a_proof_of_more_than_eight_rounds_ago_removes_no_voter(seed):
+    world = swarm(seed, 5)
+    world.run(60)
+    signed_in = [Round(world.nodes[PEERS[0]].chain[at].body) for at in range(3)]
+    world.run(110)
+    node = world.nodes[PEERS[0]]
+    for round in signed_in:
+        node.decider.receive(PEERS[1], round.proof(PEERS[3]))
+    assert node.decider.proofs == {}
+    node.decider.receive(PEERS[1], Round(node.decider.chain.body_at(node.last.round - 7)).proof(PEERS[3]))
+    assert set(node.decider.proofs) == {PEERS[3]}
+
+
+def test_a_body_that_removes_a_voter_by_a_proof_of_long_ago_is_not_voted_for(seed):
+    world = swarm(seed, 5)
+    world.run(110)
+    chain = world.nodes[PEERS[0]].decider.chain
+    round, attempt = Round(chain.last), 0
+    author = chain.last.proposer(attempt)
+    [voter, *_] = [peer for peer in chain.last.voters if peer not in (author, PEERS[3])]
+    node, votes = world.nodes[voter], []
+    node.send = lambda peer, message: votes.append(message) if isinstance(message, Vote) else None
+    for back, is_old in ((8, True), (0, False)):
+        proof = Round(chain.body_at(chain.last.round - back)).proof(PEERS[3])
+        body = round.body(removed=[PEERS[3]], guilty=[PEERS[3]], ends_at=world.now + 5)
+        removal = round.propose(body=body, proofs=(proof,))
+        assert bool(node.decider.voter.discounts(round.give_up(author, 0, removal), removal)) == is_old
+        node.decider.receive(author, removal)
+        assert bool(votes) != is_old
+
+
+def test_what_voters_signed_before_the_run_went_back_proves_nothing(seed):
+    """All peers give their promises up, and vote for other bodies of rounds that they have voted in."""
+    world = swarm(seed, 4)
+    world.run(110)
+    old = [list(node.chain) for node in world.nodes.values()]
+    kept = max(heads(world)) - 3
+    for node in world.nodes.values():
+        node.decider.chain.cut(kept)
+        node.chain = node.decider.chain.certificates
+        node.decider.go_back()
+        node._train()
+    world.run(world.now + 10, lambda: min(heads(world)) > kept)
+    for node in world.nodes.values():
+        for certificate in old[0][kept:]:
+            node.decider._watch(*certificate.votes())
+        node.crash(0.0)
+    world.run(world.now + 0.1)
+    given_up, again = old[0][kept], world.nodes[PEERS[0]].chain[kept]
+    assert given_up.body.previous == again.body.previous and given_up.body.digest != again.body.digest
+    both = set(given_up.signatures) & set(again.signatures)
+    assert both
+    for node in world.nodes.values():
+        for peer in both:
+            votes = [each for made in (given_up, again) for each in made.votes() if each.peer_id == peer]
+            node.decider.receive(PEERS[50], Proof(vote=votes[0], other=votes[1]))
+    world.run(world.now + 60)
+    assert min(heads(world)) > kept + 3 and not world.nodes[PEERS[0]].last.banned
+    assert set(world.nodes[PEERS[0]].last.voters) == set(PEERS[:4])
+
+
 def test_a_proof_outlives_a_crash_of_the_only_peer_that_has_it(seed):
     world = swarm(seed)
     node = world.nodes[PEERS[0]]
@@ -391,6 +454,43 @@ def test_questions_of_two_branches_end(seed):
     node.decider.receive(PEERS[1], Question(points=other.points()))
     assert [type(message) for message in sent] == [Certificates]
     assert sent[0].certificates[0].body.round == 1
+
+
+# ---------------------------------------------------------------------- changes of the settings
+
+
+@pytest.mark.parametrize("is_proposed", [False, True])
+def test_no_round_names_a_change_that_the_voters_have_not_read(is_proposed, tmp_path, seed):
+    """The founder's key signs it, one member states it or proposes it, and its document is withheld."""
+    key = Identity(tmp_path / "key")
+    change = Version.sign(key, "run", AMENDMENT, 1, b"withheld", "raw")
+
+    class Withholding(Liar):
+        """Names what no other peer has read, in every attempt."""
+
+        def send(self, peer, message):
+            if is_proposed and isinstance(message, Proposal):
+                body = message.body.model_copy(update={"amendment": change})
+                vote = vote_for(body, message.attempt, self.peer_id).signed(self.keys)
+                message = message.model_copy(update={"body": body, "vote": vote})
+            if isinstance(message, Confirmation):
+                message = message.model_copy(update={"amendment": change}).signed(self.keys)
+            super().send(peer, message)
+
+    start, world = genesis("run", key.peer_id, digest("manifest"), NUM_SLOTS), World(0, random.Random(seed))
+    peers = (key.peer_id, *PEERS[1:4])
+    for peer in peers:
+        world.nodes[peer] = (Withholding if peer == PEERS[2] else Node)(world, peer, start)
+    for node in world.nodes.values():
+        node.start()
+    world.run(200)
+    nodes = [world.nodes[peer] for peer in peers if peer != PEERS[2]]
+    assert min(node.last.round for node in nodes) > 8
+    assert not any(each.body.amendment for node in nodes for each in node.chain)
+    for node in nodes:
+        node.decider.amendment = change  # now they have read it
+    world.run(260)
+    assert {node.last.amendment for node in nodes} == {change}
 
 
 # ---------------------------------------------------------------------- the chain
@@ -417,6 +517,105 @@ def test_halves_that_were_apart_for_long_come_together(monkeypatch, seed):
 
 def never(certificate, body):
     return False
+
+
+# ---------------------------------------------------------------------- what is final
+
+
+def forged(chain, round):
+    """Return another certificate of a round, signed by all that could sign it, which the rule of forks prefers."""
+    before, ours = chain.body_at(round - 1), chain.body_at(round)
+    at = Round(before)
+    bodies = (at.body(ends_at=ours.ends_at + seconds / 8) for seconds in range(1, 1000))
+    return at.certify(next(body for body in bodies if body.digest < ours.digest), before.voters)
+
+
+def is_replaced(node, round):
+    """Tell whether a forged certificate of a round is followed in place of the node's own."""
+    certificate = forged(node.decider.chain, round)
+    node.decider.receive(PEERS[1], Certificates(certificates=(certificate,)))
+    return node.decider.chain.has(round, certificate.body.digest)
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_no_branch_replaces_a_certificate_that_eight_have_followed_in_time(is_restarted, seed):
+    """The founder's key alone certifies another round 1, and former voters all that followed."""
+    world = swarm(seed)
+    world.run(200)
+    node = world.nodes[PEERS[0]]
+    if is_restarted:
+        node.crash(0.0)
+        world.run(world.now + 0.1)
+    last = node.last.round
+    assert last > 16
+    assert not [round for round in range(1, last - 8) if is_replaced(node, round)]
+    assert is_replaced(node, last - 6), "the last ones may still have to heal"
+
+
+@pytest.mark.parametrize("is_at_once", [False, True])
+def test_certificates_that_come_long_after_their_rounds_make_nothing_final(is_at_once, seed):
+    world = swarm(seed)
+    world.run(100)
+    away, known = world.nodes[PEERS[2]], world.nodes[PEERS[2]].last.round
+    if not is_at_once:
+        world.cut = {(peer, PEERS[2]) for peer in PEERS[:4]}
+    away.crash(200.0)
+    world.run(301)
+    missed = world.nodes[PEERS[0]].chain[known:]
+    assert len(missed) > 20
+    for certificate in missed[:20]:
+        world.run(world.now + 1)
+        away.decider.receive(PEERS[1], Certificates(certificates=(certificate,)))
+    assert away.last.round >= known + 20
+    assert not is_replaced(away, known - 8)
+    assert is_replaced(away, known + 1)
+
+
+def test_eight_certificates_made_in_advance_make_nothing_final(seed):
+    """Nor do they if each is sent by itself, and claims to end just now."""
+    world = swarm(seed)
+    world.run(100)
+    node = world.nodes[PEERS[0]]
+    first, made = node.last.round + 1, Chain(node.last)
+    for _ in range(9):
+        at = Round(made.last)
+        made.add(at.certify(at.body(ends_at=world.now), made.last.voters), never)
+    for certificate in made.certificates:
+        node.decider.receive(PEERS[1], Certificates(certificates=(certificate,)))
+    assert node.last.round == first + 8
+    assert is_replaced(node, first)
+
+
+def test_from_a_shrunk_certificate_on_nothing_is_final_and_before_it_all_stays_so(seed):
+    world = swarm(seed)
+    world.run(200)
+    node, final = world.nodes[PEERS[0]], world.nodes[PEERS[0]].last.round - 8
+    for peer in PEERS[2:4]:
+        world.nodes[peer].crash(1e6)
+    world.run(1100, lambda: node.last.shrunk)
+    shrunk = node.last.round
+    world.run(1200)
+    assert node.last.round > shrunk + 8
+    assert not is_replaced(node, final)
+    assert is_replaced(node, shrunk + 1)
+
+
+# Full: `test_halves_that_were_apart_for_long_come_together` heals one cut with every commit.
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(12))
+def test_halves_heal_after_a_cut_of_12_to_30_minutes(number, seed):
+    num = 4 + 2 * (number % 3)
+    world = swarm(seed + number, num)
+    world.run(300)
+    half = set(PEERS[: num // 2 + number % 2])
+    world.cut = {(a, b) for a in PEERS[:num] for b in PEERS[:num] if (a in half) != (b in half)}
+    world.run(world.now + 60 * (12 + 18 * number / 11))
+    assert len({node.last.digest for node in world.nodes.values()}) > 1
+    world.cut = set()
+    world.run(world.now + 120)
+    rounds = min(heads(world))
+    assert len({node.decider.chain.body_at(rounds).digest for node in world.nodes.values()}) == 1
+    assert max(heads(world)) - rounds <= 2
 
 
 @pytest.mark.parametrize("start", [0, 7])
