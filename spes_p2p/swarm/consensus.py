@@ -24,6 +24,7 @@ from spes_p2p.presentation import problem_of
 from spes_p2p.swarm.certificate import (
     KNOWN_ROUNDS,
     MAX_MEMBERS,
+    MAX_VOTERS,
     Body,
     Certificate,
     Certificates,
@@ -55,7 +56,10 @@ log = logging.getLogger(__name__)
 FOLDER, CERTIFICATES, BALLOT = "consensus", "certificates.jsonl", "ballot.json"
 MAX_MESSAGE_BYTES = 2**22
 MAX_QUIET_BYTES = 2**16
-"""Largest message of a peer that no certificate knows; both limits count unpacked bytes."""
+"""Largest message of a peer that no certificate names and that this one has not asked; all limits count unpacked
+bytes."""
+MAX_SMALL = 2560
+"""Objects in certificates that `_shortened` joins to one message; of two large ones the run's numbers say more."""
 SEND_SECONDS = 10.0
 WAIT_SECONDS = 5.0
 """Interval at which a peer that waits for a round's end looks whether others are there."""
@@ -105,8 +109,13 @@ class Envelope(Document):
         return packing.compress(self.encode()) + packing.flush()
 
     @classmethod
-    def unpack(cls, data: bytes, most: int) -> Envelope:
+    def unpack(cls, data: bytes, most: int, num_slots: int = 4096) -> Envelope:
         """Return the envelope in bytes that have travelled, of at most so many when unpacked.
+
+        Args:
+            data: The bytes.
+            most: Most of them, when unpacked.
+            num_slots: The run's slots, which bound its certificates before any is built.
 
         Raises:
             ExchangeError: it is damaged, malformed or too long.
@@ -116,11 +125,21 @@ class Envelope(Document):
             text = unpacking.decompress(data, most)  # guard: unpacked-bytes
             if not unpacking.eof or unpacking.unused_data:
                 raise ExchangeError(f"sent a message that is cut short, or longer than {most} bytes")
+            # A key with escapes would hide; honest messages have none.
+            if b'"certificates"' in text or b"\\" in text:
+                objects = MAX_SMALL + 2 * (num_slots + MAX_VOTERS + MAX_MEMBERS)
+                if len(text) > certificates_bytes(num_slots) or text.count(b"{") > objects:  # guard: certificates-bound
+                    raise ExchangeError(f"sent {len(text)} bytes of certificates, more than two of this run can have")
             return cls.model_validate_json(text)
         except zlib.error as error:
             raise ExchangeError(f"sent a damaged message: {error}") from error
         except ValidationError as error:
             raise ExchangeError(f"sent a malformed message: {problem_of(error)}") from error
+
+
+def certificates_bytes(num_slots: int) -> int:
+    """Return the most bytes of one message of certificates: two with all slots, voters and members, and their keys."""
+    return 2 * (2**8 * (num_slots + MAX_MEMBERS) + 2**10 * MAX_VOTERS)
 
 
 FIELDS: Mapping[type, str] = {
@@ -183,6 +202,8 @@ class Consensus:
         self._receiving: Counter[str] = Counter()
         self._turns = {True: asyncio.Semaphore(MAX_RECEIVING), False: asyncio.Semaphore(MAX_RECEIVING_OTHERS)}
         """Turns to be read, of voters and of others."""
+        self._asked: set[str] = set()
+        """Peers that were asked for certificates, which may be large, and have not answered yet."""
         self._unanswered: set[str] = set()
         """Peers that were asked, and have not said yet that they know no more."""
         self._changed = threading.Condition(threading.RLock())
@@ -403,6 +424,8 @@ class Consensus:
         if peer == self.peer_id:
             self.later(0.0, lambda: self._decider.receive(peer, message))
             return
+        if isinstance(message, Question):
+            self._asked.add(peer)
         message = _shortened(message)
         told = set() if self.last().is_stranger(peer) else self._told[peer]  # strangers cost nothing, and are many
         new = signers(message) - told
@@ -448,8 +471,10 @@ class Consensus:
                 turns = self._turns[peer in self.last().voters]  # guard: voters-turns
                 async with asyncio.timeout(SEND_SECONDS), contextlib.AsyncExitStack() as turn:
                     await turn.enter_async_context(turns)
-                    most = MAX_MESSAGE_BYTES if self._is_known(peer) else MAX_QUIET_BYTES
-                    envelope = Envelope.unpack(await channel.receive_text(most), most)
+                    slots, most = len(self._decider.chain.start.slots), MAX_MESSAGE_BYTES
+                    if peer not in self._keys.held:  # whatever it claims  # guard: named-only
+                        most = certificates_bytes(slots) if peer in self._asked else MAX_QUIET_BYTES
+                    envelope = Envelope.unpack(await channel.receive_text(most), most, slots)
                     message = envelope.message
                     turn.pop_all()  # guard: bounded-queue
                     self.later(0.0, partial(self._take_turn, turns, peer, envelope.keys, message))
@@ -459,9 +484,6 @@ class Consensus:
                 self._receiving[peer] -= 1
                 if not self._receiving[peer]:
                     del self._receiving[peer]
-
-    def _is_known(self, peer: str) -> bool:
-        return not self.last().is_stranger(peer) or peer in self._peers()
 
     def _take_turn(self, turns: asyncio.Semaphore, peer: str, keys: Sequence[str], message: Message) -> None:
         """Take a message, and let the next one be read: so no more wait for the decider than there are turns."""
@@ -480,7 +502,9 @@ class Consensus:
                 log.info("%s has sent what is no public key: %s", peer[-6:], error)
         if isinstance(message, Question):
             self._told.pop(peer, None)  # it may have forgotten all keys
-        self._decider.receive(peer, message)
+        if isinstance(message, Certificates):
+            self._asked.discard(peer)
+        self._decider.receive(peer, message)  # which may ask on
         if isinstance(message, Certificates) and not self._has(message.certificates):
             self._unanswered.discard(peer)
 

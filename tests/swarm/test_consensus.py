@@ -17,7 +17,7 @@ from hivemind.p2p import PeerID
 from peer_server import RUN_ID, start_of
 
 from spes_p2p.codecs.vectors import digest
-from spes_p2p.swarm.certificate import Certificate, Certificates, MemberEntry, Point, Question
+from spes_p2p.swarm.certificate import Certificate, Certificates, MemberEntry, Point, Question, SlotState
 from spes_p2p.swarm.consensus import (
     CERTIFICATES,
     MAX_MESSAGE_BYTES,
@@ -274,6 +274,27 @@ def test_nor_is_one_of_a_voter_that_is_too_long(three, taken, caplog):
         send(three[1].node, three[0], message.ljust(MAX_MESSAGE_BYTES + 1))
         wait_until(lambda: "dropped a message of " + three[1].peer_id[-6:] in caplog.text)
     assert f"message of {MAX_MESSAGE_BYTES + 1} bytes in place of at most {MAX_MESSAGE_BYTES}" in caplog.text
+    decide(three)
+
+
+def test_a_peer_that_only_claims_to_follow_sends_no_more_than_a_stranger(three, stranger, taken, caplog, monkeypatch):
+    decide(three)
+    monkeypatch.setattr(three[0].consensus, "_peers", lambda: {*three[0].consensus.last().voters, stranger.peer_id})
+    three[0].consensus._asked.discard(stranger.peer_id)
+    with caplog.at_level(logging.INFO, "spes_p2p"):
+        send(stranger, three[0], too_long(three[0]))
+        wait_until(lambda: f"in place of at most {MAX_QUIET_BYTES}" in caplog.text)
+    assert stranger.peer_id not in taken
+    decide(three)
+
+
+def test_a_voters_certificates_have_no_more_than_the_runs_slots_and_voters(three, taken, caplog):
+    last = decide(three)
+    wide = last.model_copy(update={"slots": (SlotState(round=0),) * 4096})
+    many = Certificates(certificates=(Certificate(body=wide, attempt=0, signatures={}),) * 20)
+    with caplog.at_level(logging.INFO, "spes_p2p"):
+        send(three[1].node, three[0], Envelope(certificates=many).pack())
+        wait_until(lambda: "bytes of certificates, more than two of this run" in caplog.text)
     decide(three)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import tracemalloc
 import zlib
 
 import pytest
@@ -16,9 +17,12 @@ from spes_p2p.swarm.certificate import (
     MAX_VOTERS,
     Body,
     Certificate,
+    Certificates,
     Confirmation,
     GiveUp,
+    MemberEntry,
     Proof,
+    SlotState,
     contradiction,
     decide_slots,
     genesis,
@@ -37,9 +41,9 @@ from spes_p2p.swarm.certificate_checks import (
     check_skip,
     newest_voted,
 )
-from spes_p2p.swarm.consensus import Envelope
+from spes_p2p.swarm.consensus import MAX_MESSAGE_BYTES, Envelope, _common, encoded
 from spes_p2p.swarm.ledger import Ledger, Stream, without
-from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys
+from spes_p2p.swarm.p2p.identity import Identity, IdentityKeys, hashed_peer_id
 from tests.support.certificates import MIN_PEERS, PEERS, Round, changed, digest, last_body
 
 VOTERS = PEERS[:5]
@@ -160,6 +164,40 @@ def test_an_envelope_holds_one_message():
     for many in (Envelope(), Envelope(vote=vote, confirmation=confirmation)):
         with pytest.raises(ExchangeError, match="messages in one"):
             _ = many.message
+
+
+@pytest.mark.parametrize("how", ["many slots", "long texts", "an escaped key"])
+def test_certificates_are_bounded_by_the_runs_slots_and_voters_before_any_is_built(how):
+    """A candidate's message of four megabytes became hundreds of megabytes of objects."""
+    body = last_body(slots=(SlotState(round=0),) * 4096) if how != "long texts" else last_body()
+    made = Certificate(body=body, attempt=0, signatures={})
+    if how == "long texts":
+        made = made.model_copy(update={"signatures": dict.fromkeys(PEERS[:64], "A" * 1024)})
+    data = encoded(Certificates(certificates=(made,) * 20))
+    if how == "an escaped key":
+        text = (
+            zlib.decompressobj(zdict=_common()).decompress(data).replace(b'"certificates":{', b'"\\u0063ertificates":{')
+        )
+        packing = zlib.compressobj(9, zdict=_common())
+        data = packing.compress(text) + packing.flush()
+    tracemalloc.start()
+    try:
+        with pytest.raises(ExchangeError, match="bytes of certificates, more than two of this run can have"):
+            Envelope.unpack(data, MAX_MESSAGE_BYTES, 2)
+        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_two_of_the_largest_certificates_of_a_run_fit_into_one_message():
+    slots = tuple(SlotState(round=2**20, digest=digest(slot), kept=digest(slot)) for slot in range(256))
+    members = tuple(
+        MemberEntry(peer_id=hashed_peer_id(f"{at}".encode()), tokens=2**30, slots=(1, 2, 3, 4)) for at in range(1024)
+    )
+    body = last_body(PEERS[:64], slots=slots, members=members)
+    made = Certificate(body=body, attempt=0, signatures=dict.fromkeys(PEERS[:64], "A" * 400))
+    message = Certificates(certificates=(made, made))
+    assert Envelope.unpack(encoded(message), MAX_MESSAGE_BYTES, 256).message == message
 
 
 def test_an_envelope_is_unpacked_up_to_its_limit():
