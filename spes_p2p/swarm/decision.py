@@ -89,7 +89,7 @@ class Decider:
         self._statements = Statements()
         self._goodbyes: dict[str, Goodbye] = {}
         self._num_asked = 0
-        self._started_at = network.now()
+        self._started_at = self._opened_at = network.now()
         self._is_closed = False
         self._has_left = False
         self.chain = chain
