@@ -100,7 +100,7 @@ def _settings(work: Path, *, min_peers: int, rounds: int, steps: int = STEPS, st
         run |= {"frozen_storage": storage, "codecs": run["codecs"] | {"shared": "int4", "slots": "int4"}}
         run["model"] |= SMALLER
     run["data"] = {"source": "embedded", "vocab_size": VOCABULARY, "sequence_length": SEQUENCE}
-    run["train"] |= {"precision": "fp32", "batch_size": 8}
+    run["train"] |= {"precision": "fp32", "batch_size": 8, "warmup_rounds": 0.5}
     run["round"] |= {"steps": steps, "total": rounds, "min_peers": min_peers, "max_seconds": 600}
     run.pop("merge")
     held = "int8" if storage is None else "nf4"

@@ -91,7 +91,7 @@ def problem_of(error: ValidationError) -> str:
 
 def takes_escapes() -> bool:
     """Check whether this process's terminal, if there is one, is to be sent escape codes."""
-    return os.environ.get("TERM") != "dumb" and not os.environ.get("NO_COLOR")  # https://no-color.org
+    return os.environ.get("TERM") not in ("dumb", "unknown") and not os.environ.get("NO_COLOR")  # https://no-color.org
 
 
 def say(text: str) -> None:

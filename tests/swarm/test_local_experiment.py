@@ -101,7 +101,9 @@ def test_an_experiment_survives_ctrl_c_and_a_killed_peer_and_leaves_all_it_promi
     number = saved_state(out / "peer-1")["round"]
     wait_for_round(second, out / "peer-1", number + 1)
     check_pages(out, second)
-    peer_writing(second, out / "logs" / "peer-1.log").kill()
+    killed = peer_writing(second, out / "logs" / "peer-1.log")
+    assert str(killed.pid) in (out / "logs" / "pids.txt").read_text().split()
+    killed.kill()
     assert second.end(180) == 0, second.tail()
     commands.wait_until_gone()
     assert second.matches("peer-1 was killed by SIGKILL; the swarm goes on without it")
