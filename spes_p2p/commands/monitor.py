@@ -402,7 +402,7 @@ def _probe(settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedToken
 def _prompts(settings: MonitorConfig, manifest: Manifest, tokenizer: ConfinedTokenizer) -> Sequence[Prompt]:
     """Return the beginnings of held-out conversations, or of the probe's, for replies of the model; none of text."""
     data = manifest.config.data
-    if not data.chat_template or data.source != "files" or settings.text:
+    if not data.chat_template or data.source == "embedded" or settings.text or not settings.held_out_sequences:
         return []
     rows = conversation_files(settings.shards)
     return [] if settings.shards and rows is None else held_out_prompts(settings.corpus(data), tokenizer, rows, REPLIES)

@@ -106,7 +106,7 @@ def checked_record(row: Any, text_field: str, where: object) -> Record:
     is_chosen = text_field != "text" and text_field in row
     if not is_chosen and MESSAGES in row:
         return Record(str(where), {MESSAGES: _messages(row[MESSAGES], where)})
-    if not is_chosen and (PROMPT in row or COMPLETION in row):
+    if not is_chosen and (COMPLETION in row or (PROMPT in row and text_field not in row)):
         return Record(str(where), _pair(row, where))
     if isinstance(row.get(text_field), list):
         return Record(str(where), {MESSAGES: _messages(row[text_field], where)})

@@ -30,6 +30,7 @@ from spes_p2p.data.sources import (
     Part,
     check_corpus,
     corpus_identity,
+    hub_records,
     in_held_out_part,
     is_in,
 )
@@ -48,6 +49,8 @@ PLAIN_TEMPLATE = (
 )
 """For models without a chat template: roles as words, which any tokenizer can write."""
 _BATCH_RECORDS, _BATCH_CHARACTERS = 256, 2**18
+_FIRST_ROWS, _FIRST_HELD_OUT = 100, 16
+"""Of a stream: rows that say whether it holds conversations, and those among which prompts are looked for."""
 _LAYOUT_VERSION = 1
 
 
@@ -72,7 +75,7 @@ def founding(data: DataConfig, tokenizer: Any) -> DataConfig:
     Raises:
         ConfigError: a file cannot be read, or is too large for a manifest.
     """
-    files = conversation_files(data.paths)
+    files = conversation_files(data.paths) or _streams_chat(data)
     template = _text_or_file(data.chat_template, "data.chat_template", MAX_TEMPLATE_CHARACTERS)
     own = getattr(tokenizer, "chat_template", None)
     own = own.get("default") if isinstance(own, dict) else own
@@ -94,6 +97,12 @@ def founding(data: DataConfig, tokenizer: Any) -> DataConfig:
     if files and data.packing == "pack" and data.separate_documents is None:
         update["packing"] = "best_fit"  # which cuts few conversations
     return data.model_copy(update=update)
+
+
+def _streams_chat(data: DataConfig) -> bool:
+    """Tell whether a hub data set holds conversations, or pairs of prompt and completion, by its first rows."""
+    first = itertools.islice(hub_records(data), _FIRST_ROWS) if data.source == "hub" else ()
+    return any("text" not in record.value for record in first)
 
 
 def _text_or_file(value: str | None, setting: str, most: int) -> str | None:
@@ -286,8 +295,11 @@ def held_out_prompts(
         DataError: a row cannot be used.
     """
     unusable = Unusable() if data.skip_unusable else None
-    if files is None:
-        source: Iterable[Record] = probe_records(data)
+    if data.source == "hub":
+        held_out = (record for record in hub_records(data) if in_held_out_part(_document(record), data))
+        source: Iterable[Record] = itertools.islice(held_out, _FIRST_HELD_OUT)
+    elif files is None:
+        source = probe_records(data)
     else:
         source = (record for record in records(files, data, unusable) if in_held_out_part(_document(record), data))
     chosen = list(itertools.islice((record for record in source if "text" not in record.value), number))

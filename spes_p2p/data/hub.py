@@ -3,8 +3,8 @@
 A manifest's name opens nothing else.
 
 The name and the data set's card are a stranger's. So no local folder is looked for, the card's patterns stay within the
-data set, nothing but tables of text is read, and of these the text's column alone: the formats of images, archives and
-models can name other files, or run code.
+data set, nothing but tables of text is read, and of these the columns of text and messages alone: the formats of
+images, archives and models can name other files, or run code.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 from spes_p2p.config import DataConfig
+from spes_p2p.data.chat_rows import COMPLETION, MESSAGES, PROMPT
 from spes_p2p.errors import DataError, OutageError, SpesError, one_line
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ def load_hub(data: DataConfig) -> IterableDataset:
     Raises:
         DataError: as `find_hub_files`, or the files cannot be read, or `data.text_field` is no column of text.
     """
-    from datasets import IterableDataset, Value
+    from datasets import IterableDataset
     from datasets.data_files import DataFilesDict, DataFilesList
     from datasets.packaged_modules.csv.csv import Csv
     from datasets.packaged_modules.json.json import Json
@@ -164,16 +165,27 @@ def load_hub(data: DataConfig) -> IterableDataset:
         assert isinstance(dataset, IterableDataset)
         if dataset.features is None:  # rows of JSON, CSV or text, which are not decoded
             return dataset
-        if data.text_field not in dataset.features:
+        # A column of images or sound may name files anywhere, which decoding it would open.
+        columns = {MESSAGES, PROMPT, COMPLETION, data.text_field} & set(dataset.features)
+        readable = [name for name in columns if _is_plain(dataset.features[name])]  # guard: hub-column
+        if data.text_field in columns and data.text_field not in readable:
+            raise DataError(f"column {data.text_field!r} of data set {data.name!r} is no text; set data.text_field")
+        if not readable:
             known = ", ".join(sorted(dataset.features)[:8])
             raise DataError(
-                f"data set {data.name!r} has no field {data.text_field!r} (it has: {known}); set data.text_field"
+                f"data set {data.name!r} has no messages, no completion and no field {data.text_field!r} (it has: "
+                f"{known}); set data.text_field"
             )
-        feature = dataset.features[data.text_field]
-        if not (isinstance(feature, Value) and feature.dtype in ("string", "large_string")):  # guard: hub-column
-            raise DataError(f"column {data.text_field!r} of data set {data.name!r} is no text; set data.text_field")
-        # A column of images or sound may name files anywhere, which decoding it would open.
-        return dataset.select_columns([data.text_field])  # guard: hub-decoding
+        return dataset.select_columns(readable)  # guard: hub-decoding
+
+
+def _is_plain(feature: Any) -> bool:
+    """Tell whether values of a column are text and numbers, or lists and objects of these: nothing is decoded."""
+    from datasets import LargeList, List, Value
+
+    if isinstance(feature, dict):
+        return all(map(_is_plain, feature.values()))
+    return isinstance(feature, Value) or (isinstance(feature, List | LargeList) and _is_plain(feature.feature))
 
 
 @contextlib.contextmanager

@@ -22,9 +22,9 @@ import torch
 from torch import LongTensor, Tensor
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.chat_rows import conversation_files, names_text
+from spes_p2p.data.chat_rows import Record, conversation_files, names_text
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
-from spes_p2p.data.conversations import conversation_file, probe_file
+from spes_p2p.data.conversations import conversation_file, encoded, encoder, probe_file
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.mixture import MixedSource, named
 from spes_p2p.data.readers import batches
@@ -37,9 +37,10 @@ from spes_p2p.data.sources import (
     check_corpus,
     corpus_identity,
     documents,
+    hub_record,
+    hub_records,
     in_held_out_part,
     is_in,
-    row_text,
 )
 from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
 from spes_p2p.data.windows import TokenFile, Windows, mapped, windows_of
@@ -233,13 +234,13 @@ class StreamSource:
         self._given = given
 
     def _check_size(self) -> None:
-        """Refuse a data set with fewer than `MIN_WINDOWS` windows."""
+        """Refuse a data set with too few windows."""
         start = self.state_dict()
         found = self._num_windows
-        while found < MIN_WINDOWS and self._epoch == 0:
+        while found < self._fewest and self._epoch == 0:
             self._next_block()
             found += self._num_windows
-        if found < MIN_WINDOWS:
+        if found < self._fewest:
             raise _too_small("training", len(self._tokens), self._data.sequence_length, "choose a larger data set")
         if self._block_start["block"] > 0:
             self.load_state_dict(start)
@@ -278,20 +279,20 @@ class StreamSource:
             "dataset": copy.deepcopy(self._place),
         }
         try:
-            texts, at_end = self._read_block()
+            records, at_end = self._read_block()
         except DataError:
             # A generator that raised then looks exhausted: reopen it, so that the next call reads this block again.
             self._open_at_place()
             raise
-        if at_end and not texts and self._block == 0:
+        if at_end and not records and self._block == 0:
             raise _too_small("training", len(self._carry), self._data.sequence_length, "choose a larger data set")
-        order = self._generator(self._block).permutation(len(texts))
-        self._tokens = np.concatenate([self._carry, *encode(self._tokenizer, (texts[i] for i in order))])
-        file = TokenFile(self._tokens, "", self._tokenizer.eos_token_id)
+        order = self._generator(self._block).permutation(len(records))
+        file = _of_records(self._data, self._tokenizer, [records[i] for i in order], self._carry)
+        self._tokens, self._fewest = np.asarray(file.tokens_N), _min_windows(file)
         self._windows = windows_of(file, self._data, cache=None, part="train")
         self._num_windows = len(self._windows)
         self._given = 0
-        if self._data.packing == "pack":  # the others cut no document here
+        if self._data.packing == "pack" and file.ends_D is None:  # the others cut no document here
             self._carry = self._tokens[self._num_windows * self._data.sequence_length :]
         self._block_start = start
         if at_end:
@@ -300,19 +301,19 @@ class StreamSource:
             self._block += 1
             self._place = copy.deepcopy(self._dataset.state_dict())
 
-    def _read_block(self) -> tuple[list[str], bool]:
-        """Return training texts, and whether the data set ended."""
-        texts: list[str] = []
+    def _read_block(self) -> tuple[list[Record], bool]:
+        """Return training documents, and whether the data set ended."""
+        found: list[Record] = []
         num_characters = 0
-        while len(texts) < BLOCK_DOCUMENTS and num_characters < BLOCK_CHARACTERS:
+        while len(found) < BLOCK_DOCUMENTS and num_characters < BLOCK_CHARACTERS:
             row = next(self._rows, None)
             if row is None:
-                return texts, True
-            text = row_text(row, self._data)
-            if text and not in_held_out_part(Document("", text), self._data):
-                texts.append(text)
-                num_characters += len(text)
-        return texts, False
+                return found, True
+            record = hub_record(row, self._data)
+            if record and not in_held_out_part(Document("", record.text), self._data):
+                found.append(record)
+                num_characters += len(record.text)
+        return found, False
 
 
 class WindowSource:
@@ -491,8 +492,8 @@ def held_out_batches(
         DataError: the corpus cannot be read, or its held-out part is too small.
     """
     if data.source == "hub":
-        texts = (document.text for document in documents(data) if is_in(part, document, data))
-        file, windows = _first_windows(data, tokenizer, texts, num_sequences)
+        rows = (record for record in hub_records(data) if is_in(part, Document("", record.text), data))
+        file, windows = _first_windows(data, tokenizer, rows, num_sequences)
     else:
         file = token_file(data, tokenizer, paths=paths, cache=cache, part=part)
         windows = windows_of(file, data, cache=cache, part=part)
@@ -526,20 +527,30 @@ def window_batches(windows: Windows, indices: np.ndarray, batch_size: int) -> li
     return [windows.gather(indices[start : start + batch_size]) for start in starts]
 
 
+def _of_records(
+    data: DataConfig, tokenizer: AnyTokenizer, records: Sequence[Record], carry_N: np.ndarray | None = None
+) -> TokenFile:
+    """Return the tokens of some rows of a stream: of text behind those carried over, or of conversations."""
+    before = [np.empty(0, np.uint32) if carry_N is None else carry_N]
+    if all("text" in record.value for record in records):
+        texts = (record.text for record in records)
+        return TokenFile(np.concatenate([*before, *encode(tokenizer, texts)]), "", tokenizer.eos_token_id)
+    on_bad = partial(log.warning, "left out a row: %s") if data.skip_unusable else None
+    with encoder(data, tokenizer) as chat:
+        parts = [ids_N for _, ids_N in encoded(records, data, chat, on_bad)]
+    ends_D = np.cumsum([len(part) for part in parts], dtype=np.int64)
+    return TokenFile(np.concatenate([before[0][:0], *parts]), "", tokenizer.eos_token_id, ends_D)
+
+
 def _first_windows(
-    data: DataConfig, tokenizer: AnyTokenizer, texts: Iterator[str], num_windows: int
+    data: DataConfig, tokenizer: AnyTokenizer, records: Iterator[Record], num_windows: int
 ) -> tuple[TokenFile, Windows]:
-    """Return the first windows of a stream of texts, which is read no further than needed."""
-    parts, wanted = [np.empty(0, dtype=np.uint32)], num_windows * data.sequence_length + 1
+    """Return the first windows of a stream of rows, which is read no further than twice what is needed."""
+    taken: list[Record] = []
     while True:
-        is_at_end = False
-        while not is_at_end and sum(map(len, parts)) < wanted:
-            some = list(islice(texts, 16))
-            parts += encode(tokenizer, some)
-            is_at_end = not some
-        parts = [np.concatenate(parts)]
-        file = TokenFile(parts[0], "", tokenizer.eos_token_id)
+        some = list(islice(records, max(16, len(taken))))
+        taken += some
+        file = _of_records(data, tokenizer, taken)
         windows = windows_of(file, data, cache=None, part="held_out")
-        if is_at_end or len(windows) >= num_windows:
+        if not some or len(windows) >= num_windows:
             return file, windows
-        wanted *= 2

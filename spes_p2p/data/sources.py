@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import logging
 import os
 import sysconfig
 import tokenize
@@ -12,12 +13,23 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from spes_p2p.config import DataConfig
-from spes_p2p.data.chat_rows import Unusable, conversation_files, names_text, records
+from spes_p2p.data.chat_rows import (
+    COMPLETION,
+    MESSAGES,
+    Record,
+    Unusable,
+    checked_record,
+    conversation_files,
+    names_text,
+    records,
+)
 from spes_p2p.data.hub import hub_rows, load_hub
 from spes_p2p.data.readers import checked_text, read_file
 from spes_p2p.data.shard_formats import listed, with_mds_shards
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import content_digests, matches, unmatched
+
+log = logging.getLogger(__name__)
 
 # One seed for all runs: they compare on the same held-out text, and a checkpoint alone tells what it has not seen.
 SPLIT_SEED = 0
@@ -66,8 +78,8 @@ def documents(data: DataConfig, paths: Sequence[Path] = ()) -> Iterator[Document
                 yield Document(name if index is None else f"{name}#{index}", text)
     else:
         for index, row in enumerate(hub_rows(load_hub(data), data)):
-            if text := row_text(row, data):
-                yield Document(str(index), text)
+            if found := hub_record(row, data):
+                yield Document(str(index), found.text)
 
 
 def is_held_out(document_name: str, text: str | None, fraction: float, seed: int = SPLIT_SEED) -> bool:
@@ -231,11 +243,29 @@ def corpus_files(paths: Sequence[Path], flag: str = "--text") -> list[tuple[Path
     return found
 
 
-def row_text(row: dict[str, Any], data: DataConfig) -> str:
-    """Return one row's text, empty if it is blank.
+def hub_records(data: DataConfig) -> Iterator[Record]:
+    """Yield the rows of the configured hub data set, in order.
 
     Raises:
-        DataError: the row lacks `data.text_field`, or the field does not hold text.
+        DataError: it cannot be read, or as `hub_record`.
     """
-    text = checked_text(row, data.text_field, f"data set {data.name!r}")
-    return text if text.strip() else ""
+    return filter(None, (hub_record(row, data) for row in hub_rows(load_hub(data), data)))
+
+
+def hub_record(row: dict[str, Any], data: DataConfig) -> Record | None:
+    """Return a row of a hub data set as `checked_record` does; None if its text is blank, or it is left out.
+
+    Raises:
+        DataError: the row has neither messages, a completion nor `data.text_field`, or cannot be used.
+    """
+    where = f"data set {data.name!r}"
+    try:
+        if any(row.get(name) for name in (MESSAGES, COMPLETION)) or isinstance(row.get(data.text_field), list):
+            return checked_record(row, data.text_field, where)
+        text = checked_text(row, data.text_field, where)
+    except DataError as error:
+        if not data.skip_unusable:
+            raise
+        log.warning("left out a row: %s", error)
+        return None
+    return Record(where, {"text": text}) if text.strip() else None
