@@ -19,7 +19,7 @@ from torch import Tensor
 
 from spes_p2p.config import RunConfig
 from spes_p2p.data.mixture import MixedSource
-from spes_p2p.errors import AbsentError
+from spes_p2p.errors import AbsentError, DataError
 from spes_p2p.optim.schedule import rate_of_step
 from spes_p2p.swarm.names import SHARED, VectorName, slot_ranges
 from spes_p2p.swarm.records import Metrics
@@ -50,6 +50,9 @@ UNFINISHED = 0.999
 """Cap on the elapsed share of a round whose end is unknown."""
 RETURN_SECONDS = 10.0
 """Pause between two tries of a peer that comes back."""
+MAX_FRUITLESS = 5
+"""Attempts in a row without a finite step after which a peer ends."""
+REMEDY = "if it is so on other peers too, lower train.lr (spes amend); if only here, restart with --resume --device cpu"
 LEAVING_SECONDS = 5.0
 """Time that an interrupted peer gives a synchronisation under way to end."""
 
@@ -100,6 +103,7 @@ class TrainingLoop:
         self._waited_seconds = 0.0
         self._halted_seconds = 0.0
         self._step_seconds = 0.0
+        self._num_fruitless = 0
         self.is_ended = False
         """Whether the peer was asked to end, and has."""
         self.brought_steps = 0
@@ -259,14 +263,18 @@ class TrainingLoop:
             places = steps * self._run.train.batch_size * self._run.data.sequence_length
             self._places_per_second = places / seconds
         self._total_tokens += tokens
-        if steps and not finite_steps:
-            log.warning(
-                "round %d: none of %d steps had a finite gradient; going on from the swarm's versions. If it happens "
-                "again on other peers too, the run needs a lower train.lr; if only here, restart with --resume "
-                "--device cpu",
-                *(self._round + 1, steps),
-            )
+        if steps:
+            self._count_attempt(finite_steps, steps)
         return self._work(tokens, weighted_loss, seconds, self._tokens_per_second if steps else 0.0)
+
+    def _count_attempt(self, finite_steps: int, steps: int) -> None:
+        """Count the attempts in a row without a finite step, which repeat one round; end this peer after some."""
+        self._num_fruitless = 0 if finite_steps else self._num_fruitless + 1
+        fault = f"round {self._round + 1}: none of {steps} steps had a finite gradient"
+        if self._num_fruitless >= MAX_FRUITLESS:
+            raise DataError(f"{fault}, in {MAX_FRUITLESS} attempts in a row; {REMEDY}")
+        if self._num_fruitless:
+            log.warning("%s; going on from the swarm's versions; %s", fault, REMEDY)
 
     def _work(self, tokens: int, weighted_loss: float, seconds: float, speed: float) -> RoundWork:
         """Return what was trained, at what speed, and start the counters again."""

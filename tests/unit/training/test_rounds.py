@@ -12,6 +12,7 @@ from virtual import VirtualPeer, certify, peer_id, run_virtual, tiny_run
 
 from spes_p2p.codecs.vectors import digest
 from spes_p2p.config import MergeConfig, OuterConfig, RoundConfig, RunConfig, TrainConfig
+from spes_p2p.errors import DataError
 from spes_p2p.sim.hub import MemoryHub
 from spes_p2p.sim.swarm import MemorySwarm
 from spes_p2p.swarm.averaging.partition import weighted_mean
@@ -21,6 +22,7 @@ from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.swarm.records import Progress
 from spes_p2p.swarm.roster import Roster
 from spes_p2p.training.fetch_plan import FetchPlan
+from spes_p2p.training.loop import MAX_FRUITLESS
 from spes_p2p.training.round_work import RoundWork, StoredVectors
 from spes_p2p.training.synchroniser import ATTEMPTS
 from spes_p2p.training.trainer import Trainer
@@ -348,3 +350,30 @@ def test_steps_that_are_not_finite_cost_their_own_tokens_alone(spoiled, overlap,
     assert ("none of 3 steps had a finite gradient" in caplog.text) == (spoiled == 3)
     seconds = max(report.matchmaking_seconds + report.other_seconds for peer in peers for report in peer.reports)
     assert seconds < rounds.max_seconds / 2, "others wait for it as if it were still training"
+
+
+@pytest.mark.parametrize(
+    ("num_spoiled", "ends"), [(MAX_FRUITLESS, True), (MAX_FRUITLESS - 1, False), (10**9, True)], ids=["5", "4", "all"]
+)
+@pytest.mark.parametrize("overlap", sample([0, 1], [0]))
+def test_a_run_without_a_finite_step_ends_after_five_attempts_and_says_what_helps(
+    num_spoiled, ends, overlap, monkeypatch, caplog
+):
+    """It repeated one round for ever, with a warning a minute."""
+    stock = Trainer._backward
+
+    def backward(trainer: Trainer, *args) -> float:
+        loss = stock(trainer, *args)
+        if 3 <= trainer.steps < 3 * (1 + num_spoiled):  # the first round's three steps are fine
+            next(iter(trainer.model.shared_parameters().values())).grad.fill_(math.nan)
+        return loss
+
+    monkeypatch.setattr(Trainer, "_backward", backward)
+    rounds = RoundConfig(mode="steps", steps=3, total=3, min_peers=1, max_seconds=60, overlap=overlap)
+    if not ends:
+        [peer] = run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)
+        assert [report.tokens for report in peer.reports] == [192] * 3
+        return
+    with pytest.raises(DataError, match=r"round 2.* 5 attempts in a row.*train\.lr.*--device cpu"):
+        run_virtual(tiny_run(round=rounds), num_peers=1, max_slots=4)
+    assert caplog.text.count("had a finite gradient") == MAX_FRUITLESS - 1
