@@ -203,11 +203,9 @@ def _train(
 
 
 def _to_resume(config: PeerConfig, run: RunConfig, saved: Saved | None) -> RunConfig:
-    """Return the run to go on with: where a founder comes back to a finished one, it waits for no other peer.
-
-    Only its versions are still of use then, to a monitor perhaps.
-    """
-    if saved is None or saved.state.round < run.round.total or config.initial_peers:
+    """Return the run to go on with, which waits for no other peer if this one goes on alone, or only serves the end."""
+    is_over = saved is not None and saved.state.round >= run.round.total and not config.initial_peers
+    if not (is_over or (config.resume and config.alone)):
         return run
     return run.model_copy(update={"round": run.round.model_copy(update={"min_peers": 1})})
 

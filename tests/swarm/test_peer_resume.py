@@ -15,6 +15,9 @@ import pytest
 from forked_commands import Forked, ForkServer
 from peer_processes import MARK, Commands, commands_in, last_certificate, saved_state, write_corpus, write_settings
 
+from spes_p2p.cli import load_settings
+from spes_p2p.commands import amend
+from spes_p2p.config.commands import AmendConfig
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import DOCUMENTS
 
@@ -175,3 +178,29 @@ def test_peers_that_are_all_killed_at_once_go_on_from_the_newest_consistent_roun
     assert min(reports) == newest + 1, (chains, reports)
     assert all(len({digest for _, digest in told}) == 1 for told in reports.values()), reports
     assert all(len({members for members, _ in told} - {"0"}) == 1 for told in reports.values()), reports
+
+
+# Full: `tests/unit/test_joining.py` shows with every commit whom a peer waits for that resumes alone.
+@pytest.mark.full
+@pytest.mark.parametrize("who", ["founder", "other", "amended"])
+def test_one_of_two_peers_that_were_killed_goes_on_alone_if_told_so(world: World, who: str) -> None:
+    """It waited for the run's `min_peers` for ever; likewise after its founder had prolonged a finished run."""
+    rounds = {"mode": "steps", "steps": 5, "total": 3 if who == "amended" else 400, "min_peers": 2}
+    file = write_settings(world.folder / f"alone-{who}.yaml", round=rounds)
+    names = [f"{who}-a", f"{who}-b"]
+    a = world.start(names[0], "--config", file, "--max-slots", "4")
+    a.wait_for("others join with")
+    b = world.start(names[1], "--initial-peers", world.address(names[0]), "--max-slots", "4")
+    if who == "amended":
+        assert (a.end(SECONDS).code, b.end(SECONDS).code) == (0, 0)
+        words = [str(world.folder / names[0]), "--run.round.total", "6"]
+        assert amend.main(load_settings(AmendConfig, words)) == 0
+    else:
+        b.wait_for("round 2: 2 peers")
+        kill(a, b)
+    name = names[who == "other"]
+    last = last_certificate(world.folder / name)
+    assert last is not None
+    alone = world.start(name, "--resume", "--alone", "--max-slots", "4")
+    alone.wait_for(f"round {last.round + 2}: 1 peers")
+    kill(alone)

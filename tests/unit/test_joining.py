@@ -16,6 +16,7 @@ from spes_p2p.config.commands import ClusterConfig
 from spes_p2p.errors import ConfigError
 from spes_p2p.peer import joining
 from spes_p2p.peer.joining import ADDRESS_FILE, listen_port
+from spes_p2p.peer.life import _to_resume
 from spes_p2p.peer.settings import _for_link, _link_rounds, _on_files, _suited, check_choices
 from spes_p2p.planner.memory import Setup, peer_bytes, peer_memory
 from spes_p2p.planner.size import free_gpu_bytes, model_size
@@ -195,3 +196,22 @@ def test_peers_with_a_slow_uplink_send_little_unless_their_founder_chooses_other
         link_alone = run.model_copy(update={"codecs": CodecConfig(), "outer": OuterConfig(), "round": before.round})
         longer, _ = _link_rounds(config, link_alone, 4096)
         assert 5 < run.round.min_seconds < longer.min_seconds / 2
+
+
+@pytest.mark.parametrize(
+    ("words", "waits_for"),
+    [
+        (["--resume", "--alone"], 1),
+        (["--resume", "--alone", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/QmX"], 1),
+        (["--resume"], 3),
+        (["--alone"], 3),
+        (["--resume", "--initial-peers", "/ip4/127.0.0.1/tcp/1/p2p/QmX"], 3),
+    ],
+)
+def test_a_peer_that_resumes_alone_waits_for_no_other(words: list[str], waits_for: int) -> None:
+    """It waited for `round.min_peers` for ever. A run's start, and a peer that others are to join again, wait."""
+    run = RUN.model_copy(update={"round": RUN.round.model_copy(update={"min_peers": 3})})
+    config = load_settings(PeerConfig, ["--run-id", "r", *words])
+    assert _to_resume(config, run, None) == run.model_copy(
+        update={"round": run.round.model_copy(update={"min_peers": waits_for})}
+    )
