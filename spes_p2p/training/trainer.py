@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -54,7 +55,9 @@ class DDP(SingleRank):
     """
 
     def wrap(self, loss: TrainingLoss) -> nn.Module:
-        return DistributedDataParallel(loss, broadcast_buffers=False)
+        with warnings.catch_warnings():  # torch 2.13 renames it, and has no other way yet to leave buffers alone
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            return DistributedDataParallel(loss, broadcast_buffers=False)
 
     def accumulating(self, wrapped: nn.Module) -> contextlib.AbstractContextManager[None]:
         assert isinstance(wrapped, DistributedDataParallel)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lanes import sample
 from ranks import run_ranks
 from safetensors.torch import load_file, save_file
@@ -24,10 +25,11 @@ from spes_p2p.config import MachineConfig, ModelConfig, TrainConfig
 from spes_p2p.data.windows import CONTEXT, PADDING
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import build_slot_model, stock_model
+from spes_p2p.model.loss import TrainingLoss
 from spes_p2p.planner import activations
 from spes_p2p.swarm.names import SHARED, VectorName
 from spes_p2p.training.process_group import ProcessGroup
-from spes_p2p.training.trainer import Trainer
+from spes_p2p.training.trainer import DDP, Trainer
 
 MODEL = ModelConfig(hidden_size=16, num_layers=2, num_heads=2, num_kv_heads=2, intermediate_size=8, num_experts=5)
 BATCH, RANKS, STARVED = 8, 2, 3
@@ -349,6 +351,18 @@ def rank_learn(group: ProcessGroup, seed: int, folder: str, micro: int | None, s
         claimed = [param for module in model.claimed_modules() for param in module.parameters()]
         assert claimed and all(isinstance(param, DTensor) for param in claimed), "after a pass, too"
     save_file({**state(one), "losses": torch.tensor(losses)}, f"{folder}/rank-{group.rank}.safetensors")
+
+
+def test_a_rank_starts_without_a_warning_whatever_its_torch(recwarn):
+    """Each rank of each peer began with torch's FutureWarning of a renamed argument, in four lines."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        loss = TrainingLoss(trainer(TRAIN, 0, claimed=[0]).model, TRAIN)
+        wrapped = DDP().wrap(loss)
+        assert not wrapped.broadcast_buffers and not [each for each in recwarn if each.category is FutureWarning]
+        del wrapped
+    finally:
+        dist.destroy_process_group()
 
 
 def kept_here(param: Tensor) -> Tensor:
