@@ -433,13 +433,14 @@ class OncePerMinute(logging.Filter):
             return self._passes(record)
 
     def _passes(self, record: logging.LogRecord) -> bool:
-        now, key = self._clock(), (record.name, record.getMessage())
+        now, words = self._clock(), record.getMessage()  # with `extra={"heals": True}` values may differ
+        key = record.name, record.msg if hasattr(record, "heals") else words
         said, num_held_back = self._said.get(key, (-math.inf, 0))
         if now - said < REPEAT_SECONDS:
             self._said[key] = (said, num_held_back + 1)
             return False
         if num_held_back:
-            record.msg = f"{key[1]} ({num_held_back} more times in the {now - said:.0f} s before)"
+            record.msg = f"{words} ({num_held_back} more times in the {now - said:.0f} s before)"
             record.args = ()
         if len(self._said) >= MAX_REMEMBERED:
             self._said = {each: state for each, state in self._said.items() if now - state[0] < REPEAT_SECONDS}

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 VANISHED_LEASES = 2
 """Lease times without a single claim after which the swarm counts as gone."""
 RETRY_SECONDS = 5.0
+HEALS = {"heals": True}
+"""Marks warnings of which one a minute is enough, whatever their values."""
 PROMPT_TOKENS, SAMPLE_TOKENS, REPLY_TOKENS = 24, 40, 64
 LOGGED_CHARACTERS = 200
 SAMPLE_SECONDS = 10.0
@@ -173,9 +175,9 @@ def pull_round(
         missing = {name: peers for name, peers in again.items() if name not in own or own[name].round < older}
         unfetched = swarm.pull(missing, min_round=older, timeout=timeout) if missing else {}
         for reason, names in by_reason(unfetched).items():
-            log.warning("no version of %s, not even of round %d: %s", names, older, reason)
+            log.warning("no version of %s, not even of round %d: %s", names, older, reason, extra=HEALS)
     for reason, names in by_reason(failures).items():
-        log.warning("no certified version of %s, in round %d: %s", names, body.round, reason)
+        log.warning("no certified version of %s, in round %d: %s", names, body.round, reason, extra=HEALS)
 
 
 class Archive:
@@ -231,7 +233,7 @@ class Archive:
         rounds = self._model.load(self._swarm)  # slots without a version keep their values
         self.round = self._swarm.versions()[SHARED].round
         if stale := {slot: number for slot, number in rounds.items() if number < self.round}:
-            log.warning("round %d: slots of older rounds: %s", self.round, stale)
+            log.warning("round %d: slots of older rounds: %s", self.round, stale, extra=HEALS)
 
     def evaluate(self) -> HeldOut | None:
         """Return the model's held-out loss; None without held-out text.
@@ -402,7 +404,8 @@ class Watch:
             number, held_out, samples = job.result()
         except (ExchangeError, OSError) as error:  # a TimeoutError is an OSError
             self._retry_at = time.monotonic() + RETRY_SECONDS
-            log.warning("%s; trying again in %.0f s", str(error) or "peers took too long", RETRY_SECONDS)
+            said = str(error) or "peers took too long"
+            log.warning("%s; trying again in %.0f s", said, RETRY_SECONDS, extra=HEALS)
             return self._archived
         self._archived = number
         if held_out is not None and number not in self.view.held_out:

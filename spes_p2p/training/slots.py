@@ -529,7 +529,7 @@ class HeldSlots:
             digests=plan.digests or None,
         )
         for reason, names in by_reason(failures).items():
-            log.warning("could not fetch %s: %s", names, reason)
+            log.warning("could not fetch %s: %s", names, reason, extra={"heals": True})
         came = [name for name in plan.wanted if name not in failures]
         self._make_kept(came)
         of_use = [name for name in came if not name.is_moments or name in self.held_moments()]

@@ -515,11 +515,14 @@ def test_a_warning_that_repeats_is_said_once_a_minute_with_its_number():
         log.info("round %d", 3)
         if second == 30:
             log.warning("the DHT took too long to read %s records", "metrics")
+        log.warning("%d s late", second, extra={"heals": True})
     warnings = [text for text in heard if text != "round 3"]
     assert warnings == [
         "the DHT took too long to read claim records",
+        "0 s late",
         "the DHT took too long to read metrics records",
         "the DHT took too long to read claim records (59 more times in the 60 s before)",
+        "60 s late (59 more times in the 60 s before)",
     ]
     assert heard.count("round 3") == 61, "what is no warning is not held back"
 

@@ -412,9 +412,8 @@ class Pull:
             candidate.task = None
             if error is None:
                 continue
-            is_busy = isinstance(error, BusyError)  # expected, so not worth an INFO
-            level = logging.DEBUG if is_busy else logging.INFO
-            log.log(level, "could not pull %s from %s: %r", self._wanted.name, candidate.peer[-6:], error)
+            is_busy = isinstance(error, BusyError)
+            log.debug("could not pull %s from %s: %r", self._wanted.name, candidate.peer[-6:], error)
             self._reasons.append(f"{candidate.peer[-6:]}: {error!r}")
             is_useful = is_busy or candidate.num_bytes >= RANGE_BYTES
             candidate.num_disconnects = 0 if is_useful else candidate.num_disconnects + 1

@@ -8,11 +8,12 @@ from types import SimpleNamespace
 
 import pytest
 
+from spes_p2p.cli import OncePerMinute
 from spes_p2p.config import RoundConfig, RunConfig
 from spes_p2p.config.commands import MonitorConfig
 from spes_p2p.errors import DataError, ExchangeError
 from spes_p2p.monitor.view import Sample, SwarmView
-from spes_p2p.monitor.watch import Ending, HeldOut, Watch, plan_pull
+from spes_p2p.monitor.watch import Ending, HeldOut, Watch, plan_pull, pull_round
 from spes_p2p.swarm.certificate import Body, SlotState
 from spes_p2p.swarm.exchange.versions import Version
 from spes_p2p.swarm.records import Archived, Claim, Metrics, Progress
@@ -287,3 +288,31 @@ def test_a_holder_about_to_publish_is_waited_for_and_an_orphan_comes_as_it_was()
 def test_shared_that_no_peer_has_published_yet_is_waited_for() -> None:
     found = inventory(a={"shared": (5, "b")}, b={"shared": (4, "c")})
     assert plan_pull(certified(6, "a"), found, {}).current == {"shared": ["a", "b"]}
+
+
+def test_versions_that_are_not_to_be_had_take_a_line_a_minute_of_a_monitors_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Ninety of 142 lines told of them, each with another round, slot, peer or reason."""
+    caplog.set_level("INFO", "spes_p2p")
+    caplog.handler.addFilter(OncePerMinute())
+    try:
+        for number in range(2, 12):
+            offers = {
+                "a": {
+                    "shared": version("shared", number, "a"),
+                    **{f"slot-{slot}": version(f"slot-{slot}", number - 1) for slot in range(4)},
+                }
+            }
+            swarm = SimpleNamespace(
+                inventory=lambda peers, offers=offers: offers,
+                versions=dict,
+                pull=lambda wanted, number=number, **_: {
+                    name: f"peer{number}: ControlFailure({name})" for name in wanted if name != "shared"
+                },
+            )
+            body = certified(number, "a", *[(number, "b")] * 4)
+            pull_round(swarm, RunConfig(), body, {slot: ["a"] for slot in range(4)}, ["a"], in_fp32=True)  # type: ignore[arg-type]
+    finally:
+        caplog.handler.removeFilter(caplog.handler.filters[-1])
+    assert len(caplog.messages) == 1 and "no certified version of kept-slot-0" in caplog.text, caplog.messages
