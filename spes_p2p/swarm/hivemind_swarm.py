@@ -283,6 +283,9 @@ class HivemindSwarm:
         attempt = self._meet(member, last, expected, closes_from)
         for peer, reason in attempt.refused.items():
             log.warning("round %d: refused %s: %s", last.round + 1, peer[-6:], reason)
+        if attempt.clipped:
+            parts = ", ".join(f"{count} of {peer[-6:]}" for peer, count in sorted(attempt.clipped.items()))
+            log.info("round %d: clipped parts that lie far from the others': %s", last.round + 1, parts)
         self.bans.record(last.round, attempt.evidence)
         result = means_of(attempt, contribution, self._encoding)
         if attempt.roster and SHARED not in result.means:

@@ -43,6 +43,7 @@ class RoundResult:
             next `average`, or `settle`.
         encoded: Their deltas as they travelled, for peers that have the last version; empty if the codec is exact.
         dropped: Reasons for this peer's groups that return to their anchor.
+        num_clipped: Parts of others' vectors that this peer has clipped.
         matchmaking_seconds: Time until the roster was complete.
         averaging_seconds: Time from there to the last confirmed digest.
     """
@@ -51,6 +52,7 @@ class RoundResult:
     means: Mapping[VectorName, Tensor] = field(default_factory=dict)
     encoded: Mapping[VectorName, bytes] = field(default_factory=dict)
     dropped: Mapping[VectorName, str] = field(default_factory=dict)
+    num_clipped: int = 0
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
 

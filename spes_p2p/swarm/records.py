@@ -11,7 +11,15 @@ import itertools
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from spes_p2p.config import MAX_LEASE_SECONDS, Address, PeerId
 from spes_p2p.errors import RecordError
@@ -173,6 +181,8 @@ class Metrics(Record):
     """Groups that this peer committed."""
     dropped: Count
     """Groups that this peer dropped."""
+    clipped: Count = 0
+    """Parts of others' vectors that this peer, as a reducer, has clipped."""
     shared_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
     """First half of the shared anchor's digest: equal on all members after a commit."""
     train_seconds: Seconds
@@ -188,6 +198,12 @@ class Metrics(Record):
     bytes_out: Count
     stale_rounds: Count = 0
     """Largest lag of a slot of this peer's model behind its holders' version, in rounds."""
+
+    @model_serializer(mode="wrap")
+    def _without_zero(self, serialise: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave `clipped` out if nothing was, so that earlier software can read the report."""
+        fields: dict[str, Any] = serialise(self)
+        return fields if self.clipped else {name: fields[name] for name in fields if name != "clipped"}
 
 
 class Archived(Record):

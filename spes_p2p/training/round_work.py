@@ -172,6 +172,7 @@ class SyncStats:
         num_members: Members of the roster.
         num_committed: Groups of this peer that were committed.
         num_dropped: Groups of this peer that were dropped.
+        num_clipped: Parts of others' vectors that this peer has clipped.
         matchmaking_seconds: Time until the roster stood.
         averaging_seconds: Time from there to the last confirmed digest.
         exchange_seconds: Time spent publishing and fetching.
@@ -181,6 +182,7 @@ class SyncStats:
     num_members: int
     num_committed: int
     num_dropped: int
+    num_clipped: int
     matchmaking_seconds: float
     averaging_seconds: float
     exchange_seconds: float
@@ -192,6 +194,7 @@ class SyncStats:
             num_members=len(result.roster),
             num_committed=num_committed,
             num_dropped=len(result.dropped),
+            num_clipped=result.num_clipped,
             matchmaking_seconds=max(0.0, result.matchmaking_seconds),
             averaging_seconds=max(0.0, result.averaging_seconds),
             exchange_seconds=exchange_seconds,

@@ -394,6 +394,7 @@ class Synchroniser:
             num_members=stats.num_members,
             committed=stats.num_committed,
             dropped=stats.num_dropped,
+            clipped=stats.num_clipped,
             shared_digest=self.swarm.versions()[SHARED].digest[:16],
             train_seconds=work.seconds,
             matchmaking_seconds=stats.matchmaking_seconds,

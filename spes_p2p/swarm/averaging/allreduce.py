@@ -275,6 +275,7 @@ class GroupAllreduce:
         lost: The member that made the group fail; empty if none is known.
         was_silent: Whether a member was silent for too long.
         evidence: This peer's evidence against members.
+        clipped: Parts that this peer has clipped, by sender.
     """
 
     def __init__(
@@ -284,6 +285,7 @@ class GroupAllreduce:
         self.lost = ""
         self.was_silent = False
         self.evidence: Mapping[str, Evidence] = {}
+        self.clipped: Mapping[str, int] = {}
         loop = asyncio.get_running_loop()
         self.running: asyncio.Future[ButterflyAllreduce] = loop.create_future()
         self._me = me
@@ -323,6 +325,7 @@ class GroupAllreduce:
             self.lost = allreduce.lost
             self.was_silent = allreduce.was_silent
             self.evidence = allreduce.auditor.evidence()
+            self.clipped = allreduce.auditor.clipped
         mine = await asyncio.to_thread(digests, self.plan, buffers.result)
         self._digest.set_result(mine)
         self._confirm(

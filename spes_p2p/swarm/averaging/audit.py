@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from spes_p2p.swarm.averaging.partition import MAX_TIMES_MEDIAN, MIN_SENDERS, Gr
 
 CLIP = 3.0
 """Median distances from the centre beyond which a vector is pulled in."""
+CLIP_NOISE = 1e-6
+"""Share of a weight that rounding may cost; what loses more was clipped."""
 OWN_CLIP = 4.0
 """In smaller groups: how many times as long as the reducer's own vector another may be."""
 STEPS = 3
@@ -163,7 +166,11 @@ class Evidence(NamedTuple):
 
 
 class Auditor:
-    """One member's audit of a group's all-reduce; members go by their places in the plan."""
+    """One member's audit of a group's all-reduce; members go by their places in the plan.
+
+    Attributes:
+        clipped: Parts that this reducer has clipped, by sender's id.
+    """
 
     def __init__(self, plan: GroupPlan, me: str) -> None:
         self._plan = plan
@@ -173,6 +180,7 @@ class Auditor:
         others = [index for index in range(len(plan.peers)) if index != self._me]
         self._means = {index: torch.zeros(num_segments, 3, dtype=torch.float64) for index in others}
         self._proofs: dict[str, Evidence] = {}
+        self.clipped = Counter[str]()
 
     @property
     def can_tell_outliers(self) -> bool:
@@ -212,6 +220,9 @@ class Auditor:
             self._gram_snn[part.segment] += gram_nn
         for place, weight in zip(here, self._robust(part, gram_nn, weights, here), strict=True):
             kept[place] = weight
+        for place, weight in zip(here, weights, strict=True):
+            if kept[place] < (1 - CLIP_NOISE) * weight:
+                self.clipped[self._plan.peers[self._plan.senders[place]]] += 1
         return kept
 
     def _robust(self, part: Part, gram_nn: Tensor, weights: list[float], here: Sequence[int]) -> list[float]:

@@ -7,6 +7,7 @@ import contextlib
 import hashlib
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, AsyncIterator  # noqa: UP035 - hivemind recognises only typing's
@@ -283,6 +284,7 @@ class SparseAverager(DecentralizedAverager):
             status,
             lost=frozenset([lost] if lost else []),
             evidence={peer: seen for group in mine.values() for peer, seen in group.evidence.items()},
+            clipped=sum((Counter(group.clipped) for group in mine.values()), Counter()),
         )
         return attempt, met_at, {name: mine[name].plan.span(me) for name, reason in status.items() if not reason}
 

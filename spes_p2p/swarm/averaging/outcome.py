@@ -29,6 +29,7 @@ class Attempt:
             values.
         lost: Members that failed in the `shared` group, as far as this peer knows.
         evidence: This peer's evidence against members.
+        clipped: Parts that this peer has clipped as a reducer, over all its groups, by sender.
         failure: Why there is no roster.
         matchmaking_seconds: Until the roster stood.
         averaging_seconds: From there on.
@@ -41,6 +42,7 @@ class Attempt:
     residuals: Mapping[VectorName, tuple[int, Tensor]] = field(default_factory=dict)
     lost: frozenset[str] = frozenset()
     evidence: Mapping[str, Evidence] = field(default_factory=dict)
+    clipped: Mapping[str, int] = field(default_factory=dict)
     failure: str = ""
     matchmaking_seconds: float = 0.0
     averaging_seconds: float = 0.0
@@ -80,6 +82,7 @@ def means_of(attempt: Attempt, contribution: Contribution, encoding: DeltaEncodi
         means=means,
         encoded={name: delta for name in means if (delta := encoding.delta_of(name, attempt.averaged[name]))},
         dropped=dropped,
+        num_clipped=sum(attempt.clipped.values()),
         matchmaking_seconds=attempt.matchmaking_seconds,
         averaging_seconds=attempt.averaging_seconds,
     )

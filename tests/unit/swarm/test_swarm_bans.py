@@ -166,6 +166,23 @@ def judged(values, peers=PEERS, me=PEERS[0]):
     return auditor.evidence()
 
 
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+@pytest.mark.parametrize("times", [1.0, 2 * OWN_CLIP, 1e6])
+def test_every_clipped_part_is_counted_and_no_other(count, times, seed):
+    """An honest delta was shortened in a small group, and nobody said so."""
+    values = {peer: value * (times if peer == ODD else 1.0) for peer, value in deltas(seed).items()}
+    peers = [ODD, *[peer for peer in PEERS if peer != ODD][: count - 1]]
+    plan, me = plan_of(sorted(peers)), peers[1]
+    auditor, num_parts = Auditor(plan, me), 0
+    for message in plan.slices[plan.peers.index(me)]:
+        for part in message:
+            num_parts += 1
+            pieces = [values[peer][part.start : part.stop] for peer in plan.peers]
+            kept = weighted_mean(pieces, auditor.weigh(part, pieces), sum(plan.weights))
+            assert torch.equal(kept, weighted_mean(pieces, list(plan.weights))) == (times == 1.0)
+    assert num_parts and auditor.clipped == ({ODD: num_parts} if times > 1 else {})
+
+
 def lied_to(values, lie, peers=PEERS, me=PEERS[0]):
     """What a receiver holds against the reducers, of whom one tells something else than the mean."""
     plan = plan_of(peers)

@@ -1,5 +1,7 @@
 """Which means of an attempt may be committed: all rules at once, over random rosters."""
 
+from dataclasses import replace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +93,7 @@ def test_only_whole_finite_means_count_and_only_with_shared(drawn):
     whole = {name for name, outcome in outcomes.items() if outcome == "whole"}
     assert set(result.means) == (whole if "shared" in whole else set())
     assert result.roster is attempt.roster
+    assert means_of(replace(attempt, clipped={"a": 2, "b": 3}), contribution, WIRE).num_clipped == 5
 
 
 @given(rosters)
