@@ -11,6 +11,7 @@ from spes_p2p.config.checkpoint import (
     RopeConfig,
     StartConfig,
     Storage,
+    TokenizerSettings,
 )
 from spes_p2p.config.data import DataConfig, Packing, SourceConfig
 from spes_p2p.config.link import MAX_ADDRESSES, Address, JoinLink, PeerId

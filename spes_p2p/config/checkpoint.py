@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 from pydantic_settings import CliSuppress
 
 PositiveInt = Annotated[int, Field(ge=1, le=2**31)]
@@ -64,6 +64,33 @@ MAX_START_SLOTS = 128
 HUB_CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,95}/[A-Za-z0-9][A-Za-z0-9_.-]{0,95}@[0-9a-f]{40}$"  # guard: hub-start
 
 
+TokenText = Annotated[str, Field(max_length=256)]
+Side = Literal["left", "right"]
+TokenRole = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,47}_token$")]  # guard: token-role
+TemplateName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")]  # guard: template-name
+"""It becomes a file's name where a model is exported."""
+
+
+class TokenizerSettings(Frozen):
+    """What a checkpoint's tokenizer_config.json says beyond the tokenizer's document, for exports to say it again."""
+
+    model_max_length: Annotated[int, Field(ge=1, le=2**31)] | None = None
+    padding_side: Side = "right"
+    truncation_side: Side = "right"
+    clean_up_tokenization_spaces: bool = False
+    special_tokens: Annotated[dict[TokenRole, TokenText], Field(max_length=64)] = {}
+    """Tokens by roles that the document has not, such as the mask."""
+    extra_special_tokens: Annotated[list[TokenText], Field(max_length=1024)] = []
+    chat_templates: Annotated[dict[TemplateName, Annotated[str, Field(max_length=2**14)]], Field(max_length=16)] = {}
+    """Chat templates by name, beside the default one."""
+
+
+Number = bool | int | Annotated[float, Field(allow_inf_nan=False)]
+GenerationName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,63}$")]
+GenerationValue = Number | TokenText | Annotated[list[Number | TokenText], Field(max_length=1024)]
+Generation = Annotated[dict[GenerationName, GenerationValue], Field(max_length=64)]
+
+
 class StartConfig(Frozen):
     """What a checkpoint's config.json says beyond `model`, and which weights it holds; `--from` fills it in."""
 
@@ -88,6 +115,21 @@ class StartConfig(Frozen):
     """SHA-256 of the shared parameters' version of round 0."""
     slots: Annotated[list[Digest], Field(max_length=MAX_START_SLOTS)]
     """SHA-256 of each slot's version of round 0; none of a dense model."""
+    generation: Generation = {}
+    """What generation_config.json says."""
+    tokenizer: TokenizerSettings = TokenizerSettings()
+
+    @property
+    def end_tokens(self) -> list[int]:
+        """Ids that end a generated text."""
+        found: Any = self.generation.get("eos_token_id", self.eos_token_id)
+        return found if isinstance(found, list) else [] if found is None else [found]
+
+    @model_serializer(mode="wrap")
+    def _without_empty(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what newer settings say if they say nothing: manifests without them stay what they were."""
+        empty = {"generation": not self.generation, "tokenizer": self.tokenizer == TokenizerSettings()}
+        return {key: value for key, value in handler(self).items() if not empty.get(key)}
 
     @model_validator(mode="after")
     def _check_tokens(self) -> StartConfig:

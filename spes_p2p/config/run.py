@@ -110,7 +110,8 @@ class ModelConfig(Frozen):
                 f"model.top_k={self.top_k} exceeds model.num_experts={self.num_experts}; "
                 f"set it to {self.num_experts} or less"
             )
-        widths = [] if self.start and self.start.head_dim else [("num_heads", "hidden_size")]
+        is_free = self.start is not None and self.start.head_dim is not None and self.family != "llama"  # stock's rule
+        widths = [] if is_free else [("num_heads", "hidden_size")]
         for small, large in (*widths, ("num_kv_heads", "num_heads")):
             if getattr(self, large) % getattr(self, small):
                 raise ValueError(

@@ -28,7 +28,7 @@ from spes_p2p.fs import write_atomic
 WALL_FACTOR = 10.0
 """Most seconds of waiting for one second of processor time that a batch may take."""
 _KEPT_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "TOKENIZERS_PARALLELISM", "RAYON_NUM_THREADS", "OMP_NUM_THREADS")
-_FOREVER = 10**30
+_FOREVER = 1000000000000000019884624838656
 """`model_max_length` of a tokenizer without one, as transformers writes it."""
 
 

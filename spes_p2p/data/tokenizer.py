@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from spes_p2p.config import DataConfig
+from spes_p2p.config import DataConfig, TokenizerSettings
 from spes_p2p.data.chat_rows import conversation_files, names_text
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.shards import shards_tokenizer
@@ -30,6 +30,7 @@ SAMPLE_CHARACTERS = 3_000_000
 DOCUMENT_START = b'{"special_tokens.json":'
 """How `tokenizer_bytes` begins."""
 _DOCUMENT_CHARACTERS = 65_536
+MAX_NAMED_CHARACTERS = 2**14
 _SMALLEST_VOCABULARY = 257  # all bytes and the end of text
 _TRAINING_SECONDS = 600.0
 
@@ -138,6 +139,38 @@ def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> bytes:
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(f"tokenizer takes {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}; choose a smaller one")
     return payload
+
+
+def tokenizer_settings(tokenizer: PreTrainedTokenizerBase) -> TokenizerSettings:
+    """Return what a tokenizer says beyond its document, without templates of more than 16,384 characters."""
+    templates = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {}
+    named = {name: text for name, text in templates.items() if name != "default"}
+    if sum(map(len, named.values())) > MAX_NAMED_CHARACTERS:
+        log.warning("the chat templates %s are too long for a manifest; exports go without", ", ".join(named))
+        named = {}
+    roles = tokenizer.special_tokens_map.items()
+    return TokenizerSettings(
+        model_max_length=tokenizer.model_max_length if tokenizer.model_max_length <= 2**31 else None,
+        padding_side="left" if tokenizer.padding_side == "left" else "right",
+        truncation_side="left" if tokenizer.truncation_side == "left" else "right",
+        clean_up_tokenization_spaces=bool(tokenizer.clean_up_tokenization_spaces),
+        special_tokens={role: str(token) for role, token in roles if role not in SPECIAL_TOKENS},
+        extra_special_tokens=list(map(str, tokenizer.extra_special_tokens)),
+        chat_templates=named,
+    )
+
+
+def write_tokenizer_settings(folder: Path, settings: TokenizerSettings) -> None:
+    """Add to a saved tokenizer what `tokenizer_settings` has returned, as transformers reads it."""
+    file = folder / "tokenizer_config.json"
+    fields = settings.model_dump(exclude={"special_tokens", "chat_templates"}, exclude_none=True)
+    named = {"model_specific_special_tokens": settings.special_tokens} if settings.special_tokens else {}
+    config = json.loads(file.read_bytes()) | fields | settings.special_tokens | named
+    file.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    for name, template in settings.chat_templates.items():
+        path = folder / "additional_chat_templates" / f"{name}.jinja"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(template, encoding="utf-8")
 
 
 def _decode(payload: bytes, where: str) -> PreTrainedTokenizerFast:

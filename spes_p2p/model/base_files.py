@@ -19,11 +19,13 @@ from torch import Tensor
 from spes_p2p.codecs.kept import INT8_BLOCK, NF4_BLOCK
 from spes_p2p.config import RunConfig, Storage
 from spes_p2p.errors import ConfigError, DataError
+from spes_p2p.fs import write_atomic
 from spes_p2p.model.adapted import Base
 from spes_p2p.model.build import outline
 from spes_p2p.model.frozen import ENCODERS, Int8, Nf4, Plain, Weight, unavailable
 
 TABLES = ("model.embed_tokens.weight", "lm_head.weight")
+LOCAL_BASE = "base.txt"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -142,6 +144,19 @@ def _weight(parts: list[Tensor], shape: tuple[int, ...], precision: Storage) -> 
     if precision == "nf4":
         return Nf4(parts[0], parts[1], shape).dense(torch.float32)
     return Plain(parts[0]).weight_OI
+
+
+def note_base(output: Path, source: Path) -> None:
+    """Note in a peer's folder where this machine's copy of the base is, so that exports name it."""
+    with write_atomic(output / LOCAL_BASE) as stream:
+        stream.write(str(source.resolve()).encode())
+
+
+def local_base(output: Path) -> str:
+    """Return the folder that `note_base` has noted; empty if there is none any more."""
+    noted = output / LOCAL_BASE
+    base = noted.read_text() if noted.is_file() else ""
+    return base if Path(base, "config.json").is_file() else ""
 
 
 def base_name(slot: int | None) -> str:

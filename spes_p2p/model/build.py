@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import (
     GemmaConfig,
     GemmaForCausalLM,
+    GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MixtralConfig,
@@ -307,8 +308,6 @@ def _start_fields(model: ModelConfig, start: StartConfig, vocab_size: int, seque
         fields["attention_bias"] = start.attention_bias
     if model.family == "olmoe":
         fields["clip_qkv"] = start.clip_qkv
-    elif not model.is_dense:
-        fields["head_dim"] = start.head_dim  # None where the checkpoint leaves it to the model
     if start.dense_intermediate_size is not None:
         fields["intermediate_size"] = start.dense_intermediate_size
     return fields
@@ -449,6 +448,9 @@ def meta_model(model: ModelConfig, vocab_size: int, sequence_length: int, attent
     config._experts_implementation = "eager"
     try:
         with torch.device("meta"):
-            return FAMILIES[model.family][1](config)
+            module = FAMILIES[model.family][1](config)
     except ArithmeticError as error:
         raise ConfigError(f"model.start.rope makes no positions ({error}); take the checkpoint's own") from error
+    if model.start is not None and model.start.generation:
+        module.generation_config = GenerationConfig(**model.start.generation)
+    return module

@@ -24,6 +24,7 @@ from spes_p2p.model.slot_model import SlotModel, check_tensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 """A checkpoint's weights; of one in several files, what maps each tensor to its file."""
+GENERATION = "generation_config.json"
 SHARD_BYTES = 2**25
 """Slots share a file up to this size, so that a small model is one file; a larger slot has a file of its own."""
 MATRICES = ("gate_proj", "up_proj", "down_proj")
@@ -88,7 +89,8 @@ def write_settings(model: SlotModel, folder: Path, tokenizer: Any) -> None:
         generation = copy.copy(model.module.generation_config)
         if generation.eos_token_id is None and tokenizer is not None:
             generation.eos_token_id = tokenizer.eos_token_id  # otherwise no text that the model writes ends
-        generation.save_pretrained(folder)
+        # Not `save_pretrained`, which refuses what some released checkpoints say.
+        (folder / GENERATION).write_text(generation.to_json_string(), encoding="utf-8")
 
 
 class Shards:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -292,7 +292,7 @@ def held_out_loss(module: nn.Module, batches: Iterable[LongTensor]) -> float:
 
 
 def greedy_continuation(
-    module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, end: int | None = None
+    module: nn.Module, prompt_T: Tensor, *, num_tokens: int, seconds: float, ends: Collection[int] = ()
 ) -> list[int]:
     """Return the most likely tokens after a prompt, one after the other, in evaluation mode.
 
@@ -301,7 +301,7 @@ def greedy_continuation(
         prompt_T: Token ids `[T]`, at least one.
         num_tokens: Tokens to return.
         seconds: Time after which it returns those that it has.
-        end: Token after which nothing follows.
+        ends: Tokens after which nothing follows.
     """
     device, was_training = next(module.parameters()).device, module.training
     module.eval()
@@ -311,7 +311,7 @@ def greedy_continuation(
             while tokens_1T.shape[1] < len(prompt_T) + num_tokens and time.monotonic() < deadline:
                 logits_V = module(input_ids=tokens_1T, use_cache=False).logits[0, -1]
                 tokens_1T = torch.cat([tokens_1T, logits_V.argmax()[None, None]], dim=1)
-                if tokens_1T[0, -1] == end:
+                if int(tokens_1T[0, -1]) in ends:
                     break
     finally:
         module.train(was_training)

@@ -280,7 +280,7 @@ def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, ca
         directory: Folder of the adapter; replaces an older one there.
         tokenizer: Tokenizer to save with it.
         card: Text of README.md; none is written if it is empty.
-        base: The base on the hub, `owner/name@commit`, for adapter_config.json; empty if it is not there.
+        base: The base for adapter_config.json: on the hub, `owner/name@commit`, or a folder; empty if neither is known.
 
     Raises:
         ConfigError: `directory` exists and is no adapter.
@@ -304,7 +304,7 @@ def save_adapter(factors: Factors, directory: Path, *, tokenizer: Any = None, ca
 def _peft_settings(factors: Factors, base: str) -> dict[str, Any]:
     """Return the content of adapter_config.json."""
     targets = factors.adapter.targets
-    name, _, commit = base.partition("@")
+    name, _, commit = (base, "", "") if Path(base).is_absolute() else base.partition("@")
     modules = [part for part, target in TARGETS.items() if target in targets]
     ends = {weight.rpartition(".")[2] for weight in factors.weights}
     chosen = [name for target in ("experts", "router") if target in targets for name in PARAMETERS[target]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,14 +16,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter, ValidationError
 from torch import Tensor
 from transformers import PretrainedConfig
 from transformers.masking_utils import create_causal_mask
 
 from spes_p2p.config import DENSE_FAMILIES, MAX_START_SLOTS, ModelConfig, RopeConfig, RunConfig, StartConfig
-from spes_p2p.errors import ConfigError, one_line
+from spes_p2p.config.checkpoint import Generation
+from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.model.build import FAMILIES, hf_config
-from spes_p2p.model.export import IN_MEMORY, MATRICES, ON_DISK
+from spes_p2p.model.export import GENERATION, IN_MEMORY, MATRICES, ON_DISK
 from spes_p2p.model.frozen import GATE_UP
 from spes_p2p.model.safetensor_files import SafetensorFiles, read_config
 from spes_p2p.model.slot_model import SlotModel
@@ -84,9 +87,12 @@ def model_of(source: Path) -> ModelConfig:
             clip_qkv=fields.get("clip_qkv"),
             initializer_range=config.initializer_range,
             rope=RopeConfig(**{key: value for key, value in rope.items() if key in RopeConfig.model_fields}),
-            **{f"{name}_token_id": getattr(config, f"{name}_token_id", None) for name in ("bos", "eos", "pad")},
+            bos_token_id=config.bos_token_id,
+            eos_token_id=config.eos_token_id,
+            pad_token_id=config.pad_token_id,
             shared=NO_DIGEST,
             slots=[NO_DIGEST] * num_experts,
+            generation=_generation(source),
         )
         model = ModelConfig(
             family=config.model_type,  # type: ignore[arg-type]
@@ -117,6 +123,25 @@ def model_of(source: Path) -> ModelConfig:
                 f"{getattr(built, name, None)!r}; give --from a checkpoint that agrees"
             )
     return model
+
+
+def _generation(source: Path) -> dict[str, Any]:
+    """Return what a checkpoint's generation_config.json sets to plain values."""
+    try:
+        fields = dict(json.loads((source / GENERATION).read_bytes()))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError) as error:
+        raise DataError(f"cannot read {source / GENERATION}: {error}; download the checkpoint again") from error
+    fields.pop("transformers_version", None)
+    return {name: value for name, value in fields.items() if _is_plain({name: value})}
+
+
+def _is_plain(setting: dict[str, Any]) -> bool:
+    try:
+        return bool(TypeAdapter(Generation).validate_python(setting))
+    except ValidationError:
+        return False
 
 
 def check_family(source: Path, config: PretrainedConfig, families: Mapping[str, str]) -> None:

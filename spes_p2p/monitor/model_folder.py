@@ -26,9 +26,10 @@ from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import Layout, digest
 from spes_p2p.config import RunConfig
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
+from spes_p2p.data.tokenizer import write_tokenizer_settings
 from spes_p2p.errors import ConfigError, DataError, ExchangeError, RecordError
 from spes_p2p.model.adapted import Base
-from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, encode_base
+from spes_p2p.model.base_files import BaseFiles, BaseLayout, base_digests, encode_base, local_base
 from spes_p2p.model.build import outline
 from spes_p2p.model.export import save_checkpoint
 from spes_p2p.model.peft_files import Factors, save_adapter, save_merged
@@ -291,7 +292,8 @@ def _export(
                 save_checkpoint(model, output, read, tokenizer=tokenizer, card=card)
             elif kind == "adapter":
                 hub = run.model.start.source if run.model.start is not None else None
-                save_adapter(Factors(model, run, read), output, tokenizer=tokenizer, card=card, base=hub or "")
+                base_name = hub or local_base(source.folder)
+                save_adapter(Factors(model, run, read), output, tokenizer=tokenizer, card=card, base=base_name)
             else:
                 whole = outline(run.model, source.manifest.vocab_size, run.data.sequence_length)
                 weights, factors = _base(source, base, whole, stack), Factors(model, run, read)
@@ -331,11 +333,15 @@ class _Tokenizer:
         self._document = source.document(TOKENIZER)
         self._max_entries = source.manifest.vocab_size
         self._template = source.manifest.config.data.chat_template or ""
+        start = source.manifest.config.model.start
+        self._settings = start.tokenizer if start is not None else None
 
     def save_pretrained(self, directory: Path) -> None:
         confined = ConfinedTokenizer(self._document, directory, self._max_entries, self._template)
         confined.close()
         self.eos_token_id = confined.eos_token_id
+        if self._settings is not None:
+            write_tokenizer_settings(directory, self._settings)
 
 
 # ---------------------------------------------------------------------- reading

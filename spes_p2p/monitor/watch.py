@@ -275,7 +275,7 @@ class Archive:
             torch.tensor(prompt.ids),
             num_tokens=min(REPLY_TOKENS, self._run.data.sequence_length - len(prompt.ids)),
             seconds=SAMPLE_SECONDS,
-            end=prompt.end_of_text,
+            ends={prompt.end_of_text, *(start.end_tokens if (start := self._run.model.start) else ())},
         )
         reply = Sample(self._decode(prompt.ids), self._decode(ids), prompt.truth)
         log.info("round %d: %s -> %s", self.round, reply.prompt[-LOGGED_CHARACTERS:], reply.text[:LOGGED_CHARACTERS])

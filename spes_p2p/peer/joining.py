@@ -32,6 +32,7 @@ from spes_p2p.config import (
 from spes_p2p.data.sources import corpus_bytes
 from spes_p2p.data.tokenizer import tokenizer_bytes
 from spes_p2p.errors import ConfigError, JoinError, RecordError
+from spes_p2p.model.base_files import note_base
 from spes_p2p.peer.base import obtain_base, own_copy
 from spes_p2p.peer.consent import ask_to_read
 from spes_p2p.peer.settings import check_choices, founder_settings
@@ -407,7 +408,10 @@ def _enter(
         _check_text(config, run)
         check_alone(swarm, config.output, run.round.heartbeat_seconds)
     if run.adapter is not None:
-        obtain_base(swarm, manifest, own_copy(config.start_from))
+        source = own_copy(config.start_from)
+        obtain_base(swarm, manifest, source)
+        if source is not None:
+            note_base(config.output, source)
     swarm.enter(run.round, anchors.vectors(), manifest.genesis(), max_slots=max_slots, guests=guests, is_new=founds)
     if config.resume_round is not None:
         swarm.consensus.cut(config.resume_round)

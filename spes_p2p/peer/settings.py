@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -13,7 +14,7 @@ from spes_p2p.data.conversations import founding, num_tokens
 from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_sources
 from spes_p2p.data.remote import with_fetched
-from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes
+from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes, tokenizer_settings
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import check_attention, check_build, hf_config
@@ -56,6 +57,8 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         tokenizer = resolve_tokenizer(corpus, config.text, cache)
     else:
         tokenizer = load_tokenizer(source)
+    if source is not None:
+        run = _as_exported(run, tokenizer)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
     hf_config(run.model, len(tokenizer), run.data.sequence_length)
     corpus = founding(corpus, tokenizer)
@@ -74,6 +77,17 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
         run = _suited(run, num_tokens(corpus, tokenizer, cache))
         run = with_digests(run, len(tokenizer), source, hub_name)
     return run, tokenizer
+
+
+def _as_exported(run: RunConfig, tokenizer: PreTrainedTokenizerBase) -> RunConfig:
+    """Return a run over a checkpoint with what its exports say of the tokenizer, and of the tokens that end a text."""
+    start = run.model.start
+    assert start is not None
+    update: dict[str, Any] = {"tokenizer": tokenizer_settings(tokenizer)}
+    if run.data.tokenizer is not None and start.generation and tokenizer.eos_token_id not in start.end_tokens:
+        update["generation"] = start.generation | {"eos_token_id": [*start.end_tokens, tokenizer.eos_token_id]}
+    model = run.model.model_copy(update={"start": start.model_copy(update=update)})
+    return run.model_copy(update={"model": model})
 
 
 def _for_link(config: PeerConfig, run: RunConfig, vocab_size: int) -> RunConfig:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from spes_p2p.codecs.kept import KeptForm
 from spes_p2p.codecs.vectors import Layout, digest, to_bytes
@@ -33,6 +33,7 @@ class PeerFolder:
         kept: Which rounds to keep.
         shape: Changes to the model.
         run: The run, instead of one of such data and shape.
+        tokenizer: Its tokenizer, instead of a small one.
     """
 
     def __init__(
@@ -43,11 +44,12 @@ class PeerFolder:
         kept: KeptRounds | None = None,
         shape: Mapping[str, int] = TINY,
         run: RunConfig | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
     ) -> None:
         self.folder, self.identity = folder, identity
         self.store = VersionStore(folder / "versions", "run")
         self.checkpoint = checkpoint_of(folder, kept)
-        tokenizer = train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
+        tokenizer = tokenizer or train_bpe([f"{number} plus {number} is known" for number in range(50)], 300)
         self.run = run or RunConfig(
             model=ModelConfig(**{**TINY, "num_experts": SLOTS, "top_k": 2} | dict(shape)),
             data=data or DataConfig(source="files", sequence_length=SEQUENCE),

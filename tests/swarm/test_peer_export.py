@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from spes_p2p.commands.upcycle import upcycle
 from spes_p2p.config.commands import UpcycleSettings
 from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.model.peft_files import named_base
 from spes_p2p.monitor.model_folder import ModelFolder, export
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.exchange.versions import DOCUMENTS
@@ -271,6 +272,7 @@ def test_peers_train_adapters_over_a_frozen_base(world: World, experts: str) -> 
         assert not export(world.folder / name, world.folder / f"{name}-3").other_rounds
     assert_equal(world.folder / "a-3", world.folder / "b-3")
     assert_equal(world.folder / "a-3", world.folder / "monitor" / "model")
+    assert named_base(world.folder / "a-3") == str(base.resolve()) and named_base(world.folder / "b-3") is None
     for source in ("a", "b"):
         done = world.export(world.folder / source, "--merged", "--output", world.folder / f"{source}-merged")
         assert done.code == 0 and "with the adapters merged" in done.stdout, done.stderr

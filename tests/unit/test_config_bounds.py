@@ -89,6 +89,7 @@ START = ranges({"start": StartConfig, "rope": RopeConfig})
 ADAPTER = ranges({"adapter": AdapterConfig})
 REQUIRED = ("vocab_size", "max_position_embeddings")
 ROPE = ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+OF_START = ("rope", "shared", "slots", "source", "generation", "tokenizer")
 ENDS = {
     (section, name): [value_schema(schema)[key] for key in ("minimum", "maximum") if key in value_schema(schema)]
     for section, cls in sections(RunConfig).items()
@@ -152,7 +153,7 @@ def test_every_setting_is_drawn_but_texts() -> None:
     }
     assert known - set(RANGES) == texts | nested
     of_start = {("start", name) for name in StartConfig.model_fields} | {("rope", n) for n in RopeConfig.model_fields}
-    assert of_start - set(START) == {("start", name) for name in ("rope", "shared", "slots", "source")}
+    assert of_start - set(START) == {("start", name) for name in OF_START}
     assert {name for _, name in ADAPTER} == AdapterConfig.model_fields.keys() - {"targets", "start"}
 
 
