@@ -211,10 +211,16 @@ class SwarmView:
         reports = [report for (known, _), report in self.reports.items() if known == number]
         return bool(reports) and len(reports) >= max(report.num_members for report in reports)
 
+    @cached_property
+    def whole(self) -> list[int]:
+        """Complete rounds of which no report is to come: all members have reported, or a later round is complete."""
+        is_whole = self.is_reported(self.published) or not self.absence_seconds  # of a past run nothing is to come
+        return [number for number in self.rounds if number < self.published or is_whole]
+
     @property
     def newest(self) -> RoundSummary | None:
-        """Summary of the newest complete round."""
-        return self.rounds[max(self.rounds)] if self.rounds else None
+        """Summary of the newest whole round."""
+        return self.rounds[self.whole[-1]] if self.whole else None
 
     @property
     def tokens(self) -> int:

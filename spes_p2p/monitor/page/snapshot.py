@@ -129,18 +129,15 @@ class Snapshots:
     def of(self, state: PageState) -> Sections:
         """Return the page's sections."""
         view, own = state.view, state.own
-        is_whole = view.is_reported(view.published) or not view.absence_seconds  # in a report nothing is to come
-        numbers = [number for number in view.rounds if number < view.published or is_whole]
-        newest = view.rounds[numbers[-1]] if numbers else None
         shown = _shown_peers(view, own)
         keys = {peer.peer_id: _key(peer.peer_id) for peer in shown}
         return {
             "run": _run(state),
             "now": _now(state),
-            "figures": _figures(view, own, newest),
+            "figures": _figures(view, own),
             # Median seconds, by which the page guesses the time left.
-            "phases": {phase: _digits(newest.phases[phase], 3) for phase in PHASES} if newest else {},
-            "rounds": self._rounds(view, own, thinned(numbers, MAX_ROUNDS)),
+            "phases": {phase: _digits(view.newest.phases[phase], 3) for phase in PHASES} if view.newest else {},
+            "rounds": self._rounds(view, own),
             "held_out": {
                 str(number): [view.tokens_until(number), _digits(view.held_out[number], 5)]
                 for number in thinned(list(view.held_out), MAX_ROUNDS)
@@ -157,7 +154,8 @@ class Snapshots:
             "control": dict(state.control),
         }
 
-    def _rounds(self, view: SwarmView, own: Own | None, numbers: Sequence[int]) -> dict[str, list[Any]]:
+    def _rounds(self, view: SwarmView, own: Own | None) -> dict[str, list[Any]]:
+        numbers = thinned(view.whole, MAX_ROUNDS)
         for number in numbers:
             made_of = view.rounds[number], view.totals[number], own.rounds.get(number) if own else None
             if number not in self._rows or self._rows[number][0] != made_of:
@@ -267,9 +265,10 @@ def _is_silent(peer: PeerView, view: SwarmView) -> bool:
     return not is_past and peer.state != "left" and view.now - peer.last_seen >= view.absence_seconds / 2
 
 
-def _figures(view: SwarmView, own: Own | None, summary: RoundSummary | None) -> dict[str, Any]:
+def _figures(view: SwarmView, own: Own | None) -> dict[str, Any]:
     newest = [peer.report for peer in view.peers.values() if peer.report is not None]
     held_out = [loss for loss in view.held_out.values() if math.isfinite(loss)]
+    summary = view.newest
     figures: dict[str, Any] = {
         "tokens": view.tokens,
         "since": next(iter(view.rounds), 1),

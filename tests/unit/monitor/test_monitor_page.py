@@ -157,7 +157,7 @@ def test_the_newest_point_and_figures_are_of_a_round_that_all_members_have_repor
     assert list(sections(view)["rounds"]) == list(sections(before)["rounds"]) == [str(n) for n in range(1, number)]
     of_view, of_before = (sections(each)["figures"] for each in (view, before))
     assert all(of_view[name] == of_before[name] for name in ("loss", "speed", "not_training"))
-    assert sections(view)["phases"] == sections(before)["phases"]
+    assert sections(view)["phases"] == sections(before)["phases"] and view.newest == before.newest, "the console, too"
     whole = fold(view, snapshot(99.5, claims, [report(2, number, num_members=3, loss=3.0)]))
     assert sections(whole)["rounds"][str(number)][1] == sections(whole)["figures"]["loss"] == 2.0
     next_one = [report(index, number + 1, num_members=2) for index in range(2)]
