@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
 from spes_p2p.config.checkpoint import Frozen
-from spes_p2p.errors import ConfigError
+from spes_p2p.errors import ConfigError, one_line
 
 Packing = Literal["pack", "best_fit", "overflow", "trunc"]
 
@@ -79,13 +79,44 @@ MAX_TEMPLATE_CHARACTERS, MAX_PROBE_CHARACTERS = 2**15, 2**14
 """Of what a manifest carries of conversations; the whole of it has at most 64 KiB."""
 
 
+def local_data_set(data: Mapping[str, Any]) -> tuple[str, list[Path]] | None:
+    """Return text or data, and the files of the split, where the name of a hub data set is a folder of this machine.
+
+    A manifest names no such folder: for others, the run is one on files.
+
+    Raises:
+        ValueError: `datasets` finds no such configuration, split or table of text in it.
+    """
+    name, split = str(data.get("name") or ""), str(data.get("split") or "train")
+    folder, _, config = (name, "", "") if Path(name).expanduser().is_dir() else name.partition(":")
+    if not folder or not (path := Path(folder).expanduser()).is_dir():
+        return None
+    from datasets import load_dataset_builder  # slow to import
+
+    try:
+        builder = load_dataset_builder(str(path), config or None)
+        files = [Path(file) for file in builder.config.data_files[split]]
+        row: dict[str, Any] = next(iter(builder.as_streaming_dataset(split)), {})
+    except Exception as error:  # `datasets` raises errors of many types
+        raise ValueError(
+            f"data.name={name}: datasets cannot read split {split!r} of this folder: {one_line(error)}; name one "
+            f"of parquet or JSON lines, or files with --text or --data"
+        ) from error
+    if other := next((file for file in files if {".csv", ".tsv", ".arrow"} & set(file.suffixes)), None):
+        raise ValueError(f"data.name={name}: {other} is no parquet, JSON or text; write it as parquet")
+    is_chat = (
+        row.get("messages") or row.get("completion") or isinstance(row.get(str(data.get("text_field", "text"))), list)
+    )
+    return "data" if is_chat else "text", files
+
+
 class DataConfig(Frozen):
     """What the run learns from, and how text becomes sequences."""
 
     source: Literal["embedded", "files", "hub"] = "embedded"
     """`embedded`: the Python standard library's own source and documentation, read from the interpreter;
     `files`: text that each peer names with --text, or token shards that it names with --data; `hub`: a public data set
-    of the Hugging Face hub, streamed."""
+    of the Hugging Face hub, streamed, or a folder of the founder's in its form, for which others name files."""
     paths: Annotated[list[Path], Field(max_length=4096)] = []
     """For `files`: token shards or conversations, for the founder, as with --data. They stay on its machine: others
     name their own."""

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator, mod
 from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict, YamlConfigSettingsSource
 
 from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Storage
-from spes_p2p.config.data import DataConfig
+from spes_p2p.config.data import DataConfig, local_data_set
 from spes_p2p.config.run import ModelConfig, OptimizerName, RunConfig, TrainConfig
 from spes_p2p.config.spes_keys import hints
 from spes_p2p.errors import ConfigError
@@ -110,6 +110,20 @@ class CommandConfig(BaseSettings):
     """Finds the YAML file that `--config` names."""
     foreign_hint: ClassVar[Callable[[str, object], str]] = staticmethod(hints)
     """Says what a key of SPES is called here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_local_data_set(cls, values: Any) -> Any:
+        """Take a folder that stands in place of a hub data set as this machine's --text or --data."""
+        run = values.get("run") if isinstance(values, dict) else None
+        data = run.get("data") if isinstance(run, dict) else None
+        if not (isinstance(run, dict) and isinstance(data, dict) and data.get("source") == "hub"):
+            return values
+        if (found := local_data_set(data)) is None:
+            return values
+        data = {key: data[key] for key in data if key not in ("name", "split")} | {"source": "files"}
+        own = {found[0]: found[1]} if found[0] in cls.model_fields else {}  # spes plan reads none
+        return {**own, **values, "run": {**run, "data": data}}
 
     @field_validator("*")
     @classmethod

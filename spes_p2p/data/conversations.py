@@ -21,7 +21,16 @@ import numpy as np
 from spes_p2p.config import DataConfig
 from spes_p2p.config.data import MAX_PROBE_CHARACTERS, MAX_TEMPLATE_CHARACTERS
 from spes_p2p.data.chat import HIDDEN
-from spes_p2p.data.chat_rows import COMPLETION, MESSAGES, Record, Unusable, checked_record, conversation_files, records
+from spes_p2p.data.chat_rows import (
+    COMPLETION,
+    MESSAGES,
+    Record,
+    Unusable,
+    checked_record,
+    conversation_files,
+    names_text,
+    records,
+)
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.readers import OnBad, batches
 from spes_p2p.data.sources import (
@@ -76,6 +85,11 @@ def founding(data: DataConfig, tokenizer: Any) -> DataConfig:
         ConfigError: a file cannot be read, or is too large for a manifest.
     """
     files = conversation_files(data.paths) or _streams_chat(data)
+    is_tokens = bool(data.paths) and not files and not names_text(data)
+    unread = [] if data.source == "hub" else ["name", "split"]
+    for name in [*unread, *["text_field"] * (is_tokens or data.source == "embedded")]:
+        if (value := getattr(data, name)) != DataConfig.model_fields[name].default:
+            log.warning("data.%s=%s has no effect: the run learns from %s", name, value, data.in_words())
     template = _text_or_file(data.chat_template, "data.chat_template", MAX_TEMPLATE_CHARACTERS)
     own = getattr(tokenizer, "chat_template", None)
     own = own.get("default") if isinstance(own, dict) else own

@@ -107,11 +107,11 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
         DataError: the tokenizer cannot be loaded, or the corpus cannot be read.
     """
     if data.tokenizer is not None:
-        return load_tokenizer(data.tokenizer)
+        return given(data, load_tokenizer(data.tokenizer))
     if (shards := data.all_paths) and conversation_files(shards) is None and not names_text(data):
         if (kept := shards_tokenizer(shards)) is None:
             raise ConfigError("token shards do not say which tokenizer made them; set data.tokenizer to that one")
-        return _decode(kept, "the tokenizer beside the shards")
+        return given(data, _decode(kept, "the tokenizer beside the shards"))
     identity = f"bpe:{data.vocab_size}:{SAMPLE_CHARACTERS}:{corpus_identity(data, paths, cache)}"
     folder = cache_folder(cache, "tokenizers")
     file = folder / f"{hashlib.sha256(identity.encode()).hexdigest()[:32]}.json"
@@ -122,6 +122,16 @@ def resolve_tokenizer(data: DataConfig, paths: Sequence[Path], cache: Path) -> P
             with write_atomic(file) as stream:
                 stream.write(tokenizer_bytes(tokenizer))
     return _decode(file.read_bytes(), str(file))
+
+
+def given(data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """Return a tokenizer that is not trained here, and say so if another size was asked for."""
+    if data.vocab_size not in (DataConfig.model_fields["vocab_size"].default, len(tokenizer)):
+        log.warning(
+            "data.vocab_size=%d has no effect: the tokenizer of the shards, of --from or data.tokenizer has %d entries",
+            *(data.vocab_size, len(tokenizer)),
+        )
+    return tokenizer
 
 
 def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> bytes:

@@ -14,7 +14,7 @@ from spes_p2p.data.conversations import founding, num_tokens
 from spes_p2p.data.hub import checkpoint_folder
 from spes_p2p.data.packing import train_sources
 from spes_p2p.data.remote import with_fetched
-from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_bytes, tokenizer_settings
+from spes_p2p.data.tokenizer import given, load_tokenizer, resolve_tokenizer, tokenizer_bytes, tokenizer_settings
 from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import ConfigError
 from spes_p2p.model.build import check_attention, check_build, hf_config
@@ -56,7 +56,7 @@ def founder_settings(config: PeerConfig, run: RunConfig) -> tuple[RunConfig, Pre
     if source is None or run.data.tokenizer is not None:
         tokenizer = resolve_tokenizer(corpus, config.text, cache)
     else:
-        tokenizer = load_tokenizer(source)
+        tokenizer = given(run.data, load_tokenizer(source))
     if source is not None:
         run = _as_exported(run, tokenizer)
     open_document(tokenizer_bytes(tokenizer), f"data.tokenizer={run.data.tokenizer!r}")  # as those who join will
