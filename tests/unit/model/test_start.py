@@ -105,13 +105,15 @@ def test_experts_may_be_stored_fused(tmp_path: Path) -> None:
 def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path: Path, family: str) -> None:
     source = saved(tmp_path / "stock", family)
     train = TrainConfig(
-        **{"batch_size": 2, "lr": 1e-3, "schedule": "constant", "warmup_rounds": 0.0, "weight_decay": 0.1},
+        **{"batch_size": 2, "lr": 5e-4, "schedule": "constant", "warmup_rounds": 0.0, "weight_decay": 0.1},
         **{"balance_loss": 0.0, "router_z_loss": 0.0, "clip_norm": 1.0},
     )
     run = started(source, train=train)
     batches = [tokens(2, SEQUENCE + 1).roll(step, 1) for step in range(20)]
+    for ids_BT in batches:  # documents that begin, and end, as those of Llama and Gemma do
+        ids_BT[:, 0], ids_BT[:, 9:11] = 3, torch.tensor([5, 3])
     plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=5e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
     expected = []
     for ids_BT in batches:
         loss = torch.nn.functional.cross_entropy(plain(ids_BT[:, :-1]).logits.flatten(0, 1), ids_BT[:, 1:].flatten())
@@ -131,9 +133,9 @@ def test_twenty_steps_from_a_checkpoint_have_the_losses_of_a_plain_loop(tmp_path
         for slot in slots:
             model.load_slot(slot, weights.read(slot))
     trainer = Trainer(model, train, Batches(batches), ProcessGroup("cpu"))
-    losses = [trainer.step(1e-3).loss for _ in batches]
-    assert losses == pytest.approx(expected, abs=1e-4)
-    assert expected[-1] < expected[0] - 0.5, "it learns"
+    losses = [trainer.step(5e-4).loss for _ in batches]
+    assert losses == pytest.approx(expected, rel=0, abs=1e-5)
+    assert expected[-1] < expected[0] - 0.25, "it learns"
 
 
 # ---------------------------------------------------------------------- bundles and their digests
