@@ -506,6 +506,7 @@ class HivemindSwarm:
                 logging.WARNING if slots else logging.DEBUG,  # a peer that leaves claims none
                 "%d of %d peers claim slots %s but do not list their versions: %s",
                 *(len(silent), len(peers), slot_ranges(slots), shown),
+                extra={"heals": True},
             )
         return found
 

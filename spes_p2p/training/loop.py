@@ -420,7 +420,7 @@ class TrainingLoop:
         try:
             self._load(self._lead(Synchroniser.come_back))
         except AbsentError as error:  # on all ranks
-            log.warning("coming back: %s (next try in %.0f s)", error, RETURN_SECONDS)
+            log.warning("coming back: %s (next try in %.0f s)", error, RETURN_SECONDS, extra={"heals": True})
             if self._group.from_leader(lambda: self._sync is not None and self._sync.swarm.wait(RETURN_SECONDS)):
                 raise
             return False

@@ -255,7 +255,7 @@ class Synchroniser:
         try:
             vectors = self.held.catch_up(self.held.others(), routed)
         except AbsentError as error:
-            log.warning("round %d: %s", self.round + 1, error)
+            log.warning("round %d: %s", self.round + 1, error, extra={"heals": True})
             return StoredVectors()
         self.round = self.held.model_round()
         return vectors
