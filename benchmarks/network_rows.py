@@ -31,8 +31,8 @@ from benchmarks.wan.routed_peer import CALL_SECONDS as ROUTED_CALL_SECONDS
 from benchmarks.wan.routed_peer import RoutedPeers, bed_of
 from benchmarks.wan.swarm_cluster import ClusterRound, SwarmCluster
 from benchmarks.wan.swarm_peer import CALL_SECONDS, start_peer
-from spes_p2p.cli import read_yaml
 from spes_p2p.config import CodecConfig, MachineConfig, RunConfig
+from spes_p2p.config_file import read_settings
 from spes_p2p.planner.memory import Setup
 from spes_p2p.planner.size import element_bytes, model_size
 from spes_p2p.planner.traffic import round_traffic, star_traffic
@@ -311,7 +311,7 @@ def _loopback_rate(bench: Bench, name: str, uplink_mbit: float | None) -> tuple[
 
 def planned(bench: Bench) -> Iterator[Row]:
     """Yield the bytes of a round of the SPES paper's 7 B model, and what few bits cost a swarm's model."""
-    run = RunConfig.model_validate(read_yaml(SEVEN_B, "config")["run"])
+    run = RunConfig.model_validate(read_settings(SEVEN_B, "config")["run"])
     codecs = run.codecs.model_copy(update={"shared": "int4", "slots": "int4"})
     low_bits = run.model_copy(update={"codecs": codecs})
     size = model_size(run.model, run.data.vocab_size)

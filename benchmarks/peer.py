@@ -19,8 +19,9 @@ from benchmarks.experts import module_rows, step_rows
 from benchmarks.machine import Circumstances, load_average
 from benchmarks.records import say_rows, write_rows
 from benchmarks.tables import Row
-from spes_p2p.cli import entry_point, read_yaml
+from spes_p2p.cli import entry_point
 from spes_p2p.config import CommandConfig, MachineConfig, PositiveInt, RunConfig
+from spes_p2p.config_file import read_settings
 from spes_p2p.planner.memory import Setup, peer_memory
 from spes_p2p.planner.size import model_size
 from spes_p2p.sim.sweep.report import Spread
@@ -100,7 +101,7 @@ def loss_rows(what: str, path: Path, results: Path, variant: str, limit: float |
 
 def planned_rows() -> Iterator[Row]:
     """Yield the planner's word on the SPES paper's model of 7 B parameters."""
-    run = RunConfig.model_validate(read_yaml(SEVEN_B, "config")["run"])
+    run = RunConfig.model_validate(read_settings(SEVEN_B, "config")["run"])
     size = model_size(run.model, run.data.vocab_size)
     for machine, limit in (
         (MachineConfig(storage="nf4"), 21.0),

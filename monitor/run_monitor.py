@@ -1,6 +1,11 @@
 """Start a monitor: `python monitor/run_monitor.py` takes the flags of `spes monitor`."""
 
-from spes_p2p.__main__ import start
+import sys
 
 if __name__ == "__main__":
+    try:
+        from spes_p2p.__main__ import start
+    except ImportError as error:
+        sys.stderr.write(f"error: {error}; run ./scripts/setup.sh, and start this with .venv/bin/python\n")
+        sys.exit(2)
     start("monitor")

@@ -1,6 +1,11 @@
 """Make a mixture of experts: `python scripts/upcycle.py` takes the flags of `spes upcycle`."""
 
-from spes_p2p.__main__ import start
+import sys
 
 if __name__ == "__main__":
+    try:
+        from spes_p2p.__main__ import start
+    except ImportError as error:
+        sys.stderr.write(f"error: {error}; run ./scripts/setup.sh, and start this with .venv/bin/python\n")
+        sys.exit(2)
     start("upcycle")

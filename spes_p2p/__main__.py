@@ -53,15 +53,25 @@ def start(name: str, argv: Sequence[str] | None = None) -> NoReturn:
     signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)  # read when torch is imported
-    from spes_p2p.cli import entry_point, leave
-    from spes_p2p.config import commands
+    try:
+        from spes_p2p.cli import entry_point, leave
+        from spes_p2p.commands.early import refuse
+        from spes_p2p.config import commands
+    except ImportError as error:
+        _leave_outside(error)
 
     settings, module, _ = COMMANDS[name]
     try:
-        entry_point(getattr(commands, settings), module, argv)
+        entry_point(getattr(commands, settings), module, argv, refuse)
     except SystemExit as ended:
         assert isinstance(ended.code, int), f"a command's exit code is a number, not {ended.code!r}"
         leave(ended.code)
+
+
+def _leave_outside(error: ImportError) -> NoReturn:
+    """Exit with the remedy for a Python without the libraries, or an older one."""
+    sys.stderr.write(f"error: {error}; run ./scripts/setup.sh, and start .venv/bin/spes\n")
+    sys.exit(EXIT_USER_ERROR)
 
 
 def main() -> NoReturn:
@@ -69,7 +79,10 @@ def main() -> NoReturn:
     name, *argv = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         start(name, argv)
-    from spes_p2p.presentation import say
+    try:
+        from spes_p2p.presentation import say
+    except ImportError as error:
+        _leave_outside(error)
 
     if name in ("--help", "-h"):
         say(USAGE + "\n".join(f"  {name:<9} {purpose}" for name, (_, _, purpose) in COMMANDS.items()))

@@ -18,17 +18,17 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, Union, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from pydantic_settings import BaseSettings, CliSettingsSource, SettingsError
 
+from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError, SpesError, in_flags
 from spes_p2p.presentation import printable, say, takes_escapes
 
@@ -58,6 +58,8 @@ HELP_COLUMN = 26
 CLAUSE = re.compile(r"[.;:] ")
 """Ends the part of a setting's text that `--help` shows."""
 PLACEHOLDERS = {int: "N", float: "X", str: "TEXT", Path: "PATH"}
+MANY = " ..."
+"""Ends the placeholder of a flag that takes several values."""
 LOG_FORMAT = "%(asctime)s %(levelname).1s %(name)s: %(message)s"
 MAX_TRACEBACK_CHARS = 20_000
 MAX_SHOWN_CHARS = 200
@@ -65,13 +67,13 @@ MAX_SHOWN_CHARS = 200
 
 
 def load_settings(cls: type[Settings], argv: Sequence[str]) -> Settings:
-    """Return settings from flags over environment over the YAML named by `--config` over defaults.
+    """Return settings from flags over environment over the file named by `--config` over defaults.
 
     Raises:
         ConfigError: an unknown flag, variable or key, or a value that does not fit; one line with the remedy.
     """
     _check_environment(cls)
-    _check_yaml(cls, config := _config_of(cls, argv))
+    _check_file(cls, config := _config_of(cls, argv))
     loaded: type[Settings] = type(cls.__name__, (cls,), {"model_config": {"yaml_file": config}, "__doc__": cls.__doc__})
     try:
         source: CliSettingsSource = CliSettingsSource(
@@ -92,7 +94,11 @@ def _did_you_mean(cls: type[BaseModel], argv: Sequence[str]) -> str:
     unknown = next((word for word in words if word.replace("--no-", "--") not in known), "")
     if hint := _foreign_hint(cls, unknown.removeprefix("--").replace("-", "_")):
         return f"{hint}; "
-    close = difflib.get_close_matches(unknown, known, 1)
+    return _like(unknown, known)
+
+
+def _like(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, known, 1)
     return f"did you mean {close[0]}? " if close else ""
 
 
@@ -101,19 +107,14 @@ def _repeat_flags(cls: type[BaseSettings], argv: Sequence[str]) -> list[str]:
 
     It splits a value at commas, which must not split a path.
     """
-    fields = cls.model_fields.items()
-    kinds = {
-        f"--{name.replace('_', '-')}": get_args(field.annotation)
-        for name, field in fields
-        if get_origin(field.annotation) is list
-    }
-    paths = {flag for flag, kind in kinds.items() if kind == (Path,)}
+    kinds = {name: flag.value for flag in all_flags(cls) for name in flag.names if flag.value.endswith(MANY)}
+    paths = {flag for flag, kind in kinds.items() if kind == PLACEHOLDERS[Path] + MANY}
     words: list[str] = []
     flag, is_first = "", True
     for word in argv:
         if word.startswith("--"):
             name, equals, value = word.partition("=")
-            flag, is_first = word, True
+            flag, is_first = name, not equals
             word = f"{name}={_unsplit(value)}" if equals and name in paths else word
         elif flag in kinds:
             words += [] if is_first else [flag]
@@ -133,7 +134,7 @@ def _unsplit(path: str) -> str:
 
 
 def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
-    """Return the YAML file to read, as the setting `config` would find it."""
+    """Return the file to read, as the setting `config` would find it."""
     if (field := cls.model_fields.get("config")) is None:
         return None
     path = os.environ.get(f"{cls.model_config.get('env_prefix') or ''}CONFIG", field.default)
@@ -144,61 +145,20 @@ def _config_of(cls: type[BaseSettings], argv: Sequence[str]) -> Path | None:
     return find(path) if find is not None and path is not None else path
 
 
-def _check_yaml(cls: type[BaseSettings], path: Path | None) -> None:
+def _check_file(cls: type[BaseSettings], path: Path | None) -> None:
     if path is None:
         return
     if path.exists() and not path.is_file():  # a pipe can be read once, and is read twice
         raise ConfigError(f"--config {path} is no file; write the settings into one")
     known = getattr(cls, "file_keys", None) or cls.model_fields
-    for key, value in read_yaml(path, "--config").items():
+    for key, value in read_settings(path, "--config").items():
         if key not in known:
             if hint := _foreign_hint(cls, str(key), value):
                 raise ConfigError(f"unknown key {key!r} in {path}: {hint}")
-            raise ConfigError(f"unknown key {key!r} in {path}; known keys: {', '.join(known)}")
-
-
-class _KeyTwice(yaml.YAMLError):
-    """A mapping sets one key twice; YAML itself would let the last one win in silence."""
-
-
-class _UniqueKeys(yaml.SafeLoader):
-    """Reads as `yaml.safe_load` does, but refuses a key that is set twice."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        lines: dict[tuple[str, str], int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                continue
-            line, known = key.start_mark.line + 1, lines.get((key.tag, key.value))
-            if known is not None:
-                where = f"on line {known} and again on line {line}" if known != line else f"twice on line {line}"
-                raise _KeyTwice(f"sets {key.value!r} {where}; keep one")
-            lines[key.tag, key.value] = line
-        return node
-
-
-def read_yaml(path: Path, name: str) -> dict[Any, Any]:
-    """Return the settings in a YAML file.
-
-    Args:
-        path: The file.
-        name: What the user calls it, for messages.
-
-    Raises:
-        ConfigError: it cannot be read, is no YAML, sets a key twice, or holds something else than settings.
-    """
-    try:
-        content = _UniqueKeys(path.read_text(encoding="utf-8")).get_single_data() or {}
-    except _KeyTwice as error:
-        raise ConfigError(f"{name} {path} {error}") from error
-    except OSError as error:
-        raise ConfigError(f"cannot read {name} {path}: {error.strerror}; name an existing YAML file") from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # also a date that does not exist
-        raise ConfigError(f"{name} {path} is not valid YAML: {' '.join(str(error).split())}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{name} {path} holds {type(content).__name__}, not settings; see configs/ for examples")
-    return content
+            nested = {name: _nested(field.annotation) for name, field in cls.model_fields.items()}
+            if within := [name for name, model in nested.items() if model and str(key) in model.model_fields]:
+                raise ConfigError(f"unknown key {key!r} in {path}; write it below `{within[0]}:`, as {within[0]}.{key}")
+            raise ConfigError(f"unknown key {key!r} in {path}; {_like(str(key), known)}known keys: {', '.join(known)}")
 
 
 def _check_environment(cls: type[BaseSettings]) -> None:
@@ -231,7 +191,10 @@ def explain(error: ValidationError, see: str = "--help", cls: type[BaseModel] | 
     if problem["type"] == "extra_forbidden":
         if hint := _foreign_hint(cls, where, problem["input"]):
             return f"unknown setting {where}: {hint}"
-        return f"unknown setting {where}={problem['input']!r}; remove it or see {see}"
+        flags = list(all_flags(cls)) if cls else []
+        names = [f"{flag.section}.{flag.names[-1].rpartition('.')[2].lstrip('-')}".replace("-", "_") for flag in flags]
+        hint = _like(where, {*names, *(flag.section for flag in flags)})
+        return f"unknown setting {where}={problem['input']!r}; {hint}remove it or see {see}"
     if problem["type"] == "missing":
         flag = f"--{where.replace('_', '-')}"
         shown = next((each.names[0] for each in all_flags(cls) if flag in each.names), flag) if cls else flag
@@ -343,7 +306,7 @@ def _placeholder(annotation: Any) -> str:
         if get_origin(kind) is Literal:
             words += map(str, get_args(kind))
         elif get_origin(kind) is list:
-            words.append(f"{_placeholder(get_args(kind)[0])} ...")
+            words.append(_placeholder(get_args(kind)[0]) + MANY)
         elif kind is not bool:
             words.append(PLACEHOLDERS.get(kind, "VALUE"))
     return "|".join(words)
@@ -487,7 +450,10 @@ def _log_uncaught(kind: type[BaseException], error: BaseException | None, trace:
 
 
 def entry_point(
-    settings: type[Settings], main: Callable[[Settings], int] | str, argv: Sequence[str] | None = None
+    settings: type[Settings],
+    main: Callable[[Settings], int] | str,
+    argv: Sequence[str] | None = None,
+    refuse: Callable[[Settings], None] = lambda _: None,
 ) -> NoReturn:
     """Run a command and exit: 0 done, 2 (or 75: try again) with one line for a user's error, 130 when interrupted.
 
@@ -496,6 +462,7 @@ def entry_point(
         main: The command, which returns its exit code; or the name of the module whose `main` it is, which is imported
             once the flags have been read.
         argv: The command line; by default `sys.argv` without the program's name.
+        refuse: Raises what can be refused before `main` is imported.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -503,6 +470,7 @@ def entry_point(
             say(help_text(settings, asked))
             sys.exit(0)
         config = load_settings(settings, words)
+        refuse(config)
         run = _imported(main) if isinstance(main, str) else main
         # A shell starts background jobs with Ctrl-C ignored; a peer whose p2pd has died interrupts itself with it.
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -10,7 +10,6 @@ import json
 import logging
 import math
 import os
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +20,7 @@ import torch
 from torch import LongTensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
+from spes_p2p.commands.early import check_checkpoint, check_text
 from spes_p2p.config import DataConfig
 from spes_p2p.config.commands import EvaluateConfig, SuiteName
 from spes_p2p.data.packing import encode, window_batches
@@ -28,7 +28,7 @@ from spes_p2p.data.sources import documents, split_documents
 from spes_p2p.data.tokenizer import load_tokenizer
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError, one_line
-from spes_p2p.fs import matches, unmatched, write_atomic
+from spes_p2p.fs import write_atomic
 from spes_p2p.model.loss import held_out_loss
 from spes_p2p.presentation import say
 
@@ -97,11 +97,7 @@ def load_checkpoint(
     Raises:
         DataError: no checkpoint there, a damaged one, or one without a tokenizer.
     """
-    if not (directory / "config.json").is_file():
-        remedy = "name a folder written by save_pretrained"
-        if (directory / "versions").is_dir():
-            remedy = f"spes export {shlex.quote(str(directory))} makes one of a peer's folder"
-        raise DataError(f"{directory} is no checkpoint (no config.json); {remedy}")
+    check_checkpoint(directory)
     dtype = DTYPES[precision] if precision is not None else "auto"
     try:
         found: Any = AutoModelForCausalLM.from_pretrained(
@@ -315,9 +311,7 @@ def evaluate(config: EvaluateConfig) -> list[Metric]:
     Raises:
         ConfigError, DataError: as the functions above.
     """
-    for path in config.text:
-        if not matches(path):  # before a large model is loaded
-            raise unmatched(path, "--text")
+    check_text(config.text)  # before a large model is loaded
     for file, flag in ((config.json_file, "--json"), (config.markdown, "--markdown")):
         if file is not None and not _is_writable(file):
             raise ConfigError(f"cannot write {flag} {file}; name a file in a folder that exists and is writable")

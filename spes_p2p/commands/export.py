@@ -6,6 +6,7 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from spes_p2p.commands.early import check_export
 from spes_p2p.config.commands import ExportConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import AbsentError, ConfigError, ExchangeError
@@ -41,16 +42,8 @@ def main(config: ExportConfig) -> int:
         DataError, ExchangeError, JoinError: the round cannot be had.
     """
     source, run_id, initial_peers = config.source, config.run_id, config.initial_peers
-    if (source is None) == (run_id is None) or bool(initial_peers) != (run_id is not None):
-        raise ConfigError(
-            "name what to export: the folder of a peer or a monitor, where a monitor uploads to, or a running swarm by "
-            "its link, or by --run-id and --initial-peers"
-        )
-    if config.start_from is not None and not config.merged:
-        raise ConfigError(
-            f"--from {config.start_from} is the base to merge adapters into; add --merged, or drop --from"
-        )
-    if source is not None and "spes:" in source:  # a link is longer than the name of any file may be
+    check_export(config)
+    if source is not None and "spes:" in source.lower():  # a link is longer than the name of any file may be
         link = JoinLink.parse(source)
         run_id, initial_peers = f"{link.run_id}@{link.founder}", list(link.addresses)
     elif source is not None and is_store(source):

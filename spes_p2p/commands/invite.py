@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from spes_p2p.commands.early import check_identity
 from spes_p2p.config.commands import InviteConfig
 from spes_p2p.config.link import JoinLink
 from spes_p2p.errors import ConfigError
@@ -16,8 +17,7 @@ DAY_SECONDS = 86_400
 
 def main(config: InviteConfig) -> int:
     """Print the invites."""
-    if not config.identity.is_file():
-        raise ConfigError(f"there is no identity {config.identity}; name the founder's, identity.key in its --output")
+    check_identity(config.identity)
     founder = Identity(config.identity)
     if config.founder not in (None, founder.peer_id):
         raise ConfigError(f"{config.identity} is {founder.peer_id}'s, not the founder's, {config.founder}")

@@ -21,11 +21,13 @@ from typing import Any, NoReturn
 import yaml
 from pydantic import ValidationError
 
-from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point, explain, leave, read_yaml
+from spes_p2p.cli import EXIT_INTERRUPTED, Terminated, end_at_once, entry_point, explain, leave
 from spes_p2p.commands import monitor
+from spes_p2p.commands.early import RUN_FILE, check_experiment
 from spes_p2p.config import FOUNDED, DataConfig, KeptRounds, MachineConfig, PeerConfig, RunConfig, check_machine
 from spes_p2p.config.commands import ExperimentConfig, MonitorConfig
 from spes_p2p.config.machine import SEED_SECONDS
+from spes_p2p.config_file import read_settings
 from spes_p2p.data.conversations import founding
 from spes_p2p.data.packing import held_out_by_source, train_sources
 from spes_p2p.data.remote import url_of, with_fetched
@@ -213,7 +215,7 @@ def stop(children: Sequence[Child]) -> None:
 
 START_SECONDS = 180.0
 POLL_SECONDS = 0.5
-RUN_FILE, PIDS_FILE = "run.yaml", "pids.txt"
+PIDS_FILE = "pids.txt"
 OWN_PATHS = ("text", "data")
 """The user's own files that the peers and the monitor read."""
 ENOUGH_TOKENS = 0.95
@@ -248,9 +250,8 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
     Raises:
         ConfigError: `output` holds none.
     """
-    if not (file := config.output / RUN_FILE).is_file():
-        raise ConfigError(f"--output {config.output} holds no experiment to resume; drop --resume")
-    kept = read_yaml(file, "--output")
+    check_experiment(config.output)
+    kept = read_settings(file := config.output / RUN_FILE, "--output")
     try:
         run = RunConfig.model_validate(kept.pop("run", None), context=FOUNDED)
     except ValidationError as error:
@@ -264,7 +265,7 @@ def _resumed(config: ExperimentConfig) -> ExperimentConfig:
 
 def _run_in(file: Path) -> RunConfig:
     """Return the run's settings in a YAML file of ours."""
-    return RunConfig.model_validate(read_yaml(file, "--config").get("run") or {})
+    return RunConfig.model_validate(read_settings(file, "--config").get("run") or {})
 
 
 def _with_data(config: ExperimentConfig) -> ExperimentConfig:

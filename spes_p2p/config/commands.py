@@ -101,8 +101,8 @@ class ClusterConfig(VolunteerConfig, NamedRun):
     shared: Path
     """Folder that all nodes see. The job's peers find each other there."""
     config: ConfigFile | None = None
-    """YAML of a new run's settings, and the machines'. The run's are under `run`. The name of a file that comes with
-    the program will do."""
+    """YAML or TOML of a new run's settings, under `run`, and the machines'. The name of a file that comes with the
+    program will do."""
     run: RunConfig | None = None
     """Settings of the run, of use to its founder."""
     output: Path | None = None  # type: ignore[assignment]
@@ -198,8 +198,8 @@ class ExperimentConfig(CommandConfig, MachineConfig, OwnData, KeptRounds):
     model_config = SettingsConfigDict(cli_prog_name="spes local")
 
     config: ConfigFile = shipped("local_experiment")
-    """YAML file with the run's settings under `run`, and defaults for these flags. The name of a file that comes with
-    the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
+    """YAML or TOML with the run's settings under `run`, and defaults for these flags. The name of a file that
+    comes with the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
     run: RunConfig = RunConfig()
     """Settings of the run, such as `--run.round.total 12`."""
     run_id: RunId = "local"
@@ -237,8 +237,8 @@ class PlanConfig(CommandConfig, MachineConfig):
     )
 
     config: ConfigFile | None = None
-    """YAML file with the run's settings under `run`, and a machine's choices. The name of a file that comes with the
-    program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
+    """YAML or TOML with the run's settings under `run`, and a machine's choices. The name of a file that comes
+    with the program will do: `spes_1b`, or `configs/spes_1b.yaml`."""
     start_from: Path | None = None
     """Checkpoint that the run starts from, a folder of which only config.json is read; it gives the model's shape."""
     adapter: Literal["lora"] | None = None
@@ -413,7 +413,7 @@ class AmendConfig(CommandConfig):
     identity: Path | None = None
     """The founder's identity file, if it is not in that folder."""
     config: ConfigFile | None = None
-    """YAML file with the settings to change under `run`; those that are as they were may stay in it."""
+    """YAML or TOML file with the settings to change under `run`; those that are as they were may stay in it."""
     run: RunConfig | None = None
     """Settings to change, such as `--run.round.total 200`."""
     log_level: LogLevel = "warning"

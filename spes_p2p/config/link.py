@@ -7,6 +7,7 @@ part was lost.
 from __future__ import annotations
 
 import base64
+import html
 import re
 import zlib
 from typing import Annotated
@@ -25,9 +26,10 @@ MAX_ADDRESSES = 3
 """One address that answers is enough."""
 MAX_LINK_CHARS = 4096
 MAX_TEXT_BYTES = 8192
-_FORM = re.compile(r"spes:([A-Za-z0-9][A-Za-z0-9_-]*)\.([A-Za-z0-9_-]+)")
-_ADDED = " \t\r\n\u00a0\u200b\u200c\u200d\u2060\ufeff\"'<>`"
-"""Characters that chats and mails add to a long word."""
+_FORM = re.compile(r"\W*(_*)spes:([a-z0-9][a-z0-9_-]*)\.([a-z0-9_-]+)\W*", re.IGNORECASE | re.ASCII)
+_TAG = re.compile(r"</?[a-z]\w*(\s[^<>]*)?/?>", re.IGNORECASE)
+_ADDED = "\"'<>`*\\="
+"""Characters that chats and mails add to a long word, besides spaces and those that are not seen."""
 
 
 class JoinLink(Frozen):
@@ -50,16 +52,17 @@ class JoinLink(Frozen):
         Raises:
             ConfigError: it is no link, or a part of it is missing.
         """
-        word = text[:MAX_LINK_CHARS].translate(dict.fromkeys(map(ord, _ADDED)))
-        form = _FORM.fullmatch(word.rstrip(".,;:!?)"))
+        word = _TAG.sub("", html.unescape(text[:MAX_LINK_CHARS]))
+        word = "".join(each for each in word if each.isprintable() and each != " " and each not in _ADDED)
+        form = _FORM.fullmatch(word)
         if form is None:
             raise ConfigError(f"{word[:60]!r} is no link to a run; copy the whole word that begins with spes:")
         try:
-            founder, invite, *addresses = _unpack(form[2]).split("\n")
-            return cls(run_id=form[1], founder=founder, invite=invite, addresses=tuple(addresses))
+            founder, invite, *addresses = _unpack(form[3].removesuffix(form[1])).split("\n")
+            return cls(run_id=form[2], founder=founder, invite=invite, addresses=tuple(addresses))
         except (ValueError, zlib.error, ValidationError) as error:
             raise ConfigError(
-                f"the link to run {form[1][:64]!r} is damaged, perhaps cut short; copy the whole word again"
+                f"the link to run {form[2][:64]!r} is damaged, perhaps cut short; copy the whole word again"
             ) from error
 
 

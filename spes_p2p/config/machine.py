@@ -16,6 +16,7 @@ from spes_p2p.config.checkpoint import Frozen, PositiveFloat, PositiveInt, Stora
 from spes_p2p.config.data import DataConfig, local_data_set
 from spes_p2p.config.run import ModelConfig, OptimizerName, RunConfig, TrainConfig
 from spes_p2p.config.spes_keys import hints
+from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 
 log = logging.getLogger(__name__)
@@ -59,11 +60,14 @@ def find_config(path: Path) -> Path:
 
 
 ConfigFile = Annotated[Path, AfterValidator(find_config)]
-"""A YAML file, or the name of one that comes with the program."""
+"""A YAML or TOML file, or the name of one that comes with the program."""
 
 
 class _ConfigSource(YamlConfigSettingsSource):
-    """The YAML of `--config`. In a shorter run, the warm-up of a file that comes with the program is shorter, too."""
+    """The file of `--config`. In a shorter run, the warm-up of a file that comes with the program is shorter, too."""
+
+    def _read_file(self, file_path: Any) -> dict[str, Any]:
+        return read_settings(file_path, "--config")
 
     def __call__(self) -> dict[str, Any]:
         settings, file = super().__call__(), self.settings_cls.model_config.get("yaml_file")
@@ -92,7 +96,7 @@ def _schedule(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class CommandConfig(BaseSettings):
-    """Base of the commands' settings: flags over `SPES_` variables over the YAML of `--config` over defaults."""
+    """Base of the commands' settings: flags over `SPES_` variables over the file of `--config` over defaults."""
 
     model_config = SettingsConfigDict(
         env_prefix="SPES_",
@@ -343,7 +347,7 @@ class PeerConfig(VolunteerConfig, NamedRun):
     model_config = SettingsConfigDict(cli_prog_name="spes peer")
 
     config: ConfigFile | None = None
-    """YAML of a new run's settings, and this machine's. The run's are under `run`. The name of a file that comes
+    """YAML or TOML of a new run's settings, under `run`, and this machine's. The name of a file that comes
     with the program will do: `local_experiment`, or `configs/local_experiment.yaml`."""
     initial_peers: list[str] = []
     """Multiaddrs of peers in the swarm; none founds a new run. One that answers is enough."""

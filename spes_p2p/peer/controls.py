@@ -18,7 +18,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 
-from spes_p2p.cli import explain, read_yaml
+from spes_p2p.cli import explain
 from spes_p2p.config import PeerConfig
 from spes_p2p.config.controls import (
     VERBS,
@@ -30,6 +30,7 @@ from spes_p2p.config.controls import (
     duration,
     effective,
 )
+from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.fs import write_atomic
 from spes_p2p.training.controls import Intent
@@ -310,7 +311,7 @@ def load(file: Path) -> Kept:
     if not file.exists():
         return Kept()
     try:
-        return Kept.model_validate(read_yaml(file, "the controls in"))
+        return Kept.model_validate(read_settings(file, "the controls in"))
     except ValidationError as error:
         raise ConfigError(f"{file}: {explain(error, see=SEE)}; or delete the file") from error
 

@@ -9,8 +9,8 @@ import pytest
 from forked_commands import slots_in
 from peer_processes import Command, commands_in, write_corpus, write_settings
 
-from spes_p2p.cli import read_yaml
 from spes_p2p.config import RunConfig
+from spes_p2p.config_file import read_settings
 from spes_p2p.sim.simulator import Scenario, SimulationResult, simulate
 from spes_p2p.swarm.exchange.store import VersionStore
 from spes_p2p.swarm.p2p.identity import Identity
@@ -72,7 +72,7 @@ def real(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
 
 def simulated(real: Real, **changes: object) -> SimulationResult:
     """The same peers with the same slots; in a real swarm, who gets which is a race."""
-    run = RunConfig.model_validate(read_yaml(real.folder / "run.yaml", "run")["run"])
+    run = RunConfig.model_validate(read_settings(real.folder / "run.yaml", "run")["run"])
     ids = [Identity(real.folder / str(index) / "identity.key").peer_id for index in range(PEERS)]
     fields = {
         **{"run": run, "run_id": RUN_ID, "peers": PEERS, "max_slots": SLOTS, "data_seeds": DATA_SEEDS},

@@ -21,6 +21,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 FLOORS: list[set[str]] = [
     {"__init__"},
     {"errors", "fs", "dtensor"},
+    {"config_file"},
     {"cli", "codecs", "presentation"},
     {"config"},
     {"planner"},

@@ -22,6 +22,7 @@ import pytest
 from spes_p2p import __version__
 from spes_p2p.__main__ import COMMANDS
 from spes_p2p.cli import OncePerMinute, all_flags, entry_point, help_text, load_settings
+from spes_p2p.commands.early import refuse
 from spes_p2p.config import PeerConfig, RunConfig, commands
 from spes_p2p.config.commands import AmendConfig, ClusterConfig, ExperimentConfig, HealthConfig, PlanConfig
 from spes_p2p.errors import AbsentError, ConfigError, JoinError
@@ -124,6 +125,26 @@ def test_a_list_takes_several_words_or_several_flags(words):
     assert peer.text == [Path("a"), Path("b")] and peer.port == 5
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--run.adapter.targets", "attention", "mlp"],
+        ["--run.adapter.targets=attention", "mlp"],
+        ["--run.adapter.targets", "attention", "--run.adapter.targets", "mlp"],
+        ["--run.adapter.targets", "attention,mlp"],
+    ],
+)
+def test_a_nested_list_does_so_too(words):
+    run = load_settings(PeerConfig, ["--run-id", "r", *words, "--run.data.source", "files", "--port", "5"]).run
+    assert run is not None and run.adapter is not None and run.adapter.targets == ["attention", "mlp"]
+
+
+def test_a_nested_list_of_paths_may_have_commas():
+    words = ["--run.data.source", "files", "--run.data.paths", "books, old", "b", "--run.data.text-field", "t"]
+    run = load_settings(PeerConfig, ["--run-id", "r", *words]).run
+    assert run is not None and run.data.paths == [Path("books, old"), Path("b")]
+
+
 @pytest.mark.parametrize("words", [["--text", "books, old/ä.txt", "b"], ["--text=books, old/ä.txt", "--text=b"]])
 def test_a_path_with_a_comma_is_one_path(words):
     peer = load_settings(PeerConfig, ["--run-id", "r", *words, "--initial-peers", "/x,/y"])
@@ -207,6 +228,39 @@ def test_a_config_that_is_no_text_is_one_line(tmp_path):
     path = tmp_path / "picture.yaml"
     path.write_bytes(b"\x89PNG\xff\x00")
     assert "picture.yaml" in one_line(["--config", str(path)])
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        ("round: {total: 3}", "write it below `run:`, as run.round"),
+        ("train:\n  lr: 1e-3", "write it below `run:`, as run.train"),
+        ("max_slot: 3", "did you mean max_slots? known keys"),
+        ("initial_peer: [/x]", "did you mean initial_peers? known keys"),
+        ("run: {rond: {total: 3}}", "did you mean run.round? remove it"),
+        ("run: {round: {totl: 3}}", "did you mean run.round.total? remove it"),
+        ("run: {model: {num_expert: 8}}", "did you mean run.model.num_experts? remove it"),
+    ],
+)
+def test_a_mistyped_key_of_a_file_is_told_the_right_one(content, hint, yaml_file):
+    assert hint in one_line(["--run-id", "r", "--config", yaml_file(content)])
+
+
+def test_a_toml_file_gives_the_same_settings_as_yaml(tmp_path, yaml_file):
+    path = tmp_path / "run.toml"
+    path.write_text('run_id = "r"\ntext = ["a", "b"]\n[run.round]\ntotal = 5\n[run.train]\nlr = 0.002\n')
+    text = "run_id: r\ntext: [a, b]\nrun: {round: {total: 5}, train: {lr: 0.002}}"
+    ours, theirs = (load_settings(PeerConfig, ["--config", file]) for file in (str(path), yaml_file(text)))
+    assert ours.model_dump(exclude={"config"}) == theirs.model_dump(exclude={"config"})
+    run = load_settings(PeerConfig, ["--config", str(path), "--run.round.total", "7"]).run
+    assert run is not None and (run.round.total, run.train.lr) == (7, 0.002)
+    for content, said in (
+        ("[run", "is not valid TOML"),
+        ("[round]\ntotal = 3", "below `run:`"),
+        ("x = 1\nx = 2", "TOML"),
+    ):
+        path.write_text(content)
+        assert said in one_line(["--run-id", "r", "--config", str(path)])
 
 
 # ---------------------------------------------------------------------- exit codes
@@ -373,7 +427,11 @@ def test_a_command_whose_output_is_read_no_longer_ends_without_a_word(words):
     ours, theirs = os.pipe()
     os.close(ours)  # as `head` does after its last line
     done = subprocess.run(
-        [sys.executable, "-m", "spes_p2p", *words.split()], stdout=theirs, stderr=subprocess.PIPE, text=True, timeout=60
+        [sys.executable, "-m", "spes_p2p", *words.split()],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=300,
     )
     os.close(theirs)
     assert (done.returncode, done.stderr) == (0, "")
@@ -443,6 +501,48 @@ def test_flags_are_answered_before_anything_heavy_is_imported():
     whole = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     forks = [seconds for _, _, seconds in answers]
     assert whole - sum(forks) + max(forks) < MAX_ANSWER_SECONDS, "of the common imports and the slowest answer"
+
+
+def test_an_error_in_a_flag_is_told_before_anything_heavy_is_imported(tmp_path):
+    made = tmp_path / "made"
+    made.mkdir()
+    (made / "file").touch()
+    upcycled = ["--output", "out", "--num-experts", "4", "--top-k", "2"]
+    peer = ["peer", "--run-id", "r"]
+    cases = [
+        *(["export", "runs/nothere"], ["export"], ["export", str(made)], ["export", "Spes:abc"]),
+        *([*peer, "--output", str(made)], [*peer, "--output", "out", "--resume"], [*peer, "--text", "nowhere.txt"]),
+        *([*peer, "--data", "nowhere"], [*peer, "--initial-peers", "203.0.113.7:4001"], ["join", "spes:abc"]),
+        *(["local", "--output", str(made)], ["local", "--resume", "--output", "out"], ["local", "--dataset", "books"]),
+        *(["cluster", "--shared", "s", "--run-id", "r", "--text", "nowhere.txt"], ["monitor", "spes:abc"]),
+        *(["monitor", "--run-id", "r", "--initial-peers", "/ip4/1.2.3.4"], ["simulate", "nowhere.yaml"]),
+        *(["evaluate", "nowhere"], ["evaluate", str(made)], ["plan", "--from", "nowhere"], ["amend", "nowhere"]),
+        *(["upcycle", "--from", "nowhere", *upcycled], ["invite", "--run-id", "r", "--identity", "nowhere"]),
+        ["tokenize", "--file-glob", "nowhere*.txt", "--output-prefix", "shards/"],
+    ]
+    words = [sys.executable, "-c", ANSWERS, json.dumps(cases)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True, cwd=tmp_path)
+    for words, line in zip(cases, ended.stdout.splitlines(), strict=True):
+        code, imported, _ = json.loads(line)
+        assert code == 2 and not set(imported) & set(HEAVY), words
+    assert [path.name for path in tmp_path.iterdir()] == ["made"], "nothing is written"
+
+
+def test_a_rank_finds_the_output_that_its_leader_has_begun(tmp_path, monkeypatch):
+    (tmp_path / "identity.key").touch()
+    rank = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in rank.items():
+        monkeypatch.setenv(name, value)
+    refuse(PeerConfig(run_id="r", output=tmp_path))
+
+
+@pytest.mark.parametrize(
+    "words", ["peers/run_peer.py", "monitor/run_monitor.py", "scripts/plan.py", "-m spes_p2p", "-m spes_p2p export"]
+)
+def test_outside_the_environment_the_remedy_is_one_line(words):
+    ended = subprocess.run([sys.executable, "-S", *words.split()], capture_output=True, text=True, cwd=ROOT, timeout=60)
+    (line,) = ended.stderr.splitlines()
+    assert ended.returncode == 2 and line.startswith("error: No module named") and "./scripts/setup.sh" in line
 
 
 def test_ctrl_c_while_it_imports_ends_it_quietly(tmp_path):

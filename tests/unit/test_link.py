@@ -40,14 +40,55 @@ def test_a_link_holds_everything_it_was_made_of(name: str, count: int, invite: s
     assert JoinLink.parse(link.encode()) == link
 
 
-@pytest.mark.parametrize("around", ["{}", " {}\n", "<{}>", '"{}"', "`{}`.", "{},", "\u200b{}\ufeff"])
+@pytest.mark.parametrize(
+    "around",
+    [
+        *(
+            "{}",
+            " {}\n",
+            "<{}>",
+            '"{}"',
+            "`{}`.",
+            "{},",
+            "\u200b{}\ufeff",
+            "\u201c{}\u201d",
+            "\u2018{}\u2019",
+            "\u00ab{}\u00bb",
+        ),
+        *(
+            "({})",
+            "[{}]",
+            "{{{}}}!",
+            "**{}**",
+            "__{}__",
+            "*_{}_*",
+            "~~{}~~",
+            "```\n{}\n```",
+            "{}\u2026",
+            "({}).",
+            "\u27a1\ufe0f {}",
+        ),
+        *(
+            "<b>{}</b>",
+            "<code>{}</code>",
+            '<a href="https://example.org">{}</a><br/>',
+            "&lt;{}&gt;",
+            "&quot;{}&quot;&nbsp;",
+        ),
+    ],
+)
 def test_what_a_chat_puts_around_a_link_does_no_harm(around: str) -> None:
-    assert JoinLink.parse(around.format(LINK.encode())) == LINK
+    for number in range(8):  # of these links some end with a character that may be a mark
+        link = LINK.model_copy(update={"run_id": f"my_run-{number}", "addresses": (f"{ADDRESSES[0]}{number}",)})
+        assert JoinLink.parse(around.format(link.encode())) == link
+        assert JoinLink.parse(around.format(link.encode().replace("spes:", "Spes:"))) == link
 
 
-def test_a_link_that_a_mail_has_broken_into_lines_is_whole_again() -> None:
+@pytest.mark.parametrize("broken", ["\r\n ", "=\r\n", "\u200b", "\u00ad", "\u2028", "\n> ", "<wbr>", "\u200e", "\t"])
+def test_a_link_that_a_mail_has_broken_into_lines_is_whole_again(broken: str) -> None:
     word = LINK.encode()
-    assert JoinLink.parse("\r\n ".join(word[at : at + 60] for at in range(0, len(word), 60))) == LINK
+    assert JoinLink.parse(broken.join(word[at : at + 60] for at in range(0, len(word), 60))) == LINK
+    assert JoinLink.parse(LINK.model_copy(update={"run_id": "my_run"}).encode().replace("_", "\\_")).run_id == "my_run"
 
 
 def test_a_link_that_was_cut_short_is_refused_and_a_changed_one_never_means_another_run() -> None:

@@ -10,8 +10,9 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, ValidationError
 
-from spes_p2p.cli import explain, read_yaml
+from spes_p2p.cli import explain
 from spes_p2p.config import Frozen
+from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.scenario import Scenario
 
@@ -126,7 +127,7 @@ def load_sweep(path: Path) -> Sweep:
         ConfigError: the file or one of its settings cannot be used.
     """
     try:
-        file = SweepFile.model_validate(read_yaml(path, "sweep"))
+        file = SweepFile.model_validate(read_settings(path, "sweep"))
     except ValidationError as error:
         raise ConfigError(f"sweep {path}: {explain(error, EXAMPLE)}") from error
     variants = {name: _variant(name, settings or {}, file, path) for name, settings in file.variants.items()}

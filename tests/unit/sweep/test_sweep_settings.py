@@ -9,8 +9,9 @@ from typing import Any, get_args
 import pytest
 import yaml
 
-from spes_p2p.cli import load_settings, read_yaml
+from spes_p2p.cli import load_settings
 from spes_p2p.commands.simulate import SimulateConfig
+from spes_p2p.config_file import read_settings
 from spes_p2p.errors import ConfigError
 from spes_p2p.sim.attacks import Attack
 from spes_p2p.sim.scenario import Scenario
@@ -145,10 +146,10 @@ def test_a_key_that_is_set_twice_is_refused_with_its_lines(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"sets 'peers' twice on line 1; keep one$"):
         load_sweep(path)
     path.write_text("base: {run: &run {seed: 1, lr: 2}}\nvariants:\n  x: {run: {<<: *run, seed: 2}}\n")
-    assert read_yaml(path, "sweep")["variants"]["x"]["run"] == {"seed": 2, "lr": 2}, "a merge may be overruled"
+    assert read_settings(path, "sweep")["variants"]["x"]["run"] == {"seed": 2, "lr": 2}, "a merge may be overruled"
     # PyYAML 6.0.4 takes these two for one key where they are merged, so the test keeps them apart from a merge.
     path.write_text("run: {1: 2, '1': 3}\n")
-    assert read_yaml(path, "sweep")["run"] == {1: 2, "1": 3}, "a number and a text are two keys"
+    assert read_settings(path, "sweep")["run"] == {1: 2, "1": 3}, "a number and a text are two keys"
 
 
 def test_what_is_chosen_runs_seed_by_seed(tmp_path: Path):
