@@ -25,7 +25,7 @@ from spes_p2p.config import DataConfig
 from spes_p2p.config.commands import EvaluateConfig, SuiteName
 from spes_p2p.data.packing import encode, window_batches
 from spes_p2p.data.sources import documents, split_documents
-from spes_p2p.data.tokenizer import load_tokenizer
+from spes_p2p.data.tokenizer import load_tokenizer, own_template, text_encoder
 from spes_p2p.data.windows import PackedWindows, TokenFile
 from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.fs import write_atomic
@@ -131,7 +131,8 @@ def text_batches(
     """
     data = DataConfig(source="files" if paths else "embedded")
     chosen = documents(data, paths) if paths else split_documents(data, (), held_out=True)
-    parts = list(encode(tokenizer, (document.text for document in chosen)))
+    encoder = text_encoder(tokenizer, own_template(tokenizer))
+    parts = list(encode(encoder, (document.text for document in chosen)))
     tokens_N = np.concatenate([np.empty(0, dtype=np.uint32), *parts])
     windows = PackedWindows(TokenFile(tokens_N, ""), sequence_length)
     if not len(windows):
@@ -245,6 +246,7 @@ def _adapter(model: nn.Module, tokenizer: PreTrainedTokenizerBase, batch_size: i
     # It warns of a model that is loaded already, as this one is on purpose.
     logging.getLogger("lm_eval.models.huggingface").setLevel(logging.ERROR)
 
+    tokenizer.split_special_tokens = True  # a task's text holds no control tokens
     adapter = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
     if accelerator is not None:
         adapter.accelerator = accelerator

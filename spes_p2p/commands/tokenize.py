@@ -28,7 +28,7 @@ def main(config: TokenizeConfig) -> int:
     """
     files = find_files(config.file_glob)
     folder, stem = split_prefix(config.output_prefix)
-    payload, vocab_size = _tokenizer(config, files)
+    payload, vocab_size, template = _tokenizer(config, files)
     narrow = vocab_size <= 2**16
     if config.dtype == "uint16" and not narrow:
         raise ConfigError(f"dtype=uint16 does not hold the {vocab_size} ids of the tokenizer; set --dtype uint32")
@@ -44,6 +44,7 @@ def main(config: TokenizeConfig) -> int:
         batch_size=config.batch_size,
         processes=config.processes or len(os.sched_getaffinity(0)),
         cache=config.cache,
+        template=template,
     )
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
@@ -59,16 +60,16 @@ def main(config: TokenizeConfig) -> int:
     return 0
 
 
-def _tokenizer(config: TokenizeConfig, files: list[Path]) -> tuple[bytes, int]:
-    """Return the tokenizer's bytes and its entries."""
-    from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes  # slow to import
+def _tokenizer(config: TokenizeConfig, files: list[Path]) -> tuple[bytes, int, str]:
+    """Return the tokenizer's bytes, its entries and its chat template."""
+    from spes_p2p.data.tokenizer import own_template, resolve_tokenizer, tokenizer_bytes  # slow to import
 
     try:
         data = DataConfig(source="files", text_field=config.text_field, tokenizer=config.tokenizer)
     except ValidationError as error:
         raise ConfigError(explain(error)) from error
     tokenizer = resolve_tokenizer(data, files, config.cache)
-    return tokenizer_bytes(tokenizer), len(tokenizer)
+    return tokenizer_bytes(tokenizer), len(tokenizer), own_template(tokenizer) or ""
 
 
 def _summary(manifest: ShardManifest, path: Path) -> str:

@@ -12,11 +12,11 @@ from spes_p2p.config import DataConfig
 from spes_p2p.data.readers import COMPRESSED, JSON_LINES, PARQUET, OnBad, checked_text, read_rows
 from spes_p2p.data.shard_formats import holds_text, is_mds_index, listed
 from spes_p2p.data.shards import is_manifest
+from spes_p2p.data.text_encoder import ROLES
 from spes_p2p.errors import DataError
 from spes_p2p.fs import matches
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
-ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_MESSAGES = 1024
 """Most messages of a conversation; without marks in the template, each reply is rendered twice."""
 MAX_RECORD_CHARACTERS = 2**22

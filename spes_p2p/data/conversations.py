@@ -43,7 +43,8 @@ from spes_p2p.data.sources import (
     in_held_out_part,
     is_in,
 )
-from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_bytes, tokenizer_digest
+from spes_p2p.data.text_encoder import ENCODING_VERSION
+from spes_p2p.data.tokenizer import AnyTokenizer, own_template, tokenizer_bytes, tokenizer_digest
 from spes_p2p.data.windows import TokenFile, mapped
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import cache_folder, make_once, write_atomic
@@ -60,7 +61,6 @@ PLAIN_TEMPLATE = (
 _BATCH_RECORDS, _BATCH_CHARACTERS = 256, 2**18
 _FIRST_ROWS, _FIRST_HELD_OUT = 100, 16
 """Of a stream: rows that say whether it holds conversations, and those among which prompts are looked for."""
-_LAYOUT_VERSION = 1
 
 
 class Prompt(NamedTuple):
@@ -91,15 +91,15 @@ def founding(data: DataConfig, tokenizer: Any) -> DataConfig:
         if (value := getattr(data, name)) != DataConfig.model_fields[name].default:
             log.warning("data.%s=%s has no effect: the run learns from %s", name, value, data.in_words())
     template = _text_or_file(data.chat_template, "data.chat_template", MAX_TEMPLATE_CHARACTERS)
-    own = getattr(tokenizer, "chat_template", None)
-    own = own.get("default") if isinstance(own, dict) else own
+    own = own_template(tokenizer)
     if not template and isinstance(own, str) and own.strip():
         template = own
         if len(own) > MAX_TEMPLATE_CHARACTERS and not files:
             log.warning("the tokenizer's chat template has %d characters; the run goes without", len(own))
             template = None
     if not template and files:
-        template = PLAIN_TEMPLATE
+        begins = tokenizer.bos_token_id is not None and tokenizer("x")["input_ids"][0] == tokenizer.bos_token_id
+        template = "{{ bos_token }}" * begins + PLAIN_TEMPLATE
         log.info("the tokenizer has no chat template; replies are written after 'Assistant:' (docs/data.md)")
     if template and len(template) > MAX_TEMPLATE_CHARACTERS:
         raise ConfigError(
@@ -196,7 +196,7 @@ def conversation_file(
             f"--data its shards"
         )
     corpus = corpus_identity(data, files, cache)
-    identity = [f"{_LAYOUT_VERSION}:conversations", tokenizer_digest(tokenizer), data.chat_template or "", corpus]
+    identity = [f"{ENCODING_VERSION}:conversations", tokenizer_digest(tokenizer), data.chat_template or "", corpus]
     key = hashlib.sha256("\n".join(identity).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     folder = cache_folder(cache, "tokens")
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)

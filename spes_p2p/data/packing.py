@@ -42,7 +42,8 @@ from spes_p2p.data.sources import (
     in_held_out_part,
     is_in,
 )
-from spes_p2p.data.tokenizer import AnyTokenizer, tokenizer_digest
+from spes_p2p.data.text_encoder import ENCODING_VERSION, TextEncoder
+from spes_p2p.data.tokenizer import AnyTokenizer, text_encoder, tokenizer_digest
 from spes_p2p.data.windows import TokenFile, Windows, mapped, windows_of
 from spes_p2p.errors import DataError
 from spes_p2p.fs import cache_folder, make_once, write_atomic
@@ -63,10 +64,10 @@ def token_dtype(tokenizer: AnyTokenizer) -> np.dtype:
     return np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
 
 
-def encode(tokenizer: AnyTokenizer, texts: Iterable[str]) -> Iterator[np.ndarray]:
-    """Yield ids in arrays of about a million characters each, with the end-of-text token after every text."""
+def encode(encoder: ConfinedTokenizer | TextEncoder, texts: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the ids of documents in arrays of about a million characters each."""
     for batch in batches(texts, len, _BATCH_CHARACTERS):
-        yield _encode_batch(tokenizer, batch)
+        yield encoder.encode(batch)
 
 
 def token_file(
@@ -85,8 +86,8 @@ def token_file(
         return _shards_part(data, tokenizer, cache, part)
     dtype = token_dtype(tokenizer)
     corpus = corpus_identity(data, paths, cache)
-    identity = f"{_LAYOUT_VERSION}:{dtype.str}:{tokenizer_digest(tokenizer)}:{corpus}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:32]
+    identity = [str(ENCODING_VERSION), dtype.str, tokenizer_digest(tokenizer), data.chat_template or "", corpus]
+    key = hashlib.sha256("\n".join(identity).encode("utf-8", "surrogatepass")).hexdigest()[:32]
     folder = cache_folder(cache, "tokens")
     together = next(parts for parts in WRITTEN_TOGETHER if part in parts)
     files = {name: folder / f"{key}.{name}.bin" for name in together}
@@ -113,30 +114,16 @@ def _shards_part(data: DataConfig, tokenizer: AnyTokenizer, cache: Path, part: P
 def _tokenise(data: DataConfig, tokenizer: AnyTokenizer, paths: Sequence[Path], files: Mapping[Part, Path]) -> None:
     """Write the parts' files, and rename them into place in their order."""
     started = time.monotonic()
-    dtype = token_dtype(tokenizer)
+    dtype, plain = token_dtype(tokenizer), text_encoder(tokenizer, data.chat_template)
     num_tokens = 0
     with contextlib.ExitStack() as stack:
         streams = {part: stack.enter_context(write_atomic(files[part])) for part in reversed(list(files))}
         for batch in batches(documents(data, paths), lambda document: len(document.text), _BATCH_CHARACTERS):
             for part, stream in streams.items():
-                for ids_N in encode(tokenizer, (document.text for document in batch if is_in(part, document, data))):
+                for ids_N in encode(plain, (document.text for document in batch if is_in(part, document, data))):
                     stream.write(ids_N.astype(dtype).tobytes())
                     num_tokens += len(ids_N)
     log.info("tokenised %d tokens of %s in %.1f s", num_tokens, " and ".join(files), time.monotonic() - started)
-
-
-def _encode_batch(tokenizer: AnyTokenizer, texts: list[str]) -> np.ndarray:
-    if isinstance(tokenizer, ConfinedTokenizer):
-        return tokenizer.encode(texts)
-    # verbose=False: do not warn that a text is longer than a model's context.
-    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    flat = np.empty(sum(map(len, encoded)) + len(encoded), dtype=np.uint32)
-    position = 0
-    for ids in encoded:
-        flat[position : position + len(ids)] = ids
-        flat[position + len(ids)] = tokenizer.eos_token_id
-        position += len(ids) + 1
-    return flat
 
 
 def _too_small(part: str, num_tokens: int, sequence_length: int, remedy: str, fewest: int = MIN_WINDOWS) -> DataError:
@@ -534,12 +521,16 @@ def _of_records(
     before = [np.empty(0, np.uint32) if carry_N is None else carry_N]
     if all("text" in record.value for record in records):
         texts = (record.text for record in records)
-        return TokenFile(np.concatenate([*before, *encode(tokenizer, texts)]), "", tokenizer.eos_token_id)
+        return TokenFile(
+            np.concatenate([*before, *encode(text_encoder(tokenizer, data.chat_template), texts)]),
+            "",
+            tokenizer.eos_token_id,
+        )
     on_bad = partial(log.warning, "left out a row: %s") if data.skip_unusable else None
     with encoder(data, tokenizer) as chat:
-        parts = [ids_N for _, ids_N in encoded(records, data, chat, on_bad)]
-    ends_D = np.cumsum([len(part) for part in parts], dtype=np.int64)
-    return TokenFile(np.concatenate([before[0][:0], *parts]), "", tokenizer.eos_token_id, ends_D)
+        found = [ids_N for _, ids_N in encoded(records, data, chat, on_bad)]
+    ends_D = np.cumsum([len(part) for part in found], dtype=np.int64)
+    return TokenFile(np.concatenate([before[0][:0], *found]), "", tokenizer.eos_token_id, ends_D)
 
 
 def _first_windows(

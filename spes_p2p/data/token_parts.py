@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from spes_p2p.data.readers import Range, batches, read_file
 from spes_p2p.data.shard_formats import DOCUMENT_FIELDS, DOCUMENTS_SUFFIX
 from spes_p2p.data.sources import SPLIT_SEED, TUNING_SEED, split_number
+from spes_p2p.data.text_encoder import TextEncoder
 from spes_p2p.errors import DataError
 from spes_p2p.fs import State, digest_of_file, file_state, write_atomic
 
@@ -59,6 +60,7 @@ class How(NamedTuple):
     dtype: str
     batch_size: int
     skip_unusable: bool
+    template: str = ""
 
 
 def make_parts(
@@ -86,14 +88,14 @@ def make_parts(
     num_processes = min(num_processes, len(pieces))
     context = multiprocessing.get_context(_SERVED)
     context.set_forkserver_preload([__name__])
-    start = (tokenizer_file, context.Value("Q", 0), context.Event())
+    start = (tokenizer_file, how.template, context.Value("Q", 0), context.Event())
     done_bytes = 0
     if num_processes == 1:
         _load(*start)
         for piece in in_order:
             _make_part(piece, how)
             done_bytes += piece.num_bytes
-            on_progress(done_bytes, start[1].value)
+            on_progress(done_bytes, start[2].value)
         return
     pool = ProcessPoolExecutor(num_processes, context, initializer=_start_process, initargs=start)
     try:
@@ -103,14 +105,14 @@ def make_parts(
             for future in finished:
                 done_bytes += running.pop(future).num_bytes
                 future.result()
-            on_progress(done_bytes, start[1].value)
+            on_progress(done_bytes, start[2].value)
     except BrokenProcessPool as error:
         raise DataError(
             "a process that tokenises was killed, perhaps for want of memory; start the same command again, with "
             "fewer --processes or a smaller --batch-size: it continues"
         ) from error
     finally:
-        start[2].set()
+        start[3].set()
         pool.shutdown(cancel_futures=True)
 
 
@@ -137,29 +139,26 @@ def part_info(piece: Piece) -> dict[str, Any] | None:
 class _Process(NamedTuple):
     """What a process that tokenises has."""
 
-    tokenizer: Tokenizer
-    end: int
+    encoder: TextEncoder
     tokens: Any
     stop: Any
 
 
-def _start_process(tokenizer_file: Path, tokens: Any, stop: Any) -> None:
+def _start_process(tokenizer_file: Path, template: str, tokens: Any, stop: Any) -> None:
     """Prepare a new process: it leaves Ctrl-C to its parent, and ends with it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (wait_for([parent.sentinel]), os._exit(1)), daemon=True).start()
-    _load(tokenizer_file, tokens, stop)
+    _load(tokenizer_file, template, tokens, stop)
 
 
-def _load(tokenizer_file: Path, tokens: Any, stop: Any) -> None:
+def _load(tokenizer_file: Path, template: str, tokens: Any, stop: Any) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each process has one core
     files = json.loads(tokenizer_file.read_bytes())
-    tokenizer = Tokenizer.from_str(files["tokenizer.json"])
-    end = tokenizer.token_to_id(json.loads(files["special_tokens.json"])["eos_token"])
-    assert end is not None
+    backend = Tokenizer.from_str(files["tokenizer.json"])
     global _process
-    _process = _Process(tokenizer, end, tokens, stop)
+    _process = _Process(TextEncoder(backend, json.loads(files["special_tokens.json"]), template), tokens, stop)
 
 
 _process: _Process | None = None
@@ -191,19 +190,15 @@ def _make_part(piece: Piece, how: How) -> None:
 
 
 def _encode_batch(texts: list[str], dtype: np.dtype, ids: BinaryIO, documents: BinaryIO, num_before: int) -> int:
-    """Write the ids and documents of some texts, each with the end-of-text token; return the number of ids."""
+    """Write the ids and documents of some texts; return the number of ids."""
     assert _process is not None
     if _process.stop.is_set():
         raise DataError("tokenising was stopped; start the same command again: it continues")
-    encodings = _process.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+    encoded = _process.encoder.documents(texts)
     rows_D = np.empty(len(texts), DOCUMENT_FIELDS)
-    rows_D["end"] = num_before + np.cumsum([len(encoding) + 1 for encoding in encodings])
-    flat_N = np.empty(int(rows_D["end"][-1]) - num_before, dtype)
-    position = 0
-    for row, (encoding, text) in enumerate(zip(encodings, texts, strict=True)):
-        flat_N[position : position + len(encoding)] = encoding.ids
-        position += len(encoding) + 1
-        flat_N[position - 1] = _process.end
+    rows_D["end"] = num_before + np.cumsum([len(ids) for ids in encoded])
+    flat_N = np.fromiter((token for ids in encoded for token in ids), dtype, int(rows_D["end"][-1]) - num_before)
+    for row, text in enumerate(texts):
         rows_D["split"][row] = split_number("", text, SPLIT_SEED)
         rows_D["half"][row] = split_number("", text, TUNING_SEED)
     ids.write(flat_N.tobytes())

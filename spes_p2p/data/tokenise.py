@@ -35,6 +35,7 @@ from spes_p2p.data.shards import (
     read_manifest,
 )
 from spes_p2p.data.sources import corpus_files
+from spes_p2p.data.text_encoder import ENCODING_VERSION
 from spes_p2p.data.token_parts import IDS_SUFFIX, How, Piece, checked_state, make_parts, part_info
 from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import State, content_digests, write_atomic
@@ -44,7 +45,6 @@ PIECE_BYTES = 2**21, 2**24
 PIECES = 64
 """Pieces of the whole work, where their bounds allow it, so that processes end at about the same time."""
 COPY_BYTES = 2**22
-_LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Settings:
         batch_size: Most documents tokenised at a time.
         processes: Number of processes.
         cache: Folder that remembers the digests of files.
+        template: The tokenizer's chat template, whose control tokens text does not contain; empty if it has none.
     """
 
     folder: Path
@@ -76,6 +77,7 @@ class Settings:
     batch_size: int
     processes: int
     cache: Path | None = None
+    template: str = ""
 
     @property
     def partial(self) -> Path:
@@ -227,8 +229,8 @@ def _plan(files: Sequence[Path], states: Sequence[State], digests: Sequence[str]
             _refuse(source, error, settings)
             parts = []
         for part in parts:
-            what = [_LAYOUT_VERSION, settings.tokenizer_sha256, settings.dtype, settings.text_field]
-            what += [settings.skip_unusable, str(path.resolve()), digest, part]
+            what = [ENCODING_VERSION, settings.tokenizer_sha256, settings.dtype, settings.text_field]
+            what += [settings.template, settings.skip_unusable, str(path.resolve()), digest, part]
             key = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:32]
             source.pieces.append(Piece(path, part, size // len(parts), state, digest, settings.partial / key))
         sources.append(source)
@@ -256,7 +258,7 @@ def _work(sources: Sequence[Source], settings: Settings, on_progress: Callable[[
         make_parts(
             todo,
             settings.partial / TOKENIZER,
-            How(settings.text_field, settings.dtype, settings.batch_size, settings.skip_unusable),
+            How(settings.text_field, settings.dtype, settings.batch_size, settings.skip_unusable, settings.template),
             settings.processes,
             lambda done, tokens: on_progress(Progress(before + done, total_bytes, tokens)),
         )

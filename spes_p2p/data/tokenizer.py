@@ -18,6 +18,7 @@ from spes_p2p.data.chat_rows import conversation_files, names_text
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.shards import shards_tokenizer
 from spes_p2p.data.sources import corpus_bytes, corpus_identity, split_documents
+from spes_p2p.data.text_encoder import TextEncoder
 from spes_p2p.data.tokenizer_document import MAX_PAYLOAD_BYTES, SPECIAL_TOKENS, open_document
 from spes_p2p.errors import ConfigError, DataError, one_line
 from spes_p2p.fs import cache_folder, locked, write_atomic
@@ -144,7 +145,7 @@ def tokenizer_bytes(tokenizer: PreTrainedTokenizerBase) -> bytes:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     # An earlier call with padding or truncation sets these.
     backend["padding"] = backend["truncation"] = None
-    special = {name: str(value) for name in SPECIAL_TOKENS if (value := getattr(tokenizer, name)) is not None}
+    special = _special_tokens(tokenizer)
     payload = _canonical({"special_tokens.json": _canonical(special), "tokenizer.json": _canonical(backend)}).encode()
     if len(payload) > MAX_PAYLOAD_BYTES:
         raise DataError(f"tokenizer takes {len(payload)} bytes, at most {MAX_PAYLOAD_BYTES}; choose a smaller one")
@@ -181,6 +182,29 @@ def write_tokenizer_settings(folder: Path, settings: TokenizerSettings) -> None:
         path = folder / "additional_chat_templates" / f"{name}.jinja"
         path.parent.mkdir(exist_ok=True)
         path.write_text(template, encoding="utf-8")
+
+
+def text_encoder(tokenizer: AnyTokenizer, template: str | None = None) -> ConfinedTokenizer | TextEncoder:
+    """Return what encodes text: a confined tokenizer itself, or a copy of this machine's own.
+
+    Args:
+        tokenizer: It.
+        template: The chat template, which a confined tokenizer already has.
+    """
+    if isinstance(tokenizer, ConfinedTokenizer):
+        return tokenizer
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    return TextEncoder(backend, _special_tokens(tokenizer), template or "")
+
+
+def own_template(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return the chat template that comes with a tokenizer, or None."""
+    own = getattr(tokenizer, "chat_template", None)
+    return own.get("default") if isinstance(own, dict) else own
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    return {name: str(value) for name in SPECIAL_TOKENS if (value := getattr(tokenizer, name)) is not None}
 
 
 def _decode(payload: bytes, where: str) -> PreTrainedTokenizerFast:

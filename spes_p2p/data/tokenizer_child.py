@@ -19,7 +19,8 @@ from typing import BinaryIO
 import numpy as np
 
 from spes_p2p.data.chat import Chat
-from spes_p2p.data.tokenizer_document import OpenDocument, open_document
+from spes_p2p.data.text_encoder import TextEncoder
+from spes_p2p.data.tokenizer_document import open_document
 from spes_p2p.errors import DataError
 
 HEADER = struct.Struct("<QQ")
@@ -72,7 +73,7 @@ def _read_all(source: BinaryIO, count: int, num_document_bytes: int, base_second
     return [_read(source, length) for length in lengths.tolist()]
 
 
-def _start(source: BinaryIO, sink: BinaryIO) -> tuple[Chat, OpenDocument, int] | None:
+def _start(source: BinaryIO, sink: BinaryIO) -> tuple[Chat, TextEncoder, int] | None:
     """Read document and template, and say what is in them; None if they are refused."""
     num_bytes, max_entries = HEADER.unpack(_read(source, HEADER.size))
     _limit(num_bytes, 0, BASE_SECONDS)
@@ -81,27 +82,26 @@ def _start(source: BinaryIO, sink: BinaryIO) -> tuple[Chat, OpenDocument, int] |
     template = _read(source, template_bytes).decode()
     try:
         document = open_document(payload, "the run's tokenizer", max_entries)
-        chat = Chat(template, document.special, document.backend, document.eos_token_id)
+        num_entries = document.backend.get_vocab_size()
+        encoder = TextEncoder(document.backend, document.special, template)
+        chat = Chat(template, document.special, encoder)
     except DataError as error:
         sink.write((json.dumps({"error": str(error)}) + "\n").encode())
         return None
-    end = document.eos_token_id
-    about = {"entries": document.backend.get_vocab_size(), "eos_token_id": end, "special": document.special}
+    about = {"entries": num_entries, "eos_token_id": document.eos_token_id, "special": document.special}
     text = document.text.encode("utf-8", "surrogatepass")
     sink.write((json.dumps({**about, "bytes": len(text)}) + "\n").encode() + text)
     sink.flush()
-    return chat, document._replace(text=""), num_bytes
+    return chat, encoder, num_bytes
 
 
-def _decode(document: OpenDocument, ids: np.ndarray, sink: BinaryIO) -> None:
-    decoded = document.backend.decode(ids.tolist(), skip_special_tokens=False).encode("utf-8", "replace")
+def _decode(encoder: TextEncoder, ids: np.ndarray, sink: BinaryIO) -> None:
+    decoded = encoder.backend.decode(ids.tolist(), skip_special_tokens=False).encode("utf-8", "replace")
     sink.write(HEADER.pack(len(decoded[:MAX_DECODED_BYTES]), 0) + decoded[:MAX_DECODED_BYTES])
 
 
-def _encode(document: OpenDocument, texts: list[bytes], sink: BinaryIO) -> None:
-    encodings = document.backend.encode_batch_fast([text.decode() for text in texts], add_special_tokens=False)
-    parts = [[*encoding.ids, document.eos_token_id] for encoding in encodings]
-    ids = np.fromiter((token for part in parts for token in part), "<u4", sum(map(len, parts)))
+def _encode(chat: Chat, encoder: TextEncoder, texts: list[bytes], sink: BinaryIO) -> None:
+    ids = encoder.encode([chat.clean(text.decode()) for text in texts])
     sink.write(HEADER.pack(len(ids), 0))
     sink.write(ids.tobytes())
 
@@ -131,7 +131,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     if (started := _start(source, sink)) is None:
         return
-    chat, document, num_bytes = started
+    chat, encoder, num_bytes = started
     gc.freeze()
     os.closerange(3, 256)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, 3))
@@ -141,12 +141,12 @@ def main() -> None:
             num_ids, _ = HEADER.unpack(_read(source, HEADER.size))
             given = np.frombuffer(_read(source, 4 * num_ids), "<u4")
             _limit(num_bytes, 4 * num_ids, BASE_SECONDS)
-            _decode(document, given, sink)
+            _decode(encoder, given, sink)
         elif count == RENDER:
             (count,) = COUNT.unpack(_read(source, COUNT.size))
             _render(chat, _read_all(source, count, num_bytes, RENDER_SECONDS), sink)
         else:
-            _encode(document, _read_all(source, count, num_bytes, BASE_SECONDS), sink)
+            _encode(chat, encoder, _read_all(source, count, num_bytes, BASE_SECONDS), sink)
         sink.flush()
 
 

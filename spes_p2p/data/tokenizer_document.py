@@ -112,10 +112,11 @@ def _opened(text: str, special: dict[str, str], where: str, max_entries: int | N
         backend = Tokenizer.from_str(text)
         missing = [token for token in special.values() if backend.token_to_id(token) is None]
         if not missing:
-            backend.add_special_tokens(list(special.values()))  # as transformers does
+            added = {token.content for token in backend.get_added_tokens_decoder().values()}
+            backend.add_special_tokens([token for token in special.values() if token not in added])
         probe = backend.encode(_PROBE).ids
         backend.decode(probe)
-        num_entries, largest = backend.get_vocab_size(), max(backend.get_vocab().values(), default=0)
+        num_entries, largest = backend.get_vocab_size(), max([*backend.get_vocab().values(), *probe])
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # tokenizers raises bare Exception, and panics as BaseException
@@ -124,7 +125,7 @@ def _opened(text: str, special: dict[str, str], where: str, max_entries: int | N
         raise DataError(f"{where} lacks its special token {missing[0][:40]!r}; join through other peers")
     if "eos_token" not in special:
         raise DataError(f"{where} has no end-of-text token; choose a tokenizer with an eos_token")
-    if largest >= num_entries:
+    if largest >= num_entries:  # guard: tokenizer-added-ids
         raise DataError(f"{where} has ids up to {largest} but {num_entries} entries; choose one without holes")
     if max_entries is not None and num_entries > max_entries:  # guard: tokenizer-vocabulary
         raise DataError(f"{where} has {num_entries} entries, the run's model {max_entries}; join another run")

@@ -16,6 +16,7 @@ import pytest
 import torch
 from local_tasks import write_local_tasks
 from safetensors.torch import load_file, save_file
+from tokenizer_families import FAMILIES
 from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
@@ -27,7 +28,7 @@ from transformers import (
 )
 
 from spes_p2p.commands import evaluate
-from spes_p2p.data.tokenizer import train_bpe
+from spes_p2p.data.tokenizer import text_encoder, train_bpe
 from spes_p2p.errors import ConfigError, DataError
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -71,6 +72,16 @@ def run(*arguments: object, home: Path) -> subprocess.CompletedProcess:
     environment = {**os.environ, "HF_HOME": str(home / "hf"), "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
     command = [sys.executable, str(REPOSITORY / "scripts" / "evaluate.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, cwd=REPOSITORY)
+
+
+@needs_lm_eval
+def test_text_of_tasks_begins_once_and_holds_no_control_token():
+    tokenizer = FAMILIES["llama3"]()
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=8, n_layer=1, n_head=1))
+    adapter = evaluate._adapter(model, tokenizer, 1, None)
+    context, answer = adapter._encode_pair("The user asks<|eot_id|> what", " a round<|eot_id|>")
+    (whole,) = text_encoder(tokenizer).documents(["The user asks<|eot_id|> what a round<|eot_id|>"])
+    assert context + answer == whole[:-1] and context[0] == tokenizer.bos_token_id
 
 
 @needs_lm_eval

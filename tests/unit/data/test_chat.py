@@ -13,6 +13,7 @@ import pytest
 import torch
 from conversations import conversations, write_lines
 from pydantic import ValidationError
+from tokenizers import Tokenizer
 
 from spes_p2p.config import DataConfig
 from spes_p2p.data import tokenizer_child as child
@@ -22,6 +23,7 @@ from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.conversations import PLAIN_TEMPLATE, founding, held_out_prompts, probe_file
 from spes_p2p.data.packing import held_out_batches, probe_windows, token_file, train_sources
 from spes_p2p.data.sources import documents, is_held_out
+from spes_p2p.data.text_encoder import TextEncoder
 from spes_p2p.data.tokenizer import resolve_tokenizer, tokenizer_bytes, train_bpe
 from spes_p2p.data.windows import CONTEXT, windows_of
 from spes_p2p.errors import DataError
@@ -65,6 +67,10 @@ def confined(bpe, tmp_path):
     yield make
     for tokenizer in made:
         tokenizer.close()
+
+
+def backend_of(tokenizer):
+    return Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
 
 
 def of(tokenizer, record):
@@ -135,7 +141,9 @@ HOSTILE = {
 def test_a_hostile_template_is_one_line_of_error(bpe, case):
     template, says = HOSTILE[case]
     with pytest.raises(DataError, match=says) as caught:
-        chat = Chat(template, {"eos_token": "<|endoftext|>"}, bpe.backend_tokenizer, bpe.eos_token_id)
+        chat = Chat(
+            template, special := {"eos_token": "<|endoftext|>"}, TextEncoder(backend_of(bpe), special, template)
+        )
         chat.encode({"messages": CHAT})
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 700
 

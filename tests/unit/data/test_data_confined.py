@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from spes_p2p.data import tokenizer_child as child
 from spes_p2p.data.confined_tokenizer import ConfinedTokenizer
 from spes_p2p.data.packing import encode
-from spes_p2p.data.tokenizer import tokenizer_bytes
+from spes_p2p.data.tokenizer import text_encoder, tokenizer_bytes
 from spes_p2p.data.tokenizer_document import _PATTERNS, MAX_DEPTH, MAX_PAYLOAD_BYTES, check_parts, open_document
 from spes_p2p.errors import DataError
 
@@ -237,9 +237,9 @@ def test_the_child_ends_with_its_tokenizer(sound, tmp_path):
 def test_both_processes_give_the_same_ids(tokenizer, tmp_path, seed):
     received = ConfinedTokenizer(tokenizer_bytes(tokenizer), tmp_path / "received", len(tokenizer))
     texts = ["", "the peer's slot", f"a {END} b", "漢字 🙂 \x00", "x" * 70_000, "  \n\n " * 500]
-    ours = [ids.tolist() for ids in encode(tokenizer, texts)]
+    ours = [ids.tolist() for ids in encode(text_encoder(tokenizer), texts)]
     assert [ids.tolist() for ids in encode(received, texts)] == ours
-    assert ours[0].count(tokenizer.eos_token_id) == len(texts) + 1
+    assert ours[0].count(tokenizer.eos_token_id) == len(texts)
 
 
 # ---------------------------------------------------------------------- what runs use

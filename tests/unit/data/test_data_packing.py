@@ -194,7 +194,7 @@ def test_a_state_of_another_order_is_refused(source_of, damage):
 
 def test_the_second_call_does_not_tokenise(source_of, files_data, tokenizer, corpus, tmp_path, monkeypatch):
     first = source_of().next_batch(10)
-    monkeypatch.setattr(packing_module, "_encode_batch", lambda *args: pytest.fail("tokenised again"))
+    monkeypatch.setattr(packing_module, "text_encoder", lambda *args: pytest.fail("tokenised again"))
     assert torch.equal(source_of().next_batch(10), first)
     source_of(data=files_data.model_copy(update={"sequence_length": 8}))
     with corpus.open("a") as stream:

@@ -367,7 +367,7 @@ def test_what_cannot_be_tokenised_is_said_in_a_line(tokenised, tmp_path, case, m
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "a.npy").write_bytes(b"\1\0")
     if case == "small type":
-        monkeypatch.setattr("spes_p2p.commands.tokenize._tokenizer", lambda *_: (b"", 2**16 + 1))
+        monkeypatch.setattr("spes_p2p.commands.tokenize._tokenizer", lambda *_: (b"", 2**16 + 1, ""))
     with pytest.raises((ConfigError, DataError)) as caught:
         tokenised(*(tmp_path / file for file in files), **more)
     assert message in str(caught.value) and "\n" not in str(caught.value)

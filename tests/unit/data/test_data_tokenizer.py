@@ -71,7 +71,8 @@ def test_payload_round_trip_keeps_tokenizer_and_bytes(tokenizer, tmp_path):
     payload = tokenizer_bytes(tokenizer)
     received = ConfinedTokenizer(payload, tmp_path / "received", len(tokenizer))
     text = "the peer's delta <|endoftext|> 漢字"
-    assert received.encode([text]).tolist() == [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    ids = tokenizer(text, split_special_tokens=True)["input_ids"]
+    assert received.encode([text]).tolist() == [*ids, tokenizer.eos_token_id]
     assert received.digest == tokenizer_digest(tokenizer)
     assert tokenizer_bytes(load_tokenizer(tmp_path / "received")) == payload
     assert received.eos_token_id == tokenizer.eos_token_id and len(received) == len(tokenizer)
@@ -115,6 +116,18 @@ HOSTILE = {
     "special surrogate": (
         lambda t: altered(t, **{"special_tokens.json": '{"eos_token": "\\ud800"}'}),
         "no working tokenizer",
+    ),
+    "begins beyond its entries": (
+        lambda t: with_backend(
+            t,
+            post_processor={
+                "type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": "b", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                "special_tokens": {"b": {"id": "b", "ids": [300], "tokens": ["b"]}},
+            },
+        ),
+        "ids up to 300",
     ),
     "holes in the ids": (
         lambda t: with_vocabulary(t, lambda vocab: {**vocab, "zz": 2**31}),
