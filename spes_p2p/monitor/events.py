@@ -207,7 +207,8 @@ class _History:
         self._now = event["time"]
         match event["kind"]:
             case "report":
-                report = Metrics.model_validate_json(json.dumps({name: event[name] for name in Metrics.model_fields}))
+                fields = {name: event[name] for name in Metrics.model_fields if name in event}
+                report = Metrics.model_validate_json(json.dumps(fields))
                 self._reports[report.round, report.peer_id] = report
             case "membership":
                 self._members[event["peer_id"]] = PeerView(
