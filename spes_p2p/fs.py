@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import shutil
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +20,8 @@ from spes_p2p.errors import ConfigError, DataError
 
 MAKING_SECONDS = 4 * 3600.0
 """Longest that a process waits for what another one makes for both."""
-SETTLED_SECONDS = 3.0
-"""Age from which a file's times are trusted: two edits within a tick of the file system's clock have the same."""
+TICK_SECONDS = 0.02
+"""Longest tick of a file system's clock, within which two edits of a file have the same time."""
 
 State = tuple[int, int, int, int]
 """Inode, size, modification time and change time of a file."""
@@ -97,7 +98,6 @@ def content_digests(paths: Sequence[Path], cache: Path | None) -> list[str]:
         ConfigError: `cache` cannot be written.
         DataError: a file cannot be read.
     """
-    now = time.time_ns()
     try:
         states = {path: file_state(path) for path in paths}
         key = hashlib.sha256(repr([(str(path.resolve()), state) for path, state in states.items()]).encode())
@@ -105,10 +105,12 @@ def content_digests(paths: Sequence[Path], cache: Path | None) -> list[str]:
         known = memory.read_text().split() if memory is not None and memory.exists() else []
         if len(known) == len(paths):  # else a power cut has emptied it
             return known
+        if any(state[3] > time.time_ns() - TICK_SECONDS * 1e9 for state in states.values()):
+            threading.Event().wait(TICK_SECONDS)  # so that no later edit has the same time
         found = [digest_of_file(path) for path in paths]
     except OSError as error:
         raise DataError(f"cannot read {error.filename}: {error.strerror}; restore it, or leave it out") from error
-    if memory is not None and all(state[3] < now - SETTLED_SECONDS * 1e9 for state in states.values()):
+    if memory is not None:
         with write_atomic(memory, durable=False) as target:
             target.write("\n".join(found).encode())
     return found

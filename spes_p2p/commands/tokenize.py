@@ -65,7 +65,8 @@ def _tokenizer(config: TokenizeConfig, files: list[Path]) -> tuple[bytes, int, s
     from spes_p2p.data.tokenizer import own_template, resolve_tokenizer, tokenizer_bytes  # slow to import
 
     try:
-        data = DataConfig(source="files", text_field=config.text_field, tokenizer=config.tokenizer)
+        given = config.model_dump(include={"text_field", "tokenizer", "skip_unusable"})
+        data = DataConfig(source="files", **given)
     except ValidationError as error:
         raise ConfigError(explain(error)) from error
     tokenizer = resolve_tokenizer(data, files, config.cache)

@@ -93,6 +93,18 @@ def records(paths: Sequence[Path], data: DataConfig, on_bad: OnBad | None = None
 
 
 def checked_record(row: Any, text_field: str, where: object) -> Record:
+    """Return `_record`, unless it is too long for a tokenizer's memory.
+
+    Raises:
+        DataError: it is, or as `_record`.
+    """
+    record = _record(row, text_field, where)
+    if len(record.text) > MAX_RECORD_CHARACTERS:
+        raise DataError(f"{where} has more than {MAX_RECORD_CHARACTERS} characters; cut the row")
+    return record
+
+
+def _record(row: Any, text_field: str, where: object) -> Record:
     """Return a row as a record: of its columns `messages`, or `prompt` and `completion`, or else `text_field`.
 
     A `text_field` other than `text` comes first, and may hold messages, too.
@@ -143,8 +155,6 @@ def _messages(value: Any, where: object) -> list[dict[str, Any]]:
     messages = [_message(message, f"{where}: message {number}") for number, message in enumerate(value, 1)]
     if not any(message["role"] == "assistant" for message in messages):
         raise DataError(f"{where} has no message of the role assistant, so nothing of it is learned; take the row out")
-    if len(json.dumps(messages)) > MAX_RECORD_CHARACTERS:
-        raise DataError(f"{where} has more than {MAX_RECORD_CHARACTERS} characters; cut the conversation")
     return messages
 
 

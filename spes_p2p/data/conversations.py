@@ -125,7 +125,7 @@ def _text_or_file(value: str | None, setting: str, most: int) -> str | None:
         return value
     path = Path(value).expanduser()
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{setting}={value}: cannot read the file: {reason}; name another") from error

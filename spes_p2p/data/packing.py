@@ -31,6 +31,7 @@ from spes_p2p.data.readers import batches
 from spes_p2p.data.shards import TokenShards
 from spes_p2p.data.shared import MIN_WINDOWS, SharedSource, check_state
 from spes_p2p.data.sources import (
+    SPLIT_SEED,
     WRITTEN_TOGETHER,
     Document,
     Part,
@@ -41,6 +42,7 @@ from spes_p2p.data.sources import (
     hub_records,
     in_held_out_part,
     is_in,
+    split_number,
 )
 from spes_p2p.data.text_encoder import ENCODING_VERSION, TextEncoder
 from spes_p2p.data.tokenizer import AnyTokenizer, text_encoder, tokenizer_digest
@@ -55,6 +57,8 @@ BLOCK_CHARACTERS = 8 * 2**20
 # Below this many shards, all peers would read the same text in about the same order; parquet can be cut into more.
 _MIN_SHARDS = 64
 _BATCH_CHARACTERS = 2**20
+_SHARES = [1.5**power for power in range(1, 10)]
+"""Held-out shares to try, as multiples of the one asked for; wider steps would hold out more than is needed."""
 _LAYOUT_VERSION = 1
 _OLD_STATE = {"packing": "pack"}  # which was the only packing once, and not saved
 
@@ -75,11 +79,37 @@ def token_file(
 ) -> TokenFile:
     """Return one part of an `embedded` or `files` corpus, tokenised at first use by one process while others wait.
 
+    Of a corpus of few documents, a larger share than `data.held_out_fraction` is held out, if it takes that for enough
+    windows of each part. All machines with the corpus find the same share.
+
     Raises:
         ConfigError: `paths` is empty, or `cache` cannot be written.
         DataError: the corpus cannot be read, or another process holds the lock for hours; token shards are bad, of
             another tokenizer, or not those that the run names.
     """
+    for share in _shares(data):
+        each = data.model_copy(update={"held_out_fraction": share})
+        needed: list[Part] = ["held_out"] if share == data.held_out_fraction else ["held_out", "train"]
+        files = {one: _part_at_share(each, tokenizer, paths, cache, one) for one in needed}
+        if all(len(windows_of(file, data, cache=cache, part=one)) >= _min_windows(file) for one, file in files.items()):
+            return files[part] if part in files else _part_at_share(each, tokenizer, paths, cache, part)
+    return _part_at_share(data, tokenizer, paths, cache, part)
+
+
+def _shares(data: DataConfig) -> Iterator[float]:
+    """Yield the held-out share asked for, and larger ones to try; of conversations one that holds out a single one."""
+    yield data.held_out_fraction
+    if conversation_files(data.paths) is None:
+        yield from (data.held_out_fraction * growth for growth in _SHARES)
+    else:
+        lowest = min((split_number("", each.text, SPLIT_SEED) for each in documents(data)), default=0)
+        share = (lowest + 2**12) / 2**64  # more than the number, for any rounding
+        yield from [share] * (share <= data.held_out_fraction * _SHARES[-1])
+
+
+def _part_at_share(
+    data: DataConfig, tokenizer: AnyTokenizer, paths: Sequence[Path], cache: Path, part: Part
+) -> TokenFile:
     if data.paths and not names_text(data):
         if (rows := conversation_files(data.paths)) is not None:
             return conversation_file(data, tokenizer, rows, cache=cache, part=part)
@@ -486,7 +516,7 @@ def held_out_batches(
         windows = windows_of(file, data, cache=cache, part=part)
     found = len(windows)
     if found < min(_min_windows(file), num_sequences):
-        remedy = "give more text, raise data.held_out_fraction"
+        remedy = "give more documents, raise data.held_out_fraction (--run.data.held-out-fraction)"
         raise _too_small("held-out", len(file.tokens_N), data.sequence_length, remedy, _min_windows(file))
     chosen = np.arange(min(found, num_sequences))
     if found > num_sequences and data.source != "hub":

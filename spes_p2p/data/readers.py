@@ -28,16 +28,18 @@ COMPRESSED = {".gz", ".zst", ".zstd"}
 TOKENS = {".npy", ".ds", ".bin", ".idx", ".mds"}
 # A longer text file is cut into documents of this size, because a single large file must be splittable.
 PIECE_CHARACTERS = 8192
-MAX_ELEMENT_CHARACTERS = 2**28
-"""Longest element of a JSON array, which is read whole."""
-_ROWS_PER_BATCH = 256
+DOCUMENT_CHARACTERS = 2**15
+"""Longest text of a row that stays one document: a tokenizer takes 150 bytes of memory a byte."""
+MAX_ROW_BYTES = 2**26
+"""Longest line of JSON, element of an array and cell of parquet, which are read whole."""
+_ROWS_PER_BATCH, _BATCH_BYTES = 256, 2**28
 _CHUNK_BYTES = 2**20
 _HEAD_BYTES = 4096
 _BINARY = {
     **{b"\x89PNG": "a PNG image", b"\xff\xd8\xff": "a JPEG image", b"GIF8": "a GIF image", b"%PDF-": "a PDF"},
     **{b"PK\x03\x04": "a zip archive", b"\x7fELF": "a program", b"BZh": "bzip2 data", b"\xfd7zXZ": "xz data"},
     **{b"\x1f\x8b": "gzip data without the suffix .gz", b"\x28\xb5\x2f\xfd": "zstd data without the suffix .zst"},
-    **{b"\x93NUMPY": "a NumPy array", b"PAR1": "parquet without its suffix", b"\xff\xfe": "UTF-16"},
+    **{b"\x93NUMPY": "a NumPy array", b"PAR1": "parquet without its suffix"},
 }
 
 
@@ -62,6 +64,8 @@ def read_file(
 ) -> Iterator[tuple[int | None, str]]:
     """Yield (index, text) of every document of one file that is not blank; the index of a small text file is None.
 
+    The text of a long row is cut into pieces, as fine as a text file if the row is the only one of its file.
+
     Args:
         path: JSON, parquet or MDS by suffix, else UTF-8 text; `.gz` or `.zst` behind it. A `.json` file is an array, or
             has one object per line.
@@ -76,10 +80,14 @@ def read_file(
     num_documents = 0
     with _explained(path):
         refuse_tokens(path)
-        for index, text in rows.read(part):
-            if text.strip():
-                num_documents += 1
-                yield index, text
+        items = rows.read(part)
+        first = list(itertools.islice(items, 2))
+        is_alone = part is None and len(first) == 1
+        for index, whole in itertools.chain(first, items):
+            for text in cut(whole, PIECE_CHARACTERS if is_alone else DOCUMENT_CHARACTERS):
+                if text.strip():
+                    num_documents += 1
+                    yield index, text
     if not num_documents and part is None and not rows.num_bad:
         raise DataError(f"{path} holds no text; leave it out")
 
@@ -99,6 +107,13 @@ def read_rows(path: Path, columns: Sequence[str], take: Take, on_bad: OnBad | No
     with _explained(path):
         for _, item in _Rows(path, columns, take, on_bad).read(None):
             yield item
+
+
+def cut(text: str, num_characters: int = DOCUMENT_CHARACTERS) -> Iterator[str]:
+    """Yield a text, or pieces of it that end with a line if it is longer than `num_characters`."""
+    if len(text) <= num_characters:
+        return iter([text])
+    return (piece for _, piece in _pieces(io.StringIO(text), num_characters=num_characters))
 
 
 def batches(
@@ -176,8 +191,6 @@ def _explained(path: Path) -> Iterator[None]:
     """Raise what a file's reading raises as one line with the remedy."""
     try:
         yield
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path} is not UTF-8 text; convert it with iconv -t UTF-8, or leave it out") from error
     except EOFError as error:
         raise _cut(path) from error
     except (OSError, zlib.error) as error:
@@ -227,32 +240,47 @@ class _Rows:
             head = stream.peek(_HEAD_BYTES)[:_HEAD_BYTES]
             _refuse_binary(self._path, head)
             if suffix == ".json" and _is_array(head):
-                yield from self._array(io.TextIOWrapper(stream, encoding="utf-8-sig"))
+                yield from self._array(_decoded(stream))
             elif suffix in JSON_LINES:
                 yield from self._lines(stream, part)
             else:
                 _refuse_list(self._path, head)
-                yield from _pieces(io.TextIOWrapper(stream, encoding="utf-8"), part)
+                yield from self._text(_decoded(stream, part), part)
+
+    def _text(self, stream: TextIO, part: Range | None) -> Iterator[tuple[int | None, str]]:
+        """Yield pieces of text without the lines that are not UTF-8."""
+        number, first = 0, part.start if part is not None else 0
+        for index, piece in _pieces(stream, part):
+            lines = piece.split("\n")
+            bad = [] if _is_utf8(piece) else [offset for offset, line in enumerate(lines) if not _is_utf8(line)]
+            for offset in bad:
+                self._bad(_not_utf8(_Line(self._path, first, 0, number + offset)), None)
+            piece = "\n".join(line for offset, line in enumerate(lines) if offset not in bad)
+            number += len(lines) - 1
+            yield index, piece
 
     def _lines(self, stream: BinaryIO, part: Range | None) -> Iterator[tuple[int, Any]]:
         """Yield the rows of the lines that begin within the part."""
         position = number = 0
         if part is not None and part.start:
             position = stream.seek(part.start - 1)
-            position += len(stream.readline())
+            position += _skip_line(stream)
         first = position
-        while (part is None or position < part.stop) and (line := stream.readline()):
+        while (part is None or position < part.stop) and (line := stream.readline(MAX_ROW_BYTES)):
             where = _Line(self._path, first, position, number)
-            text = line.removeprefix(codecs.BOM_UTF8 if position == 0 else b"").decode()
-            if text.strip():
-                try:
-                    row = json.loads(text)
-                except (ValueError, RecursionError) as error:
-                    self._bad(DataError(f"{where} is not JSON; write one object per line"), error)
-                else:
-                    yield from self._row(number, row, where)
             position += len(line)
             number += 1
+            try:
+                if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+                    position += _skip_line(stream)
+                    self._bad(_too_long(where), None)
+                elif text := line.removeprefix(codecs.BOM_UTF8).decode().strip():
+                    del line
+                    yield from self._row(number - 1, json.loads(text), where)
+            except UnicodeDecodeError as error:
+                self._bad(_not_utf8(where), error)
+            except (ValueError, RecursionError) as error:
+                self._bad(DataError(f"{where} is not JSON; write one object per line"), error)
 
     def _array(self, stream: TextIO) -> Iterator[tuple[int, Any]]:
         """Yield the rows of one JSON array, which is never in memory as a whole."""
@@ -263,18 +291,24 @@ class _Rows:
                 at += 1
             if at < len(buffer) and buffer[at] == "]":
                 return
+            start = at
             try:
                 row, at = decoder.raw_decode(buffer, at)
             except (ValueError, RecursionError) as error:
+                if len(buffer) - at > MAX_ROW_BYTES:
+                    raise _too_long(f"{self._path} element {index}") from error
                 more = stream.read(max(_CHUNK_BYTES, len(buffer) - at))
-                if not more or len(buffer) - at > MAX_ELEMENT_CHARACTERS:
+                if not more:
                     raise DataError(
                         f"{self._path} is not JSON from element {index} on; write an array of objects, or one object "
                         f"per line"
                     ) from error
                 buffer, at = buffer[at:] + more, 0
                 continue
-            yield from self._row(index, row, f"{self._path} element {index}")
+            if _is_utf8(buffer[start:at]):
+                yield from self._row(index, row, f"{self._path} element {index}")
+            else:
+                self._bad(_not_utf8(f"{self._path} element {index}"), None)
             index += 1
 
     def _mds(self, stream: BinaryIO) -> Iterator[tuple[int, Any]]:
@@ -300,10 +334,24 @@ class _Rows:
                     self._take(dict.fromkeys(names), where=str(self._path))
                 groups = range(file.num_row_groups)[slice(*part) if part else slice(None)]
                 index = sum(file.metadata.row_group(group).num_rows for group in range(groups.start))
-                for batch in file.iter_batches(batch_size=_ROWS_PER_BATCH, row_groups=groups, columns=columns):
-                    for row in batch.to_pylist():
-                        yield from self._row(index, row, f"{self._path} row {index}")
-                        index += 1
+                for group in groups:
+                    # A cell can have all of its column's bytes, and with a dictionary each row can be that cell.
+                    found = file.metadata.row_group(group)
+                    chunks = [found.column(number) for number in range(found.num_columns)]
+                    sizes = [c.total_uncompressed_size for c in chunks if c.path_in_schema.split(".")[0] in columns]
+                    if sum(sizes) > MAX_ROW_BYTES * found.num_rows:
+                        self._bad(_too_long(f"{self._path} row {index}"), None)
+                        index += found.num_rows
+                        continue
+                    rows = min(_ROWS_PER_BATCH, max(1, _BATCH_BYTES // max(sum(sizes), 1)))
+                    for batch in file.iter_batches(batch_size=rows, row_groups=[group], columns=columns):
+                        for row in batch.to_struct_array():
+                            where = f"{self._path} row {index}"
+                            try:
+                                yield from self._row(index, row.as_py(), where)
+                            except UnicodeDecodeError as error:
+                                self._bad(_not_utf8(where), error)
+                            index += 1
         except ArrowException as error:
             raise _unreadable(self._path, error) from error
 
@@ -353,7 +401,9 @@ def _samples(path: Path, stream: BinaryIO) -> Iterator[list[tuple[str, str, byte
         columns = [*zip(*(about[f"column_{key}"] for key in ("names", "encodings", "sizes")), strict=True)]
         sizes = struct.Struct(f"<{sum(size is None for _, _, size in columns)}I")
         for start, stop in itertools.pairwise(starts):
-            sample = stream.read(max(stop - start, 0))
+            if not 0 <= stop - start <= MAX_ROW_BYTES:
+                raise ValueError("a sample is too long")
+            sample = stream.read(stop - start)
             rest, variable = io.BytesIO(sample[sizes.size :]), iter(sizes.unpack_from(sample))
             cells = [(name, kind, rest.read(next(variable) if size is None else size)) for name, kind, size in columns]
             if sizes.size + sum(len(cell) for _, _, cell in cells) != stop - start:
@@ -361,6 +411,36 @@ def _samples(path: Path, stream: BinaryIO) -> Iterator[list[tuple[str, str, byte
             yield cells
     except (KeyError, TypeError, ValueError, RecursionError, struct.error) as error:
         raise DataError(f"{path} is no whole shard of MDS; fetch it again, or leave it out") from error
+
+
+def _too_long(where: object) -> DataError:
+    return DataError(f"{where} is longer than {MAX_ROW_BYTES >> 20} MiB; cut it into rows, or give its text as a .txt")
+
+
+def _not_utf8(where: object) -> DataError:
+    return DataError(f"{where} is not UTF-8 text; convert the file with iconv -t UTF-8, or leave it out")
+
+
+def _is_utf8(text: str) -> bool:
+    """Tell whether text of `_decoded` was UTF-8."""
+    try:
+        return text.isascii() or bool(text.encode())
+    except UnicodeEncodeError:
+        return False
+
+
+def _decoded(stream: BinaryIO, part: Range | None = None) -> TextIO:
+    """Return text without its byte order mark, in which a byte that is not UTF-8 is half a surrogate pair."""
+    encoding = "utf-8" if part is not None and part.start else "utf-8-sig"
+    return io.TextIOWrapper(stream, encoding=encoding, errors="surrogateescape")
+
+
+def _skip_line(stream: BinaryIO) -> int:
+    """Read to the end of a line; return its bytes."""
+    num_bytes, chunk = 0, b""
+    while not chunk.endswith(b"\n") and (chunk := stream.readline(_CHUNK_BYTES)):
+        num_bytes += len(chunk)
+    return num_bytes
 
 
 def _is_array(head: bytes) -> bool:
@@ -374,6 +454,9 @@ def _refuse_binary(path: Path, head: bytes) -> None:
         DataError: it is binary.
     """
     kind = next((kind for magic, kind in _BINARY.items() if head.startswith(magic)), None)
+    even, odd = head[::2].strip(b"\0"), head[1::2].strip(b"\0")
+    if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or (len(head) > 1 and bool(even) != bool(odd)):
+        raise DataError(f"{path} holds UTF-16, not UTF-8 text; convert it with iconv -f UTF-16 -t UTF-8")
     if kind or b"\0" in head:
         raise DataError(f"{path} holds {kind or 'binary data'}, not UTF-8 text; leave it out")
 
@@ -384,7 +467,7 @@ def _refuse_list(path: Path, head: bytes) -> None:
     Raises:
         DataError: each of its first lines names a file.
     """
-    lines = head.decode("utf-8", "ignore").splitlines()
+    lines = head.decode("utf-8-sig", "ignore").splitlines()
     names = [line.strip() for line in (lines[:-1] if len(head) == _HEAD_BYTES else lines) if line.strip()]
     if not names:
         return
@@ -451,7 +534,11 @@ def _parquet_file(path: Path) -> Iterator[Any]:
         source: Any = path
         if path.suffix.lower() in COMPRESSED:
             source = stack.enter_context(tempfile.TemporaryFile())
-            shutil.copyfileobj(stack.enter_context(_opened(path, None)), source)
+            stream, left = stack.enter_context(_opened(path, None)), shutil.disk_usage(tempfile.gettempdir()).free // 2
+            while chunk := stream.read(_CHUNK_BYTES):
+                if (left := left - len(chunk)) < 0:
+                    raise DataError(f"{path} unpacks to more than half of the temporary folder's disk; unpack it first")
+                source.write(chunk)
         yield stack.enter_context(parquet.ParquetFile(source))
 
 
@@ -471,9 +558,11 @@ def _row_groups(path: Path, max_bytes: int) -> Iterator[Range]:
         raise _unreadable(path, error) from error
 
 
-def _pieces(stream: TextIO, part: Range | None = None) -> Iterator[tuple[int | None, str]]:
+def _pieces(
+    stream: TextIO, part: Range | None = None, num_characters: int = PIECE_CHARACTERS
+) -> Iterator[tuple[int | None, str]]:
     """Yield pieces that end with a line, unless a line is longer than half a piece."""
-    piece = stream.read(PIECE_CHARACTERS)
+    piece = stream.read(num_characters)
     rest = stream.read(1) if part is None or not part.start else ""
     if not rest and part is None:
         yield None, piece
@@ -482,22 +571,23 @@ def _pieces(stream: TextIO, part: Range | None = None) -> Iterator[tuple[int | N
     while piece:
         piece += rest
         if not piece.endswith("\n"):
-            piece += stream.readline(PIECE_CHARACTERS // 2)
+            piece += stream.readline(num_characters // 2)
         yield index, piece
         index += 1
-        piece, rest = stream.read(PIECE_CHARACTERS), ""
+        piece, rest = stream.read(num_characters), ""
 
 
 def _text_cuts(path: Path, size: int, max_bytes: int) -> Iterator[Range | None]:
     """Yield ranges that begin and end where pieces of the whole file do; one range if it has line ends of Windows."""
-    _refuse_binary(path, _head(path))
-    cuts, position = [0], 0
-    with path.open(encoding="utf-8", newline="") as stream:
+    head = _head(path)
+    _refuse_binary(path, head)
+    cuts, position = [0], len(codecs.BOM_UTF8) * head.startswith(codecs.BOM_UTF8)
+    with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as stream:
         for _, piece in _pieces(stream):
             if "\r" in piece:  # reading makes a line end of one character of it, so that bytes cannot be counted
                 yield None
                 return
-            position += len(piece.encode())
+            position += len(piece.encode("utf-8", "surrogateescape"))
             if position - cuts[-1] >= max_bytes:
                 cuts.append(position)
     if cuts[-1] < size:

@@ -11,6 +11,7 @@ import errno
 import json
 import logging
 import mmap
+import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from spes_p2p.data.readers import MDS, decompressed
-from spes_p2p.errors import DataError
+from spes_p2p.errors import ConfigError, DataError
 from spes_p2p.fs import State, cache_folder, content_digests, file_state, visible_files, write_atomic
 
 log = logging.getLogger(__name__)
@@ -377,6 +378,8 @@ def _mds_file(index: Path, entry: dict[str, Any], cache: Path) -> tuple[Path, Pa
     unpacked = cache_folder(cache, "mds") / f"{packed.name}.{content_digests([packed], cache)[0][:32]}.raw"
     limit = int(entry["raw_data"]["bytes"])
     if not (unpacked.exists() and unpacked.stat().st_size == limit):
+        if limit > (free := shutil.disk_usage(unpacked.parent).free):
+            raise ConfigError(f"{unpacked.parent} has {free:,} bytes free, {packed} unpacks to {limit:,}; set --cache")
         with decompressed(packed, ".zst") as stream, write_atomic(unpacked) as target:
             written = 0
             while chunk := stream.read(2**20):

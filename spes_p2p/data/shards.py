@@ -223,7 +223,7 @@ def _of_file(path: Path) -> Iterator[Path]:
 def _of_list(path: Path) -> Iterator[Path]:
     """Yield the files that a list names, each on a line: as they are, or in the list's folder if it has moved."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read {path}: it is no list of files; name the shards") from error
     names = [line.strip() for line in lines if line.strip()]

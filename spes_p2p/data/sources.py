@@ -73,9 +73,17 @@ def documents(data: DataConfig, paths: Sequence[Path] = ()) -> Iterator[Document
         for record in records(rows, data, Unusable() if data.skip_unusable else None):
             yield Document(record.where, record.text)
     elif data.source == "files":
+        unusable = Unusable() if data.skip_unusable else None
         for path, name in _files_of(data, paths):
-            for index, text in read_file(path, data.text_field):
-                yield Document(name if index is None else f"{name}#{index}", text)
+            try:
+                for index, text in read_file(path, data.text_field, on_bad=unusable):
+                    yield Document(name if index is None else f"{name}#{index}", text)
+            except DataError as error:
+                if unusable is None:
+                    raise
+                unusable(error)
+        if unusable and unusable.count:
+            log.warning("left out %d rows or files: %s", unusable.count, unusable.first)
     else:
         for index, row in enumerate(hub_rows(load_hub(data), data)):
             if found := hub_record(row, data):

@@ -325,6 +325,14 @@ def test_few_conversations_are_enough_and_long_ones_are_told(bpe, tmp_path, capl
     assert "4 of 4 conversations of the train part are longer than data.sequence_length=16" in caplog.text
 
 
+def test_one_of_few_conversations_is_held_out(bpe, tmp_path):
+    data = data_of(write_lines(tmp_path / "few.jsonl", conversations(4)), held_out_fraction=0.02, sequence_length=16)
+    common = {"paths": (), "cache": tmp_path / "cache"}
+    num_documents = [len(token_file(data, bpe, **common, part=part).ends_D) for part in ("train", "held_out")]
+    assert num_documents == [3, 1]
+    assert held_out_batches(data, bpe, **common, num_sequences=1, batch_size=1, seed=0)
+
+
 def test_unusable_rows_are_counted_and_left_out_where_asked(bpe, tmp_path, caplog):
     rows = [*conversations(20), {"messages": []}, {"prompt": "x", "completion": " "}, {"messages": CHAT[:1]}]
     path = write_lines(tmp_path / "chats.jsonl", rows)

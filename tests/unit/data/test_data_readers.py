@@ -5,6 +5,8 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -12,7 +14,7 @@ import pyarrow.parquet
 import pytest
 import zstandard
 
-from spes_p2p.data.readers import PIECE_CHARACTERS, ranges, read_file
+from spes_p2p.data.readers import DOCUMENT_CHARACTERS, PIECE_CHARACTERS, ranges, read_file
 from spes_p2p.errors import DataError
 
 from .conftest import sentences
@@ -110,6 +112,9 @@ REFUSED = {
     "gzip without its suffix": ("a.jsonl", gzip.compress(ROWS), "gzip data without the suffix .gz"),
     "zstd without its suffix": ("a.txt", zstandard.compress(ROWS), "zstd data without the suffix .zst"),
     "utf-16": ("a.txt", "words".encode("utf-16"), "UTF-16, not UTF-8"),
+    "utf-16 of other ends": ("a.jsonl", b"\xfe\xff" + '{"text": "漢字"}'.encode("utf-16-be"), "convert it with iconv"),
+    "utf-16 without a mark": ("a.csv", "some,words\n".encode("utf-16-le"), "UTF-16, not UTF-8"),
+    "utf-16 in gzip": ("a.txt.gz", gzip.compress("words".encode("utf-16")), "UTF-16, not UTF-8"),
     "npy": ("a.npy", b"\1\0\2\0", "holds tokens by its suffix, not text; give token shards with --data"),
     "datatrove": ("a.ds", b"\1\0\2\0", "--data"),
     "megatron": ("a.bin", b"\1\0\2\0", "--data"),
@@ -168,3 +173,119 @@ def test_a_bad_line_of_a_range_has_its_number_in_the_file(tmp_path):
     with pytest.raises(DataError, match="line 91 is not JSON"):
         for part in ranges(path, 100):
             read(path, part)
+
+
+LONG = "".join(f"{number} words of a long text\n" for number in range(8000)) + "x" * 100_000
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".jsonl.zst", ".parquet.gz"])
+def test_a_long_row_is_cut_at_line_ends_and_loses_nothing(tmp_path, suffix):
+    found = read(write(tmp_path / f"a{suffix}", ["one", LONG, "two"]))
+    assert (found[0], "".join(found[1:-1]), found[-1]) == ("one", LONG, "two")
+    assert max(map(len, found)) <= 1.5 * DOCUMENT_CHARACTERS
+    assert all(piece.endswith(("\n", "x")) for piece in found[1:-1])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".jsonl.gz"])
+def test_the_only_row_of_a_file_is_cut_as_a_text_file_is(tmp_path, suffix):
+    assert read(write(tmp_path / f"a{suffix}", [LONG])) == read(write(tmp_path / "a.txt", [LONG]))
+
+
+BOMBS = """
+import json, sys
+from pathlib import Path
+import pyarrow.parquet
+from spes_p2p.data import readers
+readers.MAX_ROW_BYTES, readers._BATCH_BYTES, readers._CHUNK_BYTES = 2**20, 2**22, 2**16
+def most_memory():
+    words = Path("/proc/self/status").read_text().split()
+    return int(words[words.index("VmHWM:") + 1]) * 1024
+for path in map(Path, sys.argv[1:]):
+    bad, before = [], most_memory()
+    texts = [text[:4] for _, text in readers.read_file(path, "text", on_bad=lambda error: bad.append(str(error)))]
+    print(json.dumps([path.name, len(texts), bad, most_memory() - before]))
+"""
+
+
+def test_no_row_takes_more_memory_than_the_longest_that_is_read(tmp_path):
+    """32 MiB, of which a reader may take a MiB a row: refused by file and line, or read piece by piece."""
+    good, row = b'{"text": "good"}\n', b'{"text": "' + b"x" * 2**25 + b'"}\n'
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.compress(good + row + good, 1))
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(row + good, 1))
+    one = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 64), ["y" * 2**20])
+    pyarrow.parquet.write_table(pyarrow.table({"text": one}), tmp_path / "c.parquet")
+    texts = ["z" * 2**25, "good", "good"]
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "d.parquet", row_group_size=1)
+    files = sorted(map(str, tmp_path.iterdir()))
+    done = subprocess.run([sys.executable, "-c", BOMBS, *files], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *told, took = zip(*map(json.loads, done.stdout.splitlines()), strict=True)
+    remedy = "is longer than 1 MiB; cut it into rows, or give its text as a .txt"
+    assert [*zip(*told, strict=True)] == [
+        ("a.jsonl.zst", 2, [f"{tmp_path}/a.jsonl.zst line 2 {remedy}"]),
+        ("b.jsonl.gz", 1, [f"{tmp_path}/b.jsonl.gz line 1 {remedy}"]),
+        ("c.parquet", 64 * 22, []),
+        ("d.parquet", 2, [f"{tmp_path}/d.parquet row 0 {remedy}"]),
+    ]
+    assert max(took) < 2**25
+
+
+def bad_byte(path: Path) -> Path:
+    """Write three rows or lines, of which the second is not UTF-8."""
+    if path.suffix == ".parquet":
+        cells = pyarrow.array([b"one\n", b"tw\xff\n", b"three\n"]).view(pyarrow.string())
+        pyarrow.parquet.write_table(pyarrow.table({"text": cells}), path)
+    else:
+        json_rows = '{"text": "one\\n"}\n', '{"text": "tw?\\n"}\n', '{"text": "three\\n"}\n'
+        lines = "".join(json_rows if ".json" in path.name else ("one\n", "tw?\n", "three\n"))
+        whole = f"[{','.join(json_rows)}]" if path.name.endswith(".json") else lines
+        data = whole.encode().replace(b"?", b"\xff")
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+    return path
+
+
+PLACES = {"a.jsonl": "line 2", "a.txt": "line 2", "a.csv": "line 2", "a.json": "element 1", "a.parquet": "row 1"}
+PLACES |= {"a.jsonl.gz": "line 2", "a.txt.gz": "line 2"}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_a_bad_byte_costs_its_line_and_is_told_with_it(tmp_path, name):
+    path, told = bad_byte(tmp_path / name), []
+    assert "".join(read(path, on_bad=told.append)) == "one\nthree\n"
+    message = f"{path} {PLACES[name]} is not UTF-8 text; convert the file with iconv -t UTF-8, or leave it out"
+    assert [str(error) for error in told] == [message]
+    with pytest.raises(DataError) as caught:
+        read(path)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl"])
+def test_a_bad_byte_in_a_range_is_told_with_its_line_in_the_file(tmp_path, suffix):
+    path, told = tmp_path / f"a{suffix}", []
+    lines = [f"{'word ' * 50}{number} ä漢\n" for number in range(300)]
+    lines = [json.dumps({"text": line}) + "\n" for line in lines] if suffix == ".jsonl" else lines
+    data = "".join(lines).encode().split(b"\n")
+    data[250] += b"\xe9"
+    path.write_bytes(b"\n".join(data))
+    parts = ranges(path, 10_000)
+    found = [text for part in parts for text in read(path, part, on_bad=told.append)]
+    assert len(parts) > 3 and found == read(path, on_bad=told.append)
+    assert [str(error).split(" is not")[0] for error in told] == [f"{path} line 251"] * 2
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".csv", ".tsv", ".txt.gz", ".jsonl", ".jsonl.zst", ".json"])
+def test_a_byte_order_mark_is_no_text(tmp_path, suffix):
+    texts = [f"{text}\n" for text in sentences(random.Random(0), 100)]
+    expected = read(write(tmp_path / f"a{suffix}", texts))
+    plain = write(tmp_path / f"plain{Path(suffix).stem if suffix.count('.') > 1 else suffix}", texts).read_bytes()
+    pack = {"gz": gzip.compress, "zst": zstandard.compress}.get(suffix.rpartition(".")[2], bytes)
+    path = tmp_path / f"b{suffix}"
+    path.write_bytes(pack(b"\xef\xbb\xbf" + plain))
+    assert read(path) == expected
+    assert [text for part in ranges(path, 1000) for text in read(path, part)] == expected
+
+
+def test_files_with_byte_order_marks_that_were_joined_are_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join(b"\xef\xbb\xbf" + json.dumps({"text": text}).encode() + b"\n" for text in "ab"))
+    assert read(path) == ["a", "b"]

@@ -9,6 +9,7 @@ import os
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -310,6 +311,15 @@ def test_a_shard_with_the_same_content_is_read_on_whatever_its_times(tmp_path, f
     for change in SAME.values():
         change(file)
         assert windows_in(part, np.arange(3)).tolist() == before
+
+
+def test_a_compressed_shard_is_unpacked_only_where_there_is_room(tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=100))
+        with pytest.raises(ConfigError, match=r"mds has 100 bytes free, .*unpacks to .*; set --cache"):
+            opened(FIXTURES / "mds_zstd", cache=tmp_path)
+    assert not list(tmp_path.rglob("*.raw"))
+    assert len(opened(FIXTURES / "mds_zstd", cache=tmp_path))
 
 
 def test_ids_beyond_the_vocabulary_that_no_sample_met_end_the_reading(tmp_path, monkeypatch):

@@ -215,7 +215,6 @@ def test_identity_is_of_the_content_whatever_the_times(corpus, tmp_path, kind):
 
 
 def test_a_file_that_has_not_changed_is_read_once(corpus, tmp_path, monkeypatch):
-    monkeypatch.setattr("spes_p2p.fs.SETTLED_SECONDS", -60.0)
     before = corpus_identity(FILES, [corpus], tmp_path / "cache")
     monkeypatch.setattr("spes_p2p.fs.digest_of_file", lambda _: pytest.fail("read again"))
     assert corpus_identity(FILES, [corpus], tmp_path / "cache") == before

@@ -24,7 +24,7 @@ from spes_p2p.commands.tokenize import main
 from spes_p2p.config import DataConfig, PeerConfig, RunConfig
 from spes_p2p.config.commands import ExperimentConfig, TokenizeConfig
 from spes_p2p.data import tokenise as module
-from spes_p2p.data.packing import token_file, train_sources
+from spes_p2p.data.packing import held_out_batches, token_file, train_sources
 from spes_p2p.data.readers import read_file
 from spes_p2p.data.shards import TokenShards, read_manifest
 from spes_p2p.data.tokenizer import load_tokenizer, resolve_tokenizer, tokenizer_digest
@@ -255,6 +255,48 @@ def test_a_file_that_was_left_out_and_then_mended_is_other_text(tokenised, tmp_p
     EDITS["an older file"](bad, b'{"text": "words"}\n')
     with pytest.raises(DataError, match="of other text or settings"):
         tokenised(tmp_path / "corpus", skip_unusable=True)
+
+
+def test_what_is_left_out_is_left_out_of_the_tokenizers_training_too(tokenised, tmp_path, seed):
+    corpus = tmp_path / "corpus"
+    path = write_rows(corpus / "a.jsonl", sentences(random.Random(seed), 30))
+    path.write_bytes(path.read_bytes() + b'{"text": "caf\xe9"}\n{"text": "the last"}\n')
+    (corpus / "b.txt").write_bytes(b"one\ncaf\xe9\ntwo\n")
+    (corpus / "c.png").write_bytes(b"\x89PNG" + bytes(99))
+    with pytest.raises(DataError, match=r"a.jsonl line 31 is not UTF-8"):
+        tokenised(corpus, tokenizer=None)
+    manifest = read_manifest(tokenised(corpus, tokenizer=None, skip_unusable=True))
+    assert [(source.documents, source.skipped_rows) for source in manifest.sources] == [(31, 1), (1, 1)]
+    assert [Path(entry.name).name for entry in manifest.skipped] == ["c.png"]
+
+
+FEW = {
+    "60 rows of jsonl": ("a.jsonl", 60, 3_000),
+    "4 rows of parquet": ("a.parquet", 4, 20_000),
+    "one row of jsonl": ("a.jsonl.zst", 1, 40_000),
+    "one row of parquet": ("a.parquet", 1, 60_000),
+    "one text file": ("a.txt", 1, 40_000),
+}
+
+
+@pytest.mark.parametrize("case", FEW)
+def test_a_corpus_of_few_long_documents_has_a_held_out_part(tokenised, tokenizer, tmp_path, seed, case):
+    """With the default settings; of shards and of their text the same."""
+    name, number, length = FEW[case]
+    texts = ["\n".join(sentences(random.Random(seed + i), length // 250)) for i in range(number)]
+    path = write(tmp_path / name, texts)
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    manifest = tokenised(path, tokenizer=str(tmp_path / "tokenizer"))
+    text, shards = DataConfig(source="files"), DataConfig(source="files", paths=[manifest])
+    common = {"paths": [path], "cache": tmp_path / "cache"}
+    for data in (text, shards):
+        train_sources(data, tokenizer, **common)(0)
+        assert held_out_batches(data, tokenizer, **common, num_sequences=8, batch_size=8, seed=0)[0].shape == (8, 257)
+    split = [
+        [len(token_file(data, tokenizer, **common, part=part).tokens_N) for part in ("train", "held_out")]
+        for data in (text, shards)
+    ]
+    assert split[0] == split[1] and sum(split[0]) == read_manifest(manifest).tokens and split[0][1] < split[0][0]
 
 
 def test_parts_of_an_interrupted_work_are_of_the_content_alone(tokenised, tmp_path, monkeypatch):
